@@ -1,0 +1,44 @@
+"""Errors: each names what was wrong, where, and what to do about it."""
+
+__all__ = [
+    "BatchError",
+    "CheckpointError",
+    "ConfigurationError",
+    "DeadlockError",
+    "PartitionError",
+    "PipeshardError",
+    "TraceError",
+    "UsageError",
+]
+
+
+class PipeshardError(Exception):
+    """Base class of everything pipeshard raises on purpose."""
+
+
+class ConfigurationError(PipeshardError, ValueError):
+    """An argument, or a combination of arguments, that cannot work."""
+
+
+class TraceError(PipeshardError, RuntimeError):
+    """The model's forward cannot be traced, or a run of it left the traced path."""
+
+
+class PartitionError(PipeshardError, ValueError):
+    """The model cannot be cut into the stages asked for."""
+
+
+class BatchError(PipeshardError, ValueError):
+    """The data given to a step cannot be used, or differs between ranks."""
+
+
+class UsageError(PipeshardError, RuntimeError):
+    """A call that has no meaning for a model that is split into stages."""
+
+
+class CheckpointError(PipeshardError, RuntimeError):
+    """A checkpoint that cannot be read, written or matched with the model."""
+
+
+class DeadlockError(PipeshardError, RuntimeError):
+    """A program in which ranks wait for each other without end."""

@@ -1,0 +1,127 @@
+"""Batch: what a model is called with, and how it is cut into microbatches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
+from pipeshard.errors import BatchError
+
+__all__ = ["Batch"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch as a flat list of leaves.
+
+    `data` is what the model takes: a mapping is passed as keyword arguments, a tuple or list as positional ones, a
+    tensor alone. `rows` is the number of samples; `row_dims[k]` is the dimension of leaf k that counts them, or None
+    for a leaf every microbatch gets whole (a scalar, a (1, 1, s, s) mask, ...).
+    """
+
+    leaves: tuple[Any, ...]
+    paths: tuple[str, ...]
+    tree: Any
+    rows: int
+    row_dims: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, data: Any, main_input: str | None = None) -> Batch:
+        """Read a batch as a dataloader gives it; `main_input` names the tensor whose dim 0 counts the samples.
+
+        Raises BatchError when there is no tensor in it.
+        """
+        if isinstance(data, Mapping):
+            data = dict(data)  # also a BatchEncoding, which no pytree knows
+        with_paths, tree = tree_flatten_with_path(data if isinstance(data, dict | tuple | list) else (data,))
+        paths = tuple(_name(path) for path, _ in with_paths)
+        leaves = tuple(leaf for _, leaf in with_paths)
+        rows = _rows(paths, leaves, main_input)
+        dims = tuple(_row_dim(path, leaf, rows) for path, leaf in zip(paths, leaves, strict=True))
+        return cls(leaves, paths, tree, rows, dims)
+
+    @property
+    def data(self) -> Any:
+        return tree_unflatten(self.leaves, self.tree)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {path: leaf for path, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, Tensor)}
+
+    def call(self, model: nn.Module | Callable[..., Any]) -> Any:
+        """`model` called with this batch."""
+        data = self.data
+        return model(**data) if isinstance(data, dict) else model(*data)
+
+    def for_criterion(self) -> Any:
+        """The batch as a criterion gets it: a tensor that came alone is alone again."""
+        data = self.data
+        return data[0] if isinstance(data, tuple) and len(data) == 1 else data
+
+    def map(self, fn: Callable[[str, Tensor, int | None], Tensor]) -> Batch:
+        """Each tensor replaced by fn(path, tensor, row dimension)."""
+        leaves = [
+            fn(path, leaf, dim) if isinstance(leaf, Tensor) else leaf
+            for path, leaf, dim in zip(self.paths, self.leaves, self.row_dims, strict=True)
+        ]
+        new = [leaf.shape[dim] for leaf, dim in zip(leaves, self.row_dims, strict=True) if dim is not None]
+        return Batch(tuple(leaves), self.paths, self.tree, new[0], self.row_dims)
+
+    def to(self, device: torch.device) -> Batch:
+        return self.map(lambda path, leaf, dim: leaf.to(device, non_blocking=True))
+
+    def take(self, rows: Tensor) -> Batch:
+        """The samples with these indices (int64)."""
+        return self.map(lambda path, leaf, dim: leaf if dim is None else leaf.index_select(dim, rows.to(leaf.device)))
+
+    def split(self, num_microbatches: int | None = None, microbatch_size: int | None = None) -> list[Batch]:
+        """Cut along the samples, in order, into views.
+
+        `num_microbatches` gives sizes that differ by one at most (and fewer microbatches where there are fewer
+        samples); `microbatch_size` gives equal ones and a smaller last one.
+        """
+        if microbatch_size is not None:
+            bounds = list(range(microbatch_size, self.rows, microbatch_size))
+        else:
+            m = min(num_microbatches or 1, self.rows)
+            sizes = [self.rows // m + (k < self.rows % m) for k in range(m)]
+            bounds = [sum(sizes[: k + 1]) for k in range(m - 1)]
+        edges = [0, *bounds, self.rows]
+        return [self._narrow(start, end - start) for start, end in itertools.pairwise(edges)]
+
+    def _narrow(self, start: int, length: int) -> Batch:
+        return self.map(lambda path, leaf, dim: leaf if dim is None else leaf.narrow(dim, start, length))
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """`['labels']` of a mapping is the name labels; anything deeper keeps its key string."""
+    key = getattr(path[0], "key", None) if len(path) == 1 else None
+    return key if isinstance(key, str) else keystr(path)
+
+
+def _rows(paths: tuple[str, ...], leaves: tuple[Any, ...], main_input: str | None) -> int:
+    tensors = {p: leaf for p, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor) and leaf.ndim > 0}
+    if not tensors:
+        kinds = {path: type(leaf).__name__ for path, leaf in zip(paths, leaves, strict=True)}
+        raise BatchError(
+            f"the batch holds no tensor with a batch dimension, only {kinds or 'nothing'}: "
+            "a batch is a mapping, a tuple or a list of tensors whose first dimension counts the samples"
+        )
+    main = tensors[main_input] if main_input in tensors else next(iter(tensors.values()))
+    if main.shape[0] == 0:
+        raise BatchError(f"the batch is empty: {main_input or next(iter(tensors))} has shape {tuple(main.shape)}")
+    return main.shape[0]
+
+
+def _row_dim(path: str, leaf: Any, rows: int) -> int | None:
+    if not isinstance(leaf, Tensor) or leaf.ndim == 0:
+        return None
+    if path.endswith("position_ids") and leaf.ndim == 3:  # (3, b, s): one plane per rotary axis
+        return 1
+    return 0 if leaf.shape[0] == rows else None

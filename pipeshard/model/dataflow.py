@@ -1,0 +1,75 @@
+"""Dataflow: which unit results each unit call, the loss and the outputs depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils._pytree import TreeSpec
+
+from pipeshard.model.shapes import Axes, TensorSpec
+from pipeshard.model.taint import Hidden, Tag, Used, Value
+
+__all__ = ["Call", "Dataflow", "Use"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """What something depends on: unit results, parameters glue reads itself, calls whose hidden state it sees."""
+
+    values: frozenset[Value] = frozenset()
+    parameters: frozenset[str] = frozenset()
+    hidden: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, tags: frozenset[Tag]) -> Use:
+        return cls(
+            frozenset(tag for tag in tags if isinstance(tag, Value)),
+            frozenset(tag.name for tag in tags if isinstance(tag, Used)),
+            frozenset(tag.call for tag in tags if isinstance(tag, Hidden)),
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a unit: what it reads, and its result as a tree of TensorSpecs and constants.
+
+    `flops` and `elements` (numbers made by its operators) are those of one forward at the traced size.
+    """
+
+    unit: str
+    reads: Use
+    tree: TreeSpec
+    leaves: tuple[Any, ...]
+    flops: int
+    elements: int
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """The unit calls of one forward in their order, and what the loss and the outputs need of them.
+
+    `outputs` are the tensor leaves of the model's output: (path, use, spec). `written` are values that are changed
+    in place after they were made. `decisions` are lines of glue that decide in Python on an activation.
+    """
+
+    calls: tuple[Call, ...]
+    loss: Use | None
+    outputs: tuple[tuple[str, Use, TensorSpec], ...]
+    written: frozenset[Value]
+    decisions: tuple[str, ...]
+    axes: Axes
+
+    def spec(self, value: Value) -> TensorSpec:
+        spec: TensorSpec = self.calls[value.call].leaves[value.leaf]
+        return spec
+
+    def needed(self, outputs: bool = False) -> Use:
+        """What the last stage needs: for the loss, and for every output where asked for or where there is no loss."""
+        uses = [use for _, use, _ in self.outputs] if outputs or self.loss is None else []
+        uses += [self.loss] if self.loss is not None else []
+        return Use(
+            frozenset().union(*(use.values for use in uses)),
+            frozenset().union(*(use.parameters for use in uses)),
+            frozenset().union(*(use.hidden for use in uses)),
+        )

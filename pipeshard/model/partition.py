@@ -1,0 +1,210 @@
+"""Partition: which stage runs each unit call, and what then crosses every boundary."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from pipeshard.errors import PartitionError, TraceError
+from pipeshard.model.dataflow import Dataflow, Use
+from pipeshard.model.taint import Value
+
+__all__ = ["Boundary", "Partition", "balance", "boundaries", "call_costs", "held_parameters"]
+
+# What moving one number costs, in floating-point operations: about 5 per byte on a CPU core.
+ELEMENT = 20.0
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The stage of every unit call, by unit and occurrence, so that it holds for every batch structure."""
+
+    num_stages: int
+    stages: Mapping[tuple[str, int], int]
+
+    @classmethod
+    def of(cls, flow: Dataflow, counts: Sequence[int]) -> Partition:
+        """The first counts[0] calls of `flow` on stage 0, the next counts[1] on stage 1, ..."""
+        stages = itertools.chain.from_iterable([stage] * count for stage, count in enumerate(counts))
+        return cls(len(counts), dict(zip(_occurrences(flow), stages, strict=True)))
+
+    def of_calls(self, flow: Dataflow) -> tuple[int, ...]:
+        """The stage of each call of `flow`; raises TraceError if it does not run the units in the planned order."""
+        keys = _occurrences(flow)
+        unknown = [unit for unit, k in keys if (unit, k) not in self.stages]
+        stages = tuple(self.stages.get(key, 0) for key in keys)
+        if unknown or list(stages) != sorted(stages):
+            what = (
+                f"calls {unknown[0]}, which the model was not partitioned by" if unknown else "calls units out of order"
+            )
+            raise TraceError(
+                f"with this batch the model {what}. Pass dry_run_input=<a batch of this kind> to PipelinePlugin, "
+                "or keep one kind of batch per boost"
+            )
+        return stages
+
+
+def _occurrences(flow: Dataflow) -> list[tuple[str, int]]:
+    seen: Counter[str] = Counter()
+    keys = []
+    for call in flow.calls:
+        keys.append((call.unit, seen[call.unit]))
+        seen[call.unit] += 1
+    return keys
+
+
+def call_costs(flow: Dataflow, units: Mapping[str, nn.Module], scale: float = 1.0) -> list[float]:
+    """Relative time of forward and backward of each call, in floating-point operations.
+
+    Operators count three times (forward, input gradient, weight gradient); an element made counts as `ELEMENT`
+    operations, and so does each trainable parameter, whose gradient is written and added up: that prices embeddings.
+    `scale` is the size of a microbatch over that of the trace.
+    """
+    costs = []
+    for call in flow.calls:
+        trainable = sum(p.numel() for p in units[call.unit].parameters() if p.requires_grad)
+        costs.append(3 * scale * (call.flops + ELEMENT * call.elements) + 2 * ELEMENT * trainable)
+    return costs
+
+
+def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
+    """Calls before which no cut may be, each with the reason: a hidden value would have to cross it."""
+    forbidden: dict[int, str] = {}
+
+    def keep_together(use: Use, reader: int, name: str) -> None:
+        for maker in use.hidden:
+            reason = f"{name} uses a value that leaves unit {flow.calls[maker].unit} other than by its result"
+            forbidden.update(dict.fromkeys(range(maker + 1, min(reader, len(flow.calls) - 1) + 1), reason))
+
+    for reader, call in enumerate(flow.calls):
+        keep_together(call.reads, reader, f"unit {call.unit}")
+    if flow.loss is not None:
+        keep_together(flow.loss, len(flow.calls), "the loss")
+    return forbidden
+
+
+def balance(costs: Sequence[float], num_stages: int, forbidden: Mapping[int, str] | None = None) -> list[int]:
+    """How many consecutive calls each stage gets so that the dearest stage is as cheap as possible.
+
+    Among those, the sum of squares is least. Dynamic programming over (stages, blocks), where a block is a run of
+    calls no cut may divide. Raises PartitionError when there are fewer blocks than stages.
+    """
+    forbidden = forbidden or {}
+    starts = [k for k in range(len(costs)) if k == 0 or k not in forbidden]
+    if len(starts) < num_stages:
+        why = f"; not every cut is possible: {next(iter(forbidden.values()))}" if forbidden else ""
+        raise PartitionError(
+            f"the model makes {len(costs)} unit calls in {len(starts)} parts that can be cut apart, fewer than "
+            f"pp_size={num_stages}{why}. Use pp_size <= {len(starts)}"
+        )
+    edges = [*starts, len(costs)]
+    sums = [0.0, *itertools.accumulate(costs)]
+    prefix = [sums[edge] for edge in edges]
+    n = len(starts)
+    best: list[tuple[float, float]] = [(0.0, 0.0)] + [(float("inf"), float("inf"))] * n
+    choices: list[list[int]] = []
+    for stage in range(1, num_stages + 1):
+        row, choice = [(float("inf"), float("inf"))] * (n + 1), [0] * (n + 1)
+        for end in range(stage, n + 1):
+            for start in range(end - 1, stage - 2, -1):
+                cost = prefix[end] - prefix[start]
+                if cost > row[end][0]:
+                    break
+                candidate = (max(best[start][0], cost), best[start][1] + cost * cost)
+                if candidate < row[end]:
+                    row[end], choice[end] = candidate, start
+        best = row
+        choices.append(choice)
+    cuts = [n]
+    for choice in reversed(choices):
+        cuts.append(choice[cuts[-1]])
+    cuts.reverse()
+    return [edges[b] - edges[a] for a, b in itertools.pairwise(cuts)]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What enters a stage: `values` in the order they are sent, `gradients` the ones whose gradient goes back."""
+
+    values: tuple[Value, ...]
+    gradients: tuple[Value, ...]
+
+
+def boundaries(
+    flow: Dataflow, stages: Sequence[int], num_stages: int, trainable: frozenset[str], outputs: bool = False
+) -> list[Boundary]:
+    """What crosses into each stage (nothing into stage 0).
+
+    A value crosses every boundary between the stage of its call and that of its last reader, the last stage being
+    that of the loss, and of the outputs if they are wanted. `trainable` are the units with a trainable parameter:
+    a gradient returns only for floating-point values that depend on one and that the loss depends on.
+    """
+    last = num_stages - 1
+    everything, loss = flow.needed(outputs), flow.needed(False)
+    for call, stage in zip(flow.calls, stages, strict=True):
+        for maker in call.reads.hidden:
+            if stages[maker] != stage:
+                raise TraceError(
+                    f"with this batch unit {call.unit} (stage {stage}) uses a value that leaves unit "
+                    f"{flow.calls[maker].unit} (stage {stages[maker]}) other than by its result, so it cannot reach it"
+                )
+    for maker in everything.hidden:
+        if stages[maker] != last:
+            raise TraceError(
+                f"an output uses a value that leaves unit {flow.calls[maker].unit} (stage {stages[maker]}) other than "
+                "by its result, so it cannot reach the last stage; do not ask for it (output_attentions, ...) "
+                "or for outputs"
+            )
+    live = _alive(flow, stages, num_stages, everything)
+    wanted = live if not outputs else _alive(flow, stages, num_stages, loss)
+    moving = _differentiable(flow, trainable)
+    return [
+        Boundary(tuple(sorted(live[s])), tuple(sorted(wanted[s] & moving if flow.loss is not None else ())))
+        for s in range(num_stages)
+    ]
+
+
+def _alive(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Use) -> list[set[Value]]:
+    live: list[set[Value]] = [set() for _ in range(num_stages)]
+    readers = [(call.reads.values, stage) for call, stage in zip(flow.calls, stages, strict=True)]
+    for values, reader in [*readers, (final.values, num_stages - 1)]:
+        for value in values:
+            for stage in range(stages[value.call] + 1, reader + 1):
+                live[stage].add(value)
+    return live
+
+
+def _differentiable(flow: Dataflow, trainable: frozenset[str]) -> set[Value]:
+    found: set[Value] = set()
+    for index, call in enumerate(flow.calls):
+        if call.unit in trainable or call.reads.parameters or call.reads.values & found:
+            values = [Value(index, k) for k, leaf in enumerate(call.leaves) if hasattr(leaf, "dtype")]
+            found.update(value for value in values if flow.spec(value).dtype.is_floating_point)
+    return found
+
+
+def held_parameters(
+    model: nn.Module, flow: Dataflow, stages: Sequence[int], units: Mapping[str, nn.Module], p: int
+) -> list[set[str]]:
+    """The parameters each stage holds, by their first name.
+
+    A stage holds those of the units it runs and those its glue reads; one that nothing uses stays with the one
+    registered before it. A name on several stages is a tie between them.
+    """
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    held: list[set[str]] = [set() for _ in range(p)]
+    for call, stage in zip(flow.calls, stages, strict=True):
+        held[stage].update(first[parameter] for parameter in units[call.unit].parameters())
+        held[stage].update(call.reads.parameters)
+    held[-1].update(flow.needed(outputs=True).parameters)
+    previous = 0
+    for name in first.values():
+        holders = [stage for stage in range(p) if name in held[stage]]
+        if not holders:
+            held[previous].add(name)
+        previous = max(holders, default=previous)
+    return held

@@ -1,0 +1,173 @@
+"""Replay: on a stage, held units run and the others return what their stage sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+
+from pipeshard.errors import TraceError, UsageError
+from pipeshard.model.dataflow import Dataflow
+from pipeshard.model.partition import Boundary
+from pipeshard.model.shapes import TensorSpec
+from pipeshard.model.taint import Value
+
+__all__ = ["Replay", "Route"]
+
+
+class StageDone(BaseException):
+    """Leaves the model's forward after the last unit whose result leaves the stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one unit call does on this stage.
+
+    `leaves` holds for each leaf of the result a constant, a TensorSpec of nothing that matters, or the Value that was
+    received. `keeps` are the results later stages or the boundary need.
+    """
+
+    unit: str
+    held: bool
+    tree: TreeSpec
+    leaves: tuple[Any, ...]
+    keeps: tuple[Value, ...] = ()
+
+
+@dataclass(frozen=True)
+class Route:
+    """One stage's way through one Dataflow: a step per unit call, and after which one the stage is done."""
+
+    steps: tuple[Step, ...]
+    stop: int | None
+    enters: Boundary
+    leaves: Boundary
+    flow: Dataflow
+
+    @classmethod
+    def of(cls, flow: Dataflow, stages: Sequence[int], stage: int, crossing: Sequence[Boundary]) -> Route:
+        nothing = Boundary((), ())
+        enters, leaves = crossing[stage], crossing[stage + 1] if stage + 1 < len(crossing) else nothing
+        received = set(enters.values)
+        steps = []
+        for index, call in enumerate(flow.calls):
+            values = [Value(index, k) for k in range(len(call.leaves))]
+            held = stages[index] == stage
+            result = tuple(v if v in received else leaf for v, leaf in zip(values, call.leaves, strict=True))
+            keeps = tuple(v for v in values if held and v in set(leaves.values))
+            steps.append(Step(call.unit, held, call.tree, result, keeps))
+        is_last = stage == len(crossing) - 1
+        stop = None if is_last else max(k + 1 for k, step in enumerate(steps) if step.held)
+        return cls(tuple(steps), stop, enters, leaves, flow)
+
+
+@dataclass
+class Run:
+    """The state of one forward: what came in, what was made, and the next call."""
+
+    route: Route
+    deltas: Sequence[int]
+    received: Mapping[Value, Tensor]
+    made: dict[Value, Tensor] = field(default_factory=dict)
+    next: int = 0
+    inside: bool = False
+
+
+class Replay:
+    """Answers the unit calls of one stage's model; `held` are the units this stage has parameters of."""
+
+    def __init__(self, held: frozenset[str], stage: int, device: torch.device) -> None:
+        self.held, self.stage, self.device = held, stage, device
+        self.active: Run | None = None
+        self._blanks: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
+
+    def run(
+        self, route: Route, deltas: Sequence[int], received: Mapping[Value, Tensor], forward: Callable[[], Any]
+    ) -> tuple[Any, dict[Value, Tensor]]:
+        """Run `forward` (the whole model) as this stage: its output (None before the last stage), what leaves."""
+        self.active = run = Run(route, deltas, received)
+        try:
+            output = forward()
+        except StageDone:
+            output = None
+        finally:
+            self.active = None
+        if run.next < (route.stop or len(route.steps)):
+            raise self._lost(run, "the forward ended")
+        return output, {
+            value: run.made[value] if value in run.made else received[value] for value in route.leaves.values
+        }
+
+    def __call__(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        run = self.active
+        if run is None:  # recomputation during backward, or a user's own call
+            if unit in self.held:
+                return original(*args, **kwargs)
+            raise UsageError(
+                f"unit {unit} is not on stage {self.stage}: a model split into stages cannot be called directly, "
+                "use booster.execute_pipeline(...)"
+            )
+        if run.inside:  # called by another unit: part of that one
+            return original(*args, **kwargs)
+        steps = run.route.steps
+        if run.next >= len(steps) or steps[run.next].unit != unit:
+            raise self._lost(run, f"the forward called {unit}")
+        step = steps[run.next]
+        run.next += 1
+        if not step.held:
+            return tree_unflatten([self._leaf(leaf, run) for leaf in step.leaves], step.tree)
+        run.inside = True
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            run.inside = False
+        if step.keeps:
+            self._keep(step, result, run)
+        if run.next == run.route.stop:
+            raise StageDone
+        return result
+
+    def _leaf(self, leaf: Any, run: Run) -> Any:
+        if isinstance(leaf, Value):
+            tensor = run.received[leaf]
+            return tensor.clone() if leaf in run.route.flow.written else tensor
+        return self._blank(leaf, run.deltas) if isinstance(leaf, TensorSpec) else leaf
+
+    def _blank(self, spec: TensorSpec, deltas: Sequence[int]) -> Tensor:
+        """A tensor nothing that matters depends on: not-a-number, so that a mistake would not stay silent."""
+        shape = spec.at(deltas)
+        blank = self._blanks.get((shape, spec.dtype))
+        if blank is None:
+            if len(self._blanks) >= 16:
+                self._blanks.clear()
+            fill = float("nan") if spec.dtype.is_floating_point or spec.dtype.is_complex else 0
+            blank = torch.full(shape, fill, dtype=spec.dtype, device=self.device)
+            self._blanks[shape, spec.dtype] = blank
+        return blank.detach()  # glue may write to it, and must not leave its graph in ours
+
+    def _keep(self, step: Step, result: Any, run: Run) -> None:
+        leaves = tree_leaves(result)
+        for value in step.keeps:
+            tensor, spec = leaves[value.leaf] if value.leaf < len(leaves) else None, run.route.flow.spec(value)
+            shape = spec.at(run.deltas)
+            if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != spec.dtype:
+                got = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TraceError(
+                    f"result {value.leaf} of unit {step.unit} is {got} where the trace has {shape} {spec.dtype} "
+                    f"(stage {self.stage}). The unit's shapes or dtypes depend on more than the batch's sizes "
+                    "(autocast around execute_pipeline?); pass dry_run_input=<a batch like this one>"
+                )
+            run.made[value] = tensor.clone() if value in run.route.flow.written else tensor
+
+    def _lost(self, run: Run, what: str) -> TraceError:
+        steps = run.route.steps
+        expected = steps[run.next].unit if run.next < len(steps) else "the end"
+        return TraceError(
+            f"{what} where the trace has {expected} (unit call {run.next}, stage {self.stage}): the model's glue takes "
+            "another way than it did in the trace, by chance (layerdrop?) or by what the batch holds. "
+            "Turn that off, or pass dry_run_input=<a batch of this kind>"
+        )

@@ -1,0 +1,125 @@
+"""Axes: the sizes of a batch that may change from step to step, and shapes as affine functions of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeshard.model.batch import Batch
+
+__all__ = ["Axes", "TensorSpec"]
+
+Group = tuple[tuple[str, int], ...]  # axes that always have one size: (path of the tensor, dimension)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor; `slopes[d][g]` is what dimension d grows by per unit of axis group g."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    slopes: tuple[tuple[int, ...], ...] = ()
+
+    def at(self, deltas: Sequence[int]) -> tuple[int, ...]:
+        """The shape where the groups' sizes differ by `deltas` from the traced ones."""
+        if not any(deltas) or not self.slopes:
+            return self.shape
+        return tuple(
+            size + sum(slope * delta for slope, delta in zip(slopes, deltas, strict=True))
+            for size, slopes in zip(self.shape, self.slopes, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The groups of axes of one batch structure; group 0 counts the samples.
+
+    Axes of one size on the same side (encoder or decoder) are one group. Everything else is pinned: a batch in which
+    a pinned size differs has to be traced anew.
+    """
+
+    groups: tuple[Group, ...]
+    sizes: tuple[int, ...]
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    others: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, batch: Batch, encoder_decoder: bool = False) -> Axes:
+        groups: dict[tuple[str, int], list[tuple[str, int]]] = {("rows", batch.rows): []}
+
+        def side(path: str) -> str:
+            decoder = path.startswith("decoder_") or (encoder_decoder and path.endswith("labels"))
+            return "decoder" if decoder else "encoder"
+
+        tensors = batch.tensors
+        dims = dict(zip(batch.paths, batch.row_dims, strict=True))
+        for path in sorted(tensors, key=lambda path: (tensors[path].ndim != 2, batch.paths.index(path))):
+            leaf = tensors[path]
+            for axis, size in enumerate(leaf.shape):
+                if axis == dims[path]:
+                    groups["rows", batch.rows].append((path, axis))
+                    continue
+                key = (side(path), size)
+                opens = leaf.ndim == 2 and size > 1  # (b, s): token ids, masks, labels, raw audio
+                if opens:
+                    groups.setdefault(key, [])
+                if key in groups and (opens or axis == 1 or not leaf.is_floating_point() or "mask" in path):
+                    groups[key].append((path, axis))
+        return cls(
+            tuple(tuple(group) for group in groups.values()),
+            tuple(size for _, size in groups),
+            tuple((path, tuple(leaf.shape), leaf.dtype) for path, leaf in tensors.items()),
+            tuple((p, repr(leaf)) for p, leaf in zip(batch.paths, batch.leaves, strict=True) if not _is_tensor(leaf)),
+        )
+
+    def pin(self, pinned: set[int]) -> Axes:
+        """The same with these groups' sizes fixed."""
+        keep = [g for g in range(len(self.groups)) if g not in pinned]
+        groups, sizes = tuple(self.groups[g] for g in keep), tuple(self.sizes[g] for g in keep)
+        return Axes(groups, sizes, self.tensors, self.others)
+
+    def deltas(self, batch: Batch) -> tuple[int, ...] | None:
+        """How the groups' sizes differ from the traced ones, or None if `batch` has another structure."""
+        tensors = batch.tensors
+        if len(tensors) != len(self.tensors) or len(batch.leaves) != len(self.tensors) + len(self.others):
+            return None
+        free = {axis for group in self.groups for axis in group}
+        for path, shape, dtype in self.tensors:
+            leaf = tensors.get(path)
+            if leaf is None or leaf.dtype != dtype or leaf.ndim != len(shape):
+                return None
+            if any(leaf.shape[k] != size for k, size in enumerate(shape) if (path, k) not in free):
+                return None
+        if self.others and self.others != tuple(
+            (p, repr(leaf)) for p, leaf in zip(batch.paths, batch.leaves, strict=True) if not _is_tensor(leaf)
+        ):
+            return None
+        deltas = []
+        for group, size in zip(self.groups, self.sizes, strict=True):
+            now = {tensors[path].shape[axis] for path, axis in group}
+            if len(now) != 1:
+                return None
+            deltas.append(now.pop() - size)
+        return tuple(deltas)
+
+    def resized(self, batch: Batch, group: int, delta: int) -> Batch:
+        """`batch` with one group longer (its last slice repeated) or shorter by `delta`."""
+        members: dict[str, list[int]] = {}
+        for path, axis in self.groups[group]:
+            members.setdefault(path, []).append(axis)
+
+        def resize(path: str, leaf: Tensor, dim: int | None) -> Tensor:
+            for axis in members.get(path, ()):
+                size = leaf.shape[axis]
+                index = torch.arange(size + delta, device=leaf.device).clamp_(max=size - 1)
+                leaf = leaf.index_select(axis, index)
+            return leaf
+
+        return batch.map(resize)
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, Tensor)

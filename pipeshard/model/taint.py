@@ -1,0 +1,170 @@
+"""Taint: which values every tensor was computed from, kept by storage."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+__all__ = ["Hidden", "Tag", "Taint", "Used", "Value"]
+
+
+class Value(NamedTuple):
+    """Tensor leaf `leaf` of the result of unit call `call`."""
+
+    call: int
+    leaf: int
+
+
+class Used(NamedTuple):
+    """A parameter that glue reads itself."""
+
+    name: str
+
+
+class Hidden(NamedTuple):
+    """Something made inside unit call `call` that left it other than by its result."""
+
+    call: int
+
+
+Tag = Value | Used | Hidden
+NOTHING: frozenset[Tag] = frozenset()
+
+aten = torch.ops.aten
+# Operators whose result, or its shape, Python or memory layout depends on: with them glue decides on values.
+DECIDING = {
+    aten._local_scalar_dense.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.repeat_interleave.Tensor,
+}
+
+
+class Taint(TorchDispatchMode):
+    """Carries tags from tensor to tensor through every operator: integers, views and in-place writes too.
+
+    Outside units (`inside is None`) results carry the tags of what they were computed from. Inside unit call c every
+    new storage is marked Hidden(c), tags met there are collected in `met`, and work is counted in `flops` and
+    `elements`. Glue never computes on meta tensors: an operator that meets one (a parameter of a model on meta)
+    runs by shape alone, and its result is zeros.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.inside: int | None = None
+        self.tags: dict[int, frozenset[Tag]] = {}
+        self.homes: dict[int, Value] = {}  # storages that *are* a value, not only computed from it
+        self.written: set[Value] = set()
+        self.decisions: dict[str, None] = {}
+        self.met: set[Tag] = set()
+        self.flops = self.elements = 0
+        self._alive: list[Any] = []  # storages: a freed one's address would be used again
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler (seconds) to keep this mode out of it; nothing here compiles
+
+    def of(self, tensors: Iterable[Any]) -> frozenset[Tag]:
+        found = [self.tags.get(_key(t), NOTHING) for t in tensors if isinstance(t, Tensor)]
+        return NOTHING.union(*found)
+
+    def mark(self, tensor: Tensor, tags: frozenset[Tag], home: Value | None = None) -> None:
+        """Replace the tags of a tensor's storage; `home` says that the storage is this value itself."""
+        self._alive.append(tensor.untyped_storage())
+        self.tags[_key(tensor)] = tags
+        if home is not None:
+            self.homes[_key(tensor)] = home
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = list(_tensors((*args, *kwargs.values())))
+        tags = self.of(inputs)
+        if tags and self.inside is None and _decides(func, args, self):
+            self.decisions[_where()] = None
+        result = self._run(func, args, kwargs, inputs)
+        outputs = list(_tensors(result if isinstance(result, tuple | list) else (result,)))
+        if self.inside is not None:
+            self.met |= tags - {Hidden(self.inside)}
+            self._count(func, args, kwargs, result, outputs)
+            tags = frozenset({Hidden(self.inside)})
+        for output in outputs:
+            self._add(output, tags)
+        if func._schema.is_mutable:
+            for target in _mutated(func, args, kwargs):
+                self._add(target, tags)
+                if _key(target) in self.homes:
+                    self.written.add(self.homes[_key(target)])
+        return result
+
+    def _add(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
+        key = _key(tensor)
+        if key not in self.tags:
+            self._alive.append(tensor.untyped_storage())
+        self.tags[key] = self.tags.get(key, NOTHING) | tags
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor]) -> None:
+        if func._overloadpacket in flop_registry:
+            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
+        self.elements += sum(output.numel() for output in outputs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        on_meta = [t.is_meta for t in inputs]
+        if self.inside is not None or not any(on_meta):
+            return func(*args, **kwargs)
+        meta_args, meta_kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+        device = kwargs.get("device")
+        if device is not None:
+            meta_kwargs["device"] = torch.device("meta")
+        result = func(*meta_args, **meta_kwargs)
+        if func._schema.is_mutable:
+            return args[0]
+        if all(on_meta) and (device is None or torch.device(device).type == "meta"):
+            return result  # still nothing but a parameter or a buffer seen another way
+        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=self.device), result)
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors([args[position] if position < len(args) else kwargs.get(argument.name)])
+
+
+def _decides(func: Any, args: Any, taint: Taint) -> bool:
+    if func is aten.index.Tensor:  # a boolean index: the shape depends on its values
+        return any(t.dtype == torch.bool and taint.of([t]) for t in _tensors([args[1]]))
+    return func in DECIDING
+
+
+def _where() -> str:
+    """The line of the model's code that runs now."""
+    own, library = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith((own, library)) and not frame.filename.startswith("<"):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return "an unknown line"

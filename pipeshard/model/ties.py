@@ -1,0 +1,35 @@
+"""Ties: parameters that are one tensor under several names, found by identity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+__all__ = ["analyze_tied_weights", "names_of"]
+
+
+def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Every name of each parameter, by its first name, in the order of registration."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return {group[0]: tuple(group) for group in names.values()}
+
+
+def analyze_tied_weights(
+    model: nn.Module, stages: Mapping[str, int] | None = None
+) -> list[tuple[tuple[str, int], ...]]:
+    """The groups of tied names, each a sorted tuple of (name, stage), sorted.
+
+    `stages` gives the stage of a module (or parameter) by name; a name takes that of its nearest ancestor in it, and
+    stage 0 without one. Works on meta, where `to_empty` has not yet lost the ties, and gives the same on every rank.
+    """
+
+    def stage(name: str) -> int:
+        while name and name not in (stages or {}):
+            name = name.rpartition(".")[0]
+        return (stages or {}).get(name, 0)
+
+    groups = [group for group in names_of(model).values() if len(group) > 1]
+    return sorted(tuple(sorted((name, stage(name)) for name in group)) for group in groups)

@@ -1,0 +1,111 @@
+"""Trace: the Dataflow of a model, for every batch of one structure."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeshard.errors import TraceError
+from pipeshard.model.batch import Batch
+from pipeshard.model.dataflow import Dataflow
+from pipeshard.model.shapes import Axes, TensorSpec
+from pipeshard.model.tracer import Criterion, Tracer, untouched
+
+__all__ = ["Criterion", "trace"]
+
+ROWS, LENGTH = 2, 8  # a trace runs on this many samples, and on no more positions where the model allows
+
+
+def trace(model: nn.Module, batch: Any, criterion: Criterion | None = None, exact: bool = False) -> Dataflow:
+    """The Dataflow of `model` called with `batch`, and of `criterion(output, batch)` (by default the output's loss).
+
+    Only glue runs; each unit is stood in for by the shapes of its result, which one unit of a kind (class, parameter
+    shapes, input shapes) finds on meta. Nothing of the model changes, and no random number is drawn from the user's
+    generators. The trace is repeated with other batch and sequence sizes, so that shapes are known for all of them;
+    with `exact` it is run once, on the batch as it is, and holds for its sizes alone. Works for a model on meta.
+    Raises TraceError naming the unit or the line that fails.
+    """
+    sample = batch if isinstance(batch, Batch) else Batch.of(batch, getattr(model, "main_input_name", None))
+    encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    if exact:
+        axes = Axes.of(sample, encoder_decoder)
+        with untouched(model):
+            return replace(Tracer(model, criterion, sample).run(sample), axes=axes.pin(set(range(len(axes.sizes)))))
+    sample = sample.take(torch.arange(ROWS) % sample.rows)
+    tracer = Tracer(model, criterion, sample)
+    short = _shortened(sample, encoder_decoder)
+    with untouched(model):
+        try:
+            flow = tracer.run(short)
+        except TraceError:
+            if short is sample:
+                raise
+            flow = tracer.run(short := sample)
+        return _generalize(tracer, flow, short, Axes.of(short, encoder_decoder))
+
+
+def _shortened(batch: Batch, encoder_decoder: bool) -> Batch:
+    axes = Axes.of(batch, encoder_decoder)
+    for group, size in enumerate(axes.sizes):
+        if group > 0 and size > LENGTH:
+            batch = axes.resized(batch, group, LENGTH - size)
+    return batch
+
+
+def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes) -> Dataflow:
+    """`flow` with the slope of every dimension in every group of axes; groups it is not affine in are pinned."""
+    shapes: dict[int, list[tuple[int, ...]]] = {}
+    for group in range(len(axes.sizes)):
+        for delta in (1, -1):
+            with contextlib.suppress(TraceError):
+                other = tracer.run(axes.resized(batch, group, delta))
+                if _same_path(flow, other):
+                    pairs = zip(_specs(flow), _specs(other), strict=True)
+                    shapes[group] = [
+                        tuple((b - a) * delta for a, b in zip(s.shape, o.shape, strict=True)) for s, o in pairs
+                    ]
+                    break
+    axes = axes.pin({group for group in range(len(axes.sizes)) if group not in shapes})
+    columns = [shapes[group] for group in sorted(shapes)]
+    slopes = [tuple(zip(*column, strict=True)) for column in zip(*columns, strict=True)] if columns else []
+    general = _with_slopes(replace(flow, axes=axes), slopes)
+    grown = batch
+    for group in range(len(axes.sizes)):
+        grown = axes.resized(grown, group, 2 + group)
+    try:
+        real = tracer.run(grown)
+        deltas = axes.deltas(grown) or ()
+        true = _same_path(flow, real) and all(
+            spec.at(deltas) == now.shape for spec, now in zip(_specs(general), _specs(real), strict=True)
+        )
+    except TraceError:
+        true = False
+    return general if true else replace(flow, axes=axes.pin(set(range(len(axes.sizes)))))
+
+
+def _same_path(a: Dataflow, b: Dataflow) -> bool:
+    return [(c.unit, c.reads, c.tree) for c in a.calls] == [(c.unit, c.reads, c.tree) for c in b.calls] and (
+        [(path, use) for path, use, _ in a.outputs] == [(path, use) for path, use, _ in b.outputs]
+    )
+
+
+def _specs(flow: Dataflow) -> Iterator[TensorSpec]:
+    for call in flow.calls:
+        yield from (leaf for leaf in call.leaves if isinstance(leaf, TensorSpec))
+    yield from (spec for _, _, spec in flow.outputs)
+
+
+def _with_slopes(flow: Dataflow, slopes: list[Any]) -> Dataflow:
+    found = iter(slopes)
+
+    def with_slopes(leaf: Any) -> Any:
+        return replace(leaf, slopes=next(found, ())) if isinstance(leaf, TensorSpec) else leaf
+
+    calls = tuple(replace(call, leaves=tuple(with_slopes(leaf) for leaf in call.leaves)) for call in flow.calls)
+    outputs = tuple((path, use, with_slopes(spec)) for path, use, spec in flow.outputs)
+    return replace(flow, calls=calls, outputs=outputs)

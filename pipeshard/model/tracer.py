@@ -1,0 +1,254 @@
+"""Tracer: runs a model's glue with its units stood in for, and watches what depends on what."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import stateless
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
+
+from pipeshard.errors import ConfigurationError, TraceError
+from pipeshard.model.batch import Batch
+from pipeshard.model.dataflow import Call, Dataflow, Use
+from pipeshard.model.shapes import Axes, TensorSpec
+from pipeshard.model.taint import Hidden, Tag, Taint, Used, Value
+from pipeshard.model.units import find_units, handled
+
+__all__ = ["Criterion", "Tracer", "untouched"]
+
+Criterion = Callable[[Any, Any], Tensor]
+
+
+class _SeenOutside(Exception):
+    """Something made inside a unit was met outside of it, so no unit may be skipped as one of a known kind."""
+
+
+@dataclass
+class _Kind:
+    """What a unit's run on meta told: its result, the inputs it writes to, and its cost."""
+
+    tree: TreeSpec
+    leaves: tuple[Any, ...]
+    written: tuple[int, ...]
+    flops: int
+    elements: int
+
+
+class Tracer:
+    """Runs the glue of one model; remembers the kinds of its units from run to run."""
+
+    def __init__(self, model: nn.Module, criterion: Criterion | None, sample: Batch) -> None:
+        self.model, self.criterion = model, criterion
+        self.units = find_units(model)
+        devices = {p.device for p in model.parameters() if not p.is_meta} or {
+            next(iter(sample.tensors.values())).device
+        }
+        self.device = next(iter(devices))
+        self.kinds: dict[Any, _Kind] = {}
+        self.names = {name: _kind_name(unit) for name, unit in self.units.items()}
+        self.reuse = True
+
+    def run(self, batch: Batch) -> Dataflow:
+        """One run of the glue; shapes are those of `batch`, without slopes."""
+        try:
+            return self._run(batch.to(self.device))
+        except _SeenOutside:
+            self.reuse = False
+            return self._run(batch.to(self.device))
+
+    def _run(self, batch: Batch) -> Dataflow:
+        self.taint = Taint(self.device)
+        self.calls: list[Call] = []
+        for name, parameter in self.model.named_parameters():
+            self.taint.mark(parameter, frozenset({Used(name)}))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=_cuda(self.device)))
+            stack.enter_context(handled(self.units, self._answer))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self.taint)
+            try:
+                output = batch.call(self.model)
+            except (_SeenOutside, TraceError):
+                raise
+            except Exception as error:
+                last = f" after unit {self.calls[-1].unit}" if self.calls else ""
+                raise TraceError(
+                    f"tracing {type(self.model).__name__} failed{last}: {type(error).__name__}: {error}. "
+                    f"The batch has { ({k: tuple(t.shape) for k, t in batch.tensors.items()}) }; if that is not what "
+                    "the model takes, pass dry_run_input=<a batch>"
+                ) from error
+            loss = _loss(self.criterion, output, batch)
+        with_paths, _ = tree_flatten_with_path(output)
+        outputs = tuple(
+            (keystr(path), Use.of(self.taint.of([leaf])), TensorSpec(tuple(leaf.shape), leaf.dtype))
+            for path, leaf in with_paths
+            if isinstance(leaf, Tensor)
+        )
+        used = None if loss is None else self._use(self.taint.of([loss]))
+        for _, use, _ in outputs:
+            self._use(frozenset(Hidden(call) for call in use.hidden))
+        axes = Axes((), (), (), ())
+        return Dataflow(
+            tuple(self.calls), used, outputs, frozenset(self.taint.written), tuple(self.taint.decisions), axes
+        )
+
+    def _use(self, tags: frozenset[Tag]) -> Use:
+        use = Use.of(tags)
+        if use.hidden and self.reuse:
+            raise _SeenOutside
+        return use
+
+    def _answer(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Stand in for one call of a unit."""
+        taint = self.taint
+        if taint.inside is not None:  # called by another unit: part of that one
+            return original(*args, **kwargs)
+        index = len(self.calls)
+        leaves, tree = tree_flatten((args, kwargs))
+        use = self._use(taint.of(leaves))
+        key = (self.names[unit], str(tree), tuple(map(_describe, leaves)))
+        kind = self.kinds.get(key) if self.reuse else None
+        if kind is None:
+            kind, met = self._visit(unit, original, leaves, tree, index)
+            if not met:
+                self.kinds[key] = kind
+            extra = self._use(met)
+            use = Use(use.values | extra.values, use.parameters | extra.parameters, use.hidden | extra.hidden)
+        for position in kind.written:
+            home = taint.homes.get(leaves[position].untyped_storage()._cdata)
+            taint.written |= {home} if home is not None else set()
+        self.calls.append(Call(unit, use, kind.tree, kind.leaves, kind.flops, kind.elements))
+        result = []
+        for position, leaf in enumerate(kind.leaves):
+            if isinstance(leaf, TensorSpec):
+                leaf = torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device)
+                taint.mark(leaf, frozenset({Value(index, position)}), home=Value(index, position))
+            result.append(leaf)
+        return tree_unflatten(result, kind.tree)
+
+    def _visit(
+        self, unit: str, original: Callable[..., Any], leaves: list[Any], tree: TreeSpec, index: int
+    ) -> tuple[_Kind, frozenset[Tag]]:
+        """Run a unit's own forward on meta, or with throw-away values where it does not run there."""
+        try:
+            return self._visit_on(torch.device("meta"), unit, original, leaves, tree, index)
+        except _SeenOutside:
+            raise
+        except Exception as on_meta:
+            try:
+                return self._visit_on(self.device, unit, original, leaves, tree, index)
+            except Exception as error:
+                raise TraceError(
+                    f"unit {unit} ({type(self.units[unit]).__name__}) does not run: {type(error).__name__}: {error} "
+                    f"(by shape alone: {type(on_meta).__name__}: {on_meta}). Its inputs were "
+                    f"{[_describe(leaf) for leaf in leaves]}"
+                ) from error
+
+    def _visit_on(
+        self,
+        device: torch.device,
+        unit: str,
+        original: Callable[..., Any],
+        leaves: list[Any],
+        tree: TreeSpec,
+        index: int,
+    ) -> tuple[_Kind, frozenset[Tag]]:
+        taint, module = self.taint, self.units[unit]
+        known = taint.of(module.parameters())
+        with _disable_current_modes():
+            inputs = [_copy(leaf, device) for leaf in leaves]
+            own = _blank_state(module, device)
+        positions = {t.untyped_storage()._cdata: k for k, t in enumerate(inputs) if isinstance(t, Tensor)}
+        taint.homes |= {key: Value(-1, position) for key, position in positions.items()}
+        taint.inside, taint.met, taint.flops, taint.elements = index, set(), 0, 0
+        args, kwargs = tree_unflatten(inputs, tree)
+        try:
+            with untouched(module), stateless._reparametrize_module(module, own):
+                output = original(*args, **kwargs)
+        finally:
+            taint.inside = None
+            written = tuple(sorted(value.leaf for value in taint.written if value.call == -1))
+            taint.written = {value for value in taint.written if value.call != -1}
+            for key in positions:
+                taint.homes.pop(key, None)
+        outputs, out_tree = tree_flatten(output)
+        specs = tuple(TensorSpec(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else t for t in outputs)
+        return _Kind(out_tree, specs, written, taint.flops, taint.elements), frozenset(taint.met) - known
+
+
+def _loss(criterion: Criterion | None, output: Any, batch: Batch) -> Tensor | None:
+    if criterion is None:
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        return loss if isinstance(loss, Tensor) else None
+    loss = criterion(output, batch.for_criterion())
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = (
+            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__} {loss!r}"
+        )
+        raise ConfigurationError(
+            f"the criterion returned {what}, not a scalar tensor: criterion(outputs, inputs) is called with the "
+            f"model's output ({type(output).__name__}) and the microbatch, for example "
+            "lambda outputs, inputs: outputs.loss (which is None when the batch has no labels)"
+        )
+    return loss
+
+
+def _kind_name(module: nn.Module) -> Any:
+    """What two units share if their results have the same shapes for the same inputs."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    flags = tuple(
+        (name, key, value)
+        for name, child in module.named_modules()
+        for key, value in child.__dict__.items()
+        if isinstance(value, bool | str)
+    )
+    return type(module), tuple((name, tuple(t.shape), t.dtype) for name, t in tensors), flags
+
+
+def _describe(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    return leaf if isinstance(leaf, bool | int | float | str | torch.dtype | None) else type(leaf)
+
+
+def _copy(leaf: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda t: t.to(device) if t.device != device else t.clone(), leaf)
+
+
+def _blank_state(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """A unit's own tensors where it runs, tied ones tied: real ones stay, ones on meta become zeros."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    blanks: dict[Tensor, Tensor] = {}
+    for _, t in named:
+        if t not in blanks:
+            there = t.to(device) if device.type == "meta" else torch.zeros(t.shape, dtype=t.dtype, device=device)
+            blanks[t] = t if t.device == device else there
+    return {name: blanks[t] for name, t in named}
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Undo what a run leaves in the modules: cached tensors, counters, hooks."""
+    before = [
+        (module, dict(module.__dict__), {k: dict(v) for k, v in module.__dict__.items() if isinstance(v, dict)})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, inner in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for key, content in inner.items():
+                module.__dict__[key].clear()
+                module.__dict__[key].update(content)
+
+
+def _cuda(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []

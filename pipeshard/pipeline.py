@@ -1,0 +1,217 @@
+"""Pipeline: one rank's stage of a boosted model, ready to run steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from colossalai.interface import ModelWrapper
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from pipeshard.errors import BatchError, UsageError
+from pipeshard.model.batch import Batch
+from pipeshard.model.policy import Policy, find_policy
+from pipeshard.model.sharder import Sharder, is_released
+from pipeshard.model.trace import Criterion, trace
+from pipeshard.runtime.agreement import agree, share_scalar
+from pipeshard.runtime.gradients import Tie, TieSync
+from pipeshard.runtime.interpreter import Interpreter
+from pipeshard.runtime.p2p import make_p2p
+from pipeshard.runtime.stage import Microbatch, Stage
+from pipeshard.runtime.step import StepPlanner
+from pipeshard.schedule.communicate import add_communication
+from pipeshard.schedule.program import Action, Program, forward_only, make_program
+from pipeshard.schedule.simulate import Span
+
+if TYPE_CHECKING:
+    from pipeshard.plugin import PipelinePlugin
+
+__all__ = ["Pipeline", "PipelineModel"]
+
+
+class Pipeline:
+    """Shards `model` to this rank's stage and runs steps of it; made by every rank at the same time."""
+
+    def __init__(self, plugin: PipelinePlugin, model: nn.Module, sample: Batch, criterion: Criterion | None) -> None:
+        manager = plugin.stage_manager
+        self.plugin, self.model, self.device, self.criterion = plugin, model, plugin.device, criterion
+        self.rank, self.num_stages = manager.stage, manager.num_stages
+        self.group: Any = manager.get_p2p_process_group()
+        self.ranks = plugin.pg_mesh.get_ranks_in_group(self.group)
+        self.program = lru_cache(self._program)
+        _without_cache(model)
+        flow = trace(model, sample, criterion)
+        size = plugin.microbatch_size or max(1, sample.rows // (plugin.num_microbatches or 1))
+        traced = max(1, sum(flow.axes.sizes[1:])) * flow.axes.sizes[0] if flow.axes.sizes else 1
+        deltas = flow.axes.deltas(sample)
+        real = (
+            max(1, sum(s + d for s, d in list(zip(flow.axes.sizes, deltas, strict=True))[1:])) * size
+            if deltas
+            else traced
+        )
+        policy_class = plugin.policy or find_policy(model)
+        self.policy: Policy = policy_class(
+            model, flow, self.rank, self.num_stages, plugin.partition, real / traced, self.device
+        )
+        trainable = frozenset(
+            name for name, unit in self.policy.units.items() if any(p.requires_grad for p in unit.parameters())
+        )
+        self.planner = StepPlanner(model, self.policy, trainable)
+        self.planner.remember(flow, criterion)
+        shared = Sharder(model, self.policy, self.device).shard()
+        self.ties = TieSync(self._ties(shared))
+        self.ties.share_values()
+        self.stage = Stage(model, self.policy.replay, self.rank, is_last=self.rank == self.num_stages - 1)
+        placement = tuple(range(self.num_stages))
+        p2p = make_p2p(plugin.p2p, self.ranks, placement, self.device)
+        self.interpreter = Interpreter({self.rank: self.stage}, placement, p2p, self.device)
+
+    def held_parameters(self) -> set[nn.Parameter]:
+        return {parameter for parameter in self.model.parameters() if not is_released(parameter)}
+
+    def step(
+        self,
+        data_iter: Iterator[Any],
+        criterion: Criterion | None,
+        train: bool,
+        return_loss: bool,
+        return_outputs: bool,
+        synchronize: bool,
+    ) -> dict[str, Any]:
+        """One batch, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
+        criterion = criterion if criterion is not None else self.criterion
+        batch = self._next(data_iter, mode=train + 2 * return_outputs + 4 * self.model.training)
+        batches = batch.split(self.plugin.num_microbatches, self.plugin.microbatch_size)
+        microbatches = self.planner.plan(batches, criterion, return_outputs, self.plugin.loss_reduction == "token")
+        if train and microbatches[0].route.flow.loss is None:
+            raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
+        self.stage.begin(microbatches, criterion, train, return_outputs)
+        if train:
+            self.ties.begin()
+        try:
+            self.interpreter.run(self.program(len(microbatches), train).ranks[self.rank])
+        finally:
+            self.stage.alive.clear()
+        if train:
+            self.ties.finish(synchronize)
+        loss = share_scalar(self.stage.loss, self.ranks[-1], self.group, self.device) if return_loss else None
+        outputs = None
+        if return_outputs and self.stage.is_last:
+            outputs = _merged(self.stage.outputs, microbatches, loss)
+        self.stage.outputs = []
+        return {"loss": loss, "outputs": outputs}
+
+    def timeline(self) -> list[list[Span]]:
+        """The spans of the last step on every rank, from the first start on."""
+        mine = self.interpreter.spans
+        times = torch.tensor([(span.start, span.end) for span in mine], dtype=torch.float64, device=self.device)
+        codes = torch.tensor(
+            [("FBW".index(span.action.kind), span.action.microbatch, span.action.stage) for span in mine],
+            dtype=torch.float64,
+            device=self.device,
+        )
+        rows = torch.cat([codes.view(-1, 3), times.view(-1, 2)], dim=1)
+        gathered = [torch.empty_like(rows) for _ in self.ranks]
+        dist.all_gather(gathered, rows, group=self.group)
+        start = min((table[:, 3].min().item() for table in gathered if len(table)), default=0.0)
+        return [[_span(row, start) for row in table.tolist()] for table in gathered]
+
+    def _program(self, num_microbatches: int, train: bool) -> Program:
+        make = make_program(self.plugin.schedule, self.num_stages, num_microbatches)
+        return add_communication(make if train else forward_only(self.num_stages, num_microbatches))
+
+    def _next(self, data_iter: Iterator[Any], mode: int) -> Batch:
+        """The next batch, compared over the ranks: all of them raise if one has none, or another one."""
+        failure: Exception | None = None
+        batch = None
+        try:
+            batch = self._read(data_iter)
+        except Exception as error:
+            failure = error
+        try:
+            agree(self.group, self.device, batch, mode)
+        except BatchError as disagreement:
+            raise (failure or disagreement) from None
+        assert batch is not None
+        return batch.to(self.device)
+
+    def _read(self, data_iter: Iterator[Any]) -> Batch:
+        if not hasattr(data_iter, "__next__"):
+            raise BatchError(
+                f"execute_pipeline takes an iterator of batches, not a {type(data_iter).__name__}: "
+                "pass iter(dataloader), made once an epoch, or iter([batch])"
+            )
+        try:
+            data = next(data_iter)
+        except StopIteration:
+            raise BatchError(
+                "the data iterator is empty: make a new one, iter(dataloader), for every epoch, and call "
+                "execute_pipeline len(dataloader) times"
+            ) from None
+        return Batch.of(data, getattr(self.model, "main_input_name", None))
+
+    def _ties(self, shared: Sequence[dict[int, nn.Parameter]]) -> list[Tie]:
+        """Groups are made by all ranks, for every tie, in one order."""
+        ties = []
+        for (name, stages), parameters in zip(self.policy.shared_names().items(), shared, strict=True):
+            group: Any = self.plugin.stage_manager.init_process_group_by_stages(stages)
+            if self.rank in stages:
+                ties.append(Tie(name, parameters[self.rank], group, self.ranks[stages[0]]))
+        return ties
+
+
+class PipelineModel(ModelWrapper):
+    """A boosted model: `unwrap()` is the model itself, of which this rank holds one stage."""
+
+    def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
+        super().__init__(module)
+        self.pipeline = pipeline
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(
+            f"this process holds stage {self.pipeline.rank} of {self.pipeline.num_stages} only, so model(...) cannot "
+            "be called: use booster.execute_pipeline(data_iter, model, criterion, optimizer, return_outputs=True), "
+            "under torch.no_grad() for evaluation"
+        )
+
+
+def _without_cache(model: nn.Module) -> None:
+    """Key-value caches are for generation; filled inside units, they would carry values past the boundaries."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        parts = [config, *(value for value in vars(config).values() if hasattr(value, "use_cache"))] if config else []
+        for part in parts:
+            if getattr(part, "use_cache", None):
+                part.use_cache = False
+
+
+def _merged(outputs: list[Any], microbatches: Sequence[Microbatch], loss: Tensor | None) -> Any:
+    """One output, of the class the model returns, for the whole batch: microbatches are put together along the
+    dimension that grows with the number of samples, the loss is the batch's."""
+    flow = microbatches[0].route.flow
+    specs = {path: spec for path, _, spec in flow.outputs}
+    with_paths, tree = tree_flatten_with_path(outputs[0])
+    columns = zip(*(tree_flatten(output)[0] for output in outputs), strict=True)
+    merged = []
+    for (path, first), column in zip(with_paths, columns, strict=True):
+        name = keystr(path)
+        spec = specs.get(name)
+        dim = next((d for d, slopes in enumerate(spec.slopes) if slopes and slopes[0]), None) if spec else None
+        if name == "['loss']" and loss is not None:
+            merged.append(loss)
+        elif not isinstance(first, Tensor) or len(column) == 1 or first.ndim == 0:
+            merged.append(first)
+        else:
+            merged.append(torch.cat(column, dim=0 if dim is None else dim))
+    return tree_unflatten(merged, tree)
+
+
+def _span(row: list[float], start: float) -> Span:
+    from pipeshard.schedule.program import Kind
+
+    kind, i, stage, begin, end = row
+    return Span(Action(Kind("FBW"[int(kind)]), int(i), int(stage)), begin - start, end - start)

@@ -1,0 +1,270 @@
+"""PipelinePlugin: pipeline parallelism behind ColossalAI's Booster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai.booster.plugin.pp_plugin_base import PipelinePluginBase
+from colossalai.checkpoint_io import CheckpointIO
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
+
+from pipeshard.checkpoint.io import PipelineCheckpointIO
+from pipeshard.errors import BatchError, ConfigurationError, UsageError
+from pipeshard.mesh import ProcessGroupMesh
+from pipeshard.model.batch import Batch
+from pipeshard.model.policy import Policy
+from pipeshard.model.tracer import Criterion
+from pipeshard.pipeline import Pipeline, PipelineModel
+from pipeshard.runtime.optimizer import PipelineOptimizer
+from pipeshard.runtime.p2p import P2P, check_p2p
+from pipeshard.schedule.program import make_program
+from pipeshard.schedule.simulate import Span
+from pipeshard.stage_manager import PipelineStageManager
+
+__all__ = ["PipelinePlugin"]
+
+LOSS_REDUCTIONS = ("token", "microbatch")
+
+
+class PipelinePlugin(PipelinePluginBase):
+    """Trains a model across `pp_size` processes, each of which holds one stage.
+
+    Args:
+        pp_size: p, the number of stages; the world has as many processes.
+        num_microbatches, microbatch_size: exactly one of the two; how each batch is cut along its samples.
+        schedule: "1f1b" or "gpipe".
+        p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
+        partition: "auto" (by cost), "uniform", "parameters", how many unit calls each stage gets, or the names of the
+            units to cut after.
+        policy: a Policy class for this model; by default the one registered for it.
+        dry_run_input: a batch the model is traced with; by default the first samples of the dataloader.
+        max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`; 0 does not.
+        loss_reduction: "token" makes the loss that of the whole batch, the mean over its valid labels;
+            "microbatch" averages the microbatches' losses as they are.
+
+    Raises ConfigurationError for arguments that cannot work, on every rank.
+    """
+
+    def __init__(
+        self,
+        pp_size: int,
+        num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
+        schedule: str = "1f1b",
+        p2p: str | type[P2P] = "broadcast",
+        partition: str | Sequence[int] | Sequence[str] = "auto",
+        policy: type[Policy] | None = None,
+        dry_run_input: Any = None,
+        max_norm: float = 0.0,
+        loss_reduction: str = "token",
+    ) -> None:
+        super().__init__()
+        _check_sizes(pp_size, num_microbatches, microbatch_size)
+        make_program(schedule, 1, 1)
+        if loss_reduction not in LOSS_REDUCTIONS:
+            raise ConfigurationError(f"loss_reduction={loss_reduction!r} is unknown: use one of {LOSS_REDUCTIONS}")
+        if policy is not None and not (isinstance(policy, type) and issubclass(policy, Policy)):
+            raise ConfigurationError(f"policy={policy!r} is no subclass of pipeshard.Policy")
+        self.pp_size, self.num_microbatches, self.microbatch_size = pp_size, num_microbatches, microbatch_size
+        self.schedule, self.p2p, self.partition = schedule, check_p2p(p2p), partition
+        self.policy, self.dry_run_input = policy, dry_run_input
+        self.max_norm, self.loss_reduction = max_norm, loss_reduction
+        self.pg_mesh = ProcessGroupMesh(*_mesh_shape(pp_size))
+        self.stage_manager = PipelineStageManager(self.pg_mesh, pipeline_axis=0)
+        self.device = _device()
+        self._pipeline: Pipeline | None = None
+        self._synchronize = True
+
+    # What the Booster asks
+
+    def control_device(self) -> bool:
+        return True
+
+    def control_precision(self) -> bool:
+        return True
+
+    def control_checkpoint_io(self) -> bool:
+        return True
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        return PipelineCheckpointIO(self.stage_manager)
+
+    def supported_devices(self) -> list[str]:
+        return ["cpu", "cuda"]
+
+    def supported_precisions(self) -> list[str]:
+        return ["fp32"]
+
+    def support_no_sync(self) -> bool:
+        return True
+
+    def support_lora(self) -> bool:
+        return False
+
+    def enable_lora(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        raise UsageError("PipelinePlugin cannot add LoRA layers: call peft.get_peft_model(model, config) before boost")
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Criterion | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> tuple[PipelineModel, PipelineOptimizer | None, Criterion | None, DataLoader[Any] | None, LRScheduler | None]:
+        """Cut the model, keep this rank's stage, and narrow the optimizer to it."""
+        if isinstance(model, PipelineModel):
+            boosted = model
+        else:
+            sample = self._sample(model, dataloader)
+            boosted = PipelineModel(model, Pipeline(self, model, sample, criterion))
+        self._pipeline = boosted.pipeline
+        if optimizer is not None and not isinstance(optimizer, PipelineOptimizer):
+            group = self.stage_manager.get_p2p_process_group()
+            held = boosted.pipeline.held_parameters()
+            optimizer = PipelineOptimizer(optimizer, held, boosted.pipeline.ties, group, self.max_norm)
+        return boosted, optimizer, criterion, dataloader, lr_scheduler
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Criterion | None = None,
+        optimizer: Optimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Run one batch of `data_iter` through the pipeline; every rank calls it with the same batch.
+
+        Forward and backward where gradients are enabled and an optimizer is given; the gradients are then in place,
+        ties summed. Otherwise (under `torch.no_grad()`, or without an optimizer) forward alone. Returns "loss", a
+        tensor with the same value on every rank, and "outputs", the model's output for the whole batch on the last
+        stage and None elsewhere.
+        """
+        if not isinstance(model, PipelineModel):
+            raise UsageError(
+                f"execute_pipeline got a {type(model).__name__}: pass the model that booster.boost(...) returned"
+            )
+        train = torch.is_grad_enabled() and optimizer is not None
+        with torch.set_grad_enabled(train):
+            return model.pipeline.step(data_iter, criterion, train, return_loss, return_outputs, self._synchronize)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> Iterator[None]:
+        """Inside, tied gradients stay unsummed; the first step outside sums all that has piled up."""
+        before, self._synchronize = self._synchronize, False
+        try:
+            yield
+        finally:
+            self._synchronize = before
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        num_workers: int = 0,
+        **kwargs: Any,
+    ) -> DataLoader[Any]:
+        """A DataLoader from which every stage reads the same batches, in an order that depends on `seed` alone."""
+        generator = torch.Generator().manual_seed(seed)
+        if "sampler" not in kwargs and "batch_sampler" not in kwargs and hasattr(dataset, "__len__"):
+            sized: Any = dataset
+            kwargs["sampler"] = RandomSampler(sized, generator=generator) if shuffle else SequentialSampler(sized)
+        return DataLoader(
+            dataset,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+            num_workers=num_workers,
+            generator=kwargs.pop("generator", generator),
+            **kwargs,
+        )
+
+    def timeline(self) -> list[list[Span]]:
+        """When each rank ran each F and B of the last step, in seconds; every rank has to call it."""
+        if self._pipeline is None:
+            raise UsageError("there is no timeline before booster.boost and a step")
+        return self._pipeline.timeline()
+
+    def _sample(self, model: nn.Module, dataloader: DataLoader[Any] | None) -> Batch:
+        """The batch to trace with: `dry_run_input`, the dataset's first samples, or one made up for the model."""
+        main_input = getattr(model, "main_input_name", None)
+        if self.dry_run_input is not None:
+            return Batch.of(self.dry_run_input, main_input)
+        first = _first_samples(dataloader) if dataloader is not None else None
+        return Batch.of(_made_up(model) if first is None else first, main_input)
+
+
+def _check_sizes(pp_size: int, num_microbatches: int | None, microbatch_size: int | None) -> None:
+    if not isinstance(pp_size, int) or pp_size < 1:
+        raise ConfigurationError(f"pp_size={pp_size!r}: the number of stages is a positive integer")
+    if (num_microbatches is None) == (microbatch_size is None):
+        raise ConfigurationError(
+            f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size}: give exactly one of the two"
+        )
+    given = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}
+    for name, value in given.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigurationError(f"{name}={value!r} is no positive integer")
+
+
+def _mesh_shape(pp_size: int) -> tuple[int]:
+    world = dist.get_world_size() if dist.is_initialized() else pp_size
+    if world != pp_size:
+        raise ConfigurationError(
+            f"pp_size={pp_size} but the world has {world} processes: start one process a stage, "
+            f"torchrun --nproc-per-node {pp_size} ..., or use pp_size={world}"
+        )
+    return (pp_size,)
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", dist.get_rank())) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _first_samples(dataloader: DataLoader[Any]) -> Any:
+    """What the dataloader would make of its dataset's first samples; nothing of its order or its state is used up."""
+    dataset, collate = getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None)
+    if dataset is None or collate is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        return None
+    with torch.random.fork_rng(devices=[]):
+        if getattr(dataloader, "batch_size", None) is None:  # the dataset's entries are batches
+            return collate(dataset[0])
+        return collate([dataset[k] for k in range(min(len(dataset), dataloader.batch_size or 1))])
+
+
+def _made_up(model: nn.Module) -> dict[str, Tensor]:
+    """A batch with zeros for what the model's signature and config say that it takes."""
+    main: Any = getattr(model, "main_input_name", None)
+    config: Any = getattr(model, "config", None)
+    if main == "input_ids":
+        ids = torch.zeros(2, 8, dtype=torch.int64)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        if type(model).__name__.endswith("SequenceClassification"):
+            batch["labels"] = ids[:, 0]
+        return batch
+    if main == "pixel_values" and hasattr(config, "image_size"):
+        size = config.image_size
+        height, width = size if isinstance(size, Sequence) else (size, size)
+        pixels = torch.zeros(2, getattr(config, "num_channels", 3), height, width)
+        return {"pixel_values": pixels, "labels": torch.zeros(2, dtype=torch.int64)}
+    raise BatchError(
+        f"what {type(model).__name__} takes (main input {main!r}) cannot be made up: pass "
+        "PipelinePlugin(dry_run_input=<a batch>), or a dataloader over an indexable dataset to booster.boost"
+    )

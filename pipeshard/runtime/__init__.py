@@ -1,0 +1,1 @@
+"""What runs during a step: stages, messages, losses and gradients."""

@@ -1,0 +1,66 @@
+"""Agreement: all ranks of a pipeline run the same step on the same batch, or none does."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeshard.errors import BatchError
+from pipeshard.model.batch import Batch
+
+__all__ = ["agree", "digest", "share_scalar"]
+
+SAMPLE = 8192  # numbers of a tensor that enter its digest
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def digest(batch: Batch) -> int:
+    """A number that differs between batches: 56 bits of a hash of names, shapes, dtypes and (a sample of) values."""
+    state = hashlib.blake2b(digest_size=7)
+    for path, tensor in batch.tensors.items():
+        state.update(f"{path}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        flat = tensor.detach().reshape(-1)
+        if flat.numel() > SAMPLE:
+            flat = flat[:: -(-flat.numel() // SAMPLE)]
+        state.update(flat.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(state.digest(), "little")
+
+
+def agree(group: dist.ProcessGroup, device: torch.device, batch: Batch | None, mode: int) -> None:
+    """Compare this step over the ranks of `group`; every rank raises BatchError if they differ.
+
+    `batch` is None on a rank that could get none; `mode` is a small number for how the step is run.
+    """
+    mine = [0, 0, 0, mode] if batch is None else [1, digest(batch), batch.rows, mode]
+    sent = torch.tensor(mine, dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(gathered, sent, group=group)
+    ranks = [tensor.tolist() for tensor in gathered]
+    without = [r for r, (has, *_) in enumerate(ranks) if not has]
+    if without:
+        raise BatchError(
+            f"stage{'s' if len(without) > 1 else ''} {without} of {len(ranks)} got no usable batch from the data "
+            "iterator (the reason is in the error there); no stage ran this step"
+        )
+    if len({tuple(rank) for rank in ranks}) > 1:
+        table = "; ".join(
+            f"stage {r}: {rows} samples, digest {number:014x}, mode {how}"
+            for r, (_, number, rows, how) in enumerate(ranks)
+        )
+        raise BatchError(
+            f"the stages of one pipeline must read the same batch in the same mode, but {table}. Give every rank the "
+            "same data in the same order: plugin.prepare_dataloader(dataset, batch_size, shuffle, seed) does"
+        )
+
+
+def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor | None:
+    """The scalar (or None) that global rank `source` has, on every rank of `group`, with its dtype."""
+    message = torch.zeros(2, dtype=torch.float64, device=device)
+    if value is not None:
+        message = torch.tensor([float(value), 1 + DTYPES.index(value.dtype)], dtype=torch.float64, device=device)
+    dist.broadcast(message, source, group=group)
+    number, code = message.tolist()
+    return torch.tensor(number, dtype=DTYPES[int(code) - 1], device=device) if code else None

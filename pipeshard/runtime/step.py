@@ -1,0 +1,92 @@
+"""Step plans: for each kind of batch and criterion, the routes of its microbatches through this rank's stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from pipeshard.model.batch import Batch
+from pipeshard.model.dataflow import Dataflow
+from pipeshard.model.partition import boundaries
+from pipeshard.model.policy import Policy
+from pipeshard.model.replay import Route
+from pipeshard.model.trace import Criterion, trace
+from pipeshard.runtime.loss import LossRule, find_loss_rule
+from pipeshard.runtime.stage import Microbatch
+
+__all__ = ["StepPlanner"]
+
+
+class StepPlanner:
+    """Knows the way of every batch it has seen; a new sequence length is arithmetic, a new structure is a trace.
+
+    `trainable` are the units of the whole model with a trainable parameter.
+    """
+
+    def __init__(self, model: nn.Module, policy: Policy, trainable: frozenset[str]) -> None:
+        self.model, self.policy, self.trainable = model, policy, trainable
+        self._flows: dict[Any, list[Dataflow]] = {}
+        self._found: dict[Any, tuple[Dataflow, tuple[int, ...]]] = {}
+        self._routes: dict[tuple[int, bool], Route] = {}
+        self._rules: dict[Any, LossRule] = {}
+
+    def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
+        """Use a Dataflow that was traced already, with the model in the mode it is in."""
+        self._flows.setdefault((criterion, self.model.training), []).append(flow)
+
+    def plan(
+        self, batches: Sequence[Batch], criterion: Criterion | None, outputs: bool, exact_loss: bool
+    ) -> list[Microbatch]:
+        """The microbatches with their routes; `exact_loss` weighs them so that the loss is the whole batch's."""
+        found = [self._find(batch, criterion) for batch in batches]
+        weights = [1.0 / len(batches)] * len(batches)
+        if exact_loss and self.policy.stage == self.policy.num_stages - 1:
+            weights = self._rule(found[0][0], batches, criterion).weights(batches)
+        return [
+            Microbatch(batch, self._route(flow, outputs), deltas, weight)
+            for batch, (flow, deltas), weight in zip(batches, found, weights, strict=True)
+        ]
+
+    def _find(self, batch: Batch, criterion: Criterion | None) -> tuple[Dataflow, tuple[int, ...]]:
+        mode = criterion, self.model.training
+        shapes = tuple((path, tensor.shape, tensor.dtype) for path, tensor in batch.tensors.items())
+        others = tuple(
+            repr(leaf) for path, leaf in zip(batch.paths, batch.leaves, strict=True) if path not in batch.tensors
+        )
+        key = (*mode, shapes, others)
+        if key not in self._found:
+            flows = self._flows.setdefault(mode, [])
+            known = ((flow, flow.axes.deltas(batch)) for flow in flows)
+            match = next(((flow, deltas) for flow, deltas in known if deltas is not None), None)
+            if match is None:
+                match = self._trace(batch, criterion)
+                flows.append(match[0])
+            self._found[key] = match
+        return self._found[key]
+
+    def _trace(self, batch: Batch, criterion: Criterion | None) -> tuple[Dataflow, tuple[int, ...]]:
+        flow = trace(self.model, batch, criterion)
+        deltas = flow.axes.deltas(batch)
+        if deltas is None:  # its shapes are no affine function of the batch's: good for these sizes alone
+            flow = trace(self.model, batch, criterion, exact=True)
+            deltas = flow.axes.deltas(batch)
+        assert deltas is not None
+        return flow, deltas
+
+    def _route(self, flow: Dataflow, outputs: bool) -> Route:
+        key = id(flow), outputs  # flows are kept, so an id stays theirs
+        if key not in self._routes:
+            stages = self.policy.partition.of_calls(flow)
+            crossing = boundaries(flow, stages, self.policy.num_stages, self.trainable, outputs)
+            self._routes[key] = Route.of(flow, stages, self.policy.stage, crossing)
+        return self._routes[key]
+
+    def _rule(self, flow: Dataflow, batches: Sequence[Batch], criterion: Criterion | None) -> LossRule:
+        if len(batches) == 1 or flow.loss is None:
+            return LossRule(summed=len(batches) == 1)
+        key = id(flow), criterion
+        if key not in self._rules:
+            self._rules[key] = find_loss_rule(self.model, flow, batches[0], criterion)
+        return self._rules[key]

@@ -1,0 +1,1 @@
+"""Policies of the families that need more than the trace knows; `pipeshard.register_policy` adds one."""

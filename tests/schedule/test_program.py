@@ -1,0 +1,135 @@
+"""Tests of the programs: what each rank does, in which order, and what is refused."""
+
+import ast
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pipeshard.schedule.program as program_module
+from pipeshard.errors import ConfigurationError
+from pipeshard.schedule.communicate import add_communication
+from pipeshard.schedule.program import SCHEDULES, Action, Kind, Program, check, forward_only, make_program, partner
+
+F, B, W = Kind.F, Kind.B, Kind.W
+names = st.sampled_from(sorted(SCHEDULES))
+sizes = st.integers(1, 8), st.integers(1, 24)
+
+
+def replace_rank(program: Program, rank: int, actions: tuple[Action, ...]) -> Program:
+    ranks = (*program.ranks[:rank], actions, *program.ranks[rank + 1 :])
+    return dataclasses.replace(program, ranks=ranks)
+
+
+def test_an_action_labels_itself() -> None:
+    assert str(Action(F, 3, 1)) == "F3@1"
+    assert str(Action(Kind.RECV_B, 0, 2)) == "RecvB0@2"
+
+
+@pytest.mark.parametrize(
+    ("end", "other"),
+    [
+        (Action(Kind.SEND_F, 4, 1), Action(Kind.RECV_F, 4, 2)),
+        (Action(Kind.SEND_B, 4, 2), Action(Kind.RECV_B, 4, 1)),
+    ],
+)
+def test_partners_are_each_others(end: Action, other: Action) -> None:
+    assert partner(end) == other
+    assert partner(other) == end
+
+
+@given(names, *sizes)
+def test_every_schedule_is_complete_and_in_order(name: str, p: int, m: int) -> None:
+    program = make_program(name, p, m)
+    check(program)
+    check(add_communication(program))
+    assert (program.name, program.num_ranks, program.num_stages) == (name, p, p)
+    assert sum(map(len, program.ranks)) == 2 * p * m
+
+
+@given(names, *sizes)
+def test_gradients_accumulate_in_the_order_of_the_microbatches(name: str, p: int, m: int) -> None:
+    for actions in make_program(name, p, m).ranks:
+        assert [action.microbatch for action in actions if action.kind is B] == list(range(m))
+
+
+@given(*sizes)
+def test_forward_only_has_nothing_but_forwards(p: int, m: int) -> None:
+    program = forward_only(p, m)
+    check(program)
+    check(add_communication(program))
+    assert program.ranks == tuple(tuple(Action(F, i, r) for i in range(m)) for r in range(p))
+
+
+def test_1f1b_alternates_after_its_warmup() -> None:
+    program = make_program("1f1b", 4, 4)
+    assert " ".join(map(str, program.ranks[2])) == "F0@2 F1@2 B0@2 F2@2 B1@2 F3@2 B2@2 B3@2"
+
+
+def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigurationError, match=r"did you mean '1f1b'.*known schedules: 1f1b, gpipe"):
+        make_program("1F1B1", 2, 2)
+    with pytest.raises(ConfigurationError, match="unknown schedule 'zzz': known schedules"):
+        make_program("zzz", 2, 2)
+
+
+@pytest.mark.parametrize(("p", "m"), [(0, 4), (2, 0), (-1, 1)])
+def test_sizes_below_one_are_refused(p: int, m: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"p={p}, m={m}"):
+        make_program("gpipe", p, m)
+
+
+def test_check_refuses_what_is_missing_doubled_or_misplaced() -> None:
+    program = make_program("gpipe", 2, 2)
+    first = program.ranks[0]
+    with pytest.raises(ConfigurationError, match="rank 0 has B1@0 0 times, not 1"):
+        check(replace_rank(program, 0, first[:-1]))
+    with pytest.raises(ConfigurationError, match="rank 0 has F0@0 2 times, not 1"):
+        check(replace_rank(program, 0, first[:1] + first))
+    with pytest.raises(ConfigurationError, match="rank 0 has F0@1 1 times, not 0"):
+        check(replace_rank(program, 0, (*first, Action(F, 0, 1))))
+    with pytest.raises(ConfigurationError, match=r"placed on ranks \[5\] of 2"):
+        check(dataclasses.replace(program, placement=(0, 5)))
+
+
+def test_check_refuses_an_illegal_order() -> None:
+    program = make_program("gpipe", 1, 1)
+    with pytest.raises(ConfigurationError, match="rank 0 has B0@0 before F0@0"):
+        check(replace_rank(program, 0, program.ranks[0][::-1]))
+    with pytest.raises(ConfigurationError, match="rank 0 has W0@0 before B0@0"):
+        check(replace_rank(program, 0, (Action(F, 0, 0), Action(W, 0, 0), Action(B, 0, 0))))
+    with pytest.raises(ConfigurationError, match="rank 0 has B0@0 0 times"):
+        check(replace_rank(program, 0, (Action(F, 0, 0), Action(W, 0, 0))))
+
+
+def test_check_refuses_wrong_communication() -> None:
+    program = add_communication(forward_only(2, 1))
+    receive, forward = program.ranks[1]
+    with pytest.raises(ConfigurationError, match="rank 1 has F0@1 before RecvF0@1"):
+        check(replace_rank(program, 1, (forward, receive)))
+    with pytest.raises(ConfigurationError, match="rank 1 has RecvF0@1 0 times, not 1"):
+        check(replace_rank(program, 1, (forward,)))
+    with pytest.raises(ConfigurationError, match="rank 1 has SendF0@1 1 times, not 0"):
+        check(replace_rank(program, 1, (receive, forward, Action(Kind.SEND_F, 0, 1))))
+
+
+def test_check_knows_split_backwards_and_neighbours_on_one_rank() -> None:
+    folded = [Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 1), Action(W, 0, 1), Action(B, 0, 0), Action(W, 0, 0)]
+    program = Program("folded", 1, (0, 0), (tuple(folded),))
+    check(program)
+    folded[:2] = folded[1::-1]
+    with pytest.raises(ConfigurationError, match="rank 0 has F0@1 before F0@0"):
+        check(replace_rank(program, 0, tuple(folded)))
+
+
+def test_the_package_imports_only_the_standard_library() -> None:
+    for path in Path(program_module.__file__).parent.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:  # top level: what is imported when the module is
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for module in modules:
+                own = module == "pipeshard.errors" or module.startswith("pipeshard.schedule")
+                assert own or module.split(".")[0] in sys.stdlib_module_names, (path.name, module)

@@ -1,0 +1,175 @@
+"""Tests of the simulator: known formulas, the meaning of each time, and programs that cannot finish."""
+
+import re
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeshard.errors import ConfigurationError, DeadlockError
+from pipeshard.schedule.communicate import add_communication
+from pipeshard.schedule.program import SCHEDULES, Action, Kind, Program, forward_only, make_program, one_f_one_b
+from pipeshard.schedule.simulate import Simulation, simulate
+
+F, B, W = Kind.F, Kind.B, Kind.W
+RECV_F, SEND_F = Kind.RECV_F, Kind.SEND_F
+names = st.sampled_from(sorted(SCHEDULES))
+costs = st.floats(0.1, 10.0)
+
+
+def actions(text: str, stage: int) -> tuple[Action, ...]:
+    """`"F0 RecvB0"` as actions of `stage`."""
+    words = (re.fullmatch(r"(\D+)(\d+)", word) for word in text.split())
+    return tuple(Action(Kind(word[1]), int(word[2]), stage) for word in words if word)
+
+
+def two_ranks(first: str, second: str, m: int = 2) -> Program:
+    return Program("broken", m, (0, 1), (actions(first, 0), actions(second, 1)))
+
+
+@given(names, st.integers(1, 8), st.integers(1, 24), st.integers(1, 5), st.integers(1, 5))
+def test_even_stages_give_the_textbook_bubble(name: str, p: int, m: int, forward: int, backward: int) -> None:
+    simulation = simulate(make_program(name, p, m), forward, backward)
+    assert simulation.makespan == (m + p - 1) * (forward + backward)
+    assert simulation.busy == (m * (forward + backward),) * p
+    assert simulation.bubble == pytest.approx((p - 1) / (m + p - 1))
+
+
+@given(st.integers(1, 8), st.integers(1, 24))
+def test_1f1b_holds_fewer_activations_than_gpipe(p: int, m: int) -> None:
+    assert simulate(make_program("gpipe", p, m)).peak_activations == (m,) * p
+    assert simulate(make_program("1f1b", p, m)).peak_activations == tuple(min(m, p - r) for r in range(p))
+    assert simulate(forward_only(p, m)).peak_activations == (1,) * p
+
+
+@pytest.mark.parametrize(("p", "m", "idle"), [(4, 8, 3 / 11), (8, 32, 7 / 39)])
+def test_the_idle_shares_of_the_literature(p: int, m: int, idle: float) -> None:
+    assert simulate(one_f_one_b(p, m), forward=1, backward=2).bubble == pytest.approx(idle)
+
+
+@given(st.data(), names, st.integers(1, 8), st.integers(1, 24), st.sampled_from([0.0, 0.3, 5.0]))
+def test_uneven_stages_run_in_legal_order(data: st.DataObject, name: str, p: int, m: int, latency: float) -> None:
+    per_stage = st.lists(costs, min_size=p, max_size=p)
+    forward, backward = data.draw(per_stage), data.draw(per_stage)
+    program = make_program(name, p, m)
+    simulation = simulate(program, forward, backward, latency=latency)
+    assert tuple(tuple(span.action for span in row) for row in simulation.spans) == program.ranks
+    assert_times_follow(simulation, latency)
+    one_microbatch = sum(forward) + sum(backward) + 2 * (p - 1) * latency
+    slowest_stage = max(m * (f + b) for f, b in zip(forward, backward, strict=True))
+    assert simulation.makespan >= max(one_microbatch, slowest_stage) * (1 - 1e-9)
+    assert 0 <= simulation.bubble < 1
+
+
+def assert_times_follow(simulation: Simulation, latency: float) -> None:
+    """Each action starts after what it needs; exactly then, where messages take no time."""
+    end = {span.action: span.end for row in simulation.spans for span in row}
+    last = simulation.program.num_stages - 1
+    for row in simulation.spans:
+        free = 0.0
+        for span in row:
+            action, needed = span.action, [free]
+            step = {F: -1, B: +1}[action.kind]
+            if 0 <= action.stage + step <= last:
+                needed.append(end[Action(action.kind, action.microbatch, action.stage + step)] + latency)
+            if action.kind is B:
+                needed.append(end[Action(F, action.microbatch, action.stage)])
+            assert span.start == max(needed) if latency == 0 else span.start >= max(needed) - 1e-9
+            free = span.end
+
+
+def test_latency_delays_and_an_edge_carries_one_message_at_a_time() -> None:
+    simulation = simulate(forward_only(2, 3), forward=1, latency=3)
+    assert [(span.start, span.end) for span in simulation.spans[0]] == [(0, 1), (1, 2), (2, 3)]
+    assert [(span.start, span.end) for span in simulation.spans[1]] == [(4, 5), (7, 8), (10, 11)]
+    assert simulation.bubble == pytest.approx(1 - 6 / 22)
+
+
+def test_a_transfer_waits_until_its_receive_is_posted() -> None:
+    late = two_ranks("F0 SendF0 F1 SendF1", "RecvF0 F0 RecvF1 F1")
+    early = two_ranks("F0 SendF0 F1 SendF1", "RecvF0 RecvF1 F0 F1")
+    assert simulate(late, forward=(1, 4), latency=2).makespan == 1 + 2 + 4 + 2 + 4
+    assert simulate(early, forward=(1, 4), latency=2).makespan == 1 + 2 + 4 + 4
+
+
+def test_weight_gradients_fill_the_bubble_and_keep_activations() -> None:
+    split = Program("split", 2, (0, 1), (actions("F0 F1 B0 W0 B1 W1", 0), actions("F0 B0 F1 B1 W0 W1", 1)))
+    simulation = simulate(split, forward=1, backward=1, weight=1)
+    assert simulation.makespan == 7
+    assert [str(span.action) for span in simulation.spans[1]] == ["F0@1", "B0@1", "F1@1", "B1@1", "W0@1", "W1@1"]
+    assert simulation.peak_activations == (2, 2)  # the second rank would need 1, did W not come last
+    assert simulation.busy == (6, 6)
+
+
+def test_neighbour_stages_on_one_rank_wait_for_no_message() -> None:
+    rank0 = tuple(Action(kind, 0, stage) for kind, stage in [(F, 0), (F, 3), (B, 3), (B, 0)])
+    rank1 = tuple(Action(kind, 0, stage) for kind, stage in [(F, 1), (F, 2), (B, 2), (B, 1)])
+    simulation = simulate(Program("v", 1, (0, 1, 1, 0), (rank0, rank1)), latency=10)
+    assert simulation.makespan == 4 * (1 + 2) + 4 * 10
+    assert simulation.peak_activations == (2, 2)
+
+
+def test_communication_is_added_only_where_there_is_none() -> None:
+    program = make_program("1f1b", 3, 4)
+    assert simulate(program) == simulate(add_communication(program))
+
+
+def test_work_that_costs_nothing_has_no_bubble() -> None:
+    simulation = simulate(make_program("gpipe", 2, 2), 0, 0)
+    assert (simulation.makespan, simulation.bubble) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"forward": (1.0, 2.0, 3.0)}, "forward has 3 costs for 2 stages"),
+        ({"backward": -1.0}, "backward must be finite and not negative"),
+        ({"weight": (0.0, float("nan"))}, "weight must be finite"),
+        ({"latency": -0.5}, "latency must be finite"),
+    ],
+)
+def test_bad_costs_are_refused(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        simulate(make_program("gpipe", 2, 2), **arguments)
+
+
+def test_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
+    with pytest.raises(DeadlockError) as caught:
+        simulate(two_ranks("F0 B0 F1 B1", "F0 F1 B0 B1"))
+    message = str(caught.value)
+    assert "rank 0 waits in B0@0 for RecvB0@0: SendB0@1 from rank 1, which has not reached it" in message
+    assert "rank 1 waits in F1@1 for RecvF1@1: SendF1@0 from rank 0, which has not reached it" in message
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ("B0 F0", "F0 B0", "rank 0 waits in B0@0 for F0@0, which it has only later"),
+        ("F0 W0 B0", "F0 B0 W0", "rank 0 waits in W0@0 for B0@0, which it has only later"),
+        ("B0", "F0 B0", "rank 0 waits in B0@0 for F0@0, which it has not at all"),
+        ("SendF0 F0", "RecvF0 F0", "rank 0 waits in SendF0@0 for F0@0, which it has only later"),
+        ("F0 SendF0", "F0 RecvF0", "rank 1 waits in F0@1 for RecvF0@1, which it has only later"),
+        ("F0 SendF0", "F0", "rank 0 posts SendF0@0, which rank 1 does not receive"),
+        ("F0", "RecvF0 F0", "rank 1 waits in F0@1 for RecvF0@1: SendF0@0 from rank 0, which does not have it"),
+        ("F0 SendF0 F1", "RecvF0 F0 RecvF1", "rank 1 posts RecvF1@1, for which rank 0 does not send"),
+        ("RecvF0 F0 SendF0", "RecvF0 F0", "rank 0 posts RecvF0@0, but no other rank has the other end"),
+    ],
+)
+def test_a_broken_program_is_a_deadlock(first: str, second: str, message: str) -> None:
+    with pytest.raises(DeadlockError, match=message):
+        simulate(two_ranks(first, second))
+
+
+def test_ends_that_disagree_on_the_order_are_named() -> None:
+    broken = two_ranks("F0 SendF0 F1 SendF1", "RecvF1 RecvF0 F0 F1")
+    with pytest.raises(DeadlockError, match=r"message 0 from rank 0 to rank 1: rank 0 posts SendF0@0.* posts RecvF1@1"):
+        simulate(broken)
+
+
+def test_a_large_program_is_quick() -> None:
+    program = one_f_one_b(64, 512)
+    start = time.process_time()
+    simulation = simulate(program)
+    assert time.process_time() - start < 2
+    assert simulation.makespan == (512 + 63) * 3

@@ -1,0 +1,112 @@
+"""Exactness: a split model has the loss, gradients, norm and trained parameters of the unsplit one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import Split, Unsplit, largest_gradient_error, largest_parameter_error
+
+MICROBATCHES = (1, 2, 3, 8)
+TRANSPORTS = [("1f1b", "broadcast"), ("gpipe", "broadcast"), ("1f1b", "isend"), ("gpipe", "isend")]
+
+
+def three_steps(name: str, schedule: str, p2p: str) -> None:
+    """For every m: one step's loss and gradients in fp32, then three clipped AdamW steps."""
+    p = dist.get_world_size()
+    for m in MICROBATCHES:
+        model = zoo.build(name)
+        unsplit = Unsplit(copy.deepcopy(model), max_norm=0.5)
+        data = zoo.batch(name)
+        split = Split(model, p, data, num_microbatches=m, schedule=schedule, p2p=p2p, max_norm=0.5)
+        for seed in range(3):
+            data = zoo.batch(name, seed=seed)
+            reference = unsplit.backward_in_parts(data, num_microbatches=m)
+            loss = split.backward(data)["loss"]
+            where = f"{name} p={p} m={m} {schedule} {p2p} step {seed}"
+            assert torch.equal(loss, reference), f"{where}: loss {loss.item()!r}, unsplit {reference.item()!r}"
+            error = largest_gradient_error(split, unsplit.model)
+            assert error < 1e-6, f"{where}: gradients differ by {error:.2e}"
+            unsplit.step()
+            split.step()
+            norm = split.optimizer.get_grad_norm()
+            assert norm == pytest.approx(float(unsplit.norm), rel=1e-6), where
+        error = largest_parameter_error(split, unsplit.model)
+        assert error < 1e-5, f"{where}: parameters differ by {error:.2e} after three steps"
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_three_steps(pool: Pool, name: str, p: int) -> None:
+    for schedule, p2p in TRANSPORTS if p > 1 else TRANSPORTS[:2]:
+        pool.run(three_steps, p, name, schedule, p2p, timeout=120)
+
+
+def ragged(name: str) -> None:
+    """All that is uneven, in one run of one split model, against the whole batch at once.
+
+    In fp64, so that another order of sums is no excuse; the heads themselves compute the loss in fp32.
+    """
+    p, dtype = dist.get_world_size(), torch.float64
+    model = zoo.build(name, dtype)
+    unsplit = Unsplit(copy.deepcopy(model), max_norm=0.5)
+    split = Split(model, p, zoo.batch(name, dtype=dtype), microbatch_size=2, max_norm=0.5)
+
+    def check(data: Any, what: str) -> None:
+        reference = unsplit.backward(data)
+        loss = split.backward(data)["loss"]
+        assert float(loss) == pytest.approx(float(reference), rel=1e-6), f"{what}: {loss} {reference}"
+        assert largest_gradient_error(split, unsplit.model) < 1e-6, what
+
+    def evaluate(data: Any, what: str) -> None:
+        unsplit.model.eval()
+        split.model.eval()
+        with torch.no_grad():
+            reference = unsplit.model(**data)
+        out = split.evaluate(data, return_outputs=True)
+        assert float(out["loss"]) == pytest.approx(float(reference.loss), rel=1e-6), what
+        if dist.get_rank() == p - 1:
+            assert type(out["outputs"]) is type(reference), what
+            assert torch.allclose(out["outputs"].logits, reference.logits, rtol=1e-12, atol=1e-12), what
+        else:
+            assert out["outputs"] is None
+        unsplit.model.train()
+        split.model.train()
+
+    check(zoo.batch(name, rows=7, dtype=dtype), "a batch of 7 in microbatches of 2")
+    unsplit.step()
+    split.step()
+    for step, length in enumerate((9, 14, 11)):
+        check(zoo.batch(name, rows=4, length=length, seed=step, dtype=dtype), f"length {length}")
+        unsplit.step()
+        split.step()
+    if name != "vit":
+        check(zoo.left_padded(zoo.batch(name, dtype=dtype)), "left padding")
+        unsplit.step()
+        split.step()
+    check(zoo.batch(name, rows=1, dtype=dtype), "one sample")
+    evaluate(zoo.batch(name, rows=5, seed=5, dtype=dtype), "evaluation amid accumulation")
+    check(zoo.batch(name, rows=3, seed=6, dtype=dtype), "accumulated gradients after an evaluation")
+    unsplit.step()
+    split.step()
+    evaluate(zoo.batch(name, rows=6, length=10, seed=7, dtype=dtype), "evaluation between steps")
+    check(zoo.batch(name, rows=8, seed=8, dtype=dtype), "training after an evaluation")
+    with split.booster.no_sync(split.model):
+        unsplit.backward(zoo.batch(name, rows=2, seed=9, dtype=dtype))
+        split.backward(zoo.batch(name, rows=2, seed=9, dtype=dtype))
+    check(zoo.batch(name, rows=4, seed=10, dtype=dtype), "accumulation with and without no_sync")
+    unsplit.step()
+    split.step()
+    assert largest_parameter_error(split, unsplit.model) < 1e-6
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_ragged(pool: Pool, name: str, p: int) -> None:
+    pool.run(ragged, p, name, timeout=120)

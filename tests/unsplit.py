@@ -1,0 +1,102 @@
+"""Unsplit: the reference, one process and plain torch, and how a split model is compared with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from colossalai.booster import Booster
+from torch import Tensor, nn
+
+from pipeshard import PipelinePlugin
+from pipeshard.model.batch import Batch
+from pipeshard.model.sharder import is_released
+
+LEARNING_RATE = 1e-3
+
+
+class Unsplit:
+    """A model trained by plain torch: `backward` on whole batches, or on microbatches with the batch's loss."""
+
+    def __init__(self, model: nn.Module, max_norm: float = 0.0) -> None:
+        self.model, self.max_norm = model, max_norm
+        if hasattr(model.config, "use_cache"):
+            model.config.use_cache = False
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        self.norm: Tensor | None = None
+
+    def backward(self, data: Any) -> Tensor:
+        loss = self.model(**data).loss
+        loss.backward()
+        return loss.detach()
+
+    def backward_in_parts(self, data: Any, **split: int) -> Tensor:
+        """The order of sums of a pipeline: each microbatch's mean loss, weighed by its share of the valid labels."""
+        parts = Batch.of(data).split(**split)
+        counts = [valid_labels(self.model, part.tensors["labels"]) for part in parts]
+        total: Tensor | None = None
+        for part, count in zip(parts, counts, strict=True):
+            loss = part.call(self.model).loss
+            weight = count / sum(counts) if len(parts) > 1 else 1.0
+            if weight:
+                loss.backward(torch.full_like(loss, weight))
+            share = loss.detach() * weight if weight else torch.zeros_like(loss.detach())
+            total = share if total is None else total + share
+        assert total is not None
+        return total
+
+    def step(self) -> None:
+        if self.max_norm:
+            self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def valid_labels(model: nn.Module, labels: Tensor) -> int:
+    causal = labels.ndim == 2 and "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
+    return int((labels[:, 1:] if causal else labels).ne(-100).sum())
+
+
+class Split:
+    """The same model behind the real Booster and plugin."""
+
+    def __init__(self, model: nn.Module, pp_size: int, sample: Any, **arguments: Any) -> None:
+        plugin = PipelinePlugin(pp_size=pp_size, dry_run_input=sample, **arguments)
+        self.plugin, self.booster = plugin, Booster(plugin=plugin)
+        raw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        self.model, self.optimizer, *_ = self.booster.boost(model, raw)
+
+    def backward(self, data: Any, **options: Any) -> Any:
+        return self.booster.execute_pipeline(iter([data]), self.model, None, self.optimizer, **options)
+
+    def evaluate(self, data: Any, **options: Any) -> Any:
+        with torch.no_grad():
+            return self.booster.execute_pipeline(iter([data]), self.model, None, self.optimizer, **options)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def held(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.unwrap().named_parameters() if not is_released(p)}
+
+
+def largest_gradient_error(split: Split, unsplit: nn.Module) -> float:
+    """The largest error of a held gradient, relative to its own norm, or a thousandth of the largest one."""
+    reference = {name: p.grad for name, p in unsplit.named_parameters()}
+    floor = 1e-3 * max(float(g.norm()) for g in reference.values() if g is not None)
+    worst = 0.0
+    for name, parameter in split.held.items():
+        expected = reference[name]
+        if expected is None:
+            assert parameter.grad is None or not parameter.grad.any(), f"{name} has a gradient where unsplit has none"
+            continue
+        assert parameter.grad is not None, f"{name} has no gradient"
+        worst = max(worst, float((parameter.grad - expected).norm()) / max(float(expected.norm()), floor))
+    return worst
+
+
+def largest_parameter_error(split: Split, unsplit: nn.Module) -> float:
+    reference = dict(unsplit.named_parameters())
+    return max(float((p - reference[name]).detach().abs().max()) for name, p in split.held.items())

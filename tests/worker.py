@@ -1,0 +1,111 @@
+"""The worker: a process that answers jobs, each as one rank of a gloo world of its own."""
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SETTLE = 0.3  # seconds in which ranks that fail together do so before the first of them leaves
+
+
+@dataclass
+class Job:
+    """What one rank is to run."""
+
+    rank: int
+    world_size: int
+    meeting_point: str  # a file that is not there yet
+    timeout: float
+    call: bytes  # pickled (fn, args, kwargs)
+
+
+@dataclass
+class Outcome:
+    """How a rank ended: it "returned", "raised", "died", or was "stuck" and killed."""
+
+    kind: str
+    value: Any = None
+    message: str = ""
+    text: str = ""  # a traceback, the stacks of all threads, or what the worker printed
+    classes: tuple[str, ...] = ()  # of the exception and its bases
+    at: float = 0.0  # by the monotonic clock, which all processes share
+
+
+def serve(connection: Connection, log: str) -> None:
+    """A worker's life: jobs come, outcomes go, until the pool closes the connection.
+
+    What it prints, and the stacks of its threads when it gets SIGUSR1 or crashes, go to the file `log`.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the pool decides
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    handle = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    faulthandler.enable(2)
+    faulthandler.register(signal.SIGUSR1, 2)
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError):
+        while True:
+            job: Job = pickle.loads(connection.recv_bytes())
+            outcome = _attempt(job)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            connection.send_bytes(outcome)
+            # A rank that failed leaves its groups soon, which wakes those that wait for it; others wait for the word.
+            if pickle.loads(outcome).kind != "returned" and not connection.poll(SETTLE):
+                _leave()
+            connection.recv_bytes()
+            _leave()
+            connection.send_bytes(b"left")
+
+
+def class_name(cls: type) -> str:
+    """A class's full name, by which it is known in every process."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _attempt(job: Job) -> bytes:
+    """Run a job, and pickle its Outcome."""
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{job.meeting_point}",
+            rank=job.rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=job.timeout + 60),  # the pool's own timeout comes first and shows the stacks
+        )
+        random.seed(0)
+        torch.manual_seed(0)
+        fn, args, kwargs = pickle.loads(job.call)
+        return pickle.dumps(Outcome("returned", fn(*args, **kwargs)))
+    except BaseException as error:
+        classes = tuple(class_name(cls) for cls in type(error).__mro__)
+        message, text = str(error), traceback.format_exc()
+        return pickle.dumps(Outcome("raised", None, message, text, classes, time.monotonic()))
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _exit_with_parent() -> None:
+    """No worker outlives the test process, however that ended."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,116 @@
+"""Zoo: tiny random models of the main architectures, and batches for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+VOCABULARY = 61
+TINY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+ENCODER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def _gpt2() -> nn.Module:
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    special = {"bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=64, **dropout, **special
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _t5() -> nn.Module:
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}
+    config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, tie_word_embeddings=True)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _vit() -> nn.Module:
+    config = transformers.ViTConfig(**ENCODER, image_size=16, patch_size=4, num_labels=5)
+    return transformers.ViTForImageClassification(config)
+
+
+def _bert() -> nn.Module:
+    config = transformers.BertConfig(**ENCODER, vocab_size=VOCABULARY, max_position_embeddings=64)
+    return transformers.BertForMaskedLM(config)
+
+
+def _gemma2() -> nn.Module:
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**TINY, head_dim=8, sliding_window=4))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": _gpt2,
+    "llama-tied": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, tie_word_embeddings=True)),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, tie_word_embeddings=False)),
+    "granite": lambda: transformers.GraniteForCausalLM(
+        transformers.GraniteConfig(**TINY, embedding_multiplier=12.0, tie_word_embeddings=True)
+    ),
+    "bert": _bert,
+    "t5": _t5,
+    "gemma2": _gemma2,
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2)
+    ),
+    "vit": _vit,
+}
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """A model of the zoo, the same for the same seed, in training mode (no dropout)."""
+    torch.manual_seed(seed)
+    model = MODELS[name]().to(dtype).train()
+    if name == "t5":
+        model.config.use_cache = False
+    return model
+
+
+def batch(name: str, rows: int = 8, length: int = 12, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """A batch with uneven labels: every row keeps another number of them, row 2 none."""
+    generator = torch.Generator().manual_seed(seed)
+    if name == "vit":
+        pixels = torch.randn(rows, 3, 16, 16, generator=generator, dtype=dtype)
+        return {"pixel_values": pixels, "labels": torch.randint(0, 5, (rows,), generator=generator)}
+    ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    targets = torch.randint(3, VOCABULARY, (rows, length - 3), generator=generator) if name == "t5" else ids.clone()
+    return {"input_ids": ids, "attention_mask": mask, "labels": uneven(targets)}
+
+
+def uneven(labels: Tensor) -> Tensor:
+    rows, length = labels.shape
+    keep = torch.tensor([0 if row == 2 else 2 + (5 * row) % (length - 1) for row in range(rows)])
+    return labels.masked_fill(torch.arange(length) >= keep[:, None], -100)
+
+
+def left_padded(data: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same batch with 0, 1, 2, ... padding tokens at the left."""
+    ids, mask, labels = data["input_ids"].clone(), data["attention_mask"].clone(), data["labels"].clone()
+    for row in range(len(ids)):
+        pad = row % 4
+        ids[row, :pad], mask[row, :pad] = 0, 0
+        if labels.shape == ids.shape:
+            labels[row, :pad] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
