@@ -16,7 +16,8 @@ from pipeshard.errors import BatchError, UsageError
 from pipeshard.model.batch import Batch
 from pipeshard.model.policy import Policy, find_policy
 from pipeshard.model.sharder import Sharder, is_released
-from pipeshard.model.trace import Criterion, trace
+from pipeshard.model.trace import trace
+from pipeshard.model.tracer import Criterion, without_cache
 from pipeshard.runtime.agreement import agree, share_scalar
 from pipeshard.runtime.gradients import Tie, TieSync
 from pipeshard.runtime.interpreter import Interpreter
@@ -40,10 +41,11 @@ class Pipeline:
         manager = plugin.stage_manager
         self.plugin, self.model, self.device, self.criterion = plugin, model, plugin.device, criterion
         self.rank, self.num_stages = manager.stage, manager.num_stages
-        self.group: Any = manager.get_p2p_process_group()
-        self.ranks = plugin.pg_mesh.get_ranks_in_group(self.group)
+        group: Any = manager.get_p2p_process_group()
+        self.group: dist.ProcessGroup = group
+        self.ranks: list[int] = plugin.pg_mesh.get_ranks_in_group(self.group)
         self.program = lru_cache(self._program)
-        _without_cache(model)
+        without_cache(model)
         flow = trace(model, sample, criterion)
         size = plugin.microbatch_size or max(1, sample.rows // (plugin.num_microbatches or 1))
         traced = max(1, sum(flow.axes.sizes[1:])) * flow.axes.sizes[0] if flow.axes.sizes else 1
@@ -57,10 +59,7 @@ class Pipeline:
         self.policy: Policy = policy_class(
             model, flow, self.rank, self.num_stages, plugin.partition, real / traced, self.device
         )
-        trainable = frozenset(
-            name for name, unit in self.policy.units.items() if any(p.requires_grad for p in unit.parameters())
-        )
-        self.planner = StepPlanner(model, self.policy, trainable)
+        self.planner = StepPlanner(model, self.policy)
         self.planner.remember(flow, criterion)
         shared = Sharder(model, self.policy, self.device).shard()
         self.ties = TieSync(self._ties(shared))
@@ -84,7 +83,7 @@ class Pipeline:
     ) -> dict[str, Any]:
         """One batch, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
         criterion = criterion if criterion is not None else self.criterion
-        batch = self._next(data_iter, mode=train + 2 * return_outputs + 4 * self.model.training)
+        batch = self._next(data_iter, (train, return_outputs, self.model.training))
         batches = batch.split(self.plugin.num_microbatches, self.plugin.microbatch_size)
         microbatches = self.planner.plan(batches, criterion, return_outputs, self.plugin.loss_reduction == "token")
         if train and microbatches[0].route.flow.loss is None:
@@ -124,7 +123,7 @@ class Pipeline:
         make = make_program(self.plugin.schedule, self.num_stages, num_microbatches)
         return add_communication(make if train else forward_only(self.num_stages, num_microbatches))
 
-    def _next(self, data_iter: Iterator[Any], mode: int) -> Batch:
+    def _next(self, data_iter: Iterator[Any], mode: tuple[bool, bool, bool]) -> Batch:
         """The next batch, compared over the ranks: all of them raise if one has none, or another one."""
         failure: Exception | None = None
         batch = None
@@ -177,16 +176,6 @@ class PipelineModel(ModelWrapper):
             "be called: use booster.execute_pipeline(data_iter, model, criterion, optimizer, return_outputs=True), "
             "under torch.no_grad() for evaluation"
         )
-
-
-def _without_cache(model: nn.Module) -> None:
-    """Key-value caches are for generation; filled inside units, they would carry values past the boundaries."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        parts = [config, *(value for value in vars(config).values() if hasattr(value, "use_cache"))] if config else []
-        for part in parts:
-            if getattr(part, "use_cache", None):
-                part.use_cache = False
 
 
 def _merged(outputs: list[Any], microbatches: Sequence[Microbatch], loss: Tensor | None) -> Any:

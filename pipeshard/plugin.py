@@ -154,6 +154,8 @@ class PipelinePlugin(PipelinePluginBase):
                 f"execute_pipeline got a {type(model).__name__}: pass the model that booster.boost(...) returned"
             )
         train = torch.is_grad_enabled() and optimizer is not None
+        if train and isinstance(optimizer, PipelineOptimizer):
+            optimizer.forget_norm()
         with torch.set_grad_enabled(train):
             return model.pipeline.step(data_iter, criterion, train, return_loss, return_outputs, self._synchronize)
 

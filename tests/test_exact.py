@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests import zoo
 from tests.pool import Pool
-from tests.unsplit import Split, Unsplit, largest_gradient_error, largest_parameter_error
+from tests.unsplit import Split, Unsplit, differences, parameter_error
 
 MICROBATCHES = (1, 2, 3, 8)
 TRANSPORTS = [("1f1b", "broadcast"), ("gpipe", "broadcast"), ("1f1b", "isend"), ("gpipe", "isend")]
@@ -27,18 +27,15 @@ def three_steps(name: str, schedule: str, p2p: str) -> None:
         split = Split(model, p, data, num_microbatches=m, schedule=schedule, p2p=p2p, max_norm=0.5)
         for seed in range(3):
             data = zoo.batch(name, seed=seed)
-            reference = unsplit.backward_in_parts(data, num_microbatches=m)
-            loss = split.backward(data)["loss"]
-            where = f"{name} p={p} m={m} {schedule} {p2p} step {seed}"
-            assert torch.equal(loss, reference), f"{where}: loss {loss.item()!r}, unsplit {reference.item()!r}"
-            error = largest_gradient_error(split, unsplit.model)
-            assert error < 1e-6, f"{where}: gradients differ by {error:.2e}"
+            # Once parameters were updated by norms that are sums in another order, losses are not equal to the bit.
+            same_sums = {"num_microbatches": m} if seed == 0 else {}
+            found = differences(split, unsplit, data, tolerance=1e-6 if seed == 0 else 1e-5, **same_sums)
+            assert not found, f"{name} p={p} m={m} {schedule} {p2p} step {seed}: {found}"
             unsplit.step()
             split.step()
-            norm = split.optimizer.get_grad_norm()
-            assert norm == pytest.approx(float(unsplit.norm), rel=1e-6), where
-        error = largest_parameter_error(split, unsplit.model)
-        assert error < 1e-5, f"{where}: parameters differ by {error:.2e} after three steps"
+            assert split.optimizer.get_grad_norm() == pytest.approx(float(unsplit.norm), rel=1e-6)
+        error = parameter_error(split, unsplit.model)
+        assert error < 1e-5, f"{name} p={p} m={m} {schedule} {p2p}: parameters differ by {error:.2e}"
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
@@ -59,10 +56,8 @@ def ragged(name: str) -> None:
     split = Split(model, p, zoo.batch(name, dtype=dtype), microbatch_size=2, max_norm=0.5)
 
     def check(data: Any, what: str) -> None:
-        reference = unsplit.backward(data)
-        loss = split.backward(data)["loss"]
-        assert float(loss) == pytest.approx(float(reference), rel=1e-6), f"{what}: {loss} {reference}"
-        assert largest_gradient_error(split, unsplit.model) < 1e-6, what
+        found = differences(split, unsplit, data)
+        assert not found, f"{name} p={p}, {what}: {found}"
 
     def evaluate(data: Any, what: str) -> None:
         unsplit.model.eval()
@@ -73,7 +68,7 @@ def ragged(name: str) -> None:
         assert float(out["loss"]) == pytest.approx(float(reference.loss), rel=1e-6), what
         if dist.get_rank() == p - 1:
             assert type(out["outputs"]) is type(reference), what
-            assert torch.allclose(out["outputs"].logits, reference.logits, rtol=1e-12, atol=1e-12), what
+            assert torch.allclose(out["outputs"].logits, reference.logits, rtol=1e-6, atol=1e-6), what
         else:
             assert out["outputs"] is None
         unsplit.model.train()
@@ -103,7 +98,7 @@ def ragged(name: str) -> None:
     check(zoo.batch(name, rows=4, seed=10, dtype=dtype), "accumulation with and without no_sync")
     unsplit.step()
     split.step()
-    assert largest_parameter_error(split, unsplit.model) < 1e-6
+    assert parameter_error(split, unsplit.model) < 1e-6
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])

@@ -53,7 +53,7 @@ class Unsplit:
 
 
 def valid_labels(model: nn.Module, labels: Tensor) -> int:
-    causal = labels.ndim == 2 and "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
+    causal = (labels.ndim == 2 and "CausalLM" in type(model).__name__) or "LMHead" in type(model).__name__
     return int((labels[:, 1:] if causal else labels).ne(-100).sum())
 
 
@@ -82,21 +82,41 @@ class Split:
         return {name: p for name, p in self.model.unwrap().named_parameters() if not is_released(p)}
 
 
-def largest_gradient_error(split: Split, unsplit: nn.Module) -> float:
+def differences(split: Split, unsplit: Unsplit, data: Any, tolerance: float = 1e-6, **parts: int) -> list[str]:
+    """One backward of both on the same batch; what then differs here. With `parts` the order of sums is the same."""
+    reference = unsplit.backward_in_parts(data, **parts) if parts else unsplit.backward(data)
+    loss = split.backward(data)["loss"]
+    found = []
+    equal = torch.equal(loss, reference) if parts else abs(float(loss - reference)) <= tolerance * abs(float(reference))
+    if not equal:
+        found.append(f"loss {loss.item()!r}, unsplit {reference.item()!r}")
+    error = gradient_error(split, unsplit.model)
+    if not error < tolerance:
+        found.append(f"gradients differ by {error:.2e}")
+    norm, expected = (
+        split.optimizer.get_grad_norm(),
+        nn.utils.get_total_norm([p.grad for p in unsplit.model.parameters() if p.grad is not None]),
+    )
+    if not abs(norm - float(expected)) <= tolerance * float(expected):
+        found.append(f"norm {norm}, unsplit {float(expected)}")
+    return found
+
+
+def gradient_error(split: Split, unsplit: nn.Module) -> float:
     """The largest error of a held gradient, relative to its own norm, or a thousandth of the largest one."""
     reference = {name: p.grad for name, p in unsplit.named_parameters()}
     floor = 1e-3 * max(float(g.norm()) for g in reference.values() if g is not None)
     worst = 0.0
     for name, parameter in split.held.items():
         expected = reference[name]
-        if expected is None:
-            assert parameter.grad is None or not parameter.grad.any(), f"{name} has a gradient where unsplit has none"
-            continue
-        assert parameter.grad is not None, f"{name} has no gradient"
-        worst = max(worst, float((parameter.grad - expected).norm()) / max(float(expected.norm()), floor))
+        if (expected is None) != (parameter.grad is None):
+            return float("inf")
+        if expected is not None:
+            error = float((parameter.grad - expected).norm()) / max(float(expected.norm()), floor)
+            worst = max(worst, error if error == error else float("inf"))
     return worst
 
 
-def largest_parameter_error(split: Split, unsplit: nn.Module) -> float:
+def parameter_error(split: Split, unsplit: nn.Module) -> float:
     reference = dict(unsplit.named_parameters())
     return max(float((p - reference[name]).detach().abs().max()) for name, p in split.held.items())

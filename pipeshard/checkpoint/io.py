@@ -248,18 +248,26 @@ def _write_index(folder: Path, names: list[str]) -> None:
         return
     weight_map, size = {}, 0
     for name in names:
-        for key, tensor in _tensors(folder / name):
-            weight_map[key], size = name, size + tensor.nbytes
+        for key, (start, end) in _offsets(folder / name).items():
+            weight_map[key], size = name, size + end - start
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def _offsets(file: Path) -> dict[str, tuple[int, int]]:
+    """Where each tensor of a safetensors file begins and ends, from its header alone."""
+    with file.open("rb") as content:
+        header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
+    return {key: tuple(entry["data_offsets"]) for key, entry in header.items() if key != "__metadata__"}
+
+
 def _write_configs(module: nn.Module, folder: Path) -> None:
-    for part in ("config", "generation_config"):
-        config: Any = getattr(module, part, None)
-        if hasattr(config, "save_pretrained"):
-            config.architectures = [type(module).__name__] if part == "config" else None
-            config.save_pretrained(folder)
+    parts: list[Any] = [getattr(module, name, None) for name in ("config", "generation_config")]
+    if parts[0] is not None:
+        parts[0].architectures = [type(module).__name__]
+    for part in parts:
+        if hasattr(part, "save_pretrained"):
+            part.save_pretrained(folder)
 
 
 def _no_optimizer_state() -> CheckpointError:

@@ -134,14 +134,12 @@ class Boundary:
     gradients: tuple[Value, ...]
 
 
-def boundaries(
-    flow: Dataflow, stages: Sequence[int], num_stages: int, trainable: frozenset[str], outputs: bool = False
-) -> list[Boundary]:
+def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: bool = False) -> list[Boundary]:
     """What crosses into each stage (nothing into stage 0).
 
     A value crosses every boundary between the stage of its call and that of its last reader, the last stage being
-    that of the loss, and of the outputs if they are wanted. `trainable` are the units with a trainable parameter:
-    a gradient returns only for floating-point values that depend on one and that the loss depends on.
+    that of the loss, and of the outputs if they are wanted. A gradient returns for values that require one and that
+    the loss depends on.
     """
     last = num_stages - 1
     everything, loss = flow.needed(outputs), flow.needed(False)
@@ -161,11 +159,8 @@ def boundaries(
             )
     live = _alive(flow, stages, num_stages, everything)
     wanted = live if not outputs else _alive(flow, stages, num_stages, loss)
-    moving = _differentiable(flow, trainable)
-    return [
-        Boundary(tuple(sorted(live[s])), tuple(sorted(wanted[s] & moving if flow.loss is not None else ())))
-        for s in range(num_stages)
-    ]
+    returning = [{v for v in values if flow.spec(v).requires_grad and flow.loss is not None} for values in wanted]
+    return [Boundary(tuple(sorted(live[s])), tuple(sorted(returning[s]))) for s in range(num_stages)]
 
 
 def _alive(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Use) -> list[set[Value]]:
@@ -176,15 +171,6 @@ def _alive(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Use) -
             for stage in range(stages[value.call] + 1, reader + 1):
                 live[stage].add(value)
     return live
-
-
-def _differentiable(flow: Dataflow, trainable: frozenset[str]) -> set[Value]:
-    found: set[Value] = set()
-    for index, call in enumerate(flow.calls):
-        if call.unit in trainable or call.reads.parameters or call.reads.values & found:
-            values = [Value(index, k) for k, leaf in enumerate(call.leaves) if hasattr(leaf, "dtype")]
-            found.update(value for value in values if flow.spec(value).dtype.is_floating_point)
-    return found
 
 
 def held_parameters(

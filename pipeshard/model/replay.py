@@ -161,6 +161,11 @@ class Replay:
                     f"(stage {self.stage}). The unit's shapes or dtypes depend on more than the batch's sizes "
                     "(autocast around execute_pipeline?); pass dry_run_input=<a batch like this one>"
                 )
+            if tensor.requires_grad and not spec.requires_grad:
+                raise TraceError(
+                    f"result {value.leaf} of unit {step.unit} (stage {self.stage}) requires a gradient, which it did "
+                    "not when the model was boosted: freeze or unfreeze parameters before booster.boost"
+                )
             run.made[value] = tensor.clone() if value in run.route.flow.written else tensor
 
     def _lost(self, run: Run, what: str) -> TraceError:

@@ -17,11 +17,19 @@ Group = tuple[tuple[str, int], ...]  # axes that always have one size: (path of 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor; `slopes[d][g]` is what dimension d grows by per unit of axis group g."""
+    """Shape and dtype of a tensor, and whether a gradient flows to it.
+
+    `slopes[d][g]` is what dimension d grows by per unit of axis group g.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    requires_grad: bool = False
     slopes: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def at(self, deltas: Sequence[int]) -> tuple[int, ...]:
         """The shape where the groups' sizes differ by `deltas` from the traced ones."""

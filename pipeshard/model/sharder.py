@@ -66,10 +66,10 @@ class Sharder:
 def _ghost(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     storage = torch.zeros((), dtype=parameter.dtype, device=device)
     ghost = nn.Parameter(storage.expand(parameter.shape), requires_grad=False)
-    ghost.pipeshard_released = True  # type: ignore[attr-defined]
+    ghost.pipeshard_trainable = parameter.requires_grad  # type: ignore[attr-defined]
     return ghost
 
 
 def is_released(parameter: torch.Tensor) -> bool:
     """Whether this stage does not hold the parameter."""
-    return getattr(parameter, "pipeshard_released", False)
+    return hasattr(parameter, "pipeshard_trainable")

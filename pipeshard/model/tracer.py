@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import stateless
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.model.batch import Batch
@@ -20,7 +20,7 @@ from pipeshard.model.shapes import Axes, TensorSpec
 from pipeshard.model.taint import Hidden, Tag, Taint, Used, Value
 from pipeshard.model.units import find_units, handled
 
-__all__ = ["Criterion", "Tracer", "untouched"]
+__all__ = ["Criterion", "Tracer", "is_trainable", "untouched", "without_cache"]
 
 Criterion = Callable[[Any, Any], Tensor]
 
@@ -70,7 +70,7 @@ class Tracer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=_cuda(self.device)))
             stack.enter_context(handled(self.units, self._answer))
-            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.enable_grad())  # whether a result requires grad is part of it
             stack.enter_context(self.taint)
             try:
                 output = batch.call(self.model)
@@ -86,7 +86,7 @@ class Tracer:
             loss = _loss(self.criterion, output, batch)
         with_paths, _ = tree_flatten_with_path(output)
         outputs = tuple(
-            (keystr(path), Use.of(self.taint.of([leaf])), TensorSpec(tuple(leaf.shape), leaf.dtype))
+            (keystr(path), Use.of(self.taint.of([leaf])), TensorSpec.of(leaf))
             for path, leaf in with_paths
             if isinstance(leaf, Tensor)
         )
@@ -127,7 +127,7 @@ class Tracer:
         result = []
         for position, leaf in enumerate(kind.leaves):
             if isinstance(leaf, TensorSpec):
-                leaf = torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device)
+                leaf = stand_in(leaf, self.device)
                 taint.mark(leaf, frozenset({Value(index, position)}), home=Value(index, position))
             result.append(leaf)
         return tree_unflatten(result, kind.tree)
@@ -162,7 +162,7 @@ class Tracer:
         taint, module = self.taint, self.units[unit]
         known = taint.of(module.parameters())
         with _disable_current_modes():
-            inputs = [_copy(leaf, device) for leaf in leaves]
+            inputs = [stand_in(TensorSpec.of(t), device) if isinstance(t, Tensor) else t for t in leaves]
             own = _blank_state(module, device)
         positions = {t.untyped_storage()._cdata: k for k, t in enumerate(inputs) if isinstance(t, Tensor)}
         taint.homes |= {key: Value(-1, position) for key, position in positions.items()}
@@ -178,7 +178,7 @@ class Tracer:
             for key in positions:
                 taint.homes.pop(key, None)
         outputs, out_tree = tree_flatten(output)
-        specs = tuple(TensorSpec(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else t for t in outputs)
+        specs = tuple(TensorSpec.of(t) if isinstance(t, Tensor) else t for t in outputs)
         return _Kind(out_tree, specs, written, taint.flops, taint.elements), frozenset(taint.met) - known
 
 
@@ -208,17 +208,28 @@ def _kind_name(module: nn.Module) -> Any:
         for key, value in child.__dict__.items()
         if isinstance(value, bool | str)
     )
-    return type(module), tuple((name, tuple(t.shape), t.dtype) for name, t in tensors), flags
+    return type(module), tuple((name, tuple(t.shape), t.dtype, is_trainable(t)) for name, t in tensors), flags
 
 
 def _describe(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     return leaf if isinstance(leaf, bool | int | float | str | torch.dtype | None) else type(leaf)
 
 
-def _copy(leaf: Any, device: torch.device) -> Any:
-    return tree_map_only(Tensor, lambda t: t.to(device) if t.device != device else t.clone(), leaf)
+class _StandIn(torch.autograd.Function):
+    """Zeros that require grad and are no leaf, so that they may be written to in place."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+
+
+def stand_in(spec: TensorSpec, device: torch.device) -> Tensor:
+    """Zeros of this kind."""
+    if spec.requires_grad:
+        return _StandIn.apply(torch.zeros((), requires_grad=True), spec, device)
+    return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
 
 
 def _blank_state(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
@@ -227,14 +238,34 @@ def _blank_state(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
     blanks: dict[Tensor, Tensor] = {}
     for _, t in named:
         if t not in blanks:
-            there = t.to(device) if device.type == "meta" else torch.zeros(t.shape, dtype=t.dtype, device=device)
-            blanks[t] = t if t.device == device else there
+            there = torch.zeros(t.shape, dtype=t.dtype, device=device) if t.is_meta else t.detach().to(device)
+            there = nn.Parameter(there, is_trainable(t)) if isinstance(t, nn.Parameter) else there
+            blanks[t] = there
     return {name: blanks[t] for name, t in named}
+
+
+def is_trainable(tensor: Tensor) -> bool:
+    """Whether a parameter is trained, on this stage or, where this one released it, on another."""
+    return getattr(tensor, "pipeshard_trainable", tensor.requires_grad)
+
+
+def without_cache(model: nn.Module) -> list[Any]:
+    """Turn key-value caches off in every (sub-)config that has them on, and return those configs.
+
+    Caches are for generation; filled inside units, they would carry values past the boundaries.
+    """
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    parts = [part for config in configs.values() for part in (config, *vars(config).values())]
+    cached = [part for part in parts if getattr(part, "use_cache", None) is True]
+    for part in cached:
+        part.use_cache = False
+    return cached
 
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Undo what a run leaves in the modules: cached tensors, counters, hooks."""
+    """Undo what a run leaves in the modules: cached tensors, counters, hooks. No caches inside."""
+    cached = without_cache(model)
     before = [
         (module, dict(module.__dict__), {k: dict(v) for k, v in module.__dict__.items() if isinstance(v, dict)})
         for module in model.modules()
@@ -242,6 +273,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        for config in cached:
+            config.use_cache = True
         for module, attributes, inner in before:
             module.__dict__.clear()
             module.__dict__.update(attributes)

@@ -29,12 +29,12 @@ def digest(batch: Batch) -> int:
     return int.from_bytes(state.digest(), "little")
 
 
-def agree(group: dist.ProcessGroup, device: torch.device, batch: Batch | None, mode: int) -> None:
+def agree(group: dist.ProcessGroup, device: torch.device, batch: Batch | None, mode: tuple[bool, bool, bool]) -> None:
     """Compare this step over the ranks of `group`; every rank raises BatchError if they differ.
 
-    `batch` is None on a rank that could get none; `mode` is a small number for how the step is run.
+    `batch` is None on a rank that could get none; `mode` is (backward too, outputs wanted, model in training mode).
     """
-    mine = [0, 0, 0, mode] if batch is None else [1, digest(batch), batch.rows, mode]
+    mine = [0, 0, 0, *mode] if batch is None else [1, digest(batch), batch.rows, *mode]
     sent = torch.tensor(mine, dtype=torch.int64, device=device)
     gathered = [torch.empty_like(sent) for _ in range(group.size())]
     dist.all_gather(gathered, sent, group=group)
@@ -47,8 +47,9 @@ def agree(group: dist.ProcessGroup, device: torch.device, batch: Batch | None, m
         )
     if len({tuple(rank) for rank in ranks}) > 1:
         table = "; ".join(
-            f"stage {r}: {rows} samples, digest {number:014x}, mode {how}"
-            for r, (_, number, rows, how) in enumerate(ranks)
+            f"stage {r}: {rows} samples (digest {number:014x}), {'training step' if train else 'forward only'}, "
+            f"return_outputs={bool(outputs)}, model.{'train' if training else 'eval'}()"
+            for r, (_, number, rows, train, outputs, training) in enumerate(ranks)
         )
         raise BatchError(
             f"the stages of one pipeline must read the same batch in the same mode, but {table}. Give every rank the "

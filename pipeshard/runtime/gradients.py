@@ -90,19 +90,21 @@ def grad_norm(
     device = next((g.device for g in gradients), torch.device("cpu"))
     if dist.get_backend(group) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
-    norms = torch.stack(
-        [torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in gradients] or [torch.zeros(())]
-    )
-    norm = torch.linalg.vector_norm(norms.to(device), norm_type)
+    norms = [torch.linalg.vector_norm(_at_least_fp32(g), norm_type).to(device) for g in gradients]
+    norm = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros((), device=device)]), norm_type)
     if math.isinf(norm_type):
         dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
         return norm
-    power = norm**norm_type
+    power = norm.double() ** norm_type
     dist.all_reduce(power, group=group)
-    return power ** (1.0 / norm_type)
+    return (power ** (1.0 / norm_type)).to(norm.dtype)
 
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale the gradients so that their norm is `max_norm` at most, as torch.nn.utils.clip_grad_norm_ does."""
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     torch._foreach_mul_([p.grad for p in parameters if p.grad is not None] or [torch.zeros(())], coefficient)
+
+
+def _at_least_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -36,6 +36,10 @@ class PipelineOptimizer(OptimizerWrapper):
             self.clip_grad_by_norm(self.max_norm)
         return self.optim.step(*args, **kwargs)
 
+    def forget_norm(self) -> None:
+        """Gradients are about to change: the norm that was clipped by is theirs no more."""
+        self._norm = None
+
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self.ties.reset()
         super().zero_grad(*args, **kwargs)

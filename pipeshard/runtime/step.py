@@ -20,13 +20,10 @@ __all__ = ["StepPlanner"]
 
 
 class StepPlanner:
-    """Knows the way of every batch it has seen; a new sequence length is arithmetic, a new structure is a trace.
+    """Knows the way of every batch it has seen; a new sequence length is arithmetic, a new structure is a trace."""
 
-    `trainable` are the units of the whole model with a trainable parameter.
-    """
-
-    def __init__(self, model: nn.Module, policy: Policy, trainable: frozenset[str]) -> None:
-        self.model, self.policy, self.trainable = model, policy, trainable
+    def __init__(self, model: nn.Module, policy: Policy) -> None:
+        self.model, self.policy = model, policy
         self._flows: dict[Any, list[Dataflow]] = {}
         self._found: dict[Any, tuple[Dataflow, tuple[int, ...]]] = {}
         self._routes: dict[tuple[int, bool], Route] = {}
@@ -79,7 +76,7 @@ class StepPlanner:
         key = id(flow), outputs  # flows are kept, so an id stays theirs
         if key not in self._routes:
             stages = self.policy.partition.of_calls(flow)
-            crossing = boundaries(flow, stages, self.policy.num_stages, self.trainable, outputs)
+            crossing = boundaries(flow, stages, self.policy.num_stages, outputs)
             self._routes[key] = Route.of(flow, stages, self.policy.stage, crossing)
         return self._routes[key]
 

@@ -1,0 +1,279 @@
+"""Tracing: what made-up models do with their values, and what the trace says of it."""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from pipeshard import trace
+from pipeshard.errors import ConfigurationError, PartitionError, TraceError
+from pipeshard.model.batch import Batch
+from pipeshard.model.partition import balance, forbidden_cuts
+from pipeshard.model.policy import Policy
+from pipeshard.model.taint import Value
+from pipeshard.model.units import find_units
+from tests import zoo
+
+H = 8
+
+
+class Glued(nn.Module):
+    """Three layers and a head, with glue between them that a test overrides."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, H)
+        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(layers))
+        self.head = nn.Linear(H, 11)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.body(self.embed(input_ids)))
+        return {"loss": nn.functional.cross_entropy(logits.view(-1, 11), labels.view(-1)), "logits": logits}
+
+    def body(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def batch(rows: int = 2, length: int = 6) -> dict[str, Tensor]:
+    ids = torch.arange(rows * length).view(rows, length) % 11
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def reads(model: nn.Module) -> dict[str, list[Value]]:
+    return {call.unit: sorted(call.reads.values) for call in trace(model, batch()).calls}
+
+
+def test_a_residual_stream_depends_on_every_unit_before() -> None:
+    assert reads(Glued()) == {
+        "embed": [],
+        "layers.0": [Value(0, 0)],
+        "layers.1": [Value(0, 0), Value(1, 0)],
+        "layers.2": [Value(0, 0), Value(1, 0), Value(2, 0)],
+        "head": [Value(0, 0), Value(1, 0), Value(2, 0), Value(3, 0)],
+    }
+
+
+def test_a_skip_bypasses_the_units_between() -> None:
+    class Skip(Glued):
+        def body(self, x: Tensor) -> Tensor:
+            first = self.layers[0](x)
+            return self.layers[2](self.layers[1](first)) + first
+
+    assert reads(Skip())["layers.2"] == [Value(2, 0)]
+    assert reads(Skip())["head"] == [Value(1, 0), Value(3, 0)]
+
+
+def test_integers_views_and_writes_in_place_carry_their_origin() -> None:
+    class Routed(Glued):
+        def body(self, x: Tensor) -> Tensor:
+            scores = self.layers[0](x)
+            order = scores.argmax(-1)  # an integer, which no autograd graph knows
+            routed = self.layers[1](nn.functional.one_hot(order, H).to(x.dtype))
+            board = torch.zeros_like(x)
+            board[:, 1:].add_(routed[:, :-1])  # written through a view
+            return self.layers[2](board)
+
+    found = reads(Routed())
+    assert found["layers.1"] == [Value(1, 0)]
+    assert Value(2, 0) in found["layers.2"]
+
+
+def test_values_written_in_place_are_noted() -> None:
+    class InPlace(Glued):
+        def body(self, x: Tensor) -> Tensor:
+            x = self.layers[0](x)
+            kept = self.layers[1](x)
+            x *= 2
+            return self.layers[2](x + kept)
+
+    assert trace(InPlace(), batch()).written == {Value(1, 0)}
+
+
+def test_a_unit_that_writes_to_its_input_is_noted_for_each_of_its_kind() -> None:
+    class Greedy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x += 1
+            return super().forward(x)
+
+    model = Glued()
+    model.layers = nn.ModuleList(Greedy(H, H) for _ in range(3))
+    model.body = lambda x: model.layers[2](model.layers[1](model.layers[0](x)))
+    assert trace(model, batch()).written == {Value(0, 0), Value(1, 0), Value(2, 0)}
+
+
+def test_glue_that_reads_a_unit_s_parameter_is_seen() -> None:
+    class Tied(Glued):
+        def body(self, x: Tensor) -> Tensor:
+            return self.layers[0](x) @ self.layers[1].weight.T
+
+    flow = trace(Tied(), batch())
+    assert flow.calls[-1].reads.parameters == {"layers.1.weight"}
+    held = Policy(Tied(), flow, 0, 2, partition=[2, 1]).held
+    assert "layers.1.weight" in held[1]
+
+
+def test_a_unit_called_twice_is_two_calls() -> None:
+    class Shared(Glued):
+        def body(self, x: Tensor) -> Tensor:
+            return self.layers[0](self.layers[1](self.layers[0](x)))
+
+    flow = trace(Shared(), batch())
+    assert [call.unit for call in flow.calls] == ["embed", "layers.0", "layers.1", "layers.0", "head"]
+    shared = Policy(Shared(), flow, 0, 2, partition=[2, 3]).shared_names()
+    assert shared == {"layers.0.bias": [0, 1], "layers.0.weight": [0, 1]}
+
+
+class Leaky(nn.Linear):
+    """Leaves something behind other than its result."""
+
+    store: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.store.append(y.square().mean())
+        return y
+
+
+def leaking() -> nn.Module:
+    class Leaking(Glued):
+        def body(self, x: Tensor) -> Tensor:
+            Leaky.store = []
+            for layer in self.layers:
+                x = layer(x)
+            return x + torch.stack(Leaky.store).sum()
+
+    model = Leaking()
+    model.layers = nn.ModuleList(Leaky(H, H) for _ in range(3))
+    return model
+
+
+def test_a_value_that_leaves_a_unit_sideways_forbids_cuts() -> None:
+    model = leaking()
+    flow = trace(model, batch())
+    assert flow.calls[-1].reads.hidden == {1, 2, 3}
+    assert sorted(forbidden_cuts(flow)) == [2, 3, 4]
+    assert Policy(model, flow, 0, 2).stages == (0, 1, 1, 1, 1)
+    with pytest.raises(PartitionError, match="leaves unit layers.0 other than by its result"):
+        Policy(model, flow, 0, 3)
+
+
+def test_router_logits_are_kept_together_with_the_loss() -> None:
+    model = zoo.build("mixtral")
+    model.config.output_router_logits = True
+    flow = trace(model, zoo.batch("mixtral"))
+    assert flow.loss is not None
+    assert {flow.calls[call].unit for call in flow.loss.hidden} == {f"model.layers.{k}" for k in range(4)}
+
+
+def test_a_decision_on_an_activation_is_refused_with_its_line() -> None:
+    class Deciding(Glued):
+        def body(self, x: Tensor) -> Tensor:
+            x = self.layers[0](x)
+            if x.sum() > 0:
+                x = self.layers[1](x)
+            return x
+
+    flow = trace(Deciding(), batch())
+    with pytest.raises(TraceError, match=r"test_trace.py:\d+: if x.sum\(\) > 0:"):
+        Policy(Deciding(), flow, 0, 2)
+    assert Policy(Deciding(), flow, 0, 1).stages == (0, 0, 0)
+
+
+def test_shapes_are_affine_in_the_batch() -> None:
+    flow = trace(zoo.build("t5"), zoo.batch("t5"))
+    data = zoo.batch("t5", rows=5, length=21)
+    deltas = flow.axes.deltas(_batch(data))
+    assert deltas is not None
+    decoder = next(k for k, call in enumerate(flow.calls) if call.unit == "decoder.block.1")
+    shapes = [flow.spec(Value(decoder, leaf)).at(deltas) for leaf in range(3)]
+    assert shapes == [(5, 18, 32), (1, 4, 18, 18), (1, 4, 18, 21)]
+    assert flow.axes.deltas(_batch({**data, "extra": data["labels"]})) is None
+    assert flow.axes.deltas(_batch({**data, "attention_mask": data["attention_mask"][:, 1:]})) is None
+
+
+def test_a_shape_that_is_not_affine_is_pinned() -> None:
+    class Rounding(Glued):
+        def body(self, x: Tensor) -> Tensor:
+            padded = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 4))
+            return self.layers[1](self.layers[0](padded))[:, : x.shape[1]]
+
+    flow = trace(Rounding(), batch(length=6))
+    assert flow.axes.deltas(_batch(batch(length=7))) is None
+    exact = trace(Rounding(), batch(length=7), exact=True)
+    assert exact.calls[1].leaves[0].shape == (2, 8, H)
+
+
+def test_nothing_changes_in_the_model_and_no_random_number_is_drawn() -> None:
+    model = zoo.build("gpt2")
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    state = torch.get_rng_state()
+    trace(model, zoo.batch("gpt2"))
+    assert torch.equal(torch.get_rng_state(), state)
+    after = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    assert {n: d.keys() for n, d in after.items()} == {n: d.keys() for n, d in before.items()}
+
+
+def test_a_unit_that_does_not_run_by_shape_runs_on_throw_away_values() -> None:
+    class Deciding(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if bool((x == 0).all()) else super().forward(-x)
+
+    model = Glued()
+    model.layers = nn.ModuleList(Deciding(H, H) for _ in range(3))
+    assert len(trace(model, batch()).calls) == 5
+
+
+def test_a_failing_forward_names_the_batch() -> None:
+    with pytest.raises(TraceError, match=r"dry_run_input"):
+        trace(Glued(), {"input_ids": torch.zeros(2, 3, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize(
+    "criterion", [lambda out, data: out["logits"], lambda out, data: 3.0, lambda out, data: None], ids=str
+)
+def test_a_criterion_without_a_scalar_is_refused(criterion: Any) -> None:
+    with pytest.raises(ConfigurationError, match="not a scalar tensor"):
+        trace(Glued(), batch(), criterion)
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_every_unit_of_the_zoo_is_called_or_tied(name: str) -> None:
+    model = zoo.build(name)
+    flow = trace(model, zoo.batch(name))
+    called = {call.unit for call in flow.calls}
+    assert not flow.decisions
+    assert set(find_units(model)) - called <= {"shared"}
+
+
+def test_llama_405b_on_meta_in_two_seconds_and_a_gigabyte() -> None:
+    sizes = {"vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126}
+    heads = {"num_attention_heads": 128, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    data = {name: torch.ones(2, 64, dtype=torch.int64) for name in ("input_ids", "attention_mask", "labels")}
+    memory, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    flow = trace(model, data)
+    assert time.process_time() - start < 2.0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1e6  # KiB
+    assert len(flow.calls) == 129
+    layers = Policy(model, flow, 0, 16).stages
+    assert sorted(set(layers)) == list(range(16))
+
+
+def test_balance_is_as_good_as_trying_every_cut() -> None:
+    assert balance([1.0, 1.0, 1.0, 1.0], 2) == [2, 2]
+    assert balance([5.0, 1.0, 1.0, 1.0, 2.0], 2) == [1, 4]
+    assert balance([1.0, 1.0, 1.0, 1.0, 6.0], 3) == [2, 2, 1]
+    assert balance([1.0, 1.0, 1.0, 1.0], 2, {2: "kept together"}) in ([1, 3], [3, 1])
+
+
+def _batch(data: Any) -> Any:
+    return Batch.of(data)

@@ -1,0 +1,99 @@
+"""Mutations: each way to be wrong that once was somebody's bug makes the comparison with the unsplit model fail."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeshard.model.partition import Boundary, boundaries
+from pipeshard.runtime import gradients
+from pipeshard.runtime.gradients import Tie
+from pipeshard.runtime.stage import Stage
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import Split, Unsplit, differences
+
+M = 3
+
+
+def no_tie_sync() -> Any:
+    return mock.patch("pipeshard.runtime.gradients.TieSync.finish", lambda self, sync: None)
+
+
+def ties_averaged() -> Any:
+    summed = gradients._sum
+
+    def averaged(tie: Tie) -> Tensor | None:
+        total = summed(tie)
+        return None if total is None else total / tie.group.size()
+
+    return mock.patch("pipeshard.runtime.gradients._sum", averaged)
+
+
+def tie_counted_twice() -> Any:
+    norm = gradients.grad_norm
+    return mock.patch(
+        "pipeshard.runtime.optimizer.grad_norm", lambda parameters, ties, *rest: norm(parameters, [], *rest)
+    )
+
+
+def microbatches_swapped() -> Any:
+    begin = Stage.begin
+
+    def swapped(self: Stage, microbatches: Sequence[Any], *rest: Any) -> None:
+        first, second, *others = microbatches
+        begin(self, [second, first, *others] if self.is_last else microbatches, *rest)
+
+    return mock.patch("pipeshard.runtime.stage.Stage.begin", swapped)
+
+
+def share_left_out() -> Any:
+    return mock.patch("pipeshard.runtime.loss.LossRule.weights", lambda self, parts: [1.0] * len(parts))
+
+
+def bypassing_gradient_dropped() -> Any:
+    def dropped(*arguments: Any) -> list[Boundary]:
+        return [Boundary(b.values, b.gradients[-1:]) for b in boundaries(*arguments)]
+
+    return mock.patch("pipeshard.runtime.step.boundaries", dropped)
+
+
+def nothing() -> Any:
+    return mock.patch("pipeshard.runtime.loss.LENGTH", 8)
+
+
+def mutated(name: str, mutation: Callable[[], Any]) -> list[str]:
+    model = zoo.build(name)
+    unsplit = Unsplit(copy.deepcopy(model))
+    data = zoo.batch(name)
+    with mutation():
+        split = Split(model, dist.get_world_size(), data, num_microbatches=M)
+        return differences(split, unsplit, data, num_microbatches=M)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_without_a_mutation_nothing_differs(pool: Pool, name: str) -> None:
+    assert pool.run(mutated, 3, name, nothing) == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "mutation", "what"),
+    [
+        ("gpt2", no_tie_sync, "gradients differ"),
+        ("gpt2", ties_averaged, "gradients differ"),
+        ("gpt2", tie_counted_twice, "norm"),
+        ("gpt2", microbatches_swapped, "gradients differ"),
+        ("gpt2", share_left_out, "loss"),
+        ("t5", bypassing_gradient_dropped, "gradients differ"),
+        ("t5", no_tie_sync, "gradients differ"),
+    ],
+)
+def test_a_mutation_is_seen(pool: Pool, name: str, mutation: Callable[[], Any], what: str) -> None:
+    found = [difference for rank in pool.run(mutated, 3, name, mutation) for difference in rank]
+    assert any(what in difference for difference in found), found
