@@ -90,6 +90,12 @@ class PipelineCheckpointIO(CheckpointIO):
                 part.unlink()
         self._barrier()
 
+    def load_model(self, model: nn.Module, checkpoint: str, strict: bool = True, **options: Any) -> nn.Module:
+        """Read this stage's tensors from a Hugging Face folder, an index or a safetensors file, in place."""
+        if not Path(checkpoint).exists():
+            raise CheckpointError(f"{checkpoint} cannot be read: there is no such file or folder")
+        return super().load_model(model, checkpoint, strict, **options)
+
     def load_sharded_model(
         self,
         model: nn.Module,

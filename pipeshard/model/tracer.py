@@ -233,12 +233,13 @@ def stand_in(spec: TensorSpec, device: torch.device) -> Tensor:
 
 
 def _blank_state(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """A unit's own tensors where it runs, tied ones tied: real ones stay, ones on meta become zeros."""
+    """A unit's own tensors where it runs, tied ones tied: what has values there keeps them, the rest are zeros."""
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     blanks: dict[Tensor, Tensor] = {}
     for _, t in named:
         if t not in blanks:
-            there = torch.zeros(t.shape, dtype=t.dtype, device=device) if t.is_meta else t.detach().to(device)
+            real = t.device == device and not hasattr(t, "pipeshard_trainable")
+            there = t.detach() if real else torch.zeros(t.shape, dtype=t.dtype, device=device)
             there = nn.Parameter(there, is_trainable(t)) if isinstance(t, nn.Parameter) else there
             blanks[t] = there
     return {name: blanks[t] for name, t in named}

@@ -1,0 +1,375 @@
+"""The plugin in the real Booster: its contract, and one clear error on every rank for what cannot work."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from torch import nn
+from torch.utils.data import Dataset
+
+from pipeshard import P2P, PipelinePlugin, Policy, register_policy
+from pipeshard.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigurationError,
+    PartitionError,
+    PipeshardError,
+    TraceError,
+)
+from pipeshard.model.policy import find_policy
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import Split, Unsplit, differences, parameter_error
+
+
+def arguments(**given: Any) -> None:
+    PipelinePlugin(**{"pp_size": dist.get_world_size(), "num_microbatches": 2, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"pp_size": 3}, "pp_size=3 but the world has 2 processes.*torchrun --nproc-per-node 3"),
+        ({"pp_size": 0}, "pp_size=0"),
+        ({"num_microbatches": None}, "num_microbatches=None and microbatch_size=None: give exactly one"),
+        ({"microbatch_size": 2}, "num_microbatches=2 and microbatch_size=2: give exactly one"),
+        ({"num_microbatches": 0}, "num_microbatches=0 is no positive integer"),
+        ({"schedule": "1fb1"}, "unknown schedule '1fb1': did you mean '1f1b'"),
+        ({"p2p": "nccl"}, r"p2p='nccl' is unknown: use one of \['broadcast', 'isend'\]"),
+        ({"p2p": P2P}, "is unknown"),
+        ({"policy": nn.Linear}, "no subclass of pipeshard.Policy"),
+        ({"loss_reduction": "mean"}, "loss_reduction='mean' is unknown"),
+    ],
+)
+def test_wrong_arguments(pool: Pool, given: dict[str, Any], what: str) -> None:
+    for message in pool.run_expecting(ConfigurationError, arguments, 2, **given):
+        assert _matches(what, message)
+
+
+def boosting(data: Any = None, **given: Any) -> None:
+    Split(zoo.build("llama"), dist.get_world_size(), data or zoo.batch("llama"), **{"num_microbatches": 2, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "what"),
+    [
+        ({"partition": "best"}, ConfigurationError, "partition='best' is unknown"),
+        ({"partition": [7, 1]}, PartitionError, r"partition \[7, 1\]"),
+        ({"partition": [7, 0]}, PartitionError, r"partition \[7, 0\]"),
+        ({"partition": ["model.layers.9"]}, PartitionError, "partition names model.layers.9"),
+        ({"data": {"input_ids": "text"}}, BatchError, "holds no tensor"),
+        ({"data": {"pixels": torch.zeros(2, 3)}}, TraceError, "dry_run_input"),
+    ],
+)
+def test_boosting_what_cannot_work(pool: Pool, given: dict[str, Any], error: type, what: str) -> None:
+    for message in pool.run_expecting(error, boosting, 2, **given):
+        assert _matches(what, message)
+
+
+def too_many_stages() -> None:
+    model = zoo.build("llama")
+    model.model.layers = model.model.layers[:1]  # embedding, layer, norm, head
+    model.config.num_hidden_layers = 1
+    Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+
+
+def test_more_stages_than_units(pool: Pool) -> None:
+    for message in pool.run_expecting(PartitionError, too_many_stages, 5):
+        assert "fewer than pp_size=5. Use pp_size <= 4" in message
+
+
+def on_meta() -> None:
+    with torch.device("meta"):
+        model = zoo.build("llama")
+    Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+
+
+def test_a_model_on_meta_is_refused(pool: Pool) -> None:
+    for message in pool.run_expecting(ConfigurationError, on_meta, 2):
+        assert "on meta" in message and "build or load the model with its weights" in message
+
+
+def mistakes() -> list[str]:
+    """Every mistake in turn, and after all of them a step that is exact: nothing was harmed."""
+    model = zoo.build("gpt2")
+    unsplit = Unsplit(copy.deepcopy(model))
+    data = zoo.batch("gpt2")
+    split = Split(model, dist.get_world_size(), data, num_microbatches=3)
+    execute, rank = split.booster.execute_pipeline, dist.get_rank()
+
+    def run(batches: Any, criterion: Any = None) -> Any:
+        return execute(batches, split.model, criterion, split.optimizer)
+
+    other = zoo.batch("gpt2", seed=1) if rank == 1 else data
+    shorter = zoo.batch("gpt2", length=9) if rank == 1 else data
+    attempts = [
+        lambda: split.model(**data),
+        lambda: split.booster.backward(torch.zeros(()), split.optimizer),
+        lambda: run(iter([])),
+        lambda: run(iter([data] if rank == 0 else [])),
+        lambda: run([data]),
+        lambda: run(iter([{"input_ids": "text"}])),
+        lambda: run(iter([{}])),
+        lambda: run(iter([other])),
+        lambda: run(iter([shorter])),
+        lambda: run(iter([data]), lambda outputs, inputs: outputs.logits),
+        lambda: run(iter([data]), lambda outputs, inputs: 1.0),
+        lambda: run(iter([{k: v for k, v in data.items() if k != "labels"}])),
+        lambda: execute(iter([data]), split.model.unwrap(), None, split.optimizer),
+        lambda: split.booster.save_optimizer(split.optimizer, "nowhere"),
+        lambda: split.booster.load_model(split.model, "nowhere"),
+        lambda: split.booster.save_model(split.model.unwrap(), "nowhere"),
+        lambda: (split.model.train(rank == 0), run(iter([data]))),
+    ]
+    messages = []
+    for attempt in attempts:
+        with pytest.raises(PipeshardError) as caught:
+            attempt()
+        messages.append(f"{type(caught.value).__name__}: {caught.value}")
+    split.model.train()
+    assert not differences(split, unsplit, data, num_microbatches=3)
+    return messages
+
+
+def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
+    expected = [
+        "UsageError: this process holds stage . of 2 only.*use booster.execute_pipeline",
+        "UsageError: the backward pass of a pipeline is part of booster.execute_pipeline",
+        "BatchError: the data iterator is empty: make a new one",
+        r"BatchError: (the data iterator is empty|stage \[1\] of 2 got no usable batch)",
+        r"BatchError: execute_pipeline takes an iterator of batches, not a list: pass iter\(dataloader\)",
+        "BatchError: the batch holds no tensor with a batch dimension, only {'input_ids': 'str'}",
+        "BatchError: the batch holds no tensor with a batch dimension, only nothing",
+        "BatchError: the stages of one pipeline must read the same batch.*prepare_dataloader",
+        "BatchError: the stages of one pipeline must read the same batch",
+        r"ConfigurationError: the criterion returned a tensor of shape \(2, 12, 61\), not a scalar|shape \(2, 8, 61\)",
+        "ConfigurationError: the criterion returned float 1.0, not a scalar tensor",
+        "UsageError: there is no loss to train on: give the batch labels, or pass a criterion",
+        "UsageError: execute_pipeline got a GPT2LMHeadModel: pass the model that booster.boost",
+        "CheckpointError: optimizer states of a pipeline cannot be saved",
+        "CheckpointError: nowhere cannot be read",
+        "CheckpointError: this is a GPT2LMHeadModel",
+        r"BatchError: .*stage 0: .*model.train\(\); stage 1: .*model.eval\(\)",
+    ]
+    for messages in pool.run(mistakes, 2):
+        assert len(messages) == len(expected)
+        for what, message in zip(expected, messages, strict=True):
+            assert _matches(what, message), message
+
+
+def contract() -> None:
+    """What a Booster does around a plugin: schedulers, several groups, None for everything, a second boost."""
+    model, p = zoo.build("gpt2"), dist.get_world_size()
+    unsplit = Unsplit(copy.deepcopy(model), max_norm=1.0)
+    optimizers, schedulers = [], []
+    for whole in (unsplit.model, model):
+        matrices = [q for q in whole.parameters() if q.ndim > 1]
+        groups = [{"params": matrices}, {"params": [q for q in whole.parameters() if q.ndim == 1], "weight_decay": 0.0}]
+        heads = [{"params": [torch.nn.Parameter(torch.zeros(1))]}] if whole is model else []
+        optimizers.append(torch.optim.AdamW(groups + heads, lr=1e-3))
+        schedulers.append(torch.optim.lr_scheduler.LambdaLR(optimizers[-1], lambda step: 0.5**step))
+    unsplit.optimizer = optimizers[0]
+
+    split = object.__new__(Split)
+    split.plugin = PipelinePlugin(pp_size=p, num_microbatches=2, max_norm=1.0)
+    split.booster = Booster(plugin=split.plugin)
+    boosted = split.booster.boost(model, optimizers[1], None, None, schedulers[1])
+    assert len(boosted) == 5
+    split.model, split.optimizer, _, _, scheduler = boosted
+    assert scheduler is schedulers[1] and split.optimizer.unwrap() is optimizers[1]
+    assert [len(group["params"]) > 0 for group in split.optimizer.param_groups] == [True, True, False]
+    again, *rest = split.booster.boost(split.model)
+    assert again is split.model and rest == [None] * 4
+
+    for seed in range(3):
+        found = differences(split, unsplit, zoo.batch("gpt2", seed=seed), tolerance=1e-5)
+        assert not found, found
+        unsplit.step()
+        split.step()
+        for s in schedulers:
+            s.step()
+    assert parameter_error(split, unsplit.model) < 1e-5
+    out = split.booster.execute_pipeline(iter([zoo.batch("gpt2")]), split.model, None, None)
+    assert out["outputs"] is None and out["loss"].shape == () and not out["loss"].requires_grad
+    assert all(q.grad is None for q in split.model.parameters())  # without an optimizer there is no backward
+    with torch.no_grad():
+        nothing = split.booster.execute_pipeline(iter([zoo.batch("gpt2")]), split.model, None, None, return_loss=False)
+    assert nothing == {"loss": None, "outputs": None}
+
+
+def test_the_booster_s_contract(pool: Pool) -> None:
+    pool.run(contract, 2)
+
+
+class Numbers(Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(8) * (k + 3)) % zoo.VOCABULARY
+        return {"input_ids": ids, "labels": ids}
+
+
+def loading() -> list[list[int]]:
+    """Two shuffled epochs through the pipeline; every rank starts with another random state."""
+    torch.manual_seed(dist.get_rank())
+    plugin = PipelinePlugin(pp_size=dist.get_world_size(), microbatch_size=2)
+    dataloader = plugin.prepare_dataloader(Numbers(), batch_size=4, shuffle=True, seed=3)
+    model, _, criterion, dataloader, _ = Booster(plugin=plugin).boost(
+        zoo.build("llama"), None, lambda outputs, inputs: outputs.loss, dataloader
+    )
+    seen = []
+    for _ in range(2):
+        batches = list(dataloader)
+        assert [len(batch["labels"]) for batch in batches] == [4, 4, 2]
+        seen += [batch["input_ids"][:, 1].tolist() for batch in batches]
+        for batch in batches:
+            plugin.execute_pipeline(iter([batch]), model, criterion)
+    return seen
+
+
+def test_every_stage_reads_the_same_batches_in_a_new_order_each_epoch(pool: Pool) -> None:
+    ranks = pool.run(loading, 2)
+    assert ranks[0] == ranks[1]
+    assert ranks[0][:3] != ranks[0][3:]
+
+
+def own_criterion() -> None:
+    """Cross-entropy with a padding label, on the logits, given at boost, and another one given at the step."""
+    data = zoo.batch("llama")
+    data["labels"] = torch.where(data["labels"] < 0, 0, data["labels"])
+
+    def criterion(outputs: Any, inputs: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs.logits.transpose(1, 2), inputs["labels"], ignore_index=0)
+
+    def total(outputs: Any, inputs: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs.logits.transpose(1, 2), inputs["labels"], reduction="sum")
+
+    model = zoo.build("llama")
+    unsplit = copy.deepcopy(model)
+    split = Split(model, dist.get_world_size(), data, num_microbatches=3)
+    for one in (criterion, total, criterion):
+        reference = one(unsplit(**data), data)
+        loss = split.booster.execute_pipeline(iter([data]), split.model, one, split.optimizer)["loss"]
+        assert float(loss) == pytest.approx(float(reference.detach()), rel=1e-6)
+
+
+def test_a_criterion_of_one_s_own_is_exact(pool: Pool) -> None:
+    pool.run(own_criterion, 2)
+
+
+class Backwards(Policy):
+    def distribute_layers(self, num_layers: int, num_stages: int) -> list[int]:
+        return [num_layers - num_stages + 1] + [1] * (num_stages - 1)
+
+
+def with_policy() -> None:
+    model = zoo.build("llama")
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=2, policy=Backwards)
+    assert not differences(split, unsplit, zoo.batch("llama"), num_microbatches=2)
+    policy = split.model.pipeline.policy
+    assert policy.stages == (0, 0, 0, 0, 0, 1, 2)
+    assert [type(unit).__name__ for unit in policy.get_held_layers()][-1] in (
+        "LlamaDecoderLayer",
+        "LlamaRMSNorm",
+        "Linear",
+    )
+
+
+def test_a_policy_of_one_s_own_decides_the_cuts(pool: Pool) -> None:
+    pool.run(with_policy, 3)
+
+
+def test_policies_are_found_by_class_base_class_and_model_type() -> None:
+    llama, gpt2 = zoo.build("llama"), zoo.build("gpt2")
+    assert find_policy(llama) is Policy
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeshard.model.policy._REGISTRY", {})
+        register_policy("gpt2", type(llama).__mro__[1])(Backwards)
+        assert find_policy(llama) is Backwards and find_policy(gpt2) is Backwards
+        with pytest.raises(ConfigurationError, match="subclass of Policy"):
+            register_policy("gpt2")(nn.Linear)  # type: ignore[type-var]
+
+
+def partitions() -> list[tuple[int, ...]]:
+    model, data = zoo.build("llama"), zoo.batch("llama")
+    found = []
+    for partition in ("auto", "uniform", "parameters", [1, 6], ["model.layers.1"]):
+        split = Split(copy.deepcopy(model), dist.get_world_size(), data, num_microbatches=2, partition=partition)
+        found.append(split.model.pipeline.policy.stages)
+        split.backward(data)
+    return found
+
+
+def test_partitions(pool: Pool) -> None:
+    auto, uniform, parameters, counts, names = pool.run(partitions, 2)[0]
+    assert sum(auto) in (3, 4) and sum(uniform) in (3, 4) and sum(parameters) in (3, 4)
+    assert counts == (0, 1, 1, 1, 1, 1, 1)
+    assert names == (0, 0, 0, 1, 1, 1, 1)
+
+
+def saving(name: str, folder: str) -> None:
+    """Save, sharded and not; load into another split of another initialisation; everything equal to the bit."""
+    data, p = zoo.batch(name), dist.get_world_size()
+    split = Split(zoo.build(name), p, data, num_microbatches=2)
+    split.backward(data)
+    split.step()
+    split.booster.save_model(split.model, f"{folder}/sharded", shard=True)
+    split.booster.save_model(split.model, f"{folder}/one.safetensors")
+    for checkpoint in ("sharded", "one.safetensors"):
+        other = Split(zoo.build(name, seed=1), p, data, num_microbatches=2)
+        other.booster.load_model(other.model, f"{folder}/{checkpoint}")
+        for key, parameter in other.held.items():
+            assert torch.equal(parameter, split.held[key]), key
+    torch.save({key: value.detach() for key, value in split.held.items()}, f"{folder}/held{dist.get_rank()}")
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_a_saved_model_is_what_plain_transformers_loads(pool: Pool, tmp_path: Path, name: str) -> None:
+    pool.run(saving, 3, name, str(tmp_path))
+    plain = type(zoo.build(name)).from_pretrained(tmp_path / "sharded")
+    loaded = dict(plain.named_parameters())
+    held: dict[str, torch.Tensor] = {}
+    for rank in range(3):
+        held |= torch.load(tmp_path / f"held{rank}", weights_only=True)
+    assert held.keys() == loaded.keys()
+    assert all(torch.equal(held[key], loaded[key]) for key in held)
+
+
+def loading_wrong(folder: str) -> None:
+    data = zoo.batch("llama")
+    split = Split(zoo.build("llama"), dist.get_world_size(), data, num_microbatches=2)
+    split.booster.load_model(split.model, folder)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(pool: Pool, tmp_path: Path) -> None:
+    zoo.build("gpt2").save_pretrained(tmp_path / "gpt2")
+    for message in pool.run_expecting(CheckpointError, loading_wrong, 2, str(tmp_path / "gpt2")):
+        assert "does not fit LlamaForCausalLM: model.embed_tokens.weight is missing" in message
+    (tmp_path / "bad").mkdir()
+    index = '{"weight_map": {"lm_head.weight": "../gpt2/model.safetensors"}}'
+    (tmp_path / "bad" / "model.safetensors.index.json").write_text(index)
+    for message in pool.run_expecting(CheckpointError, loading_wrong, 2, str(tmp_path / "bad")):
+        assert "not a file of its own folder" in message
+    (tmp_path / "cut").mkdir()
+    whole = (tmp_path / "gpt2" / "model.safetensors").read_bytes()
+    (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    for message in pool.run_expecting(CheckpointError, loading_wrong, 2, str(tmp_path / "cut")):
+        assert "cannot be read as safetensors" in message
+
+
+def test_without_torch_distributed_the_remedy_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="init_process_group"):
+        PipelinePlugin(pp_size=1, num_microbatches=1)
+
+
+def _matches(pattern: str, message: str) -> bool:
+    return re.search(pattern, message, re.DOTALL) is not None
