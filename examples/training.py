@@ -19,6 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from torch.distributed.rendezvous import rendezvous
+from torch.utils.data import Subset, default_collate
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from models import make_folder
@@ -58,25 +59,26 @@ def _run(args: argparse.Namespace, console: Console) -> None:
         _print_sample(console, "before", model, tokenizer)
     model.train()
 
+    training, held_out = _divided(samples, args.batch_size)
     plugin = PipelinePlugin(pp_size=args.pp, num_microbatches=args.microbatches, schedule=args.schedule, max_norm=1.0)
-    dataloader = plugin.prepare_dataloader(samples, batch_size=args.batch_size, shuffle=True, seed=0)
+    dataloader = plugin.prepare_dataloader(training, batch_size=args.batch_size, shuffle=True, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, args.steps))
     booster = Booster(plugin=plugin)
     boosted = booster.boost(model, optimizer, _criterion, dataloader, scheduler)
+    unseen = [_evaluate(booster, boosted[0], held_out)]
     losses, rows = _train(args, console, plugin, booster, *boosted)
+    unseen.append(_evaluate(booster, boosted[0], held_out))
 
     folder = args.output / "model"
     booster.save_model(boosted[0], str(folder), shard=True)
     if console.quiet:
         return
     tokenizer.save_pretrained(folder)
-    _plot_losses(losses, args.output / "loss.png")
+    _plot_losses(losses, unseen, args.output / "loss.png")
     _draw_timelines(args, rows, args.output / "timeline.png")
     _print_sample(console, "after", AutoModelForCausalLM.from_pretrained(folder), tokenizer)
-    few = max(1, args.steps // 5)  # single batches are small, and their losses scatter
-    first, last = statistics.fmean(losses[:few]), statistics.fmean(losses[-few:])
-    console.print(f"loss {first:.3f} in the first {few} of {args.steps} steps, {last:.3f} in the last {few}")
+    console.print(f"loss on held-out text: {unseen[0]:.3f} before, {unseen[1]:.3f} after {args.steps} steps")
     console.print(f"wrote {args.output}/loss.png, {args.output}/timeline.png, {folder}/")
 
 
@@ -89,6 +91,22 @@ def _load(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenize
     folder = make_folder(args.model, args.output)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model, AutoTokenizer.from_pretrained(folder)
+
+
+def _divided(samples: Samples, batch_size: int) -> tuple[Subset[Any], dict[str, torch.Tensor]]:
+    """Samples to train on, and one batch, spread over all of them, to evaluate on."""
+    step = max(1, len(samples) // (2 * batch_size))
+    held_out = list(range(0, len(samples), step))[: 2 * batch_size]
+    training = Subset(samples, [k for k in range(len(samples)) if k not in set(held_out)])
+    return training, default_collate([samples[k] for k in held_out])
+
+
+def _evaluate(booster: Booster, model: Any, batch: dict[str, torch.Tensor]) -> float:
+    model.eval()
+    with torch.no_grad():
+        out = booster.execute_pipeline(iter([batch]), model, _criterion)
+    model.train()
+    return float(out["loss"])
 
 
 def _criterion(outputs: Any, inputs: Any) -> torch.Tensor:
@@ -196,12 +214,13 @@ def _print_sample(console: Console, when: str, model: Any, tokenizer: PreTrained
     console.rule()
 
 
-def _plot_losses(losses: Sequence[float], path: Path) -> None:
+def _plot_losses(losses: Sequence[float], unseen: Sequence[float], path: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     steps = range(1, len(losses) + 1)
     axes.plot(steps, losses, ".", color="C0", alpha=0.5, label="step")
     axes.plot(steps, [statistics.fmean(losses[max(0, k - 5) : k]) for k in steps], color="C0", label="mean of last 5")
+    axes.plot([0, len(losses)], unseen, "s--", color="C1", label="held-out text")
     axes.set(xlabel="step", ylabel="loss (nats a token)", title="Training loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.ticklabel_format(axis="y", useOffset=False)

@@ -1,16 +1,5 @@
 """Errors: each names what was wrong, where, and what to do about it."""
 
-__all__ = [
-    "BatchError",
-    "CheckpointError",
-    "ConfigurationError",
-    "DeadlockError",
-    "PartitionError",
-    "PipeshardError",
-    "TraceError",
-    "UsageError",
-]
-
 
 class PipeshardError(Exception):
     """Base class of everything pipeshard raises on purpose."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from pipeshard.errors import BatchError, UsageError
 from pipeshard.model.batch import Batch
-from pipeshard.model.policy import Policy, find_policy
+from pipeshard.model.policy import find_policy
 from pipeshard.model.sharder import Sharder, is_released
 from pipeshard.model.trace import trace
 from pipeshard.model.tracer import Criterion, without_cache
@@ -25,13 +26,11 @@ from pipeshard.runtime.p2p import make_p2p
 from pipeshard.runtime.stage import Microbatch, Stage
 from pipeshard.runtime.step import StepPlanner
 from pipeshard.schedule.communicate import add_communication
-from pipeshard.schedule.program import Action, Program, forward_only, make_program
+from pipeshard.schedule.program import Program, forward_only, make_program
 from pipeshard.schedule.simulate import Span
 
 if TYPE_CHECKING:
     from pipeshard.plugin import PipelinePlugin
-
-__all__ = ["Pipeline", "PipelineModel"]
 
 
 class Pipeline:
@@ -48,17 +47,9 @@ class Pipeline:
         without_cache(model)
         flow = trace(model, sample, criterion)
         size = plugin.microbatch_size or max(1, sample.rows // (plugin.num_microbatches or 1))
-        traced = max(1, sum(flow.axes.sizes[1:])) * flow.axes.sizes[0] if flow.axes.sizes else 1
-        deltas = flow.axes.deltas(sample)
-        real = (
-            max(1, sum(s + d for s, d in list(zip(flow.axes.sizes, deltas, strict=True))[1:])) * size
-            if deltas
-            else traced
-        )
-        policy_class = plugin.policy or find_policy(model)
-        self.policy: Policy = policy_class(
-            model, flow, self.rank, self.num_stages, plugin.partition, real / traced, self.device
-        )
+        scale = next(iter(sample.tensors.values())).numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1])
+        policy = plugin.policy or find_policy(model)
+        self.policy = policy(model, flow, self.rank, self.num_stages, plugin.partition, scale, self.device)
         self.planner = StepPlanner(model, self.policy)
         self.planner.remember(flow, criterion)
         shared = Sharder(model, self.policy, self.device).shard()
@@ -92,7 +83,8 @@ class Pipeline:
         if train:
             self.ties.begin()
         try:
-            self.interpreter.run(self.program(len(microbatches), train).ranks[self.rank])
+            self.last = self.program(len(microbatches), train)
+            self.interpreter.run(self.last.ranks[self.rank])
         finally:
             self.stage.alive.clear()
         if train:
@@ -106,18 +98,14 @@ class Pipeline:
 
     def timeline(self) -> list[list[Span]]:
         """The spans of the last step on every rank, from the first start on."""
-        mine = self.interpreter.spans
-        times = torch.tensor([(span.start, span.end) for span in mine], dtype=torch.float64, device=self.device)
-        codes = torch.tensor(
-            [("FBW".index(span.action.kind), span.action.microbatch, span.action.stage) for span in mine],
-            dtype=torch.float64,
-            device=self.device,
-        )
-        rows = torch.cat([codes.view(-1, 3), times.view(-1, 2)], dim=1)
-        gathered = [torch.empty_like(rows) for _ in self.ranks]
-        dist.all_gather(gathered, rows, group=self.group)
-        start = min((table[:, 3].min().item() for table in gathered if len(table)), default=0.0)
-        return [[_span(row, start) for row in table.tolist()] for table in gathered]
+        computed = [[action for action in actions if action.kind.is_compute] for actions in self.last.ranks]
+        times = torch.zeros(max(map(len, computed)), 2, dtype=torch.float64, device=self.device)
+        for k, span in enumerate(self.interpreter.spans):
+            times[k, 0], times[k, 1] = span.start, span.end
+        gathered = [torch.empty_like(times) for _ in self.ranks]
+        dist.all_gather(gathered, times, group=self.group)
+        tables = [(table - torch.stack(gathered)[:, 0, 0].min()).tolist() for table in gathered]
+        return [[Span(a, *t) for a, t in zip(actions, table)] for actions, table in zip(computed, tables)]
 
     def _program(self, num_microbatches: int, train: bool) -> Program:
         make = make_program(self.plugin.schedule, self.num_stages, num_microbatches)
@@ -197,10 +185,3 @@ def _merged(outputs: list[Any], microbatches: Sequence[Microbatch], loss: Tensor
         else:
             merged.append(torch.cat(column, dim=0 if dim is None else dim))
     return tree_unflatten(merged, tree)
-
-
-def _span(row: list[float], start: float) -> Span:
-    from pipeshard.schedule.program import Kind
-
-    kind, i, stage, begin, end = row
-    return Span(Action(Kind("FBW"[int(kind)]), int(i), int(stage)), begin - start, end - start)

@@ -14,7 +14,7 @@ from colossalai.checkpoint_io import CheckpointIO
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset
 
 from pipeshard.checkpoint.io import PipelineCheckpointIO
 from pipeshard.errors import BatchError, ConfigurationError, UsageError
@@ -28,8 +28,6 @@ from pipeshard.runtime.p2p import P2P, check_p2p
 from pipeshard.schedule.program import make_program
 from pipeshard.schedule.simulate import Span
 from pipeshard.stage_manager import PipelineStageManager
-
-__all__ = ["PipelinePlugin"]
 
 LOSS_REDUCTIONS = ("token", "microbatch")
 
@@ -77,22 +75,16 @@ class PipelinePlugin(PipelinePluginBase):
         self.schedule, self.p2p, self.partition = schedule, check_p2p(p2p), partition
         self.policy, self.dry_run_input = policy, dry_run_input
         self.max_norm, self.loss_reduction = max_norm, loss_reduction
-        self.pg_mesh = ProcessGroupMesh(*_mesh_shape(pp_size))
+        self.pg_mesh = ProcessGroupMesh(pp_size)
         self.stage_manager = PipelineStageManager(self.pg_mesh, pipeline_axis=0)
         self.device = _device()
         self._pipeline: Pipeline | None = None
         self._synchronize = True
 
-    # What the Booster asks
-
-    def control_device(self) -> bool:
+    def _yes(self) -> bool:
         return True
 
-    def control_precision(self) -> bool:
-        return True
-
-    def control_checkpoint_io(self) -> bool:
-        return True
+    control_device = control_precision = control_checkpoint_io = support_no_sync = _yes
 
     def get_checkpoint_io(self) -> CheckpointIO:
         return PipelineCheckpointIO(self.stage_manager)
@@ -102,9 +94,6 @@ class PipelinePlugin(PipelinePluginBase):
 
     def supported_precisions(self) -> list[str]:
         return ["fp32"]
-
-    def support_no_sync(self) -> bool:
-        return True
 
     def support_lora(self) -> bool:
         return False
@@ -169,30 +158,14 @@ class PipelinePlugin(PipelinePluginBase):
             self._synchronize = before
 
     def prepare_dataloader(
-        self,
-        dataset: Dataset[Any],
-        batch_size: int,
-        shuffle: bool = False,
-        seed: int = 1024,
-        drop_last: bool = False,
-        pin_memory: bool = False,
-        num_workers: int = 0,
-        **kwargs: Any,
+        self, dataset: Dataset[Any], batch_size: int, shuffle: bool = False, seed: int = 1024, **options: Any
     ) -> DataLoader[Any]:
-        """A DataLoader from which every stage reads the same batches, in an order that depends on `seed` alone."""
+        """A DataLoader from which every stage reads the same batches, in an order that depends on `seed` alone.
+
+        `options` are DataLoader's own: drop_last, num_workers, collate_fn, ...
+        """
         generator = torch.Generator().manual_seed(seed)
-        if "sampler" not in kwargs and "batch_sampler" not in kwargs and hasattr(dataset, "__len__"):
-            sized: Any = dataset
-            kwargs["sampler"] = RandomSampler(sized, generator=generator) if shuffle else SequentialSampler(sized)
-        return DataLoader(
-            dataset,
-            batch_size=batch_size,
-            drop_last=drop_last,
-            pin_memory=pin_memory,
-            num_workers=num_workers,
-            generator=kwargs.pop("generator", generator),
-            **kwargs,
-        )
+        return DataLoader(dataset, batch_size, **{"shuffle": shuffle, "generator": generator, **options})
 
     def timeline(self) -> list[list[Span]]:
         """When each rank ran each F and B of the last step, in seconds; every rank has to call it."""
@@ -202,34 +175,28 @@ class PipelinePlugin(PipelinePluginBase):
 
     def _sample(self, model: nn.Module, dataloader: DataLoader[Any] | None) -> Batch:
         """The batch to trace with: `dry_run_input`, the dataset's first samples, or one made up for the model."""
-        main_input = getattr(model, "main_input_name", None)
-        if self.dry_run_input is not None:
-            return Batch.of(self.dry_run_input, main_input)
-        first = _first_samples(dataloader) if dataloader is not None else None
-        return Batch.of(_made_up(model) if first is None else first, main_input)
+        data = self.dry_run_input
+        if data is None and dataloader is not None:
+            data = _first_samples(dataloader)
+        return Batch.of(_made_up(model) if data is None else data, getattr(model, "main_input_name", None))
 
 
 def _check_sizes(pp_size: int, num_microbatches: int | None, microbatch_size: int | None) -> None:
     if not isinstance(pp_size, int) or pp_size < 1:
         raise ConfigurationError(f"pp_size={pp_size!r}: the number of stages is a positive integer")
-    if (num_microbatches is None) == (microbatch_size is None):
-        raise ConfigurationError(
-            f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size}: give exactly one of the two"
-        )
-    given = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}
-    for name, value in given.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigurationError(f"{name}={value!r} is no positive integer")
-
-
-def _mesh_shape(pp_size: int) -> tuple[int]:
     world = dist.get_world_size() if dist.is_initialized() else pp_size
     if world != pp_size:
         raise ConfigurationError(
             f"pp_size={pp_size} but the world has {world} processes: start one process a stage, "
             f"torchrun --nproc-per-node {pp_size} ..., or use pp_size={world}"
         )
-    return (pp_size,)
+    if (num_microbatches is None) == (microbatch_size is None):
+        raise ConfigurationError(
+            f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size}: give exactly one of the two"
+        )
+    for name, value in (("num_microbatches", num_microbatches), ("microbatch_size", microbatch_size)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigurationError(f"{name}={value!r} is no positive integer")
 
 
 def _device() -> torch.device:
@@ -242,8 +209,9 @@ def _device() -> torch.device:
 
 def _first_samples(dataloader: DataLoader[Any]) -> Any:
     """What the dataloader would make of its dataset's first samples; nothing of its order or its state is used up."""
-    dataset, collate = getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None)
-    if dataset is None or collate is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    dataset: Any = getattr(dataloader, "dataset", None)
+    collate = getattr(dataloader, "collate_fn", None)
+    if collate is None or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         return None
     with torch.random.fork_rng(devices=[]):
         if getattr(dataloader, "batch_size", None) is None:  # the dataset's entries are batches

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests import zoo
 from tests.pool import Pool
-from tests.unsplit import Split, Unsplit, differences, parameter_error
+from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences, parameter_error
 
 MICROBATCHES = (1, 2, 3, 8)
 TRANSPORTS = [("1f1b", "broadcast"), ("gpipe", "broadcast"), ("1f1b", "isend"), ("gpipe", "isend")]
@@ -50,13 +50,16 @@ def ragged(name: str) -> None:
 
     In fp64, so that another order of sums is no excuse; the heads themselves compute the loss in fp32.
     """
-    p, dtype = dist.get_world_size(), torch.float64
+    p = dist.get_world_size()
+    # Grouped matrix products know no fp64, and Gemma 2's soft-capped masks overflow in it, unsplit too.
+    dtype = torch.float32 if name in ("mixtral", "gemma2") else torch.float64
+    tolerance = 1e-6 if dtype is torch.float64 else 1e-5
     model = zoo.build(name, dtype)
     unsplit = Unsplit(copy.deepcopy(model), max_norm=0.5)
     split = Split(model, p, zoo.batch(name, dtype=dtype), microbatch_size=2, max_norm=0.5)
 
     def check(data: Any, what: str) -> None:
-        found = differences(split, unsplit, data)
+        found = differences(split, unsplit, data, tolerance)
         assert not found, f"{name} p={p}, {what}: {found}"
 
     def evaluate(data: Any, what: str) -> None:
@@ -65,10 +68,10 @@ def ragged(name: str) -> None:
         with torch.no_grad():
             reference = unsplit.model(**data)
         out = split.evaluate(data, return_outputs=True)
-        assert float(out["loss"]) == pytest.approx(float(reference.loss), rel=1e-6), what
+        assert float(out["loss"]) == pytest.approx(float(reference.loss), rel=tolerance), what
         if dist.get_rank() == p - 1:
             assert type(out["outputs"]) is type(reference), what
-            assert torch.allclose(out["outputs"].logits, reference.logits, rtol=1e-6, atol=1e-6), what
+            assert torch.allclose(out["outputs"].logits, reference.logits, rtol=tolerance, atol=tolerance), what
         else:
             assert out["outputs"] is None
         unsplit.model.train()
@@ -98,7 +101,7 @@ def ragged(name: str) -> None:
     check(zoo.batch(name, rows=4, seed=10, dtype=dtype), "accumulation with and without no_sync")
     unsplit.step()
     split.step()
-    assert parameter_error(split, unsplit.model) < 1e-6
+    assert parameter_error(split, unsplit.model) < (1e-6 if dtype is torch.float64 else LEARNING_RATE / 10)
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])

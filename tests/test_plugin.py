@@ -15,14 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from pipeshard import P2P, PipelinePlugin, Policy, register_policy
-from pipeshard.errors import (
-    BatchError,
-    CheckpointError,
-    ConfigurationError,
-    PartitionError,
-    PipeshardError,
-    TraceError,
-)
+from pipeshard.errors import BatchError, CheckpointError, ConfigurationError, PartitionError, PipeshardError, TraceError
 from pipeshard.model.policy import find_policy
 from tests import zoo
 from tests.pool import Pool
@@ -166,7 +159,7 @@ def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
 
 def contract() -> None:
     """What a Booster does around a plugin: schedulers, several groups, None for everything, a second boost."""
-    model, p = zoo.build("gpt2"), dist.get_world_size()
+    model, p = zoo.build("gpt2", torch.float64), dist.get_world_size()
     unsplit = Unsplit(copy.deepcopy(model), max_norm=1.0)
     optimizers, schedulers = [], []
     for whole in (unsplit.model, model):

@@ -13,8 +13,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from pipeshard.errors import BatchError
 
-__all__ = ["Batch"]
-
 
 @dataclass(frozen=True)
 class Batch:

@@ -10,8 +10,6 @@ from torch.utils._pytree import TreeSpec
 from pipeshard.model.shapes import Axes, TensorSpec
 from pipeshard.model.taint import Hidden, Tag, Used, Value
 
-__all__ = ["Call", "Dataflow", "Use"]
-
 
 @dataclass(frozen=True)
 class Use:

@@ -13,8 +13,6 @@ from pipeshard.errors import PartitionError, TraceError
 from pipeshard.model.dataflow import Dataflow, Use
 from pipeshard.model.taint import Value
 
-__all__ = ["Boundary", "Partition", "balance", "boundaries", "call_costs", "held_parameters"]
-
 # What moving one number costs, in floating-point operations: about 5 per byte on a CPU core.
 ELEMENT = 20.0
 

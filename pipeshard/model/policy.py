@@ -14,8 +14,6 @@ from pipeshard.model.partition import Partition, balance, call_costs, forbidden_
 from pipeshard.model.replay import Replay
 from pipeshard.model.units import find_units, intercept
 
-__all__ = ["Policy", "find_policy", "register_policy"]
-
 PARTITIONS = ("auto", "uniform", "parameters")
 _REGISTRY: dict[str | type[nn.Module], type[Policy]] = {}
 

@@ -16,8 +16,6 @@ from pipeshard.model.partition import Boundary
 from pipeshard.model.shapes import TensorSpec
 from pipeshard.model.taint import Value
 
-__all__ = ["Replay", "Route"]
-
 
 class StageDone(BaseException):
     """Leaves the model's forward after the last unit whose result leaves the stage."""

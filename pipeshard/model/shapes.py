@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pipeshard.model.batch import Batch
 
-__all__ = ["Axes", "TensorSpec"]
-
 Group = tuple[tuple[str, int], ...]  # axes that always have one size: (path of the tensor, dimension)
 
 

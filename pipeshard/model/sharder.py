@@ -9,8 +9,6 @@ from pipeshard.errors import ConfigurationError
 from pipeshard.model.policy import Policy
 from pipeshard.model.ties import names_of
 
-__all__ = ["Sharder", "is_released"]
-
 
 class Sharder:
     """Keeps of `model` what `policy` says its stage holds. Each step may be overridden; `shard` calls them in order."""

@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["Hidden", "Tag", "Taint", "Used", "Value"]
-
 
 class Value(NamedTuple):
     """Tensor leaf `leaf` of the result of unit call `call`."""

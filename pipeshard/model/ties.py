@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from torch import nn
 
-__all__ = ["analyze_tied_weights", "names_of"]
-
 
 def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Every name of each parameter, by its first name, in the order of registration."""

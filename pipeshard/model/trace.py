@@ -16,8 +16,6 @@ from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.shapes import Axes, TensorSpec
 from pipeshard.model.tracer import Criterion, Tracer, untouched
 
-__all__ = ["Criterion", "trace"]
-
 ROWS, LENGTH = 2, 8  # a trace runs on this many samples, and on no more positions where the model allows
 
 

@@ -20,8 +20,6 @@ from pipeshard.model.shapes import Axes, TensorSpec
 from pipeshard.model.taint import Hidden, Tag, Taint, Used, Value
 from pipeshard.model.units import find_units, handled
 
-__all__ = ["Criterion", "Tracer", "is_trainable", "untouched", "without_cache"]
-
 Criterion = Callable[[Any, Any], Tensor]
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Handler", "Interception", "find_units", "handled", "intercept"]
-
 # handler(unit name, the unit's own forward, positional arguments, keyword arguments) -> the unit's result
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 

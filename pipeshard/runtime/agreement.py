@@ -11,8 +11,6 @@ from torch import Tensor
 from pipeshard.errors import BatchError
 from pipeshard.model.batch import Batch
 
-__all__ = ["agree", "digest", "share_scalar"]
-
 SAMPLE = 8192  # numbers of a tensor that enter its digest
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["Tie", "TieSync", "clip_by_norm", "grad_norm"]
-
 
 @dataclass(frozen=True)
 class Tie:

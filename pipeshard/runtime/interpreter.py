@@ -14,8 +14,6 @@ from pipeshard.runtime.stage import Stage
 from pipeshard.schedule.program import Action, Kind
 from pipeshard.schedule.simulate import Span
 
-__all__ = ["Interpreter"]
-
 Key = tuple[Kind, int, int]
 
 

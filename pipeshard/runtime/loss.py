@@ -18,8 +18,6 @@ from pipeshard.model.shapes import TensorSpec
 from pipeshard.model.tracer import Criterion
 from pipeshard.model.units import find_units, handled
 
-__all__ = ["LossRule", "find_loss_rule"]
-
 logger = logging.getLogger("pipeshard")
 
 ROWS, LENGTH = 4, 8  # a probe's samples and positions

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.runtime.gradients import TieSync, clip_by_norm, grad_norm
 
-__all__ = ["PipelineOptimizer"]
-
 
 class PipelineOptimizer(OptimizerWrapper):
     """Keeps the optimizer object itself, which LR schedulers hold, and narrows its groups to the held parameters.

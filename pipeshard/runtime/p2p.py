@@ -13,8 +13,6 @@ from torch import Tensor
 
 from pipeshard.errors import ConfigurationError
 
-__all__ = ["P2P", "BroadcastP2P", "ISendP2P", "make_p2p"]
-
 Edge = tuple[int, int]
 
 

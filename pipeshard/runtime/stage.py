@@ -16,8 +16,6 @@ from pipeshard.model.replay import Replay, Route
 from pipeshard.model.taint import Value
 from pipeshard.model.tracer import Criterion
 
-__all__ = ["Microbatch", "Stage"]
-
 
 @dataclass(frozen=True)
 class Microbatch:

@@ -12,11 +12,10 @@ from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.partition import boundaries
 from pipeshard.model.policy import Policy
 from pipeshard.model.replay import Route
-from pipeshard.model.trace import Criterion, trace
+from pipeshard.model.trace import trace
+from pipeshard.model.tracer import Criterion
 from pipeshard.runtime.loss import LossRule, find_loss_rule
 from pipeshard.runtime.stage import Microbatch
-
-__all__ = ["StepPlanner"]
 
 
 class StepPlanner:

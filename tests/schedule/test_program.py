@@ -31,10 +31,7 @@ def test_an_action_labels_itself() -> None:
 
 @pytest.mark.parametrize(
     ("end", "other"),
-    [
-        (Action(Kind.SEND_F, 4, 1), Action(Kind.RECV_F, 4, 2)),
-        (Action(Kind.SEND_B, 4, 2), Action(Kind.RECV_B, 4, 1)),
-    ],
+    [(Action(Kind.SEND_F, 4, 1), Action(Kind.RECV_F, 4, 2)), (Action(Kind.SEND_B, 4, 2), Action(Kind.RECV_B, 4, 1))],
 )
 def test_partners_are_each_others(end: Action, other: Action) -> None:
     assert partner(end) == other
