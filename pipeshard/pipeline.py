@@ -1,7 +1,5 @@
 """Pipeline: one rank's stage of a boosted model, ready to run steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 class Pipeline:
     """Shards `model` to this rank's stage and runs steps of it; made by every rank at the same time."""
 
-    def __init__(self, plugin: PipelinePlugin, model: nn.Module, sample: Batch, criterion: Criterion | None) -> None:
+    def __init__(self, plugin: "PipelinePlugin", model: nn.Module, sample: Batch, criterion: Criterion | None) -> None:
         manager = plugin.stage_manager
         self.plugin, self.model, self.device, self.criterion = plugin, model, plugin.device, criterion
         self.rank, self.num_stages = manager.stage, manager.num_stages

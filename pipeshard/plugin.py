@@ -1,7 +1,5 @@
 """PipelinePlugin: pipeline parallelism behind ColossalAI's Booster."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -2,6 +2,8 @@
 
 import os
 import time
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,6 +63,12 @@ def exit_on(rank: int) -> None:
 def never_leave(rank: int) -> None:
     if dist.get_rank() == rank:
         dist.destroy_process_group = sleep_forever  # type: ignore[assignment]
+
+
+def fail_to_meet(file: str) -> None:
+    dist.destroy_process_group()
+    alone = {"init_method": f"file://{file}", "rank": 0, "world_size": 2, "timeout": timedelta(seconds=0.1)}
+    dist.init_process_group("gloo", **alone)  # type: ignore[arg-type]
 
 
 def refuse(message: str) -> None:
@@ -143,6 +151,11 @@ def test_a_rank_that_cannot_leave_its_groups_is_stuck(pool: Pool) -> None:
     with pytest.raises(WorkerError, match="rank 0 stuck leaving its process groups") as info:
         pool.run(never_leave, 2, 0, timeout=1)
     assert "in sleep_forever" in str(info.value)
+
+
+def test_a_worker_that_could_not_meet_the_others_is_replaced(pool: Pool, tmp_path: Path) -> None:
+    pool.run_expecting(RuntimeError, fail_to_meet, 1, tmp_path / "store")
+    assert len(pool.run(process_id, 2, timeout=10)) == 2
 
 
 def test_expected_errors_give_their_messages(pool: Pool) -> None:

@@ -65,9 +65,12 @@ def serve(connection: Connection, log: str) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             connection.send_bytes(outcome)
-            # A rank that failed leaves its groups soon, which wakes those that wait for it; others wait for the word.
-            if pickle.loads(outcome).kind != "returned" and not connection.poll(SETTLE):
-                _leave()
+            if pickle.loads(outcome).kind != "returned":
+                if not dist.is_initialized():
+                    return  # an init_process_group that fails leaves torch's count of groups unlike that of other ranks
+                # A rank that failed leaves its groups soon, which wakes those that wait for it.
+                if not connection.poll(SETTLE):
+                    _leave()
             connection.recv_bytes()
             _leave()
             connection.send_bytes(b"left")

@@ -1,7 +1,5 @@
 """Checkpoint IO: every stage writes and reads its own part of a plain Hugging Face folder."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

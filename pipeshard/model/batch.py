@@ -1,11 +1,9 @@
 """Batch: what a model is called with, and how it is cut into microbatches."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +28,7 @@ class Batch:
     row_dims: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, data: Any, main_input: str | None = None) -> Batch:
+    def of(cls, data: Any, main_input: str | None = None) -> Self:
         """Read a batch as a dataloader gives it; `main_input` names the tensor whose dim 0 counts the samples.
 
         Raises BatchError when there is no tensor in it.
@@ -62,23 +60,23 @@ class Batch:
         data = self.data
         return data[0] if isinstance(data, tuple) and len(data) == 1 else data
 
-    def map(self, fn: Callable[[str, Tensor, int | None], Tensor]) -> Batch:
+    def map(self, fn: Callable[[str, Tensor, int | None], Tensor]) -> Self:
         """Each tensor replaced by fn(path, tensor, row dimension)."""
         leaves = [
             fn(path, leaf, dim) if isinstance(leaf, Tensor) else leaf
             for path, leaf, dim in zip(self.paths, self.leaves, self.row_dims, strict=True)
         ]
         new = [leaf.shape[dim] for leaf, dim in zip(leaves, self.row_dims, strict=True) if dim is not None]
-        return Batch(tuple(leaves), self.paths, self.tree, new[0], self.row_dims)
+        return type(self)(tuple(leaves), self.paths, self.tree, new[0], self.row_dims)
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> Self:
         return self.map(lambda path, leaf, dim: leaf.to(device, non_blocking=True))
 
-    def take(self, rows: Tensor) -> Batch:
+    def take(self, rows: Tensor) -> Self:
         """The samples with these indices (int64)."""
         return self.map(lambda path, leaf, dim: leaf if dim is None else leaf.index_select(dim, rows.to(leaf.device)))
 
-    def split(self, num_microbatches: int | None = None, microbatch_size: int | None = None) -> list[Batch]:
+    def split(self, num_microbatches: int | None = None, microbatch_size: int | None = None) -> list[Self]:
         """Cut along the samples, in order, into views.
 
         `num_microbatches` gives sizes that differ by one at most (and fewer microbatches where there are fewer
@@ -93,7 +91,7 @@ class Batch:
         edges = [0, *bounds, self.rows]
         return [self._narrow(start, end - start) for start, end in itertools.pairwise(edges)]
 
-    def _narrow(self, start: int, length: int) -> Batch:
+    def _narrow(self, start: int, length: int) -> Self:
         return self.map(lambda path, leaf, dim: leaf if dim is None else leaf.narrow(dim, start, length))
 
 

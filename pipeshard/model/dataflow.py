@@ -1,9 +1,7 @@
 """Dataflow: which unit results each unit call, the loss and the outputs depend on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch.utils._pytree import TreeSpec
 
@@ -20,7 +18,7 @@ class Use:
     hidden: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, tags: frozenset[Tag]) -> Use:
+    def of(cls, tags: frozenset[Tag]) -> Self:
         return cls(
             frozenset(tag for tag in tags if isinstance(tag, Value)),
             frozenset(tag.name for tag in tags if isinstance(tag, Used)),

@@ -1,11 +1,10 @@
 """Partition: which stage runs each unit call, and what then crosses every boundary."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from torch import nn
 
@@ -25,7 +24,7 @@ class Partition:
     stages: Mapping[tuple[str, int], int]
 
     @classmethod
-    def of(cls, flow: Dataflow, counts: Sequence[int]) -> Partition:
+    def of(cls, flow: Dataflow, counts: Sequence[int]) -> Self:
         """The first counts[0] calls of `flow` on stage 0, the next counts[1] on stage 1, ..."""
         stages = itertools.chain.from_iterable([stage] * count for stage, count in enumerate(counts))
         return cls(len(counts), dict(zip(_occurrences(flow), stages, strict=True)))

@@ -1,7 +1,5 @@
 """Policy: what a stage holds and runs; the base class derives all of it from the Dataflow."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +13,6 @@ from pipeshard.model.replay import Replay
 from pipeshard.model.units import find_units, intercept
 
 PARTITIONS = ("auto", "uniform", "parameters")
-_REGISTRY: dict[str | type[nn.Module], type[Policy]] = {}
 
 
 class Policy:
@@ -115,6 +112,7 @@ class Policy:
                 raise PartitionError(f"no cut is possible before unit {self.flow.calls[edge].unit}: {forbidden[edge]}")
 
 
+_REGISTRY: dict[str | type[nn.Module], type[Policy]] = {}
 PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 
 

@@ -1,10 +1,8 @@
 """Replay: on a stage, held units run and the others return what their stage sent."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -47,7 +45,7 @@ class Route:
     flow: Dataflow
 
     @classmethod
-    def of(cls, flow: Dataflow, stages: Sequence[int], stage: int, crossing: Sequence[Boundary]) -> Route:
+    def of(cls, flow: Dataflow, stages: Sequence[int], stage: int, crossing: Sequence[Boundary]) -> Self:
         nothing = Boundary((), ())
         enters, leaves = crossing[stage], crossing[stage + 1] if stage + 1 < len(crossing) else nothing
         received = set(enters.values)

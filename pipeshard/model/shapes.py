@@ -1,9 +1,8 @@
 """Axes: the sizes of a batch that may change from step to step, and shapes as affine functions of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ class TensorSpec:
     slopes: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
+    def of(cls, tensor: Tensor) -> Self:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def at(self, deltas: Sequence[int]) -> tuple[int, ...]:
@@ -34,7 +33,7 @@ class TensorSpec:
         if not any(deltas) or not self.slopes:
             return self.shape
         return tuple(
-            size + sum(slope * delta for slope, delta in zip(slopes, deltas, strict=True))
+            size + sum(slope * delta for slope, delta in zip(slopes, deltas))  # pinned groups have no delta
             for size, slopes in zip(self.shape, self.slopes, strict=True)
         )
 
@@ -53,7 +52,7 @@ class Axes:
     others: tuple[tuple[str, str], ...]
 
     @classmethod
-    def of(cls, batch: Batch, encoder_decoder: bool = False) -> Axes:
+    def of(cls, batch: Batch, encoder_decoder: bool = False) -> Self:
         groups: dict[tuple[str, int], list[tuple[str, int]]] = {("rows", batch.rows): []}
 
         def side(path: str) -> str:
@@ -81,11 +80,11 @@ class Axes:
             tuple((p, repr(leaf)) for p, leaf in zip(batch.paths, batch.leaves, strict=True) if not _is_tensor(leaf)),
         )
 
-    def pin(self, pinned: set[int]) -> Axes:
+    def pin(self, pinned: set[int]) -> Self:
         """The same with these groups' sizes fixed."""
         keep = [g for g in range(len(self.groups)) if g not in pinned]
         groups, sizes = tuple(self.groups[g] for g in keep), tuple(self.sizes[g] for g in keep)
-        return Axes(groups, sizes, self.tensors, self.others)
+        return type(self)(groups, sizes, self.tensors, self.others)
 
     def deltas(self, batch: Batch) -> tuple[int, ...] | None:
         """How the groups' sizes differ from the traced ones, or None if `batch` has another structure."""

@@ -1,7 +1,5 @@
 """Sharder: turns a whole model into one stage of it, in named steps."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Taint: which values every tensor was computed from, kept by storage."""
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections.abc import Iterable, Iterator
@@ -103,10 +101,14 @@ class Taint(TorchDispatchMode):
             self._add(output, tags)
         if func._schema.is_mutable:
             for target in _mutated(func, args, kwargs):
-                self._add(target, tags)
-                if _key(target) in self.homes:
-                    self.written.add(self.homes[_key(target)])
+                self.write(target, tags)
         return result
+
+    def write(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
+        """A tensor is changed in place by something with these tags."""
+        self._add(tensor, tags)
+        if _key(tensor) in self.homes:
+            self.written.add(self.homes[_key(tensor)])
 
     def _add(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
         key = _key(tensor)

@@ -1,7 +1,5 @@
 """Ties: parameters that are one tensor under several names, found by identity."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Trace: the Dataflow of a model, for every batch of one structure."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -72,18 +70,27 @@ def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes) -> Dat
     columns = [shapes[group] for group in sorted(shapes)]
     slopes = [tuple(zip(*column, strict=True)) for column in zip(*columns, strict=True)] if columns else []
     general = _with_slopes(replace(flow, axes=axes), slopes)
-    grown = batch
+    choices = (general, _pinned(general, 1))
+    return next((choice for choice in choices if _holds(tracer, flow, choice, batch)), _pinned(general, 0))
+
+
+def _pinned(flow: Dataflow, keep: int) -> Dataflow:
+    """`flow` for batches in which only the first `keep` groups of axes have other sizes."""
+    return replace(flow, axes=flow.axes.pin(set(range(keep, len(flow.axes.sizes)))))
+
+
+def _holds(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch) -> bool:
+    """Whether a run on a batch with every free size changed has the shapes that `general` says."""
+    axes = general.axes
     for group in range(len(axes.sizes)):
-        grown = axes.resized(grown, group, 2 + group)
+        batch = axes.resized(batch, group, 2 + group)
     try:
-        real = tracer.run(grown)
-        deltas = axes.deltas(grown) or ()
-        true = _same_path(flow, real) and all(
-            spec.at(deltas) == now.shape for spec, now in zip(_specs(general), _specs(real), strict=True)
-        )
+        real, deltas = tracer.run(batch), axes.deltas(batch)
     except TraceError:
-        true = False
-    return general if true else replace(flow, axes=axes.pin(set(range(len(axes.sizes)))))
+        return False
+    if deltas is None or not _same_path(flow, real):
+        return False
+    return all(spec.at(deltas) == now.shape for spec, now in zip(_specs(general), _specs(real), strict=True))
 
 
 def _same_path(a: Dataflow, b: Dataflow) -> bool:

@@ -1,7 +1,5 @@
 """Tracer: runs a model's glue with its units stood in for, and watches what depends on what."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,11 +27,12 @@ class _SeenOutside(Exception):
 
 @dataclass
 class _Kind:
-    """What a unit's run on meta told: its result, the inputs it writes to, and its cost."""
+    """What a unit's run on meta told: its result, the inputs it writes to, what it met by itself, and its cost."""
 
     tree: TreeSpec
     leaves: tuple[Any, ...]
     written: tuple[int, ...]
+    met: frozenset[Tag]
     flops: int
     elements: int
 
@@ -44,10 +43,8 @@ class Tracer:
     def __init__(self, model: nn.Module, criterion: Criterion | None, sample: Batch) -> None:
         self.model, self.criterion = model, criterion
         self.units = find_units(model)
-        devices = {p.device for p in model.parameters() if not p.is_meta} or {
-            next(iter(sample.tensors.values())).device
-        }
-        self.device = next(iter(devices))
+        tensors = (*model.parameters(), *sample.tensors.values())
+        self.device = next(t.device for t in tensors if not t.is_meta)
         self.kinds: dict[Any, _Kind] = {}
         self.names = {name: _kind_name(unit) for name, unit in self.units.items()}
         self.reuse = True
@@ -75,10 +72,11 @@ class Tracer:
             except (_SeenOutside, TraceError):
                 raise
             except Exception as error:
+                shapes = {path: tuple(tensor.shape) for path, tensor in batch.tensors.items()}
                 last = f" after unit {self.calls[-1].unit}" if self.calls else ""
                 raise TraceError(
                     f"tracing {type(self.model).__name__} failed{last}: {type(error).__name__}: {error}. "
-                    f"The batch has { ({k: tuple(t.shape) for k, t in batch.tensors.items()}) }; if that is not what "
+                    f"The batch has {shapes}; if that is not what "
                     "the model takes, pass dry_run_input=<a batch>"
                 ) from error
             loss = _loss(self.criterion, output, batch)
@@ -91,10 +89,8 @@ class Tracer:
         used = None if loss is None else self._use(self.taint.of([loss]))
         for _, use, _ in outputs:
             self._use(frozenset(Hidden(call) for call in use.hidden))
-        axes = Axes((), (), (), ())
-        return Dataflow(
-            tuple(self.calls), used, outputs, frozenset(self.taint.written), tuple(self.taint.decisions), axes
-        )
+        written, decisions = frozenset(self.taint.written), tuple(self.taint.decisions)
+        return Dataflow(tuple(self.calls), used, outputs, written, decisions, Axes((), (), (), ()))
 
     def _use(self, tags: frozenset[Tag]) -> Use:
         use = Use.of(tags)
@@ -109,18 +105,17 @@ class Tracer:
             return original(*args, **kwargs)
         index = len(self.calls)
         leaves, tree = tree_flatten((args, kwargs))
-        use = self._use(taint.of(leaves))
+        tags = taint.of(leaves)
+        use = self._use(tags)
         key = (self.names[unit], str(tree), tuple(map(_describe, leaves)))
         kind = self.kinds.get(key) if self.reuse else None
         if kind is None:
-            kind, met = self._visit(unit, original, leaves, tree, index)
-            if not met:
+            kind = self._visit(unit, original, leaves, tree)
+            if not kind.met:
                 self.kinds[key] = kind
-            extra = self._use(met)
-            use = Use(use.values | extra.values, use.parameters | extra.parameters, use.hidden | extra.hidden)
+            use = self._use(tags | kind.met)
         for position in kind.written:
-            home = taint.homes.get(leaves[position].untyped_storage()._cdata)
-            taint.written |= {home} if home is not None else set()
+            taint.write(leaves[position], frozenset({Hidden(index)}))  # who reads it from here on sees the change
         self.calls.append(Call(unit, use, kind.tree, kind.leaves, kind.flops, kind.elements))
         result = []
         for position, leaf in enumerate(kind.leaves):
@@ -130,17 +125,13 @@ class Tracer:
             result.append(leaf)
         return tree_unflatten(result, kind.tree)
 
-    def _visit(
-        self, unit: str, original: Callable[..., Any], leaves: list[Any], tree: TreeSpec, index: int
-    ) -> tuple[_Kind, frozenset[Tag]]:
+    def _visit(self, unit: str, forward: Callable[..., Any], leaves: list[Any], tree: TreeSpec) -> _Kind:
         """Run a unit's own forward on meta, or with throw-away values where it does not run there."""
         try:
-            return self._visit_on(torch.device("meta"), unit, original, leaves, tree, index)
-        except _SeenOutside:
-            raise
+            return self._visit_on(torch.device("meta"), unit, forward, leaves, tree)
         except Exception as on_meta:
             try:
-                return self._visit_on(self.device, unit, original, leaves, tree, index)
+                return self._visit_on(self.device, unit, forward, leaves, tree)
             except Exception as error:
                 raise TraceError(
                     f"unit {unit} ({type(self.units[unit]).__name__}) does not run: {type(error).__name__}: {error} "
@@ -149,35 +140,27 @@ class Tracer:
                 ) from error
 
     def _visit_on(
-        self,
-        device: torch.device,
-        unit: str,
-        original: Callable[..., Any],
-        leaves: list[Any],
-        tree: TreeSpec,
-        index: int,
-    ) -> tuple[_Kind, frozenset[Tag]]:
+        self, device: torch.device, unit: str, forward: Callable[..., Any], leaves: list[Any], tree: TreeSpec
+    ) -> _Kind:
         taint, module = self.taint, self.units[unit]
-        known = taint.of(module.parameters())
         with _disable_current_modes():
             inputs = [stand_in(TensorSpec.of(t), device) if isinstance(t, Tensor) else t for t in leaves]
             own = _blank_state(module, device)
-        positions = {t.untyped_storage()._cdata: k for k, t in enumerate(inputs) if isinstance(t, Tensor)}
-        taint.homes |= {key: Value(-1, position) for key, position in positions.items()}
-        taint.inside, taint.met, taint.flops, taint.elements = index, set(), 0, 0
+        # While inside, a home says which input a storage is: what is written there is written to that input.
+        positions = {t.untyped_storage()._cdata: Value(-1, k) for k, t in enumerate(inputs) if isinstance(t, Tensor)}
+        homes, written = taint.homes, taint.written
+        taint.homes, taint.written = positions, set()
+        taint.inside, taint.met, taint.flops, taint.elements = len(self.calls), set(), 0, 0
         args, kwargs = tree_unflatten(inputs, tree)
         try:
             with untouched(module), stateless._reparametrize_module(module, own):
-                output = original(*args, **kwargs)
+                outputs, out_tree = tree_flatten(forward(*args, **kwargs))
         finally:
-            taint.inside = None
-            written = tuple(sorted(value.leaf for value in taint.written if value.call == -1))
-            taint.written = {value for value in taint.written if value.call != -1}
-            for key in positions:
-                taint.homes.pop(key, None)
-        outputs, out_tree = tree_flatten(output)
+            taint.inside, changed = None, taint.written
+            taint.homes, taint.written = homes, written
         specs = tuple(TensorSpec.of(t) if isinstance(t, Tensor) else t for t in outputs)
-        return _Kind(out_tree, specs, written, taint.flops, taint.elements), frozenset(taint.met) - known
+        met = frozenset(taint.met) - taint.of(module.parameters())
+        return _Kind(out_tree, specs, tuple(value.leaf for value in changed), met, taint.flops, taint.elements)
 
 
 def _loss(criterion: Criterion | None, output: Any, batch: Batch) -> Tensor | None:
@@ -186,12 +169,10 @@ def _loss(criterion: Criterion | None, output: Any, batch: Batch) -> Tensor | No
         return loss if isinstance(loss, Tensor) else None
     loss = criterion(output, batch.for_criterion())
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = (
-            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__} {loss!r}"
-        )
+        shape = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
         raise ConfigurationError(
-            f"the criterion returned {what}, not a scalar tensor: criterion(outputs, inputs) is called with the "
-            f"model's output ({type(output).__name__}) and the microbatch, for example "
+            f"the criterion returned {shape or repr(loss)}, not a scalar tensor: criterion(outputs, inputs) is "
+            f"called with the model's output ({type(output).__name__}) and the microbatch, for example "
             "lambda outputs, inputs: outputs.loss (which is None when the batch has no labels)"
         )
     return loss
@@ -238,8 +219,7 @@ def _blank_state(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
         if t not in blanks:
             real = t.device == device and not hasattr(t, "pipeshard_trainable")
             there = t.detach() if real else torch.zeros(t.shape, dtype=t.dtype, device=device)
-            there = nn.Parameter(there, is_trainable(t)) if isinstance(t, nn.Parameter) else there
-            blanks[t] = there
+            blanks[t] = nn.Parameter(there, is_trainable(t)) if isinstance(t, nn.Parameter) else there.clone()
     return {name: blanks[t] for name, t in named}
 
 

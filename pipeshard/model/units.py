@@ -1,7 +1,5 @@
 """Units: the modules that are never cut, and the interception of their calls."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Agreement: all ranks of a pipeline run the same step on the same batch, or none does."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

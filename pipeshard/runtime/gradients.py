@@ -1,7 +1,5 @@
 """Gradients: summed over the holders of a tie, counted once in the norm, clipped alike everywhere."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

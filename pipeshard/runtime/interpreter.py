@@ -1,7 +1,5 @@
 """Interpreter: runs one rank's actions of a Program on its stages."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

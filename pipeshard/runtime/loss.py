@@ -1,10 +1,8 @@
 """Loss rule: how the loss of a batch is made of the losses of its microbatches, found by trying."""
 
-from __future__ import annotations
-
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.utils._pytree import tree_unflatten
 from pipeshard.model.batch import Batch
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.shapes import TensorSpec
+from pipeshard.model.trace import trace
 from pipeshard.model.tracer import Criterion
 from pipeshard.model.units import find_units, handled
 
@@ -44,6 +43,11 @@ class LossRule:
         total = sum(counts)
         return [count / total if total else 0.0 for count in counts]
 
+    def gives(self, whole: float, parts: Sequence[float], microbatches: Sequence[Batch]) -> bool:
+        """Whether the parts' losses make the whole's by this rule."""
+        expected = sum(weight * part for weight, part in zip(self.weights(microbatches), parts))
+        return abs(expected - whole) <= 1e-4 * max(abs(whole), 1e-3)
+
     def counts(self, microbatches: Sequence[Batch]) -> list[int]:
         if self.path is None:
             return [microbatch.rows for microbatch in microbatches]
@@ -59,21 +63,22 @@ def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Cr
     how many are valid; the first rule that gives the whole from the halves is it. Where none does (a loss that is no
     mean or sum over samples), the microbatches' losses are averaged by samples, with a warning.
     """
-    for group, size in enumerate(flow.axes.sizes):
-        delta = (flow.axes.deltas(batch) or (0,) * len(flow.axes.sizes))[group]
-        if group > 0 and size + delta > LENGTH:
-            batch = flow.axes.resized(batch, group, LENGTH - size - delta)
-    label_paths = _label_paths(batch)
+    deltas = flow.axes.deltas(batch) or (0,) * len(flow.axes.sizes)
+    for group, size in list(enumerate(map(sum, zip(flow.axes.sizes, deltas))))[1:]:
+        batch = flow.axes.resized(batch, group, min(0, LENGTH - size))
+    sample = batch.take(torch.arange(ROWS) % batch.rows)
+    trial = _Trial(model, sample, criterion)
     ignores = [-100] if criterion is None else [-100, *_padding(model), -1, 0]
-    for path, ignore in itertools.product(label_paths, dict.fromkeys(ignores)):
-        probe = _probe(model, flow, _with_invalid(batch, path, ignore), criterion)
+    for path, ignore in itertools.product(_label_paths(batch), dict.fromkeys(ignores)):
+        labelled = _with_invalid(sample, path, ignore)
+        losses = trial.losses(labelled)
         for shift in (0, 1):
             rule = LossRule(path, shift, ignore)
-            if probe is not None and probe.follows(rule):
+            if losses is not None and rule.gives(*losses, labelled.split(2)):
                 return rule
-    probe = _probe(model, flow, batch.take(torch.arange(ROWS) % batch.rows), criterion)
+    losses = trial.losses(sample)
     for rule in (LossRule(), LossRule(summed=True)):
-        if probe is not None and probe.follows(rule):
+        if losses is not None and rule.gives(*losses, sample.split(2)):
             return rule
     logger.warning(
         "the loss of %s is no mean or sum over samples or labels, so that of a batch cannot be made of its "
@@ -83,68 +88,57 @@ def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Cr
     return LossRule()
 
 
-@dataclass(frozen=True)
-class _Probe:
-    halves: tuple[Batch, Batch]
-    whole: float
-    parts: tuple[float, float]
+class _Trial:
+    """The model's glue on one random batch and on its halves, with the unit results they have in common."""
 
-    def follows(self, rule: LossRule) -> bool:
-        expected = sum(w * part for w, part in zip(rule.weights(self.halves), self.parts, strict=True))
-        return abs(expected - self.whole) <= 1e-4 * max(abs(self.whole), 1e-3)
+    def __init__(self, model: nn.Module, batch: Batch, criterion: Criterion | None) -> None:
+        self.model, self.criterion, self.units = model, criterion, find_units(model)
+        whole, half = (trace(model, part, criterion, exact=True) for part in (batch, batch.split(2)[0]))
+        generator = torch.Generator().manual_seed(0)
+        device = next(iter(batch.tensors.values())).device
+        self.results = []
+        for call, part in zip(whole.calls, half.calls, strict=True):
+            leaves = [_random(leaf, generator, device) for leaf in call.leaves]
+            shapes = [leaf.shape if isinstance(leaf, TensorSpec) else () for leaf in part.leaves]
+            self.results.append((leaves, shapes, call.tree))
 
+    def losses(self, batch: Batch) -> tuple[float, list[float]] | None:
+        """The loss of the batch and those of its halves; None if the loss does not take its labels."""
+        try:
+            parts = [self._loss(half, k) for k, half in enumerate(batch.split(2))]
+            return self._loss(batch, None), parts
+        except Exception as error:
+            logger.debug("a trial of the loss failed: %s: %s", type(error).__name__, error)
+            return None
 
-def _probe(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None) -> _Probe | None:
-    try:
-        results = _random_results(flow, batch)
-        whole = _loss_of(model, criterion, batch, results(0, ROWS))
-        halves = batch.split(num_microbatches=2)
-        parts = [_loss_of(model, criterion, half, results(k * ROWS // 2, ROWS // 2)) for k, half in enumerate(halves)]
-    except Exception as error:  # labels the loss does not take, glue that wants other sizes: not this rule
-        logger.debug("a probe of the loss failed: %s: %s", type(error).__name__, error)
-        return None
-    return _Probe((halves[0], halves[1]), whole, (parts[0], parts[1]))
+    def _loss(self, batch: Batch, half: int | None) -> float:
+        results = iter(self.results)
 
+        def answer(*call: Any) -> Any:
+            leaves, shapes, tree = next(results)
+            return tree_unflatten([_part(leaf, shape, half) for leaf, shape in zip(leaves, shapes)], tree)
 
-def _loss_of(model: nn.Module, criterion: Criterion | None, batch: Batch, results: Iterator[Any]) -> float:
-    with torch.no_grad(), handled(find_units(model), lambda *call: next(results)):
-        output = batch.call(model)
-        loss = output.loss if criterion is None else criterion(output, batch.for_criterion())
-    return float(loss)
-
-
-def _random_results(flow: Dataflow, batch: Batch) -> Callable[[int, int], Iterator[Any]]:
-    """results(first, rows): what each unit call returns for these samples of one random batch."""
-    deltas = flow.axes.deltas(batch)
-    if deltas is None or 0 not in range(len(flow.axes.groups)):
-        raise ValueError("this batch has other sizes than the trace")
-    generator = torch.Generator().manual_seed(0)
-    device = next(iter(batch.tensors.values())).device
-
-    def whole(leaf: Any) -> Any:
-        if not isinstance(leaf, TensorSpec):
-            return leaf
-        if not leaf.dtype.is_floating_point:
-            return torch.zeros(leaf.at(deltas), dtype=leaf.dtype, device=device)
-        return torch.randn(leaf.at(deltas), generator=generator).to(device, leaf.dtype)
-
-    wholes = [[whole(leaf) for leaf in call.leaves] for call in flow.calls]
-
-    def results(first: int, rows: int) -> Iterator[Any]:
-        for call, leaves in zip(flow.calls, wholes, strict=True):
-            parts = [_rows(leaf, spec, first, rows) for leaf, spec in zip(leaves, call.leaves, strict=True)]
-            yield tree_unflatten(parts, call.tree)
-
-    return results
+        with torch.no_grad(), handled(self.units, answer):
+            output = batch.call(self.model)
+            return float(output.loss if self.criterion is None else self.criterion(output, batch.for_criterion()))
 
 
-def _rows(leaf: Any, spec: Any, first: int, rows: int) -> Any:
-    """The part of a unit result that belongs to some samples."""
-    if isinstance(spec, TensorSpec):
-        for dim, slopes in enumerate(spec.slopes):
-            if slopes and slopes[0]:
-                leaf = leaf.narrow(dim, first * slopes[0], rows * slopes[0])
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+def _random(leaf: Any, generator: torch.Generator, device: torch.device) -> Any:
+    if not isinstance(leaf, TensorSpec):
+        return leaf
+    if not leaf.dtype.is_floating_point:
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+    return torch.randn(leaf.shape, generator=generator).to(device, leaf.dtype)
+
+
+def _part(leaf: Any, shape: tuple[int, ...], half: int | None) -> Any:
+    """What of a unit's result belongs to one half of the samples: a half of each dimension that grows with them."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    for dim, size in enumerate(shape if half is not None else ()):
+        if size != leaf.shape[dim]:
+            leaf = leaf.narrow(dim, (half or 0) * size, size)
+    return leaf.clone()
 
 
 def _label_paths(batch: Batch) -> list[str]:
@@ -163,8 +157,7 @@ def _padding(model: nn.Module) -> list[int]:
 
 
 def _with_invalid(batch: Batch, path: str, ignore: int) -> Batch:
-    """`ROWS` samples: all labels valid in the first two, in the others the first two columns (or the first sample)."""
-    sample = batch.take(torch.arange(ROWS) % batch.rows)
+    """All labels valid in the first half; in the second the first two columns, or all but the last sample's."""
 
     def relabel(name: str, leaf: Tensor, dim: int | None) -> Tensor:
         if name != path:
@@ -176,4 +169,4 @@ def _with_invalid(batch: Batch, path: str, ignore: int) -> Batch:
             leaf[ROWS // 2 :, 2:] = ignore
         return leaf
 
-    return sample.map(relabel)
+    return batch.map(relabel)

@@ -1,7 +1,5 @@
 """Pipeline optimizer: the user's optimizer over what a stage holds, with the norm of the whole model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

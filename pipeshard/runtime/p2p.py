@@ -1,7 +1,5 @@
 """P2P: sends one tensor from a rank of the pipeline to another."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Stage: one part of the model, run forward and backward on one microbatch at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

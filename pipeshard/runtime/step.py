@@ -1,7 +1,5 @@
 """Step plans: for each kind of batch and criterion, the routes of its microbatches through this rank's stage."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
