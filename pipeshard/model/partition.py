@@ -138,22 +138,16 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
     that of the loss, and of the outputs if they are wanted. A gradient returns for values that require one and that
     the loss depends on.
     """
-    last = num_stages - 1
     everything, loss = flow.needed(outputs), flow.needed(False)
-    for call, stage in zip(flow.calls, stages, strict=True):
-        for maker in call.reads.hidden:
+    readers = [(f"unit {call.unit}", call.reads, stage) for call, stage in zip(flow.calls, stages)]
+    for name, use, stage in [*readers, ("the loss or an output that is asked for", everything, num_stages - 1)]:
+        for maker in use.hidden:
             if stages[maker] != stage:
                 raise TraceError(
-                    f"with this batch unit {call.unit} (stage {stage}) uses a value that leaves unit "
-                    f"{flow.calls[maker].unit} (stage {stages[maker]}) other than by its result, so it cannot reach it"
+                    f"with this batch {name} (stage {stage}) uses a value that leaves unit {flow.calls[maker].unit} "
+                    f"(stage {stages[maker]}) other than by its result, so it cannot get there. Do not ask for it "
+                    "(output_attentions, output_router_logits, ...)"
                 )
-    for maker in everything.hidden:
-        if stages[maker] != last:
-            raise TraceError(
-                f"an output uses a value that leaves unit {flow.calls[maker].unit} (stage {stages[maker]}) other than "
-                "by its result, so it cannot reach the last stage; do not ask for it (output_attentions, ...) "
-                "or for outputs"
-            )
     live = _alive(flow, stages, num_stages, everything)
     wanted = live if not outputs else _alive(flow, stages, num_stages, loss)
     returning = [{v for v in values if flow.spec(v).requires_grad and flow.loss is not None} for values in wanted]

@@ -36,11 +36,7 @@ class Policy:
         self.model, self.flow, self.stage, self.num_stages = model, flow, stage, num_stages
         self.partition_by, self.scale = partition, scale
         self.units = find_units(model)
-        if flow.decisions and num_stages > 1:
-            raise TraceError(
-                f"{type(model).__name__} decides in Python on a value of a unit, which only its stage has: "
-                f"{'; '.join(flow.decisions)}. Compute it with tensor operations (torch.where), or inside a unit"
-            )
+        self.refuse_decisions(flow)
         counts = self.distribute_layers(len(flow.calls), num_stages)
         if len(counts) != num_stages or sum(counts) != len(flow.calls) or min(counts) < 1:
             raise PartitionError(
@@ -53,6 +49,14 @@ class Policy:
         self.held = held_parameters(model, flow, self.stages, self.units, num_stages)
         running = {call.unit for call, s in zip(flow.calls, self.stages, strict=True) if s == stage}
         self.replay = Replay(frozenset(running), stage, device or torch.device("cpu"))
+
+    def refuse_decisions(self, flow: Dataflow) -> None:
+        """Refuse glue that branches on an activation: only the stage that has it could take the right way."""
+        if flow.decisions and self.num_stages > 1:
+            raise TraceError(
+                f"{type(self.model).__name__} decides in Python on a value of a unit, which only its stage has: "
+                f"{'; '.join(flow.decisions)}. Compute it with tensor operations (torch.where), or inside a unit"
+            )
 
     def costs(self) -> list[float]:
         """Relative time of each unit call."""

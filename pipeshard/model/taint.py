@@ -36,17 +36,8 @@ NOTHING: frozenset[Tag] = frozenset()
 
 aten = torch.ops.aten
 # Operators whose result, or its shape, Python or memory layout depends on: with them glue decides on values.
-DECIDING = {
-    aten._local_scalar_dense.default,
-    aten.is_nonzero.default,
-    aten.equal.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten._unique2.default,
-    aten.unique_dim.default,
-    aten.unique_consecutive.default,
-    aten.repeat_interleave.Tensor,
-}
+DECIDING = {aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select}
+DECIDING |= {aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave}
 
 
 class Taint(TorchDispatchMode):
@@ -158,7 +149,7 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 def _decides(func: Any, args: Any, taint: Taint) -> bool:
     if func is aten.index.Tensor:  # a boolean index: the shape depends on its values
         return any(t.dtype == torch.bool and taint.of([t]) for t in _tensors([args[1]]))
-    return func in DECIDING
+    return func._overloadpacket in DECIDING
 
 
 def _where() -> str:

@@ -79,7 +79,7 @@ class Tracer:
                     f"The batch has {shapes}; if that is not what "
                     "the model takes, pass dry_run_input=<a batch>"
                 ) from error
-            loss = _loss(self.criterion, output, batch)
+            loss = loss_of(output, self.criterion, batch)
         with_paths, _ = tree_flatten_with_path(output)
         outputs = tuple(
             (keystr(path), Use.of(self.taint.of([leaf])), TensorSpec.of(leaf))
@@ -163,7 +163,8 @@ class Tracer:
         return _Kind(out_tree, specs, tuple(value.leaf for value in changed), met, taint.flops, taint.elements)
 
 
-def _loss(criterion: Criterion | None, output: Any, batch: Batch) -> Tensor | None:
+def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | None:
+    """The criterion's scalar, or without a criterion the output's own loss, if it has one."""
     if criterion is None:
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         return loss if isinstance(loss, Tensor) else None

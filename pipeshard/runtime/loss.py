@@ -14,7 +14,7 @@ from pipeshard.model.batch import Batch
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.shapes import TensorSpec
 from pipeshard.model.trace import trace
-from pipeshard.model.tracer import Criterion
+from pipeshard.model.tracer import Criterion, loss_of
 from pipeshard.model.units import find_units, handled
 
 logger = logging.getLogger("pipeshard")
@@ -119,8 +119,8 @@ class _Trial:
             return tree_unflatten([_part(leaf, shape, half) for leaf, shape in zip(leaves, shapes)], tree)
 
         with torch.no_grad(), handled(self.units, answer):
-            output = batch.call(self.model)
-            return float(output.loss if self.criterion is None else self.criterion(output, batch.for_criterion()))
+            loss = loss_of(batch.call(self.model), self.criterion, batch)
+        return float("nan") if loss is None else float(loss)
 
 
 def _random(leaf: Any, generator: torch.Generator, device: torch.device) -> Any:

@@ -12,7 +12,7 @@ from pipeshard.errors import UsageError
 from pipeshard.model.batch import Batch
 from pipeshard.model.replay import Replay, Route
 from pipeshard.model.taint import Value
-from pipeshard.model.tracer import Criterion
+from pipeshard.model.tracer import Criterion, loss_of
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,7 @@ class Stage:
     def _loss(self, output: Any, microbatch: Microbatch) -> Tensor | None:
         if self.keep_outputs:
             self.outputs.append(tree_map_only(Tensor, lambda t: t.detach(), output))
-        if self.criterion is None:
-            loss = getattr(output, "loss", None)
-        else:
-            loss = self.criterion(output, microbatch.batch.for_criterion())
+        loss = loss_of(output, self.criterion, microbatch.batch)
         if loss is None:
             if self.train:
                 raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")

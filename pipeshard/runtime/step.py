@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from pipeshard.errors import TraceError
 from pipeshard.model.batch import Batch
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.partition import boundaries
@@ -73,9 +74,22 @@ class StepPlanner:
         key = id(flow), outputs  # flows are kept, so an id stays theirs
         if key not in self._routes:
             stages = self.policy.partition.of_calls(flow)
+            self.policy.refuse_decisions(flow)
+            self._refuse_released(flow, stages, outputs)
             crossing = boundaries(flow, stages, self.policy.num_stages, outputs)
             self._routes[key] = Route.of(flow, stages, self.policy.stage, crossing)
         return self._routes[key]
+
+    def _refuse_released(self, flow: Dataflow, stages: Sequence[int], outputs: bool) -> None:
+        """Glue may take another way with another batch, and read a parameter that its stage has released."""
+        uses = [(call.reads, stage) for call, stage in zip(flow.calls, stages, strict=True)]
+        for use, stage in [*uses, (flow.needed(outputs), self.policy.num_stages - 1)]:
+            released = sorted(use.parameters - self.policy.held[stage])
+            if released:
+                raise TraceError(
+                    f"with this batch the model reads {released[0]} outside of its unit, on stage {stage}, which does "
+                    "not hold it: pass dry_run_input=<a batch of this kind> to PipelinePlugin"
+                )
 
     def _rule(self, flow: Dataflow, batches: Sequence[Batch], criterion: Criterion | None) -> LossRule:
         if len(batches) == 1 or flow.loss is None:

@@ -6,35 +6,8 @@ A schedule is a pure function from (p ranks, m microbatches) to a `Program`; `ad
 
 from pipeshard.schedule.communicate import add_communication
 from pipeshard.schedule.draw import draw_text, draw_timeline
-from pipeshard.schedule.program import (
-    SCHEDULES,
-    Action,
-    Kind,
-    Program,
-    check,
-    forward_only,
-    gpipe,
-    make_program,
-    one_f_one_b,
-    partner,
-)
+from pipeshard.schedule.program import SCHEDULES, Action, Kind, Program, forward_only, gpipe, make_program, one_f_one_b
 from pipeshard.schedule.simulate import Simulation, Span, simulate
 
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "Kind",
-    "Program",
-    "Simulation",
-    "Span",
-    "add_communication",
-    "check",
-    "draw_text",
-    "draw_timeline",
-    "forward_only",
-    "gpipe",
-    "make_program",
-    "one_f_one_b",
-    "partner",
-    "simulate",
-]
+__all__ = ["SCHEDULES", "Action", "Kind", "Program", "forward_only", "gpipe", "make_program", "one_f_one_b"]
+__all__ += ["Simulation", "Span", "add_communication", "draw_text", "draw_timeline", "simulate"]

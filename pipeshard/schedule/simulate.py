@@ -1,18 +1,16 @@
 """Simulation: the time line of a program under given costs, or the proof that it deadlocks."""
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from pipeshard.errors import ConfigurationError, DeadlockError
 from pipeshard.schedule.communicate import add_communication
-from pipeshard.schedule.program import Action, Kind, Program, partner
-
-__all__ = ["Simulation", "Span", "simulate"]
+from pipeshard.schedule.program import Action, Kind, Program
 
 Cost = float | Sequence[float]
-Key = tuple[Kind, int]  # what an action does, at which stage; what it needs is the same for every microbatch
+Posts = list[tuple[Action, float]]  # messages that one end of an edge has posted, and when
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +52,13 @@ def simulate(
     Raises DeadlockError, which says who waits for what from whom, if the program cannot finish or if the two ends of
     an edge disagree on the order of messages; ConfigurationError for costs that are negative or not one a stage.
     """
-    if not program.has_communication:
-        program = add_communication(program)
+    program = program if program.has_communication else add_communication(program)
     named = (Kind.F, "forward", forward), (Kind.B, "backward", backward), (Kind.W, "weight", weight)
-    costs = {
-        (kind, stage): cost
-        for kind, name, given in named
-        for stage, cost in enumerate(_per_stage(name, given, program.num_stages))
-    }
-    run = _Run(program, costs, *_per_stage("latency", latency, 1))
-    run.finish()
-    spans = tuple(map(tuple, run.spans))
-    makespan = max(run.clock, default=0.0)
+    costs = {kind: _per_stage(name, cost, len(program.placement)) for kind, name, cost in named}
+    spans = _Run(program, costs, *_per_stage("latency", latency, 1)).finish()
+    makespan = max((row[-1].end for row in spans if row), default=0.0)
     busy = tuple(math.fsum(span.end - span.start for span in row) for row in spans)
-    bubble = max(0.0, 1 - math.fsum(busy) / (program.num_ranks * makespan)) if makespan else 0.0
+    bubble = max(0.0, 1 - math.fsum(busy) / (len(spans) * makespan)) if makespan else 0.0
     return Simulation(program, spans, makespan, busy, bubble, tuple(map(_peak_activations, spans)))
 
 
@@ -81,129 +72,82 @@ def _per_stage(name: str, cost: Cost, num_stages: int) -> tuple[float, ...]:
 
 
 def _peak_activations(row: Sequence[Span]) -> int:
-    last = {(span.action.microbatch, span.action.stage): k for k, span in enumerate(row)}
+    last = {span.action[1:]: span for span in row}
     alive = peak = 0
-    for k, span in enumerate(row):
+    for span in row:
         alive += span.action.kind is Kind.F
         peak = max(peak, alive)
-        alive -= last[span.action.microbatch, span.action.stage] == k
+        alive -= last[span.action[1:]] is span
     return peak
 
 
-@dataclass(slots=True)
-class _Edge:
-    """The messages from one rank to another: how many were transferred, and when the last of them was done.
-
-    Those posted at one end only wait here in order, each as (the receive's key, microbatch, when it was posted).
-    """
-
-    source: int
-    target: int
-    sends: deque[tuple[Key, int, float]] = field(default_factory=deque)
-    receives: deque[tuple[Key, int, float]] = field(default_factory=deque)
-    transferred: int = 0
-    free: float = 0.0
-
-
 class _Run:
-    """The state of a simulation: each rank runs on until it lacks something; the arrival of that wakes it again.
+    """The state of a simulation: each rank is a coroutine that runs on until it lacks something.
 
     Nothing depends on the order in which ranks are looked at, so no clock orders the events: every time follows from
-    the times of what an action needed. Each action is looked at once, and once more for each time it was waited for.
+    the times of what an action needed. On each edge, a (source, target), the k-th send meets the k-th receive.
     """
 
-    def __init__(self, program: Program, costs: dict[Key, float], latency: float) -> None:
+    def __init__(self, program: Program, costs: dict[Kind, tuple[float, ...]], latency: float) -> None:
         self.program, self.costs, self.latency = program, costs, latency
-        self.clock = [0.0] * program.num_ranks  # the end of each rank's latest compute action
-        self.position = [0] * program.num_ranks
-        self.lacks: list[tuple[Key, int] | None] = [None] * program.num_ranks
         self.spans: list[list[Span]] = [[] for _ in program.ranks]
-        self.runnable = deque(range(program.num_ranks))
-        # When each compute was done and each receive had arrived: (kind, stage) -> microbatch -> time.
-        self.ready: defaultdict[Key, dict[int, float]] = defaultdict(dict)
-        self.needs = {(kind, s): program.needs(kind, s) for kind in Kind for s in range(program.num_stages)}
-        self.edges: dict[tuple[int, int], _Edge] = {}
-        self.ends = {key: self._end(*key) for key in self.needs if not key[0].is_compute and program.crosses(*key)}
+        self.ready: dict[Action, float] = {}  # when each compute was done and each receive had arrived
+        self.edges: defaultdict[tuple[int, int], tuple[Posts, Posts]] = defaultdict(lambda: ([], []))
 
-    def finish(self) -> None:
-        while self.runnable:
-            self._advance(self.runnable.popleft())
-        stuck = [self._stuck(rank, _action(*lack)) for rank, lack in enumerate(self.lacks) if lack is not None]
-        stuck += [line for edge in self.edges.values() for line in _unmatched(edge)]
+    def finish(self) -> tuple[tuple[Span, ...], ...]:
+        ranks = [self._rank(rank) for rank in range(len(self.program.ranks))]
+        waits = [next(actions, None) for actions in ranks]
+        while runnable := [rank for rank, wait in enumerate(waits) if wait and wait[1] in self.ready]:
+            for rank in runnable:
+                waits[rank] = next(ranks[rank], None)
+        stuck = [self._stuck(rank, *wait) for rank, wait in enumerate(waits) if wait]
+        for (source, target), (sends, receives) in self.edges.items():
+            for send, _ in sends[len(receives) :]:
+                stuck.append(f"rank {source} posts {send}, which rank {target} does not receive")
+            for receive, _ in receives[len(sends) :]:
+                stuck.append(f"rank {target} posts {receive}, for which rank {source} does not send")
         if stuck:
             raise DeadlockError("\n  ".join([f"program {self.program.name!r} cannot finish:", *stuck]))
+        return tuple(map(tuple, self.spans))
 
-    def _advance(self, rank: int) -> None:
-        actions, spans, clock = self.program.ranks[rank], self.spans[rank], self.clock[rank]
-        for position in range(self.position[rank], len(actions)):
-            action = actions[position]
-            i, key = action.microbatch, (action.kind, action.stage)
+    def _rank(self, rank: int) -> Iterator[tuple[Action, Action]]:
+        """Run one rank; yield an action and what it lacks, each time that one must wait."""
+        clock = 0.0
+        for action in self.program.ranks[rank]:
             start = clock
-            for needed in self.needs[key]:
-                time = self.ready[needed].get(i)
-                if time is None:
-                    self.lacks[rank], self.position[rank], self.clock[rank] = (needed, i), position, clock
-                    return
-                if time > start:
-                    start = time
-            if key in self.costs:
-                clock = start + self.costs[key]
-                spans.append(Span(action, start, clock))
-                self.ready[key][i] = clock
+            for needed in self.program.needs(action):
+                if needed not in self.ready:
+                    yield action, needed
+                start = max(start, self.ready[needed])
+            if action.kind.is_compute:
+                clock = self.ready[action] = start + self.costs[action.kind][action.stage]
+                self.spans[rank].append(Span(action, start, clock))
             else:
-                self._post(rank, key, i, clock)
-        self.lacks[rank], self.position[rank], self.clock[rank] = None, len(actions), clock
+                self._post(rank, action, clock)
 
-    def _end(self, kind: Kind, stage: int) -> tuple[_Edge, deque[tuple[Key, int, float]], Key]:
-        """Where messages of `kind` at `stage` are posted: the edge, its queue, and the key of the receive."""
-        other = partner(Action(kind, 0, stage))
-        here, there = self.program.placement[stage], self.program.placement[other.stage]
-        source, target = (there, here) if kind.is_receive else (here, there)
-        edge = self.edges.setdefault((source, target), _Edge(source, target))
-        if kind.is_receive:
-            return edge, edge.receives, (kind, stage)
-        return edge, edge.sends, (other.kind, other.stage)
+    def _post(self, rank: int, message: Action, time: float) -> None:
+        if not self.program.crosses(message):
+            raise DeadlockError(f"rank {rank} posts {message}, but no other rank has the other end of it")
+        here, there = self.program.placement[message.stage], self.program.placement[message.partner.stage]
+        source, target = (there, here) if message.kind.is_receive else (here, there)
+        sends, receives = self.edges[source, target]
+        posts = receives if message.kind.is_receive else sends
+        posts.append((message, time))
+        k = len(posts) - 1
+        for (send, sent), (receive, posted) in zip(sends[k:], receives[k:]):  # one pair, or none before both are posted
+            if send.partner != receive:
+                raise DeadlockError(
+                    f"message {k} from rank {source} to rank {target}: rank {source} posts {send}, but rank {target} "
+                    f"posts {receive}; both must post the messages of an edge in the same order"
+                )
+            free = self.ready[receives[k - 1][0]] if k else 0.0
+            self.ready[receive] = max(sent, posted, free) + self.latency
 
-    def _post(self, rank: int, key: Key, i: int, time: float) -> None:
-        if key not in self.ends:
-            raise DeadlockError(f"rank {rank} posts {_action(key, i)}, but no other rank has the other end of it")
-        edge, posts, receive = self.ends[key]
-        posts.append((receive, i, time))
-        if edge.sends and edge.receives:
-            self._transfer(edge)
-
-    def _transfer(self, edge: _Edge) -> None:
-        (receive, i, sent), (expected, j, posted) = edge.sends.popleft(), edge.receives.popleft()
-        if i != j or receive != expected:
-            raise DeadlockError(
-                f"message {edge.transferred} from rank {edge.source} to rank {edge.target}: rank {edge.source} posts "
-                f"{partner(_action(receive, i))}, but rank {edge.target} posts {_action(expected, j)}; "
-                "both must post the messages of an edge in the same order"
-            )
-        edge.transferred += 1
-        edge.free = self.ready[receive][i] = max(sent, posted, edge.free) + self.latency
-        if self.lacks[edge.target] == (receive, i):
-            self.runnable.append(edge.target)
-
-    def _stuck(self, rank: int, lacking: Action) -> str:
-        actions, at = self.program.ranks[rank], self.position[rank]
-        line = f"rank {rank} waits in {actions[at]} for {lacking}"
-        if lacking not in actions[:at]:
-            return f"{line}, which it has {'only later' if lacking in actions[at:] else 'not at all'}"
-        send = partner(lacking)
-        source = self.program.placement[send.stage]
-        has = send in self.program.ranks[source]
-        return f"{line}: {send} from rank {source}, which {'has not reached it' if has else 'does not have it'}"
-
-
-def _unmatched(edge: _Edge) -> list[str]:
-    sends = [partner(_action(key, i)) for key, i, _ in edge.sends]
-    receives = [_action(key, i) for key, i, _ in edge.receives]
-    return [
-        *(f"rank {edge.source} posts {send}, which rank {edge.target} does not receive" for send in sends),
-        *(f"rank {edge.target} posts {receive}, for which rank {edge.source} does not send" for receive in receives),
-    ]
-
-
-def _action(key: Key, i: int) -> Action:
-    return Action(key[0], i, key[1])
+    def _stuck(self, rank: int, action: Action, lacking: Action) -> str:
+        actions = self.program.ranks[rank]
+        line = f"rank {rank} waits in {action} for {lacking}"
+        if lacking not in actions[: actions.index(action)]:
+            return f"{line}, which it has {'only later' if lacking in actions else 'not at all'}"
+        source = self.program.placement[lacking.partner.stage]
+        state = "has not reached it" if lacking.partner in self.program.ranks[source] else "does not have it"
+        return f"{line}: {lacking.partner} from rank {source}, which {state}"

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from pipeshard.errors import ConfigurationError
 from pipeshard.schedule.communicate import add_communication
-from pipeshard.schedule.program import SCHEDULES, Action, Kind, Program, check, forward_only, make_program, partner
+from pipeshard.schedule.program import SCHEDULES, Action, Kind, Program, forward_only, make_program
 from pipeshard.schedule.simulate import simulate
+from tests.schedule.legality import check
 
 F, B = Kind.F, Kind.B
 
@@ -24,14 +25,14 @@ def edges(program: Program, kinds: tuple[Kind, Kind]) -> dict[tuple[int, int], l
     for rank, actions in enumerate(program.ranks):
         for action in actions:
             if action.kind in kinds:
-                found[rank, program.placement[partner(action).stage]].append(action)
+                found[rank, program.placement[action.partner.stage]].append(action)
     return found
 
 
 def assert_edges_agree(program: Program) -> None:
     sends = edges(program, (Kind.SEND_F, Kind.SEND_B))
     receives = edges(program, (Kind.RECV_F, Kind.RECV_B))
-    expected = {(target, source): [partner(m) for m in messages] for (source, target), messages in sends.items()}
+    expected = {(target, source): [m.partner for m in messages] for (source, target), messages in sends.items()}
     assert receives == expected
 
 

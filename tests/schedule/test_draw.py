@@ -70,15 +70,15 @@ def test_nothing_is_drawn_where_nothing_takes_time() -> None:
 
 def test_a_picture_is_written(tmp_path: Path) -> None:
     simulation = simulate(one_f_one_b(3, 4), 0.01, 0.02)
-    draw_timeline(simulation.spans, tmp_path / "one.png", "1F1B")
+    draw_timeline([("", simulation.spans)], tmp_path / "one.png", "1F1B")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
     panels = [("measured", simulation.spans), ("simulated", simulate(gpipe(3, 4), 0.01, 0.02).spans)]
-    draw_timeline(panels, tmp_path / "two.svg", "1F1B and GPipe", "three stages")
+    draw_timeline(panels, tmp_path / "two.svg", "1F1B and GPipe")
     svg = (tmp_path / "two.svg").read_text()
-    for text in ("1F1B and GPipe", "three stages", "measured", "simulated", "stage 2", "time (ms)", "backward"):
+    for text in ("1F1B and GPipe", "measured", "simulated", "stage 2", "time (ms)", "backward"):
         assert text in svg
 
 
 def test_a_picture_of_nothing_is_written(tmp_path: Path) -> None:
-    draw_timeline([[], []], tmp_path / "empty.png")
+    draw_timeline([("", [[], []])], tmp_path / "empty.png")
     assert (tmp_path / "empty.png").exists()

@@ -1,0 +1,89 @@
+"""A made-up architecture with everything that is hard to cut, exact without a policy."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import LEARNING_RATE, Split, gradient_error, parameter_error
+
+H = 16
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(H), nn.Linear(H, H)
+
+    def forward(self, x: Tensor, side: Tensor) -> dict[str, Tensor]:
+        y = x + torch.tanh(self.linear(self.norm(x)) + side)
+        return {"x": y, "order": y.sum(-1).argsort(-1)}
+
+
+class MadeUp(nn.Module):
+    """Glue that scales and writes in place, a skip over three layers, integers that route, a layer called twice, a
+    parameter on the container, the embedding's weight read by glue and tied to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(zoo.VOCABULARY, H)
+        self.gain = nn.Parameter(torch.ones(H))
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+        self.side = nn.Linear(H, H)
+        self.head = nn.Linear(H, H)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(input_ids) * 12.0
+        side = self.side(x)
+        skip = x
+        for k, layer in enumerate([*self.layers[:4], self.layers[1], *self.layers[4:]]):
+            out = layer(x, side * self.gain)
+            order = out["order"]
+            x = out["x"].gather(1, order.unsqueeze(-1).expand(-1, -1, H))
+            if k == 3:
+                x += skip
+                x *= 0.5
+                skip = order
+        logits = self.head(x + skip.unsqueeze(-1)) @ self.embed.weight.T
+        return {"loss": nn.functional.cross_entropy(logits.transpose(1, 2), labels), "logits": logits}
+
+
+def train(m: int, p2p: str) -> tuple[int, ...]:
+    torch.manual_seed(0)
+    model = MadeUp()
+    unsplit = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(unsplit.parameters(), lr=LEARNING_RATE)
+    split = Split(model, dist.get_world_size(), _batch(0), num_microbatches=m, p2p=p2p)
+    for seed in range(3):
+        data: Any = _batch(seed)
+        reference = unsplit(**data)
+        reference["loss"].backward()
+        out = split.backward(data, return_outputs=True)
+        assert float(out["loss"]) == pytest.approx(float(reference["loss"].detach()), rel=1e-6)
+        assert gradient_error(split, unsplit) < 1e-5
+        if out["outputs"] is not None:
+            assert torch.allclose(out["outputs"]["logits"], reference["logits"], atol=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+        split.step()
+    assert parameter_error(split, unsplit) < LEARNING_RATE / 10
+    return split.model.pipeline.policy.stages
+
+
+def _batch(seed: int) -> dict[str, Tensor]:
+    data = zoo.batch("bert", rows=6, length=7 + seed, seed=seed)
+    return {"input_ids": data["input_ids"], "labels": data["labels"]}
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "p2p"), [(1, 3, "broadcast"), (2, 1, "broadcast"), (3, 3, "isend"), (4, 6, "broadcast")]
+)
+def test_a_made_up_architecture_is_exact(pool: Pool, p: int, m: int, p2p: str) -> None:
+    assert pool.run(train, p, m, p2p)[0][-1] == p - 1
