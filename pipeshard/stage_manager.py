@@ -1,16 +1,15 @@
 """The stage manager: where this process is in its pipeline, who its neighbours are and which layers it holds."""
 
-import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.mesh import ProcessGroupMesh
 
-__all__ = ["PipelineStageManager"]
+Own = int | None  # None: this process's own
 
 
 class PipelineStageManager:
@@ -46,49 +45,19 @@ class PipelineStageManager:
         num_model_chunks: int = 1,
         num_layers_per_stage: Sequence[int] | None = None,
     ) -> None:
-        if not 0 <= pipeline_axis < len(pg_mesh.shape):
-            raise ConfigurationError(
-                f"pipeline_axis={pipeline_axis} is not an axis of a mesh of shape {pg_mesh.shape}: "
-                f"use 0 to {len(pg_mesh.shape) - 1}."
-            )
-        if num_model_chunks < 1 or (num_model_chunks > 1 and not enable_interleave):
-            raise ConfigurationError(
-                f"num_model_chunks={num_model_chunks} with enable_interleave={enable_interleave}: "
-                "use 1 chunk, or more than one together with enable_interleave=True."
-            )
-        if use_zbv and num_model_chunks != 2:
-            raise ConfigurationError(
-                f"use_zbv=True with num_model_chunks={num_model_chunks}: a V has two chunks, "
-                "so give enable_interleave=True and num_model_chunks=2."
-            )
-        num_virtual_stages = pg_mesh.shape[pipeline_axis] * num_model_chunks
-        if num_layers_per_stage is not None and len(num_layers_per_stage) != num_virtual_stages:
-            raise ConfigurationError(
-                f"num_layers_per_stage={list(num_layers_per_stage)} has {len(num_layers_per_stage)} entries: "
-                f"give {num_virtual_stages}, one for each of {pg_mesh.shape[pipeline_axis]} stages "
-                f"x {num_model_chunks} chunks."
-            )
-        self.pg_mesh = pg_mesh
-        self.pipeline_axis = pipeline_axis
-        self.is_interleave = enable_interleave
-        self.use_zbv = use_zbv
-        self.num_model_chunks = num_model_chunks
-        self.num_layers_per_stage = None if num_layers_per_stage is None else list(num_layers_per_stage)
-        self.model_chunk_id: int | None = None
-        self.stage_indices: list[list[int]] = []
-        self.prev_rank = self._neighbour(-1)
-        self.next_rank = self._neighbour(+1)
+        fits = num_model_chunks == 2 if use_zbv else num_model_chunks > 0
+        if not fits or (num_model_chunks > 1 and not enable_interleave):
+            raise ConfigurationError(f"{num_model_chunks=}: give 1; more need enable_interleave=True, use_zbv=True 2.")
+        self.pg_mesh, self.pipeline_axis = pg_mesh, pipeline_axis
         self.p2p_group = pg_mesh.get_group_along_axis(pipeline_axis)
-
-    @property
-    def num_stages(self) -> int:
-        """p."""
-        return self.pg_mesh.size(self.pipeline_axis)
-
-    @property
-    def stage(self) -> int:
-        """r, this process's place in its pipeline."""
-        return self.pg_mesh.coordinate(self.pipeline_axis)
+        ranks = pg_mesh.get_ranks_in_group(self.p2p_group)
+        self.num_stages, self.stage = len(ranks), ranks.index(pg_mesh.rank)
+        self.prev_rank, self.next_rank = ranks[self.stage - 1], ranks[(self.stage + 1) % len(ranks)]
+        if num_layers_per_stage is not None and len(num_layers_per_stage) != len(ranks) * num_model_chunks:
+            raise ConfigurationError(f"{num_layers_per_stage=}: give {len(ranks) * num_model_chunks} numbers.")
+        self.is_interleave, self.use_zbv, self.num_model_chunks = enable_interleave, use_zbv, num_model_chunks
+        self.num_layers_per_stage = num_layers_per_stage
+        self.model_chunk_id: int | None = None
 
     def is_first_stage(self, ignore_chunk: bool = False) -> bool:
         """Whether the model begins here: on the first rank and, unless `ignore_chunk`, in the first chunk.
@@ -96,9 +65,7 @@ class PipelineStageManager:
         Raises:
             UsageError: interleaved, and no chunk is chosen by `switch_model_chunk_id`.
         """
-        if not self.is_interleave or ignore_chunk:
-            return self.stage == 0
-        return self._chunk() == 0 and self.stage == 0
+        return (ignore_chunk or self._chunk() == 0) and self.stage == 0
 
     def is_last_stage(self, ignore_chunk: bool = False) -> bool:
         """Whether the model ends here: in the last chunk of the last rank, or of the first in a V.
@@ -108,10 +75,8 @@ class PipelineStageManager:
         Raises:
             UsageError: interleaved, and no chunk is chosen by `switch_model_chunk_id`.
         """
-        if not self.is_interleave or ignore_chunk:
-            return self.stage == self.num_stages - 1
-        end = 0 if self.use_zbv else self.num_stages - 1
-        return self._chunk() == self.num_model_chunks - 1 and self.stage == end
+        end = 0 if self.use_zbv and not ignore_chunk else self.num_stages - 1
+        return (ignore_chunk or self._chunk() == self.num_model_chunks - 1) and self.stage == end
 
     def get_rank(self) -> int:
         """This process's rank in the world."""
@@ -125,18 +90,18 @@ class PipelineStageManager:
         """World rank of the next stage; of the first stage, for the last."""
         return self.next_rank
 
-    def get_p2p_process_group(self) -> ProcessGroup | None:
+    def get_p2p_process_group(self) -> dist.ProcessGroup | None:
         """The group of all stages of this pipeline."""
         return self.p2p_group
 
-    def init_process_group_by_stages(self, stages: Sequence[int]) -> ProcessGroup | None:
+    def init_process_group_by_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of the given stages of this pipeline, or None where this process is at none of them.
 
         A collective the first time: see `ProcessGroupMesh.get_group_along_axis`.
         """
         return self.pg_mesh.get_group_along_axis(self.pipeline_axis, stages)
 
-    @contextlib.contextmanager
+    @contextmanager
     def switch_model_chunk_id(self, model_chunk_id: int) -> Iterator[None]:
         """In the context, questions are about this chunk."""
         previous, self.model_chunk_id = self.model_chunk_id, model_chunk_id
@@ -145,9 +110,7 @@ class PipelineStageManager:
         finally:
             self.model_chunk_id = previous
 
-    def distribute_layers(
-        self, num_layers: int, num_stages: int | None = None, num_model_chunks: int | None = None
-    ) -> list[int]:
+    def distribute_layers(self, num_layers: int, num_stages: Own = None, num_model_chunks: Own = None) -> list[int]:
         """Layers of each of the p·v virtual stages, in the model's order.
 
         Where they do not divide, the middle stages take one more: the first and last have the embedding and the head.
@@ -155,24 +118,18 @@ class PipelineStageManager:
         Raises:
             ConfigurationError: `num_layers` is not the sum of `num_layers_per_stage`.
         """
-        if self.num_layers_per_stage is not None:
-            if sum(self.num_layers_per_stage) != num_layers:
-                raise ConfigurationError(
-                    f"num_layers_per_stage={self.num_layers_per_stage} sums to {sum(self.num_layers_per_stage)}, "
-                    f"but the model has {num_layers} layers: make the two agree."
-                )
-            return list(self.num_layers_per_stage)
+        given = self.num_layers_per_stage
+        if given is not None:
+            if sum(given) != num_layers:
+                raise ConfigurationError(f"num_layers_per_stage sums to {sum(given)}: give all {num_layers} layers.")
+            return list(given)
         parts = (num_stages or self.num_stages) * (num_model_chunks or self.num_model_chunks)
         quotient, remainder = divmod(num_layers, parts)
         start = parts // 2 - remainder // 2
         return [quotient + (start <= i < start + remainder) for i in range(parts)]
 
     def get_stage_index(
-        self,
-        layers_per_stage: Sequence[int],
-        stage: int | None = None,
-        num_model_chunks: int | None = None,
-        num_stages: int | None = None,
+        self, layers_per_stage: Sequence[int], stage: Own = None, num_model_chunks: Own = None, num_stages: Own = None
     ) -> list[int] | list[list[int]]:
         """The layers of a stage as [first, end): one such pair, or with several chunks (or in a V) one for each.
 
@@ -186,25 +143,16 @@ class PipelineStageManager:
         stage = self.stage if stage is None else stage
         p = num_stages or self.num_stages
         v = 2 if self.use_zbv else num_model_chunks or self.num_model_chunks
-        virtual_stages = [stage, 2 * p - 1 - stage] if self.use_zbv else [stage + chunk * p for chunk in range(v)]
-        if min(virtual_stages) < 0 or max(virtual_stages) >= len(layers_per_stage):
-            raise ConfigurationError(
-                f"layers_per_stage={list(layers_per_stage)} has no entry for virtual stages {virtual_stages} of stage "
-                f"{stage}: give one for each of {p} stages x {v} chunks, and a stage from 0 to {p - 1}."
-            )
+        places = [stage, 2 * p - 1 - stage] if self.use_zbv else range(stage, stage + p * v, p)
+        if min(places) < 0 or max(places) >= len(layers_per_stage):
+            raise ConfigurationError(f"Give layers for {p} x {v} stages, and a stage from 0 to {p - 1}, not {stage}.")
         ends = [0, *itertools.accumulate(layers_per_stage)]
-        indices = [[ends[s], ends[s + 1]] for s in virtual_stages]
+        indices = [[ends[place], ends[place + 1]] for place in places]
         return indices[0] if v == 1 else indices
 
-    def _neighbour(self, step: int) -> int:
-        coord = list(self.pg_mesh.coordinate())
-        coord[self.pipeline_axis] += step
-        return self.pg_mesh.ravel(tuple(coord), self.pg_mesh.shape, mode="wrap")
-
     def _chunk(self) -> int:
+        if not self.is_interleave:
+            return 0
         if self.model_chunk_id is None:
-            raise UsageError(
-                "An interleaved stage holds several chunks: choose one by `with switch_model_chunk_id(i):`, "
-                "or ask about the rank with ignore_chunk=True."
-            )
+            raise UsageError("Choose a chunk by `with switch_model_chunk_id(i):`, or ask with ignore_chunk=True.")
         return self.model_chunk_id

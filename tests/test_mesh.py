@@ -104,6 +104,7 @@ def destroy() -> list[int] | None:
 
 def destroy_after_the_world() -> None:
     mesh = ProcessGroupMesh(2, 1)
+    dist.barrier()
     dist.destroy_process_group()
     mesh.destroy_mesh_process_groups()
 
@@ -171,7 +172,7 @@ def test_destroy_leaves_the_world_and_a_usable_mesh(pool: Pool) -> None:
 @pytest.mark.parametrize("size", [(3,), (2, 2), (), (-1, -2)])
 def test_sizes_must_multiply_to_the_world_size(pool: Pool, size: tuple[int, ...]) -> None:
     for message in pool.run_expecting(ConfigurationError, make_mesh, 2, *size):
-        assert "world size is 2" in message and " x ".join(map(str, size)) in message and "choose" in message
+        assert "world size is 2" in message and str(size) in message and "choose" in message
 
 
 @pytest.mark.parametrize("axis, indices", [(2, None), (-3, None), (1, [2]), (1, [-1]), ([0, 1], [0]), (0, [[0]])])

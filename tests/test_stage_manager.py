@@ -86,21 +86,18 @@ def distribute_wrongly() -> None:
 
 
 class OneRankMesh:
-    """Rank 0 of a mesh of any size, without processes."""
+    """Rank 0 of a mesh of one axis of any size, without processes."""
 
-    def __init__(self, *shape: int) -> None:
-        self.shape = shape
+    rank = 0
 
-    def size(self, dim: int) -> int:
-        return self.shape[dim]
-
-    def coordinate(self, dim: int | None = None) -> Any:
-        return 0 if dim is not None else (0,) * len(self.shape)
+    def __init__(self, size: int) -> None:
+        self.size = size
 
     def get_group_along_axis(self, axis: int) -> None:
         return None
 
-    ravel = staticmethod(ProcessGroupMesh.ravel)
+    def get_ranks_in_group(self, group: None) -> list[int]:
+        return list(range(self.size))
 
 
 def alone(p: int, **options: Any) -> PipelineStageManager:
@@ -165,11 +162,13 @@ def test_layers_of_each_stage(pool: Pool, num_layers: int, options: dict[str, An
 @pytest.mark.parametrize(
     "size, options, message",
     [
-        ((2,), {"axis": 1}, "pipeline_axis=1"),
-        ((2, 1), {"axis": -1}, "use 0 to 1"),
+        ((2,), {"axis": 1}, "Axis 1"),
+        ((2, 1), {"axis": 2}, "use 0 to 1"),
         ((2,), {"num_model_chunks": 2}, "enable_interleave=True"),
         ((2,), {"num_model_chunks": 0}, "num_model_chunks=0"),
-        ((2,), {"use_zbv": True}, "two chunks"),
+        ((2,), {"use_zbv": True}, "use_zbv=True 2"),
+        ((2,), {"use_zbv": True, "num_model_chunks": 2}, "enable_interleave=True"),
+        ((2,), {"use_zbv": True, "num_model_chunks": 3, "enable_interleave": True}, "num_model_chunks=3"),
         ((2,), {"num_layers_per_stage": [1, 2, 3]}, "give 2"),
         ((2,), {"num_layers_per_stage": [1, 2], "num_model_chunks": 2, "enable_interleave": True}, "give 4"),
     ],
