@@ -39,7 +39,7 @@ class ProcessGroupMesh:
         if not dist.is_initialized():
             raise ConfigurationError("A mesh needs a world: call torch.distributed.init_process_group(...) first.")
         if not size or min(size) < 1 or math.prod(size) != dist.get_world_size():
-            raise ConfigurationError(f"The world size is {dist.get_world_size()}: choose other sizes than {size}.")
+            raise ConfigurationError(f"{size}: choose sizes whose product is {dist.get_world_size()}, the world size.")
         self.shape: Coordinate = size
         self.rank = dist.get_rank()
         # The first device that has a backend: the configuration is like "cpu:gloo,cuda:gloo", or "cuda:nccl".

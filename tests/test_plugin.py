@@ -366,3 +366,23 @@ def test_without_torch_distributed_the_remedy_is_named() -> None:
 
 def _matches(pattern: str, message: str) -> bool:
     return re.search(pattern, message, re.DOTALL) is not None
+
+
+def frozen(trained: str) -> None:
+    """All parameters frozen but those with `trained` in their names; what cannot be reached sends no gradient."""
+    model = zoo.build("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=3)
+    for seed in range(2):
+        found = differences(split, unsplit, zoo.batch("llama", seed=seed), tolerance=1e-5)
+        assert not found, found
+        unsplit.step()
+        split.step()
+    assert parameter_error(split, unsplit.model) < 1e-5
+
+
+@pytest.mark.parametrize("trained", ["lm_head", "embed_tokens", "layers.1.mlp"])
+def test_stages_with_nothing_to_train(pool: Pool, trained: str) -> None:
+    pool.run(frozen, 3, trained)

@@ -12,8 +12,6 @@ from pipeshard.runtime.stage import Stage
 from pipeshard.schedule.program import Action, Kind
 from pipeshard.schedule.simulate import Span
 
-Key = tuple[Kind, int, int]
-
 
 class Interpreter:
     """Does what each action says, in order; never waits for a send, and for a receive only where it is needed.
@@ -26,16 +24,17 @@ class Interpreter:
         self.stages, self.placement, self.device = stages, placement, device
         self.p2p = p2p
         self.spans: list[Span] = []
-        self._incoming: dict[Key, tuple[list[Tensor], list[dist.Work]]] = {}
-        self._outgoing: dict[Key, list[Tensor]] = {}
+        self._incoming: dict[Action, tuple[list[Tensor], list[dist.Work]]] = {}
+        self._outgoing: dict[Action, list[Tensor]] = {}
         self._sends: list[tuple[dist.Work, Tensor]] = []
+        compute, receive, send = self._compute, self._receive, self._send
         self._do: dict[Kind, Callable[[Action], None]] = {
-            Kind.F: self._forward,
-            Kind.B: self._backward,
-            Kind.RECV_F: self._receive_activations,
-            Kind.RECV_B: self._receive_gradients,
-            Kind.SEND_F: self._send_activations,
-            Kind.SEND_B: self._send_gradients,
+            Kind.F: compute,
+            Kind.B: compute,
+            Kind.RECV_F: receive,
+            Kind.RECV_B: receive,
+            Kind.SEND_F: send,
+            Kind.SEND_B: send,
         }
 
     def run(self, actions: Iterable[Action]) -> None:
@@ -50,51 +49,39 @@ class Interpreter:
             self._outgoing.clear()
             self._sends.clear()
 
-    def _forward(self, action: Action) -> None:
-        i, stage = action.microbatch, action.stage
-        entering = self._take(Kind.RECV_F, Kind.F, i, stage, stage - 1)
+    def _compute(self, action: Action) -> None:
+        forward, i, stage = action.kind is Kind.F, action.microbatch, self.stages[action.stage]
+        taken = self._take(action)
         start = time.perf_counter()
-        self._outgoing[Kind.F, i, stage] = self.stages[stage].forward(i, entering)
+        made = stage.forward(i, taken) if forward else stage.backward(i, taken)
         self.spans.append(Span(action, start, time.perf_counter()))
+        self._outgoing[action] = made
 
-    def _backward(self, action: Action) -> None:
-        i, stage = action.microbatch, action.stage
-        returning = self._take(Kind.RECV_B, Kind.B, i, stage, stage + 1)
-        start = time.perf_counter()
-        self._outgoing[Kind.B, i, stage] = self.stages[stage].backward(i, returning)
-        self.spans.append(Span(action, start, time.perf_counter()))
-
-    def _take(self, receive: Kind, compute: Kind, i: int, stage: int, neighbour: int) -> list[Tensor]:
+    def _take(self, action: Action) -> list[Tensor]:
         """The input of a compute action: received, or left by a neighbouring stage on this rank."""
-        if (receive, i, stage) not in self._incoming:
-            return self._outgoing.pop((compute, i, neighbour), [])
-        tensors, works = self._incoming.pop((receive, i, stage))
+        receive, step = (Kind.RECV_F, -1) if action.kind is Kind.F else (Kind.RECV_B, +1)
+        message = Action(receive, action.microbatch, action.stage)
+        if message not in self._incoming:
+            return self._outgoing.pop(Action(action.kind, action.microbatch, action.stage + step), [])
+        tensors, works = self._incoming.pop(message)
         for work in works:
             work.wait()
         return tensors
 
-    def _receive_activations(self, action: Action) -> None:
-        self._receive(action, self.stages[action.stage].entering(action.microbatch), self.placement[action.stage - 1])
-
-    def _receive_gradients(self, action: Action) -> None:
-        self._receive(action, self.stages[action.stage].returning(action.microbatch), self.placement[action.stage + 1])
-
-    def _send_activations(self, action: Action) -> None:
-        self._send((Kind.F, action.microbatch, action.stage), self.placement[action.stage + 1])
-
-    def _send_gradients(self, action: Action) -> None:
-        self._send((Kind.B, action.microbatch, action.stage), self.placement[action.stage - 1])
-
-    def _receive(self, action: Action, specs: Sequence[tuple[tuple[int, ...], torch.dtype]], source: int) -> None:
+    def _receive(self, action: Action) -> None:
         assert self.p2p is not None
-        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in specs]
+        stage = self.stages[action.stage]
+        specs, step = (stage.entering, -1) if action.kind is Kind.RECV_F else (stage.returning, +1)
+        source = self.placement[action.stage + step]
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in specs(action.microbatch)]
         works = [self.p2p.receive(_bytes(tensor), source) for tensor in tensors]
-        self._incoming[action.kind, action.microbatch, action.stage] = tensors, works
+        self._incoming[action] = tensors, works
 
-    def _send(self, key: Key, destination: int) -> None:
+    def _send(self, action: Action) -> None:
         assert self.p2p is not None
-        for tensor in self._outgoing.pop(key):
-            self._sends.append((self.p2p.send(_bytes(tensor), destination), tensor))
+        compute, step = (Kind.F, +1) if action.kind is Kind.SEND_F else (Kind.B, -1)
+        for tensor in self._outgoing.pop(Action(compute, action.microbatch, action.stage)):
+            self._sends.append((self.p2p.send(_bytes(tensor), self.placement[action.stage + step]), tensor))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
