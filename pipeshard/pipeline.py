@@ -17,7 +17,7 @@ from pipeshard.model.policy import find_policy
 from pipeshard.model.sharder import Sharder, is_released
 from pipeshard.model.trace import trace
 from pipeshard.model.tracer import Criterion, without_cache
-from pipeshard.runtime.agreement import agree, share_scalar
+from pipeshard.runtime.agreement import agree, gather, share_scalar
 from pipeshard.runtime.gradients import Tie, TieSync
 from pipeshard.runtime.interpreter import Interpreter
 from pipeshard.runtime.p2p import make_p2p
@@ -97,13 +97,12 @@ class Pipeline:
     def timeline(self) -> list[list[Span]]:
         """The spans of the last step on every rank, from the first start on."""
         computed = [[action for action in actions if action.kind.is_compute] for actions in self.last.ranks]
-        times = torch.zeros(max(map(len, computed)), 2, dtype=torch.float64, device=self.device)
+        times = torch.zeros(max(map(len, computed)), 2, dtype=torch.float64)
         for k, span in enumerate(self.interpreter.spans):
             times[k, 0], times[k, 1] = span.start, span.end
-        gathered = [torch.empty_like(times) for _ in self.ranks]
-        dist.all_gather(gathered, times, group=self.group)
-        tables = [(table - torch.stack(gathered)[:, 0, 0].min()).tolist() for table in gathered]
-        return [[Span(a, *t) for a, t in zip(actions, table)] for actions, table in zip(computed, tables)]
+        tables = gather(times, self.group)
+        tables -= tables[:, 0, 0].min().item()
+        return [[Span(a, *t) for a, t in zip(actions, table)] for actions, table in zip(computed, tables.tolist())]
 
     def _program(self, num_microbatches: int, train: bool) -> Program:
         make = make_program(self.plugin.schedule, self.num_stages, num_microbatches)
@@ -118,7 +117,7 @@ class Pipeline:
         except Exception as error:
             failure = error
         try:
-            agree(self.group, self.device, batch, mode)
+            agree(self.group, batch, mode)
         except BatchError as disagreement:
             raise (failure or disagreement) from None
         assert batch is not None

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipeshard.errors import CheckpointError
 from pipeshard.model.ties import names_of
 from pipeshard.pipeline import PipelineModel
+from pipeshard.runtime.agreement import gather
 from pipeshard.stage_manager import PipelineStageManager
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
@@ -32,7 +33,7 @@ class PipelineCheckpointIO(CheckpointIO):
         self.manager = stage_manager
 
     def save_sharded_model(
-        self, model: nn.Module, checkpoint: str, gather: bool, prefix: str | None, size_per_shard: int, *_: Any
+        self, model: nn.Module, checkpoint: str, gather_dtensor: bool, prefix: str | None, size_per_shard: int, *_: Any
     ) -> None:
         """Write the folder `checkpoint`: shards of at most `size_per_shard` MB, their index, the configs.
 
@@ -47,7 +48,7 @@ class PipelineCheckpointIO(CheckpointIO):
         state = _owned(boosted)
         split = split_torch_state_dict_into_shards(state, max_shard_size=size_per_shard * 1000**2)
         parts = [{name: state[name] for name in names} for names in split.filename_to_tensors.values() if names]
-        counts = self._gather(len(parts))
+        counts = gather(torch.tensor([len(parts)]), boosted.pipeline.group).flatten().tolist()
         first, total = sum(counts[: self.manager.stage]), sum(counts)
         names = [WEIGHTS] if total == 1 else [f"model-{k + 1:05d}-of-{total:05d}.safetensors" for k in range(total)]
         for name, part in zip(names[first:], parts):
@@ -137,14 +138,6 @@ class PipelineCheckpointIO(CheckpointIO):
 
     load_sharded_optimizer = load_unsharded_optimizer = save_sharded_optimizer = _refuse
     save_unsharded_optimizer = save_lora_as_pretrained = _refuse
-
-    def _gather(self, count: int) -> list[int]:
-        counts: list[Any] = [None] * self.manager.num_stages
-        group: Any = self.manager.get_p2p_process_group()
-        device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-        tensors = [torch.zeros(1, dtype=torch.int64, device=device) for _ in counts]
-        dist.all_gather(tensors, torch.tensor([count], device=device), group=group)
-        return [int(tensor) for tensor in tensors]
 
     def _barrier(self) -> None:
         dist.barrier(group=self.manager.get_p2p_process_group())

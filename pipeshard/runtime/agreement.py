@@ -25,16 +25,27 @@ def digest(batch: Batch) -> int:
     return int.from_bytes(state.digest(), "little")
 
 
-def agree(group: dist.ProcessGroup, device: torch.device, batch: Batch | None, mode: tuple[bool, bool, bool]) -> None:
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where small messages of a group live: gloo gathers and reduces on the CPU only."""
+    on_cpu = "cpu:" in dist.get_backend_config(group)
+    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
+def gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The numbers of every rank of `group`, one row each: shape (ranks, *numbers.shape)."""
+    sent = numbers.to(device_of(group))
+    gathered = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(gathered, sent, group=group)
+    return torch.stack(gathered).cpu()
+
+
+def agree(group: dist.ProcessGroup, batch: Batch | None, mode: tuple[bool, bool, bool]) -> None:
     """Compare this step over the ranks of `group`; every rank raises BatchError if they differ.
 
     `batch` is None on a rank that could get none; `mode` is (backward too, outputs wanted, model in training mode).
     """
     mine = [0, 0, 0, *mode] if batch is None else [1, digest(batch), batch.rows, *mode]
-    sent = torch.tensor(mine, dtype=torch.int64, device=device)
-    gathered = [torch.empty_like(sent) for _ in range(group.size())]
-    dist.all_gather(gathered, sent, group=group)
-    ranks = [tensor.tolist() for tensor in gathered]
+    ranks = gather(torch.tensor(mine), group).tolist()
     without = [r for r, (has, *_) in enumerate(ranks) if not has]
     if without:
         raise BatchError(
@@ -55,9 +66,8 @@ def agree(group: dist.ProcessGroup, device: torch.device, batch: Batch | None, m
 
 def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor | None:
     """The scalar (or None) that global rank `source` has, on every rank of `group`, with its dtype."""
-    message = torch.zeros(2, dtype=torch.float64, device=device)
-    if value is not None:
-        message = torch.tensor([float(value), 1 + DTYPES.index(value.dtype)], dtype=torch.float64, device=device)
+    content = (0.0, 0.0) if value is None else (float(value), 1.0 + DTYPES.index(value.dtype))
+    message = torch.tensor(content, dtype=torch.float64, device=device_of(group))
     dist.broadcast(message, source, group=group)
     number, code = message.tolist()
     return torch.tensor(number, dtype=DTYPES[int(code) - 1], device=device) if code else None

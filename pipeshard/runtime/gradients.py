@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeshard.runtime.agreement import device_of
+
 
 @dataclass(frozen=True)
 class Tie:
@@ -83,9 +85,7 @@ def grad_norm(
     """The norm of all gradients of the model, over all stages, a tie once: by its owner."""
     counted_elsewhere = {tie.parameter for tie in ties if not tie.owned}
     gradients = [p.grad for p in parameters if p.grad is not None and p not in counted_elsewhere]
-    device = next((g.device for g in gradients), torch.device("cpu"))
-    if dist.get_backend(group) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = device_of(group)
     norms = [torch.linalg.vector_norm(_at_least_fp32(g), norm_type).to(device) for g in gradients]
     norm = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros((), device=device)]), norm_type)
     if math.isinf(norm_type):
