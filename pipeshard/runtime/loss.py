@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
+from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.model.batch import Batch
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.shapes import TensorSpec
@@ -43,10 +44,11 @@ class LossRule:
         total = sum(counts)
         return [count / total if total else 0.0 for count in counts]
 
-    def gives(self, whole: float, parts: Sequence[float], microbatches: Sequence[Batch]) -> bool:
-        """Whether the parts' losses make the whole's by this rule."""
-        expected = sum(weight * part for weight, part in zip(self.weights(microbatches), parts))
-        return abs(expected - whole) <= 1e-4 * max(abs(whole), 1e-3)
+    def gives(self, whole: Tensor, parts: Sequence[Tensor], microbatches: Sequence[Batch]) -> bool:
+        """Whether the parts' losses make the whole's by this rule, as far as their dtype can tell."""
+        expected = sum(weight * float(part) for weight, part in zip(self.weights(microbatches), parts))
+        tolerance = max(1e-5, 2 * torch.finfo(whole.dtype).eps)
+        return abs(expected - float(whole)) <= tolerance * max(abs(float(whole)), 1e-3)
 
     def counts(self, microbatches: Sequence[Batch]) -> list[int]:
         if self.path is None:
@@ -63,20 +65,22 @@ def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Cr
     how many are valid; the first rule that gives the whole from the halves is it. Where none does (a loss that is no
     mean or sum over samples), the microbatches' losses are averaged by samples, with a warning.
     """
-    deltas = flow.axes.deltas(batch) or (0,) * len(flow.axes.sizes)
-    for group, size in list(enumerate(map(sum, zip(flow.axes.sizes, deltas))))[1:]:
-        batch = flow.axes.resized(batch, group, min(0, LENGTH - size))
-    sample = batch.take(torch.arange(ROWS) % batch.rows)
-    trial = _Trial(model, sample, criterion)
+    if flow.loss is not None and flow.loss.hidden:
+        logger.warning(
+            "the loss of %s uses values that leave units other than by their results (router logits?): that part is "
+            "computed for each microbatch, and averaged like the rest",
+            type(model).__name__,
+        )
+    sample, trial = _trial(model, flow, batch, criterion)
     ignores = [-100] if criterion is None else [-100, *_padding(model), -1, 0]
     for path, ignore in itertools.product(_label_paths(batch), dict.fromkeys(ignores)):
         labelled = _with_invalid(sample, path, ignore)
-        losses = trial.losses(labelled)
+        losses = trial.losses(labelled) if trial else None
         for shift in (0, 1):
             rule = LossRule(path, shift, ignore)
             if losses is not None and rule.gives(*losses, labelled.split(2)):
                 return rule
-    losses = trial.losses(sample)
+    losses = trial.losses(sample) if trial else None
     for rule in (LossRule(), LossRule(summed=True)):
         if losses is not None and rule.gives(*losses, sample.split(2)):
             return rule
@@ -86,6 +90,22 @@ def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Cr
         type(model).__name__,
     )
     return LossRule()
+
+
+def _trial(
+    model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None
+) -> tuple[Batch, "_Trial | None"]:
+    """A trial on `ROWS` samples, of no more than `LENGTH` positions if the model takes them so short."""
+    short, deltas = batch, flow.axes.deltas(batch) or (0,) * len(flow.axes.sizes)
+    for group, size in list(enumerate(map(sum, zip(flow.axes.sizes, deltas))))[1:]:
+        short = flow.axes.resized(short, group, min(0, LENGTH - size))
+    for candidate in (short, batch):
+        sample = candidate.take(torch.arange(ROWS) % candidate.rows)
+        try:
+            return sample, _Trial(model, sample, criterion)
+        except (TraceError, ConfigurationError) as error:  # on this stage alone, so it must not end the step
+            logger.debug("a trial of the loss failed: %s", error)
+    return sample, None
 
 
 class _Trial:
@@ -102,7 +122,7 @@ class _Trial:
             shapes = [leaf.shape if isinstance(leaf, TensorSpec) else () for leaf in part.leaves]
             self.results.append((leaves, shapes, call.tree))
 
-    def losses(self, batch: Batch) -> tuple[float, list[float]] | None:
+    def losses(self, batch: Batch) -> tuple[Tensor, list[Tensor]] | None:
         """The loss of the batch and those of its halves; None if the loss does not take its labels."""
         try:
             parts = [self._loss(half, k) for k, half in enumerate(batch.split(2))]
@@ -111,7 +131,7 @@ class _Trial:
             logger.debug("a trial of the loss failed: %s: %s", type(error).__name__, error)
             return None
 
-    def _loss(self, batch: Batch, half: int | None) -> float:
+    def _loss(self, batch: Batch, half: int | None) -> Tensor:
         results = iter(self.results)
 
         def answer(*call: Any) -> Any:
@@ -120,7 +140,7 @@ class _Trial:
 
         with torch.no_grad(), handled(self.units, answer):
             loss = loss_of(batch.call(self.model), self.criterion, batch)
-        return float("nan") if loss is None else float(loss)
+        return torch.tensor(float("nan")) if loss is None else loss
 
 
 def _random(leaf: Any, generator: torch.Generator, device: torch.device) -> Any:
@@ -128,7 +148,7 @@ def _random(leaf: Any, generator: torch.Generator, device: torch.device) -> Any:
         return leaf
     if not leaf.dtype.is_floating_point:
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
-    return torch.randn(leaf.shape, generator=generator).to(device, leaf.dtype)
+    return (4 * torch.randn(leaf.shape, generator=generator)).to(device, leaf.dtype)  # samples' losses differ much
 
 
 def _part(leaf: Any, shape: tuple[int, ...], half: int | None) -> Any:

@@ -1,0 +1,70 @@
+"""Loss rules: found by trying, for the ways in which losses are made."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeshard.model.batch import Batch
+from pipeshard.model.trace import trace
+from pipeshard.runtime.loss import LossRule, find_loss_rule
+from tests import zoo
+
+Criterion = Callable[..., Tensor]
+
+
+def rule(name: str, criterion: Criterion | None = None, dtype: torch.dtype = torch.float32) -> LossRule:
+    model, data = zoo.build(name, dtype), zoo.batch(name, dtype=dtype)
+    if criterion is not None:
+        data["labels"] = data["labels"].clamp(min=0)
+    return find_loss_rule(model, trace(model, data, criterion), Batch.of(data), criterion)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "shift"), [("gpt2", 1), ("llama", 1), ("mixtral", 1), ("bert", 0), ("t5", 0), ("vit", 0)]
+)
+def test_heads_count_their_valid_labels(name: str, shift: int, dtype: torch.dtype) -> None:
+    assert rule(name, dtype=dtype) == LossRule("labels", shift)
+
+
+def cross_entropy(**options: object) -> Criterion:
+    return lambda out, data: nn.functional.cross_entropy(out.logits.transpose(1, 2), data["labels"], **options)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "expected"),
+    [
+        (cross_entropy(ignore_index=0), LossRule("labels", 0, 0)),
+        (cross_entropy(reduction="sum"), LossRule(summed=True)),
+        (lambda out, data: out.logits.square().mean(), LossRule()),
+    ],
+    ids=["padding", "sum", "samples"],
+)
+def test_criteria_of_one_s_own(criterion: Criterion, expected: LossRule) -> None:
+    assert rule("llama", criterion) == expected
+
+
+def test_a_loss_that_no_rule_fits_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "pipeshard"):
+        found = rule("llama", lambda out, data: out.logits.mean((1, 2)).softmax(0).max())
+    assert found == LossRule()
+    assert "no mean or sum over samples" in caplog.text
+
+
+def test_router_logits_in_the_loss_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model, data = zoo.build("mixtral"), zoo.batch("mixtral")
+    model.config.output_router_logits = True
+    with caplog.at_level(logging.WARNING, "pipeshard"):
+        find_loss_rule(model, trace(model, data), Batch.of(data), None)
+    assert "router logits" in caplog.text
+
+
+def test_weights_are_shares_of_the_valid_labels() -> None:
+    parts = Batch.of(zoo.batch("bert")).split(num_microbatches=4)
+    weights = LossRule("labels").weights(parts)
+    counts = [int((part.tensors["labels"] != -100).sum()) for part in parts]
+    assert weights == [count / sum(counts) for count in counts]
+    assert LossRule("labels", ignore=zoo.VOCABULARY).weights(parts) == [0.25] * 4
