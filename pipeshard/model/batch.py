@@ -50,6 +50,12 @@ class Batch:
     def tensors(self) -> dict[str, Tensor]:
         return {path: leaf for path, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, Tensor)}
 
+    @property
+    def others(self) -> tuple[tuple[str, str], ...]:
+        """What is no tensor, by path, as text."""
+        leaves = zip(self.paths, self.leaves, strict=True)
+        return tuple((path, repr(leaf)) for path, leaf in leaves if not isinstance(leaf, Tensor))
+
     def call(self, model: nn.Module | Callable[..., Any]) -> Any:
         """`model` called with this batch."""
         data = self.data

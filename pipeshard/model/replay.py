@@ -48,13 +48,13 @@ class Route:
     def of(cls, flow: Dataflow, stages: Sequence[int], stage: int, crossing: Sequence[Boundary]) -> Self:
         nothing = Boundary((), ())
         enters, leaves = crossing[stage], crossing[stage + 1] if stage + 1 < len(crossing) else nothing
-        received = set(enters.values)
+        received, leaving = set(enters.values), set(leaves.values)
         steps = []
         for index, call in enumerate(flow.calls):
             values = [Value(index, k) for k in range(len(call.leaves))]
             held = stages[index] == stage
             result = tuple(v if v in received else leaf for v, leaf in zip(values, call.leaves, strict=True))
-            keeps = tuple(v for v in values if held and v in set(leaves.values))
+            keeps = tuple(v for v in values if held and v in leaving)
             steps.append(Step(call.unit, held, call.tree, result, keeps))
         is_last = stage == len(crossing) - 1
         stop = None if is_last else max(k + 1 for k, step in enumerate(steps) if step.held)

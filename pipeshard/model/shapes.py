@@ -77,7 +77,7 @@ class Axes:
             tuple(tuple(group) for group in groups.values()),
             tuple(size for _, size in groups),
             tuple((path, tuple(leaf.shape), leaf.dtype) for path, leaf in tensors.items()),
-            tuple((p, repr(leaf)) for p, leaf in zip(batch.paths, batch.leaves, strict=True) if not _is_tensor(leaf)),
+            batch.others,
         )
 
     def pin(self, pinned: set[int]) -> Self:
@@ -98,9 +98,7 @@ class Axes:
                 return None
             if any(leaf.shape[k] != size for k, size in enumerate(shape) if (path, k) not in free):
                 return None
-        if self.others and self.others != tuple(
-            (p, repr(leaf)) for p, leaf in zip(batch.paths, batch.leaves, strict=True) if not _is_tensor(leaf)
-        ):
+        if self.others and self.others != batch.others:
             return None
         deltas = []
         for group, size in zip(self.groups, self.sizes, strict=True):
@@ -109,6 +107,14 @@ class Axes:
                 return None
             deltas.append(now.pop() - size)
         return tuple(deltas)
+
+    def shortened(self, batch: Batch, length: int) -> Batch:
+        """`batch` with no group but that of the samples longer than `length`; the same object if none was."""
+        deltas = self.deltas(batch) or (0,) * len(self.sizes)
+        for group, (size, delta) in list(enumerate(zip(self.sizes, deltas)))[1:]:
+            if size + delta > length:
+                batch = self.resized(batch, group, length - size - delta)
+        return batch
 
     def resized(self, batch: Batch, group: int, delta: int) -> Batch:
         """`batch` with one group longer (its last slice repeated) or shorter by `delta`."""
@@ -124,7 +130,3 @@ class Axes:
             return leaf
 
         return batch.map(resize)
-
-
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, Tensor)

@@ -29,12 +29,12 @@ def trace(model: nn.Module, batch: Any, criterion: Criterion | None = None, exac
     sample = batch if isinstance(batch, Batch) else Batch.of(batch, getattr(model, "main_input_name", None))
     encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     if exact:
-        axes = Axes.of(sample, encoder_decoder)
         with untouched(model):
-            return replace(Tracer(model, criterion, sample).run(sample), axes=axes.pin(set(range(len(axes.sizes)))))
+            flow = Tracer(model, criterion, sample).run(sample)
+        return _pinned(replace(flow, axes=Axes.of(sample, encoder_decoder)), 0)
     sample = sample.take(torch.arange(ROWS) % sample.rows)
     tracer = Tracer(model, criterion, sample)
-    short = _shortened(sample, encoder_decoder)
+    short = Axes.of(sample, encoder_decoder).shortened(sample, LENGTH)
     with untouched(model):
         try:
             flow = tracer.run(short)
@@ -43,14 +43,6 @@ def trace(model: nn.Module, batch: Any, criterion: Criterion | None = None, exac
                 raise
             flow = tracer.run(short := sample)
         return _generalize(tracer, flow, short, Axes.of(short, encoder_decoder))
-
-
-def _shortened(batch: Batch, encoder_decoder: bool) -> Batch:
-    axes = Axes.of(batch, encoder_decoder)
-    for group, size in enumerate(axes.sizes):
-        if group > 0 and size > LENGTH:
-            batch = axes.resized(batch, group, LENGTH - size)
-    return batch
 
 
 def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes) -> Dataflow:

@@ -59,10 +59,10 @@ class Interpreter:
 
     def _take(self, action: Action) -> list[Tensor]:
         """The input of a compute action: received, or left by a neighbouring stage on this rank."""
-        receive, step = (Kind.RECV_F, -1) if action.kind is Kind.F else (Kind.RECV_B, +1)
+        receive = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
         message = Action(receive, action.microbatch, action.stage)
         if message not in self._incoming:
-            return self._outgoing.pop(Action(action.kind, action.microbatch, action.stage + step), [])
+            return self._outgoing.pop(Action(action.kind, action.microbatch, message.partner.stage), [])
         tensors, works = self._incoming.pop(message)
         for work in works:
             work.wait()
@@ -71,17 +71,18 @@ class Interpreter:
     def _receive(self, action: Action) -> None:
         assert self.p2p is not None
         stage = self.stages[action.stage]
-        specs, step = (stage.entering, -1) if action.kind is Kind.RECV_F else (stage.returning, +1)
-        source = self.placement[action.stage + step]
+        specs = stage.entering if action.kind is Kind.RECV_F else stage.returning
+        source = self.placement[action.partner.stage]
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in specs(action.microbatch)]
         works = [self.p2p.receive(_bytes(tensor), source) for tensor in tensors]
         self._incoming[action] = tensors, works
 
     def _send(self, action: Action) -> None:
         assert self.p2p is not None
-        compute, step = (Kind.F, +1) if action.kind is Kind.SEND_F else (Kind.B, -1)
+        compute = Kind.F if action.kind is Kind.SEND_F else Kind.B
+        destination = self.placement[action.partner.stage]
         for tensor in self._outgoing.pop(Action(compute, action.microbatch, action.stage)):
-            self._sends.append((self.p2p.send(_bytes(tensor), self.placement[action.stage + step]), tensor))
+            self._sends.append((self.p2p.send(_bytes(tensor), destination), tensor))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -96,10 +96,7 @@ def _trial(
     model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None
 ) -> tuple[Batch, "_Trial | None"]:
     """A trial on `ROWS` samples, of no more than `LENGTH` positions if the model takes them so short."""
-    short, deltas = batch, flow.axes.deltas(batch) or (0,) * len(flow.axes.sizes)
-    for group, size in list(enumerate(map(sum, zip(flow.axes.sizes, deltas))))[1:]:
-        short = flow.axes.resized(short, group, min(0, LENGTH - size))
-    for candidate in (short, batch):
+    for candidate in (flow.axes.shortened(batch, LENGTH), batch):
         sample = candidate.take(torch.arange(ROWS) % candidate.rows)
         try:
             return sample, _Trial(model, sample, criterion)

@@ -47,10 +47,7 @@ class StepPlanner:
     def _find(self, batch: Batch, criterion: Criterion | None) -> tuple[Dataflow, tuple[int, ...]]:
         mode = criterion, self.model.training
         shapes = tuple((path, tensor.shape, tensor.dtype) for path, tensor in batch.tensors.items())
-        others = tuple(
-            repr(leaf) for path, leaf in zip(batch.paths, batch.leaves, strict=True) if path not in batch.tensors
-        )
-        key = (*mode, shapes, others)
+        key = (*mode, shapes, batch.others)
         if key not in self._found:
             flows = self._flows.setdefault(mode, [])
             known = ((flow, flow.axes.deltas(batch)) for flow in flows)

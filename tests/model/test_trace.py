@@ -97,12 +97,15 @@ def test_values_written_in_place_are_noted() -> None:
     assert trace(InPlace(), batch()).written == {Value(1, 0)}
 
 
-def test_a_unit_that_writes_to_its_input_is_noted_for_each_of_its_kind() -> None:
-    class Greedy(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            x += 1
-            return super().forward(x)
+class Greedy(nn.Linear):
+    """Writes to its input."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return super().forward(x)
+
+
+def test_a_unit_that_writes_to_its_input_is_noted_for_each_of_its_kind() -> None:
     model = Glued()
     model.layers = nn.ModuleList(Greedy(H, H) for _ in range(3))
     model.body = lambda x: model.layers[2](model.layers[1](model.layers[0](x)))
@@ -110,11 +113,6 @@ def test_a_unit_that_writes_to_its_input_is_noted_for_each_of_its_kind() -> None
 
 
 def test_who_reads_what_a_unit_wrote_in_place_stays_with_that_unit() -> None:
-    class Greedy(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            x += 1
-            return super().forward(x)
-
     model = Glued()
     model.layers = nn.ModuleList([nn.Linear(H, H), Greedy(H, H), nn.Linear(H, H)])
     flow = trace(model, batch())  # x + layer(x), where the layer has changed x
