@@ -42,6 +42,7 @@ class Pipeline:
         self.group: dist.ProcessGroup = group
         self.ranks: list[int] = plugin.pg_mesh.get_ranks_in_group(self.group)
         self.program = lru_cache(self._program)
+        self.steps = 0  # training steps so far
         without_cache(model)
         flow = trace(model, sample, criterion)
         size = plugin.microbatch_size or max(1, sample.rows // (plugin.num_microbatches or 1))
@@ -72,7 +73,19 @@ class Pipeline:
     ) -> dict[str, Any]:
         """One batch, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
         criterion = criterion if criterion is not None else self.criterion
-        batch = self._next(data_iter, (train, return_outputs, self.model.training))
+        batch, seed = self._next(data_iter, (train, return_outputs, self.model.training))
+        with self.policy.replay.randomness.step(seed, self.steps):
+            return self._run(batch, criterion, train, return_loss, return_outputs, synchronize)
+
+    def _run(
+        self,
+        batch: Batch,
+        criterion: Criterion | None,
+        train: bool,
+        return_loss: bool,
+        return_outputs: bool,
+        synchronize: bool,
+    ) -> dict[str, Any]:
         batches = batch.split(self.plugin.num_microbatches, self.plugin.microbatch_size)
         microbatches = self.planner.plan(batches, criterion, return_outputs, self.plugin.loss_reduction == "token")
         if train and microbatches[0].route.flow.loss is None:
@@ -86,6 +99,7 @@ class Pipeline:
         finally:
             self.stage.alive.clear()
         if train:
+            self.steps += 1
             self.ties.finish(synchronize)
         loss = share_scalar(self.stage.loss, self.ranks[-1], self.group, self.device) if return_loss else None
         outputs = None
@@ -108,8 +122,8 @@ class Pipeline:
         make = make_program(self.plugin.schedule, self.num_stages, num_microbatches)
         return add_communication(make if train else forward_only(self.num_stages, num_microbatches))
 
-    def _next(self, data_iter: Iterator[Any], mode: tuple[bool, bool, bool]) -> Batch:
-        """The next batch, compared over the ranks: all of them raise if one has none, or another one."""
+    def _next(self, data_iter: Iterator[Any], mode: tuple[bool, bool, bool]) -> tuple[Batch, int]:
+        """The next batch, compared over the ranks (all of them raise if one has none, or another one), and a seed."""
         failure: Exception | None = None
         batch = None
         try:
@@ -117,11 +131,11 @@ class Pipeline:
         except Exception as error:
             failure = error
         try:
-            agree(self.group, batch, mode)
+            seed = agree(self.group, batch, mode)
         except BatchError as disagreement:
             raise (failure or disagreement) from None
         assert batch is not None
-        return batch.to(self.device)
+        return batch.to(self.device), seed
 
     def _read(self, data_iter: Iterator[Any]) -> Batch:
         if not hasattr(data_iter, "__next__"):

@@ -1,12 +1,15 @@
 """Dataflow: which unit results each unit call, the loss and the outputs depend on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from torch.utils._pytree import TreeSpec
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from pipeshard.model.shapes import Axes, TensorSpec
 from pipeshard.model.taint import Hidden, Tag, Used, Value
+from pipeshard.model.units import tell
 
 
 @dataclass(frozen=True)
@@ -26,19 +29,38 @@ class Use:
         )
 
 
+class Part(NamedTuple):
+    """A tree of values that leaves a unit call: its result (no `module`), or what a module inside the unit returned
+    in its call number `occurrence` and its forward hooks take away (attentions, router logits)."""
+
+    module: str
+    occurrence: int
+    tree: TreeSpec
+
+
 @dataclass(frozen=True)
 class Call:
-    """One call of a unit: what it reads, and its result as a tree of TensorSpecs and constants.
+    """One call of a unit: what it reads, and what leaves it, the result first.
 
-    `flops` and `elements` (numbers made by its operators) are those of one forward at the traced size.
+    `leaves` are TensorSpecs and constants, those of all parts in their order. `flops` and `elements` (numbers made by
+    its operators) are those of one forward at the traced size.
     """
 
     unit: str
     reads: Use
-    tree: TreeSpec
+    parts: tuple[Part, ...]
     leaves: tuple[Any, ...]
     flops: int
     elements: int
+
+
+def answer(unit: nn.Module, parts: Sequence[Part], leaves: Sequence[Any]) -> Any:
+    """Return the result that `leaves` make, once hooks inside the unit have got what they would have seen."""
+    at = parts[0].tree.num_leaves
+    for part in parts[1:]:
+        tell(unit, part.module, tree_unflatten(leaves[at : at + part.tree.num_leaves], part.tree))
+        at += part.tree.num_leaves
+    return tree_unflatten(leaves[: parts[0].tree.num_leaves], parts[0].tree)
 
 
 @dataclass(frozen=True)

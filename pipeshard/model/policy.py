@@ -48,7 +48,7 @@ class Policy:
         self._refuse_forbidden(counts)
         self.held = held_parameters(model, flow, self.stages, self.units, num_stages)
         running = {call.unit for call, s in zip(flow.calls, self.stages, strict=True) if s == stage}
-        self.replay = Replay(frozenset(running), stage, device or torch.device("cpu"))
+        self.replay = Replay(self.units, frozenset(running), stage, device or torch.device("cpu"))
 
     def refuse_decisions(self, flow: Dataflow) -> None:
         """Refuse glue that branches on an activation: only the stage that has it could take the right way."""

@@ -1,18 +1,22 @@
 """Replay: on a stage, held units run and the others return what their stage sent."""
 
+import bisect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from pipeshard.errors import TraceError, UsageError
-from pipeshard.model.dataflow import Dataflow
+from pipeshard.model.dataflow import Dataflow, Part, answer
 from pipeshard.model.partition import Boundary
+from pipeshard.model.randomness import Randomness
 from pipeshard.model.shapes import TensorSpec
 from pipeshard.model.taint import Value
+from pipeshard.model.units import Listening
 
 
 class StageDone(BaseException):
@@ -23,15 +27,17 @@ class StageDone(BaseException):
 class Step:
     """What one unit call does on this stage.
 
-    `leaves` holds for each leaf of the result a constant, a TensorSpec of nothing that matters, or the Value that was
-    received. `keeps` are the results later stages or the boundary need.
+    `leaves` holds for each leaf of what leaves the unit a constant, a TensorSpec of nothing that matters, or the
+    Value that was received. `keeps` are those later stages or the boundary need, `listens` the modules inside the unit
+    that make some of them.
     """
 
     unit: str
     held: bool
-    tree: TreeSpec
+    parts: tuple[Part, ...]
     leaves: tuple[Any, ...]
     keeps: tuple[Value, ...] = ()
+    listens: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,9 @@ class Route:
             held = stages[index] == stage
             result = tuple(v if v in received else leaf for v, leaf in zip(values, call.leaves, strict=True))
             keeps = tuple(v for v in values if held and v in leaving)
-            steps.append(Step(call.unit, held, call.tree, result, keeps))
+            ends = list(itertools.accumulate(part.tree.num_leaves for part in call.parts))
+            makers = {call.parts[bisect.bisect_right(ends, value.leaf)].module for value in keeps}
+            steps.append(Step(call.unit, held, call.parts, result, keeps, frozenset(makers - {""})))
         is_last = stage == len(crossing) - 1
         stop = None if is_last else max(k + 1 for k, step in enumerate(steps) if step.held)
         return cls(tuple(steps), stop, enters, leaves, flow)
@@ -76,8 +84,11 @@ class Run:
 class Replay:
     """Answers the unit calls of one stage's model; `held` are the units this stage has parameters of."""
 
-    def __init__(self, held: frozenset[str], stage: int, device: torch.device) -> None:
-        self.held, self.stage, self.device = held, stage, device
+    def __init__(
+        self, units: Mapping[str, nn.Module], held: frozenset[str], stage: int, device: torch.device
+    ) -> None:
+        self.units, self.held, self.stage, self.device = units, held, stage, device
+        self.randomness = Randomness(device)
         self.active: Run | None = None
         self._blanks: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
@@ -86,6 +97,7 @@ class Replay:
     ) -> tuple[Any, dict[Value, Tensor]]:
         """Run `forward` (the whole model) as this stage: its output (None before the last stage), what leaves."""
         self.active = run = Run(route, deltas, received)
+        self.randomness.at(0)
         try:
             output = forward()
         except StageDone:
@@ -114,17 +126,25 @@ class Replay:
             raise self._lost(run, f"the forward called {unit}")
         step = steps[run.next]
         run.next += 1
-        if not step.held:
-            return tree_unflatten([self._leaf(leaf, run) for leaf in step.leaves], step.tree)
+        if step.held:
+            result = self._run_unit(step, run, lambda: original(*args, **kwargs))
+            if run.next == run.route.stop:
+                raise StageDone
+        else:
+            result = answer(self.units[unit], step.parts, [self._leaf(leaf, run) for leaf in step.leaves])
+        self.randomness.at(2 * run.next)  # the glue after this call, on whichever stages it runs
+        return result
+
+    def _run_unit(self, step: Step, run: Run, forward: Callable[[], Any]) -> Any:
+        self.randomness.at(2 * run.next - 1)
         run.inside = True
         try:
-            result = original(*args, **kwargs)
+            with Listening(self.units[step.unit], step.listens) as listening:
+                result = forward()
         finally:
             run.inside = False
         if step.keeps:
-            self._keep(step, result, run)
-        if run.next == run.route.stop:
-            raise StageDone
+            self._keep(step, [("", 0, result), *listening.heard], run)
         return result
 
     def _leaf(self, leaf: Any, run: Run) -> Any:
@@ -145,8 +165,11 @@ class Replay:
             self._blanks[shape, spec.dtype] = blank
         return blank.detach()  # glue may write to it, and must not leave its graph in ours
 
-    def _keep(self, step: Step, result: Any, run: Run) -> None:
-        leaves = tree_leaves(result)
+    def _keep(self, step: Step, results: list[tuple[str, int, Any]], run: Run) -> None:
+        made = {(module, occurrence): tree_leaves(result) for module, occurrence, result in results}
+        leaves: list[Any] = []
+        for part in step.parts:
+            leaves += made.get((part.module, part.occurrence), [None] * part.tree.num_leaves)
         for value in step.keeps:
             tensor, spec = leaves[value.leaf] if value.leaf < len(leaves) else None, run.route.flow.spec(value)
             shape = spec.at(run.deltas)

@@ -86,7 +86,7 @@ def _holds(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch) -> b
 
 
 def _same_path(a: Dataflow, b: Dataflow) -> bool:
-    return [(c.unit, c.reads, c.tree) for c in a.calls] == [(c.unit, c.reads, c.tree) for c in b.calls] and (
+    return [(c.unit, c.reads, c.parts) for c in a.calls] == [(c.unit, c.reads, c.parts) for c in b.calls] and (
         [(path, use) for path, use, _ in a.outputs] == [(path, use) for path, use, _ in b.outputs]
     )
 

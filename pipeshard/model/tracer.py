@@ -13,10 +13,11 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.model.batch import Batch
-from pipeshard.model.dataflow import Call, Dataflow, Use
+from pipeshard.model.dataflow import Call, Dataflow, Part, Use, answer
+from pipeshard.model.randomness import Randomness
 from pipeshard.model.shapes import Axes, TensorSpec
 from pipeshard.model.taint import Hidden, Tag, Taint, Used, Value
-from pipeshard.model.units import find_units, handled
+from pipeshard.model.units import Listening, find_units, handled, listened
 
 Criterion = Callable[[Any, Any], Tensor]
 
@@ -29,7 +30,7 @@ class _SeenOutside(Exception):
 class _Kind:
     """What a unit's run on meta told: its result, the inputs it writes to, what it met by itself, and its cost."""
 
-    tree: TreeSpec
+    parts: tuple[Part, ...]
     leaves: tuple[Any, ...]
     written: tuple[int, ...]
     met: frozenset[Tag]
@@ -63,7 +64,7 @@ class Tracer:
         for name, parameter in self.model.named_parameters():
             self.taint.mark(parameter, frozenset({Used(name)}))
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=_cuda(self.device)))
+            stack.enter_context(Randomness(self.device).step(0, 0))
             stack.enter_context(handled(self.units, self._answer))
             stack.enter_context(torch.enable_grad())  # whether a result requires grad is part of it
             stack.enter_context(self.taint)
@@ -116,14 +117,14 @@ class Tracer:
             use = self._use(tags | kind.met)
         for position in kind.written:
             taint.write(leaves[position], frozenset({Hidden(index)}))  # who reads it from here on sees the change
-        self.calls.append(Call(unit, use, kind.tree, kind.leaves, kind.flops, kind.elements))
+        self.calls.append(Call(unit, use, kind.parts, kind.leaves, kind.flops, kind.elements))
         result = []
         for position, leaf in enumerate(kind.leaves):
             if isinstance(leaf, TensorSpec):
                 leaf = stand_in(leaf, self.device)
                 taint.mark(leaf, frozenset({Value(index, position)}), home=Value(index, position))
             result.append(leaf)
-        return tree_unflatten(result, kind.tree)
+        return answer(self.units[unit], kind.parts, result)
 
     def _visit(self, unit: str, forward: Callable[..., Any], leaves: list[Any], tree: TreeSpec) -> _Kind:
         """Run a unit's own forward on meta, or with throw-away values where it does not run there."""
@@ -153,14 +154,20 @@ class Tracer:
         taint.inside, taint.met, taint.flops, taint.elements = len(self.calls), set(), 0, 0
         args, kwargs = tree_unflatten(inputs, tree)
         try:
-            with untouched(module), stateless._reparametrize_module(module, own):
-                outputs, out_tree = tree_flatten(forward(*args, **kwargs))
+            with (
+                untouched(module),
+                stateless._reparametrize_module(module, own),
+                Listening(module, listened(module), silent=True) as listening,
+            ):
+                results = [("", 0, forward(*args, **kwargs)), *listening.heard]
         finally:
             taint.inside, changed = None, taint.written
             taint.homes, taint.written = homes, written
-        specs = tuple(TensorSpec.of(t) if isinstance(t, Tensor) else t for t in outputs)
+        flat = [(path, occurrence, *tree_flatten(result)) for path, occurrence, result in results]
+        parts = tuple(Part(path, occurrence, tree) for path, occurrence, _, tree in flat)
+        specs = tuple(TensorSpec.of(t) if isinstance(t, Tensor) else t for _, _, leaves, _ in flat for t in leaves)
         met = frozenset(taint.met) - taint.of(module.parameters())
-        return _Kind(out_tree, specs, tuple(value.leaf for value in changed), met, taint.flops, taint.elements)
+        return _Kind(parts, specs, tuple(value.leaf for value in changed), met, taint.flops, taint.elements)
 
 
 def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | None:
@@ -261,7 +268,3 @@ def untouched(model: nn.Module) -> Iterator[None]:
             for key, content in inner.items():
                 module.__dict__[key].clear()
                 module.__dict__[key].update(content)
-
-
-def _cuda(device: torch.device) -> list[torch.device]:
-    return [device] if device.type == "cuda" else []

@@ -39,12 +39,14 @@ def gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.stack(gathered).cpu()
 
 
-def agree(group: dist.ProcessGroup, batch: Batch | None, mode: tuple[bool, bool, bool]) -> None:
+def agree(group: dist.ProcessGroup, batch: Batch | None, mode: tuple[bool, bool, bool]) -> int:
     """Compare this step over the ranks of `group`; every rank raises BatchError if they differ.
 
     `batch` is None on a rank that could get none; `mode` is (backward too, outputs wanted, model in training mode).
+    Returns the seed of the first rank's generator, by which all of them draw random numbers in this step.
     """
-    mine = [0, 0, 0, *mode] if batch is None else [1, digest(batch), batch.rows, *mode]
+    seed = torch.initial_seed() % 2**63
+    mine = [0, 0, 0, *mode, seed] if batch is None else [1, digest(batch), batch.rows, *mode, seed]
     ranks = gather(torch.tensor(mine), group).tolist()
     without = [r for r, (has, *_) in enumerate(ranks) if not has]
     if without:
@@ -52,16 +54,17 @@ def agree(group: dist.ProcessGroup, batch: Batch | None, mode: tuple[bool, bool,
             f"stage{'s' if len(without) > 1 else ''} {without} of {len(ranks)} got no usable batch from the data "
             "iterator (the reason is in the error there); no stage ran this step"
         )
-    if len({tuple(rank) for rank in ranks}) > 1:
+    if len({tuple(rank[:-1]) for rank in ranks}) > 1:
         table = "; ".join(
             f"stage {r}: {rows} samples (digest {number:014x}), {'training step' if train else 'forward only'}, "
             f"return_outputs={bool(outputs)}, model.{'train' if training else 'eval'}()"
-            for r, (_, number, rows, train, outputs, training) in enumerate(ranks)
+            for r, (_, number, rows, train, outputs, training, _) in enumerate(ranks)
         )
         raise BatchError(
             f"the stages of one pipeline must read the same batch in the same mode, but {table}. Give every rank the "
             "same data in the same order: plugin.prepare_dataloader(dataset, batch_size, shuffle, seed) does"
         )
+    return ranks[0][-1]
 
 
 def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor | None:

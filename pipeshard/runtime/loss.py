@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_unflatten
 
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.model.batch import Batch
-from pipeshard.model.dataflow import Dataflow
+from pipeshard.model.dataflow import Dataflow, answer
 from pipeshard.model.shapes import TensorSpec
 from pipeshard.model.trace import trace
 from pipeshard.model.tracer import Criterion, loss_of
@@ -116,8 +115,10 @@ class _Trial:
         self.results = []
         for call, part in zip(whole.calls, half.calls, strict=True):
             leaves = [_random(leaf, generator, device) for leaf in call.leaves]
+            own = call.parts[0].tree.num_leaves
+            leaves[own:] = [torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves[own:]]
             shapes = [leaf.shape if isinstance(leaf, TensorSpec) else () for leaf in part.leaves]
-            self.results.append((leaves, shapes, call.tree))
+            self.results.append((leaves, shapes, call.parts))
 
     def losses(self, batch: Batch) -> tuple[Tensor, list[Tensor]] | None:
         """The loss of the batch and those of its halves; None if the loss does not take its labels."""
@@ -131,11 +132,12 @@ class _Trial:
     def _loss(self, batch: Batch, half: int | None) -> Tensor:
         results = iter(self.results)
 
-        def answer(*call: Any) -> Any:
-            leaves, shapes, tree = next(results)
-            return tree_unflatten([_part(leaf, shape, half) for leaf, shape in zip(leaves, shapes)], tree)
+        def give(unit: str, *call: Any) -> Any:
+            leaves, shapes, parts = next(results)
+            halves = [_half(leaf, shape, half) for leaf, shape in zip(leaves, shapes)]
+            return answer(self.units[unit], parts, halves)
 
-        with torch.no_grad(), handled(self.units, answer):
+        with torch.no_grad(), handled(self.units, give):
             loss = loss_of(batch.call(self.model), self.criterion, batch)
         return torch.tensor(float("nan")) if loss is None else loss
 
@@ -148,7 +150,7 @@ def _random(leaf: Any, generator: torch.Generator, device: torch.device) -> Any:
     return (4 * torch.randn(leaf.shape, generator=generator)).to(device, leaf.dtype)  # samples' losses differ much
 
 
-def _part(leaf: Any, shape: tuple[int, ...], half: int | None) -> Any:
+def _half(leaf: Any, shape: tuple[int, ...], half: int | None) -> Any:
     """What of a unit's result belongs to one half of the samples: a half of each dimension that grows with them."""
     if not isinstance(leaf, Tensor):
         return leaf

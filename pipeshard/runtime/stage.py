@@ -65,6 +65,7 @@ class Stage:
         if self.train:
             for value in route.enters.gradients:
                 received[value].requires_grad_()
+        self.replay.randomness.microbatch(i)
         output, made = self.replay.run(route, microbatch.deltas, received, lambda: microbatch.batch.call(self.model))
         loss = self._loss(output, microbatch) if self.is_last else None
         if self.train:

@@ -1,0 +1,51 @@
+"""Randomness: random numbers that do not depend on which stage draws them."""
+
+import hashlib
+import random
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+class Randomness:
+    """Seeds all generators by (seed, step, microbatch, place in the forward), so that a mask is the same for every p.
+
+    A place is a unit call, or the glue before one: each stage that runs it draws what the unsplit model would. Torch,
+    `random` and numpy are seeded alike, because models draw from all three (dropout, layerdrop, masked features).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.generators = [torch.default_generator]
+        if device.type == "cuda":
+            self.generators.append(torch.cuda.default_generators[device.index])
+        self._key = (0, 0, 0)
+
+    @contextmanager
+    def step(self, seed: int, step: int) -> Iterator[None]:
+        """Inside, forwards draw the numbers of this step; afterwards the user's generators are as they were."""
+        states = [generator.get_state() for generator in self.generators]
+        python, numpy = random.getstate(), np.random.get_state()
+        self._key = (seed, step, 0)
+        try:
+            yield
+        finally:
+            for generator, state in zip(self.generators, states, strict=True):
+                generator.set_state(state)
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+    def microbatch(self, i: int) -> None:
+        """The next places are of microbatch i."""
+        self._key = (*self._key[:2], i)
+
+    def at(self, place: int) -> None:
+        """What is drawn from now on belongs to this place."""
+        key = struct.pack("<4q", *self._key, place)
+        number = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
+        for generator in self.generators:
+            generator.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number)

@@ -1,0 +1,74 @@
+"""Dropout does not depend on the number of stages, with activation recompute or without."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import Split
+
+STEPS = 3
+
+
+def losses(name: str, recompute: str, seed: int = 0) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of three steps with dropout 0.1, and this stage's gradients of the last one."""
+    model = with_dropout(zoo.build(name))
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})  # type: ignore[operator]
+    split = Split(model, dist.get_world_size(), zoo.batch(name), num_microbatches=3)
+    torch.manual_seed(seed if dist.get_rank() == 0 else 1000 + dist.get_rank())  # the first rank's counts
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
+    found = []
+    for step in range(STEPS):
+        split.optimizer.zero_grad()
+        found.append(float(split.backward(zoo.batch(name, seed=step))["loss"]))
+        split.evaluate(zoo.batch(name))  # draws nothing that the next step would
+        if step < STEPS - 1:
+            split.optimizer.step()
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+    assert before[2] == np.random.get_state()[2]
+    return found, {key: p.grad.clone() for key, p in split.held.items() if p.grad is not None}
+
+
+def with_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+        for attribute in ("attention_dropout", "dropout", "dropout_prob", "hidden_dropout"):
+            if isinstance(getattr(module, attribute, None), float):
+                setattr(module, attribute, 0.1)
+    return model
+
+
+@pytest.mark.parametrize("recompute", ["", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_dropout_is_the_same_for_every_number_of_stages(pool: Pool, name: str, recompute: str) -> None:
+    expected, whole = pool.run(losses, 1, name, recompute)[0]
+    plain, _ = pool.run(losses, 1, name, "")[0]
+    assert expected == pytest.approx(plain, rel=1e-6), "recomputing changes the masks"
+    for p in (2, 4):
+        for found, gradients in pool.run(losses, p, name, recompute):
+            assert found == expected if name != "t5" else found == pytest.approx(expected, rel=1e-6)
+            for key, gradient in gradients.items():
+                assert (gradient - whole[key]).norm() <= 1e-5 * whole[key].norm() + 1e-8, (key, p)
+
+
+def test_dropout_follows_the_seed_and_the_step(pool: Pool) -> None:
+    first, other = (pool.run(losses, 2, "gpt2", "", seed)[0][0] for seed in (0, 1))
+    assert first != other
+    same_batch = pool.run(repeated, 2)[0]
+    assert len(set(same_batch)) == STEPS
+
+
+def repeated() -> list[float]:
+    split = Split(with_dropout(zoo.build("gpt2")), 2, zoo.batch("gpt2"), num_microbatches=2)
+    data: Any = zoo.batch("gpt2")
+    return [float(split.backward(data)["loss"]) for _ in range(STEPS)]
