@@ -13,10 +13,12 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from pipeshard.errors import BatchError, UsageError
 from pipeshard.model.batch import Batch
+from pipeshard.model.media import read_batch
 from pipeshard.model.policy import find_policy
 from pipeshard.model.sharder import Sharder, is_released
 from pipeshard.model.trace import trace
 from pipeshard.model.tracer import Criterion, without_cache
+from pipeshard.model.units import containers, recomputes
 from pipeshard.runtime.agreement import agree, gather, share_scalar
 from pipeshard.runtime.gradients import Tie, TieSync
 from pipeshard.runtime.interpreter import Interpreter
@@ -49,6 +51,7 @@ class Pipeline:
         scale = next(iter(sample.tensors.values())).numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1])
         policy = plugin.policy or find_policy(model)
         self.policy = policy(model, flow, self.rank, self.num_stages, plugin.partition, scale, self.device)
+        self.containers = containers(model, self.policy.units)
         self.planner = StepPlanner(model, self.policy)
         self.planner.remember(flow, criterion)
         shared = Sharder(model, self.policy, self.device).shard()
@@ -73,6 +76,7 @@ class Pipeline:
     ) -> dict[str, Any]:
         """One batch, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
         criterion = criterion if criterion is not None else self.criterion
+        self._refuse_recomputed_containers()
         batch, seed = self._next(data_iter, (train, return_outputs, self.model.training))
         with self.policy.replay.randomness.step(seed, self.steps):
             return self._run(batch, criterion, train, return_loss, return_outputs, synchronize)
@@ -122,6 +126,15 @@ class Pipeline:
         make = make_program(self.plugin.schedule, self.num_stages, num_microbatches)
         return add_communication(make if train else forward_only(self.num_stages, num_microbatches))
 
+    def _refuse_recomputed_containers(self) -> None:
+        whole = next(filter(recomputes, self.containers), None)
+        if whole is not None:
+            name = next(name for name, module in self.model.named_modules() if module is whole)
+            raise UsageError(
+                f"{name} ({type(whole).__name__}) recomputes its forward, which was cut into units when the model was "
+                "boosted: call model.gradient_checkpointing_enable() before booster.boost"
+            )
+
     def _next(self, data_iter: Iterator[Any], mode: tuple[bool, bool, bool]) -> tuple[Batch, int]:
         """The next batch, compared over the ranks (all of them raise if one has none, or another one), and a seed."""
         failure: Exception | None = None
@@ -135,7 +148,7 @@ class Pipeline:
         except BatchError as disagreement:
             raise (failure or disagreement) from None
         assert batch is not None
-        return batch.to(self.device), seed
+        return batch, seed
 
     def _read(self, data_iter: Iterator[Any]) -> Batch:
         if not hasattr(data_iter, "__next__"):
@@ -150,7 +163,7 @@ class Pipeline:
                 "the data iterator is empty: make a new one, iter(dataloader), for every epoch, and call "
                 "execute_pipeline len(dataloader) times"
             ) from None
-        return Batch.of(data, getattr(self.model, "main_input_name", None))
+        return read_batch(self.model, data)
 
     def _ties(self, shared: Sequence[dict[int, nn.Parameter]]) -> list[Tie]:
         """Groups are made by all ranks, for every tie, in one order."""

@@ -18,6 +18,7 @@ from pipeshard.checkpoint.io import PipelineCheckpointIO
 from pipeshard.errors import BatchError, ConfigurationError, UsageError
 from pipeshard.mesh import ProcessGroupMesh
 from pipeshard.model.batch import Batch
+from pipeshard.model.media import read_batch
 from pipeshard.model.policy import Policy
 from pipeshard.model.tracer import Criterion
 from pipeshard.pipeline import Pipeline, PipelineModel
@@ -176,7 +177,7 @@ class PipelinePlugin(PipelinePluginBase):
         data = self.dry_run_input
         if data is None and dataloader is not None:
             data = _first_samples(dataloader)
-        return Batch.of(_made_up(model) if data is None else data, getattr(model, "main_input_name", None))
+        return read_batch(model, _made_up(model) if data is None else data)
 
 
 def _check_sizes(pp_size: int, num_microbatches: int | None, microbatch_size: int | None) -> None:

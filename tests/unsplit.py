@@ -9,7 +9,7 @@ from colossalai.booster import Booster
 from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin
-from pipeshard.model.batch import Batch
+from pipeshard.model.media import read_batch
 from pipeshard.model.sharder import is_released
 
 LEARNING_RATE = 1e-3
@@ -32,7 +32,7 @@ class Unsplit:
 
     def backward_in_parts(self, data: Any, **split: int) -> Tensor:
         """The order of sums of a pipeline: each microbatch's mean loss, weighed by its share of the valid labels."""
-        parts = Batch.of(data).split(**split)
+        parts = read_batch(self.model, data).split(**split)
         counts = [valid_labels(self.model, part.tensors["labels"]) for part in parts]
         total: Tensor | None = None
         for part, count in zip(parts, counts, strict=True):

@@ -1,8 +1,8 @@
 """Batch: what a model is called with, and how it is cut into microbatches."""
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -17,8 +17,9 @@ class Batch:
     """One batch as a flat list of leaves.
 
     `data` is what the model takes: a mapping is passed as keyword arguments, a tuple or list as positional ones, a
-    tensor alone. `rows` is the number of samples; `row_dims[k]` is the dimension of leaf k that counts them, or None
-    for a leaf every microbatch gets whole (a scalar, a (1, 1, s, s) mask, ...).
+    alone. `rows` is the number of samples; `row_dims[k]` is the dimension of leaf k that counts them, or None
+    for a leaf every microbatch gets whole (a scalar, a (1, 1, s, s) mask, ...). `owners` has, for leaves by path whose
+    dimension 0 counts something else, how many of its entries each sample has, () if that is not known.
     """
 
     leaves: tuple[Any, ...]
@@ -26,6 +27,7 @@ class Batch:
     tree: Any
     rows: int
     row_dims: tuple[int | None, ...]
+    owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, data: Any, main_input: str | None = None) -> Self:
@@ -73,14 +75,19 @@ class Batch:
             for path, leaf, dim in zip(self.paths, self.leaves, self.row_dims, strict=True)
         ]
         new = [leaf.shape[dim] for leaf, dim in zip(leaves, self.row_dims, strict=True) if dim is not None]
-        return type(self)(tuple(leaves), self.paths, self.tree, new[0], self.row_dims)
+        return replace(self, leaves=tuple(leaves), rows=new[0])
+
+    def owned(self, owners: Mapping[str, tuple[int, ...]]) -> Self:
+        """The same, where dimension 0 of some leaves counts what `owners` says."""
+        dims = tuple(None if path in owners else dim for path, dim in zip(self.paths, self.row_dims, strict=True))
+        return replace(self, row_dims=dims, owners=owners)
 
     def to(self, device: torch.device) -> Self:
         return self.map(lambda path, leaf, dim: leaf.to(device, non_blocking=True))
 
     def take(self, rows: Tensor) -> Self:
         """The samples with these indices (int64)."""
-        return self.map(lambda path, leaf, dim: leaf if dim is None else leaf.index_select(dim, rows.to(leaf.device)))
+        return self._pick(rows.tolist(), lambda leaf, dim, at: leaf.index_select(dim, torch.tensor(at).to(leaf.device)))
 
     def split(self, num_microbatches: int | None = None, microbatch_size: int | None = None) -> list[Self]:
         """Cut along the samples, in order, into views.
@@ -98,7 +105,31 @@ class Batch:
         return [self._narrow(start, end - start) for start, end in itertools.pairwise(edges)]
 
     def _narrow(self, start: int, length: int) -> Self:
-        return self.map(lambda path, leaf, dim: leaf if dim is None else leaf.narrow(dim, start, length))
+        if length == self.rows:
+            return self
+        rows = range(start, start + length)
+        return self._pick(rows, lambda leaf, dim, at: leaf.narrow(dim, at[0] if at else 0, len(at)))
+
+    def _pick(self, rows: Sequence[int], select: Callable[[Tensor, int, list[int]], Tensor]) -> Self:
+        """These samples, `select(leaf, dimension, indices)` taking what belongs to them."""
+
+        def pick(path: str, leaf: Tensor, dim: int | None) -> Tensor:
+            owners = self.owners.get(path)
+            if owners is not None:
+                return select(leaf, 0, [entry for row in rows for entry in self._entries(path, owners, row)])
+            return leaf if dim is None else select(leaf, dim, list(rows))
+
+        owners = {path: tuple(own[row] for row in rows) for path, own in self.owners.items() if own}
+        return replace(self.map(pick), owners=owners)
+
+    def _entries(self, path: str, owners: tuple[int, ...], row: int) -> range:
+        if not owners:
+            raise BatchError(
+                f"{path} has {self.tensors[path].shape[0]} entries for {self.rows} samples, and the placeholder tokens "
+                "in input_ids do not tell which belong to which: use one microbatch, or give every sample as many"
+            )
+        first = sum(owners[:row])
+        return range(first, first + owners[row])
 
 
 def _name(path: tuple[Any, ...]) -> str:

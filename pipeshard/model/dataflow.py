@@ -8,16 +8,18 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from pipeshard.model.shapes import Axes, TensorSpec
-from pipeshard.model.taint import Hidden, Tag, Used, Value
+from pipeshard.model.taint import Hidden, Input, Tag, Used, Value
 from pipeshard.model.units import tell
 
 
 @dataclass(frozen=True)
 class Use:
-    """What something depends on: unit results, parameters glue reads itself, calls whose hidden state it sees."""
+    """What something depends on: unit results, parameters glue reads itself, leaves of the batch, and calls whose
+    hidden state it sees."""
 
     values: frozenset[Value] = frozenset()
     parameters: frozenset[str] = frozenset()
+    inputs: frozenset[str] = frozenset()
     hidden: frozenset[int] = frozenset()
 
     @classmethod
@@ -25,6 +27,7 @@ class Use:
         return cls(
             frozenset(tag for tag in tags if isinstance(tag, Value)),
             frozenset(tag.name for tag in tags if isinstance(tag, Used)),
+            frozenset(tag.path for tag in tags if isinstance(tag, Input)),
             frozenset(tag.call for tag in tags if isinstance(tag, Hidden)),
         )
 
@@ -68,7 +71,8 @@ class Dataflow:
     """The unit calls of one forward in their order, and what the loss and the outputs need of them.
 
     `outputs` are the tensor leaves of the model's output: (path, use, spec). `written` are values that are changed
-    in place after they were made. `decisions` are lines of glue that decide in Python on an activation.
+    in place after they were made. `decisions` are lines of glue that decide in Python on an activation, `consulted`
+    the leaves of the batch it decides on, or writes to.
     """
 
     calls: tuple[Call, ...]
@@ -76,11 +80,16 @@ class Dataflow:
     outputs: tuple[tuple[str, Use, TensorSpec], ...]
     written: frozenset[Value]
     decisions: tuple[str, ...]
+    consulted: frozenset[str]
     axes: Axes
 
     def spec(self, value: Value) -> TensorSpec:
         spec: TensorSpec = self.calls[value.call].leaves[value.leaf]
         return spec
+
+    def is_aside(self, value: Value) -> bool:
+        """Whether hooks inside its unit take the value away, rather than its result."""
+        return value.leaf >= self.calls[value.call].parts[0].tree.num_leaves
 
     def needed(self, outputs: bool = False) -> Use:
         """What the last stage needs: for the loss, and for every output where asked for or where there is no loss."""
@@ -89,5 +98,6 @@ class Dataflow:
         return Use(
             frozenset().union(*(use.values for use in uses)),
             frozenset().union(*(use.parameters for use in uses)),
+            frozenset().union(*(use.inputs for use in uses)),
             frozenset().union(*(use.hidden for use in uses)),
         )

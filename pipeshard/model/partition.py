@@ -22,18 +22,23 @@ class Partition:
 
     num_stages: int
     stages: Mapping[tuple[str, int], int]
+    calls: Mapping[str, int]
 
     @classmethod
     def of(cls, flow: Dataflow, counts: Sequence[int]) -> Self:
         """The first counts[0] calls of `flow` on stage 0, the next counts[1] on stage 1, ..."""
         stages = itertools.chain.from_iterable([stage] * count for stage, count in enumerate(counts))
-        return cls(len(counts), dict(zip(_occurrences(flow), stages, strict=True)))
+        calls = Counter(call.unit for call in flow.calls)
+        return cls(len(counts), dict(zip(_occurrences(flow), stages, strict=True)), calls)
 
     def of_calls(self, flow: Dataflow) -> tuple[int, ...]:
-        """The stage of each call of `flow`; raises TraceError if it does not run the units in the planned order."""
-        keys = _occurrences(flow)
-        unknown = [unit for unit, k in keys if (unit, k) not in self.stages]
-        stages = tuple(self.stages.get(key, 0) for key in keys)
+        """The stage of each call of `flow`; a unit that is called more often than planned runs where it last did.
+
+        Raises TraceError if `flow` does not run the units in the planned order.
+        """
+        known = [(unit, min(k, self.calls.get(unit, 0) - 1)) for unit, k in _occurrences(flow)]
+        unknown = [unit for unit, k in known if k < 0]
+        stages = tuple(self.stages.get(key, 0) for key in known)
         if unknown or list(stages) != sorted(stages):
             what = (
                 f"calls {unknown[0]}, which the model was not partitioned by" if unknown else "calls units out of order"

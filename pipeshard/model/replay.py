@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipeshard.errors import TraceError, UsageError
+from pipeshard.model.batch import Batch
 from pipeshard.model.dataflow import Dataflow, Part, answer
 from pipeshard.model.partition import Boundary
 from pipeshard.model.randomness import Randomness
@@ -42,16 +43,20 @@ class Step:
 
 @dataclass(frozen=True)
 class Route:
-    """One stage's way through one Dataflow: a step per unit call, and after which one the stage is done."""
+    """One stage's way through one Dataflow: a step per unit call, after which one the stage is done, and the leaves of
+    the batch whose values it needs."""
 
     steps: tuple[Step, ...]
     stop: int | None
     enters: Boundary
     leaves: Boundary
+    inputs: frozenset[str]
     flow: Dataflow
 
     @classmethod
-    def of(cls, flow: Dataflow, stages: Sequence[int], stage: int, crossing: Sequence[Boundary]) -> Self:
+    def of(
+        cls, flow: Dataflow, stages: Sequence[int], stage: int, crossing: Sequence[Boundary], outputs: bool = False
+    ) -> Self:
         nothing = Boundary((), ())
         enters, leaves = crossing[stage], crossing[stage + 1] if stage + 1 < len(crossing) else nothing
         received, leaving = set(enters.values), set(leaves.values)
@@ -66,7 +71,20 @@ class Route:
             steps.append(Step(call.unit, held, call.parts, result, keeps, frozenset(makers - {""})))
         is_last = stage == len(crossing) - 1
         stop = None if is_last else max(k + 1 for k, step in enumerate(steps) if step.held)
-        return cls(tuple(steps), stop, enters, leaves, flow)
+        uses = [call.reads for call, s in zip(flow.calls, stages, strict=True) if s == stage]
+        uses += [flow.needed(outputs)] if is_last else []
+        inputs = flow.consulted.union(*(use.inputs for use in uses))
+        return cls(tuple(steps), stop, enters, leaves, inputs, flow)
+
+    def feed(self, batch: Batch, device: torch.device) -> Batch:
+        """The batch on the stage's device; of images and the like that it does not need, only the shape is there."""
+
+        def place(path: str, leaf: Tensor, dim: int | None) -> Tensor:
+            if path in self.inputs or not leaf.is_floating_point():
+                return leaf.to(device, non_blocking=True)
+            return torch.full((), float("nan"), dtype=leaf.dtype, device=device).expand(leaf.shape)
+
+        return batch.map(place)
 
 
 @dataclass

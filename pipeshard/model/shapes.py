@@ -118,6 +118,8 @@ class Axes:
 
     def resized(self, batch: Batch, group: int, delta: int) -> Batch:
         """`batch` with one group longer (its last slice repeated) or shorter by `delta`."""
+        if group == 0:
+            return batch.take(torch.arange(batch.rows + delta).clamp_(max=batch.rows - 1))
         members: dict[str, list[int]] = {}
         for path, axis in self.groups[group]:
             members.setdefault(path, []).append(axis)

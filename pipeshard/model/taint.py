@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
@@ -25,13 +26,19 @@ class Used(NamedTuple):
     name: str
 
 
+class Input(NamedTuple):
+    """A leaf of the batch."""
+
+    path: str
+
+
 class Hidden(NamedTuple):
     """Something made inside unit call `call` that left it other than by its result."""
 
     call: int
 
 
-Tag = Value | Used | Hidden
+Tag = Value | Used | Input | Hidden
 NOTHING: frozenset[Tag] = frozenset()
 
 aten = torch.ops.aten
@@ -57,6 +64,7 @@ class Taint(TorchDispatchMode):
         self.homes: dict[int, Value] = {}  # storages that *are* a value, not only computed from it
         self.written: set[Value] = set()
         self.decisions: dict[str, None] = {}
+        self.consulted: set[str] = set()  # inputs whose values Python saw
         self.met: set[Tag] = set()
         self.flops = self.elements = 0
         self._alive: list[Any] = []  # storages: a freed one's address would be used again
@@ -80,8 +88,8 @@ class Taint(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = list(_tensors((*args, *kwargs.values())))
         tags = self.of(inputs)
-        if tags and self.inside is None and _decides(func, args, self):
-            self.decisions[_where()] = None
+        if tags and _decides(func, args, self):
+            self.decide(tags)
         result = self._run(func, args, kwargs, inputs)
         outputs = list(_tensors(result if isinstance(result, tuple | list) else (result,)))
         if self.inside is not None:
@@ -94,6 +102,14 @@ class Taint(TorchDispatchMode):
             for target in _mutated(func, args, kwargs):
                 self.write(target, tags)
         return result
+
+    def decide(self, tags: frozenset[Tag]) -> None:
+        """Python, or a shape, depends on values with these tags; inside a unit that is the unit's own affair."""
+        if self.inside is not None:
+            return
+        self.consulted |= {tag.path for tag in tags if isinstance(tag, Input)}
+        if any(not isinstance(tag, Input) for tag in tags):
+            self.decisions[_where()] = None
 
     def write(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
         """A tensor is changed in place by something with these tags."""
@@ -126,6 +142,21 @@ class Taint(TorchDispatchMode):
         if all(on_meta) and (device is None or torch.device(device).type == "meta"):
             return result  # still nothing but a parameter or a buffer seen another way
         return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=self.device), result)
+
+
+class Reading(TorchFunctionMode):
+    """Tells a Taint when Python reads a tensor past all operators: `tolist`, `numpy`, `np.asarray`."""
+
+    READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
+
+    def __init__(self, taint: Taint) -> None:
+        super().__init__()
+        self.taint = taint
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.READERS and (tags := self.taint.of(args[:1])):
+            self.taint.decide(tags)
+        return func(*args, **(kwargs or {}))
 
 
 def _key(tensor: Tensor) -> int:

@@ -11,9 +11,11 @@ from torch import nn
 from pipeshard.errors import TraceError
 from pipeshard.model.batch import Batch
 from pipeshard.model.dataflow import Dataflow
+from pipeshard.model.media import read_batch
 from pipeshard.model.shapes import Axes, TensorSpec
 from pipeshard.model.tracer import Criterion, Tracer, untouched
 
+FAR = 29  # how much longer a batch is that shapes are verified with
 ROWS, LENGTH = 2, 8  # a trace runs on this many samples, and on no more positions where the model allows
 
 
@@ -26,7 +28,7 @@ def trace(model: nn.Module, batch: Any, criterion: Criterion | None = None, exac
     with `exact` it is run once, on the batch as it is, and holds for its sizes alone. Works for a model on meta.
     Raises TraceError naming the unit or the line that fails.
     """
-    sample = batch if isinstance(batch, Batch) else Batch.of(batch, getattr(model, "main_input_name", None))
+    sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
     encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     if exact:
         with untouched(model):
@@ -63,7 +65,7 @@ def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes) -> Dat
     slopes = [tuple(zip(*column, strict=True)) for column in zip(*columns, strict=True)] if columns else []
     general = _with_slopes(replace(flow, axes=axes), slopes)
     choices = (general, _pinned(general, 1))
-    return next((choice for choice in choices if _holds(tracer, flow, choice, batch)), _pinned(general, 0))
+    return next((choice for choice in choices if _verified(tracer, flow, choice, batch)), _pinned(general, 0))
 
 
 def _pinned(flow: Dataflow, keep: int) -> Dataflow:
@@ -71,15 +73,22 @@ def _pinned(flow: Dataflow, keep: int) -> Dataflow:
     return replace(flow, axes=flow.axes.pin(set(range(keep, len(flow.axes.sizes)))))
 
 
-def _holds(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch) -> bool:
-    """Whether a run on a batch with every free size changed has the shapes that `general` says."""
+def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch) -> bool:
+    """Whether `general` holds with every free size a little larger, and much larger where the model runs so: sizes
+    that are rounded (to windows, by strides) look constant from close by."""
+    near = _holds(tracer, flow, general, batch, 2)
+    return bool(near) and (len(general.axes.sizes) < 2 or _holds(tracer, flow, general, batch, FAR) is not False)
+
+
+def _holds(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, growth: int) -> bool | None:
+    """Whether a run on a larger batch has the shapes that `general` says; None if it does not run."""
     axes = general.axes
     for group in range(len(axes.sizes)):
-        batch = axes.resized(batch, group, 2 + group)
+        batch = axes.resized(batch, group, growth + group if group else 2)
     try:
         real, deltas = tracer.run(batch), axes.deltas(batch)
     except TraceError:
-        return False
+        return None
     if deltas is None or not _same_path(flow, real):
         return False
     return all(spec.at(deltas) == now.shape for spec, now in zip(_specs(general), _specs(real), strict=True))

@@ -1,10 +1,13 @@
 """Tracer: runs a model's glue with its units stood in for, and watches what depends on what."""
 
 import contextlib
+import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import stateless
@@ -16,9 +19,10 @@ from pipeshard.model.batch import Batch
 from pipeshard.model.dataflow import Call, Dataflow, Part, Use, answer
 from pipeshard.model.randomness import Randomness
 from pipeshard.model.shapes import Axes, TensorSpec
-from pipeshard.model.taint import Hidden, Tag, Taint, Used, Value
+from pipeshard.model.taint import Hidden, Input, Reading, Tag, Taint, Used, Value
 from pipeshard.model.units import Listening, find_units, handled, listened
 
+PLACE = re.compile(r"(^|_)(idx|id|index|number)$")  # attributes that only say which of many layers this is
 Criterion = Callable[[Any, Any], Tensor]
 
 
@@ -63,11 +67,15 @@ class Tracer:
         self.calls: list[Call] = []
         for name, parameter in self.model.named_parameters():
             self.taint.mark(parameter, frozenset({Used(name)}))
+        for path, leaf in batch.tensors.items():
+            self.taint.mark(leaf, self.taint.of([leaf]) | {Input(path)})
+        versions = {path: leaf._version for path, leaf in batch.tensors.items()}
         with contextlib.ExitStack() as stack:
             stack.enter_context(Randomness(self.device).step(0, 0))
             stack.enter_context(handled(self.units, self._answer))
             stack.enter_context(torch.enable_grad())  # whether a result requires grad is part of it
             stack.enter_context(self.taint)
+            stack.enter_context(Reading(self.taint))
             try:
                 output = batch.call(self.model)
             except (_SeenOutside, TraceError):
@@ -90,8 +98,10 @@ class Tracer:
         used = None if loss is None else self._use(self.taint.of([loss]))
         for _, use, _ in outputs:
             self._use(frozenset(Hidden(call) for call in use.hidden))
+        changed = {path for path, leaf in batch.tensors.items() if leaf._version != versions[path]}
         written, decisions = frozenset(self.taint.written), tuple(self.taint.decisions)
-        return Dataflow(tuple(self.calls), used, outputs, written, decisions, Axes((), (), (), ()))
+        consulted = frozenset(self.taint.consulted | changed)
+        return Dataflow(tuple(self.calls), used, outputs, written, decisions, consulted, Axes((), (), (), ()))
 
     def _use(self, tags: frozenset[Tag]) -> Use:
         use = Use.of(tags)
@@ -145,7 +155,7 @@ class Tracer:
     ) -> _Kind:
         taint, module = self.taint, self.units[unit]
         with _disable_current_modes():
-            inputs = [stand_in(TensorSpec.of(t), device) if isinstance(t, Tensor) else t for t in leaves]
+            inputs = [_copy(t, device) if isinstance(t, Tensor) else t for t in leaves]
             own = _blank_state(module, device)
         # While inside, a home says which input a storage is: what is written there is written to that input.
         positions = {t.untyped_storage()._cdata: Value(-1, k) for k, t in enumerate(inputs) if isinstance(t, Tensor)}
@@ -193,9 +203,15 @@ def _kind_name(module: nn.Module) -> Any:
         (name, key, value)
         for name, child in module.named_modules()
         for key, value in child.__dict__.items()
-        if isinstance(value, bool | str)
+        if _is_setting(value) and not PLACE.search(key)
     )
     return type(module), tuple((name, tuple(t.shape), t.dtype, is_trainable(t)) for name, t in tensors), flags
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_setting, value))
+    return isinstance(value, bool | int | str)
 
 
 def _describe(leaf: Any) -> Any:
@@ -209,14 +225,29 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
+        return _zeros(spec, device)
+
+
+def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
+    """Zeros whose memory the system gives only where glue touches it: those of a large model are mostly passed on."""
+    if device.type != "cpu" or 0 in spec.shape:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+    untouched = torch.from_numpy(np.zeros(math.prod(spec.shape) * spec.dtype.itemsize, dtype=np.uint8))
+    return torch.empty(0, dtype=spec.dtype).set_(untouched.untyped_storage()).resize_(spec.shape)
 
 
 def stand_in(spec: TensorSpec, device: torch.device) -> Tensor:
     """Zeros of this kind."""
     if spec.requires_grad:
         return _StandIn.apply(torch.zeros((), requires_grad=True), spec, device)
-    return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+    return _zeros(spec, device)
+
+
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same kind of tensor there, with its values: masks and positions that no unit made have their true ones."""
+    copy = stand_in(TensorSpec.of(tensor), device)
+    copy.data.copy_(tensor)
+    return copy
 
 
 def _blank_state(module: nn.Module, device: torch.device) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from pipeshard.errors import TraceError
@@ -15,48 +16,67 @@ Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], A
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
-    """The units of `model` by name, in the order of registration.
+    """The units of `model` by name, in the order of registration; those of a model that was cut stay what they were.
 
-    A unit is a member of an outermost `nn.ModuleList` of modules with parameters, or any other child with parameters
-    of the modules around those lists. A module reached under several names counts once, under its first name.
+    A unit is a member of an `nn.ModuleList`, or any other child with parameters of the modules around such lists. A
+    member that is a list itself is cut into its members, and so is a stage of a hierarchy (swin, resnet), unless it is
+    recomputed as a whole. A module reached under several names counts once, under its first name.
     """
-    lists = _outermost_lists(model)
-    containers = {prefix for name in lists for prefix in _ancestors(name)} | {""}
+    forwards = [(module, module.__dict__.get("forward")) for module in model.modules()]
+    if cut := {forward.name: module for module, forward in forwards if isinstance(forward, Interception)}:
+        return cut
     units: dict[str, nn.Module] = {}
     seen: set[nn.Module] = set()
 
-    def add(name: str, module: nn.Module) -> None:
-        if module not in seen and _has_parameters(module):
-            seen.add(module)
-            units[name] = module
-
-    def walk(prefix: str, module: nn.Module) -> None:
+    def walk(prefix: str, module: nn.Module, in_hierarchy: bool = False) -> None:
+        """Look at the children of a module that is not a unit, `in_hierarchy` at those of one stage of several."""
+        is_list = isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and in_hierarchy)
+        stages = isinstance(module, nn.ModuleList) and _is_hierarchy(module)
         for child_name, child in module.named_children():
             name = f"{prefix}.{child_name}" if prefix else child_name
-            if name in lists:
-                for member_name, member in child.named_children():
-                    add(f"{name}.{member_name}", member)
-            elif name in containers:
-                walk(name, child)
-            else:
-                add(name, child)
+            if stages:
+                walk(name, child, in_hierarchy=True)
+            elif _is_layers(child) if is_list or in_hierarchy else _has_layers(child):
+                walk(name, child, in_hierarchy)
+            elif child not in seen and _has_parameters(child):
+                seen.add(child)
+                units[name] = child
 
     walk("", model)
     return units
 
 
-def _outermost_lists(model: nn.Module) -> set[str]:
-    outermost: set[str] = set()
-    for name, module in model.named_modules():  # parents come before their children
-        inside = any(ancestor in outermost for ancestor in _ancestors(name))
-        if isinstance(module, nn.ModuleList) and not inside and any(map(_has_parameters, module)):
-            outermost.add(name)
-    return outermost
+def containers(model: nn.Module, units: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """The modules around the units, whose own forward is glue."""
+    inside = {child for unit in units.values() for child in unit.modules()}
+    return [module for module in model.modules() if module not in inside]
 
 
-def _ancestors(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:depth]) for depth in range(len(parts))]
+def recomputes(module: nn.Module) -> bool:
+    """Whether transformers' activation checkpointing drops and recomputes this very module."""
+    layer = any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+    return layer and bool(getattr(module, "gradient_checkpointing", False))
+
+
+def _has_layers(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.ModuleList) and _is_layers(child) for child in module.modules())
+
+
+def _is_layers(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential) and any(map(_has_parameters, module))
+
+
+def _is_hierarchy(layers: nn.ModuleList) -> bool:
+    """Whether these are stages that differ in size, each with layers of its own."""
+    shapes: dict[str, torch.Size] = {}
+    differ = False
+    for stage in layers:
+        if recomputes(stage) or not any(map(_is_layers, stage.children())) or isinstance(stage, nn.ModuleList):
+            return False
+        own = {name: parameter.shape for name, parameter in stage.named_parameters()}
+        differ = differ or any(shapes.get(name, shape) != shape for name, shape in own.items())
+        shapes.update(own)
+    return differ
 
 
 def _has_parameters(module: nn.Module) -> bool:

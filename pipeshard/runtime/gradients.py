@@ -84,10 +84,11 @@ def grad_norm(
 ) -> Tensor:
     """The norm of all gradients of the model, over all stages, a tie once: by its owner."""
     counted_elsewhere = {tie.parameter for tie in ties if not tie.owned}
-    gradients = [p.grad for p in parameters if p.grad is not None and p not in counted_elsewhere]
-    device = device_of(group)
+    held = list(parameters)
+    gradients = [p.grad for p in held if p.grad is not None and p not in counted_elsewhere]
+    device, dtype = device_of(group), _at_least_fp32(held[0]).dtype if held else torch.float32
     norms = [torch.linalg.vector_norm(_at_least_fp32(g), norm_type).to(device) for g in gradients]
-    norm = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros((), device=device)]), norm_type)
+    norm = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros((), dtype=dtype, device=device)]), norm_type)
     if math.isinf(norm_type):
         dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
         return norm

@@ -64,10 +64,10 @@ def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Cr
     how many are valid; the first rule that gives the whole from the halves is it. Where none does (a loss that is no
     mean or sum over samples), the microbatches' losses are averaged by samples, with a warning.
     """
-    if flow.loss is not None and flow.loss.hidden:
+    if flow.loss is not None and (flow.loss.hidden or any(flow.is_aside(value) for value in flow.loss.values)):
         logger.warning(
-            "the loss of %s uses values that leave units other than by their results (router logits?): that part is "
-            "computed for each microbatch, and averaged like the rest",
+            "the loss of %s has an auxiliary part (router logits?), which is no sum over samples: it is computed for "
+            "each microbatch, as in gradient accumulation, and averaged like the rest",
             type(model).__name__,
         )
     sample, trial = _trial(model, flow, batch, criterion)
@@ -115,7 +115,7 @@ class _Trial:
         self.results = []
         for call, part in zip(whole.calls, half.calls, strict=True):
             leaves = [_random(leaf, generator, device) for leaf in call.leaves]
-            own = call.parts[0].tree.num_leaves
+            own = call.parts[0].tree.num_leaves  # auxiliary losses take what is beside: with zeros they are constant
             leaves[own:] = [torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves[own:]]
             shapes = [leaf.shape if isinstance(leaf, TensorSpec) else () for leaf in part.leaves]
             self.results.append((leaves, shapes, call.parts))

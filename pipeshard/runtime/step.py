@@ -29,7 +29,7 @@ class StepPlanner:
 
     def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
         """Use a Dataflow that was traced already, with the model in the mode it is in."""
-        self._flows.setdefault((criterion, self.model.training), []).append(flow)
+        self._flows.setdefault((criterion, self.model.training, ()), []).append(flow)
 
     def plan(
         self, batches: Sequence[Batch], criterion: Criterion | None, outputs: bool, exact_loss: bool
@@ -39,13 +39,14 @@ class StepPlanner:
         weights = [1.0 / len(batches)] * len(batches)
         if exact_loss and self.policy.stage == self.policy.num_stages - 1:
             weights = self._rule(found[0][0], batches, criterion).weights(batches)
+        routes = [self._route(flow, outputs) for flow, _ in found]
         return [
-            Microbatch(batch, self._route(flow, outputs), deltas, weight)
-            for batch, (flow, deltas), weight in zip(batches, found, weights, strict=True)
+            Microbatch(route.feed(batch, self.policy.replay.device), route, deltas, weight)
+            for batch, route, (_, deltas), weight in zip(batches, routes, found, weights, strict=True)
         ]
 
     def _find(self, batch: Batch, criterion: Criterion | None) -> tuple[Dataflow, tuple[int, ...]]:
-        mode = criterion, self.model.training
+        mode = criterion, self.model.training, _sizes(batch)
         shapes = tuple((path, tensor.shape, tensor.dtype) for path, tensor in batch.tensors.items())
         key = (*mode, shapes, batch.others)
         if key not in self._found:
@@ -59,7 +60,7 @@ class StepPlanner:
         return self._found[key]
 
     def _trace(self, batch: Batch, criterion: Criterion | None) -> tuple[Dataflow, tuple[int, ...]]:
-        flow = trace(self.model, batch, criterion)
+        flow = trace(self.model, batch, criterion, exact=bool(_sizes(batch)))
         deltas = flow.axes.deltas(batch)
         if deltas is None:  # its shapes are no affine function of the batch's: good for these sizes alone
             flow = trace(self.model, batch, criterion, exact=True)
@@ -74,7 +75,7 @@ class StepPlanner:
             self.policy.refuse_decisions(flow)
             self._refuse_released(flow, stages, outputs)
             crossing = boundaries(flow, stages, self.policy.num_stages, outputs)
-            self._routes[key] = Route.of(flow, stages, self.policy.stage, crossing)
+            self._routes[key] = Route.of(flow, stages, self.policy.stage, crossing, outputs)
         return self._routes[key]
 
     def _refuse_released(self, flow: Dataflow, stages: Sequence[int], outputs: bool) -> None:
@@ -93,5 +94,15 @@ class StepPlanner:
             return LossRule(summed=len(batches) == 1)
         key = id(flow), criterion
         if key not in self._rules:
-            self._rules[key] = find_loss_rule(self.model, flow, batches[0], criterion)
+            sample = batches[0].to(self.policy.replay.device)
+            self._rules[key] = find_loss_rule(self.model, flow, sample, criterion)
         return self._rules[key]
+
+
+def _sizes(batch: Batch) -> tuple[tuple[str, str], ...]:
+    """The values of inputs that say how large images are (grids, heights and widths): shapes are computed from them."""
+    return tuple(
+        (path, str(leaf.tolist()))
+        for path, leaf in batch.tensors.items()
+        if leaf.ndim == 2 and not leaf.is_floating_point() and ("_grid" in path or path.endswith("_sizes"))
+    )

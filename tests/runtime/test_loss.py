@@ -54,12 +54,12 @@ def test_a_loss_that_no_rule_fits_is_warned_of(caplog: pytest.LogCaptureFixture)
     assert "no mean or sum over samples" in caplog.text
 
 
-def test_router_logits_in_the_loss_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_auxiliary_loss_of_router_logits_goes_by_the_rule_of_the_rest(caplog: pytest.LogCaptureFixture) -> None:
     model, data = zoo.build("mixtral"), zoo.batch("mixtral")
     model.config.output_router_logits = True
     with caplog.at_level(logging.WARNING, "pipeshard"):
-        find_loss_rule(model, trace(model, data), Batch.of(data), None)
-    assert "router logits" in caplog.text
+        assert find_loss_rule(model, trace(model, data), Batch.of(data), None) == LossRule("labels", shift=1)
+    assert "auxiliary" in caplog.text
 
 
 def test_weights_are_shares_of_the_valid_labels() -> None:

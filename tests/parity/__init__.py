@@ -1,0 +1,1 @@
+"""Parity: every architecture of transformers, tiny and random, trained split and unsplit and compared."""

@@ -1,0 +1,157 @@
+"""Check: one entry trained one step through the plugin, and compared with the same model unsplit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeshard.errors import PipeshardError
+from pipeshard.model.batch import Batch
+from pipeshard.model.media import read_batch
+from tests.parity.build import batch, build
+from tests.parity.entries import Entry
+from tests.unsplit import Split, gradient_error
+
+CLOSE = 1e-6  # of the loss, and of each gradient relative to its own norm
+CLOSE_FP64 = 1e-10  # where the same in fp32 is further off: rounding shrinks with the precision, a mistake does not
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of it: "bitwise", "close", "refused", "untrainable" or "wrong", with the largest error or the reason.
+
+    "close" in fp64 only is said in `reason`. `cuts` are the units at which the stages begin.
+    """
+
+    kind: str
+    error: float = 0.0
+    reason: str = ""
+    cuts: tuple[str, ...] = ()
+
+
+def check(entry: Entry) -> Verdict:
+    """One training step of p microbatches on this rank's stage of p; every rank of the world calls it."""
+    try:
+        verdict = _compare(entry, torch.float32)
+    except Untrainable as error:
+        return Verdict("untrainable", reason=str(error))
+    except Refused as error:
+        return Verdict("refused", reason=str(error))
+    worst: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(worst, verdict.kind)
+    if "wrong" not in worst:
+        return verdict
+    try:
+        again = _compare(entry, torch.float64)
+    except Exception as error:
+        return Verdict("wrong", verdict.error, f"{verdict.reason} (fp64: {type(error).__name__}: {error})", verdict.cuts)
+    if again.kind == "wrong":
+        return Verdict("wrong", verdict.error, f"{verdict.reason} (fp64: {again.reason})", verdict.cuts)
+    return Verdict("close", again.error, f"in fp64; {verdict.error:.0e} in fp32", verdict.cuts)
+
+
+class Untrainable(Exception):
+    """The model does not train unsplit."""
+
+
+class Refused(Exception):
+    """The plugin refuses the model."""
+
+
+def _compare(entry: Entry, dtype: torch.dtype) -> Verdict:
+    p = dist.get_world_size()
+    try:
+        model = build(entry).to(dtype)
+        data = {
+            name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+            for name, value in batch(entry, model).items()
+        }
+        unsplit = copy.deepcopy(model)
+        losses = Reference.losses(unsplit, data, p)
+    except Exception as error:
+        raise Untrainable(f"{type(error).__name__}: {error}") from error
+    try:
+        split = Split(model, p, data, num_microbatches=p)
+    except PipeshardError as error:  # on every rank alike; in a step it may be on one, and must end the others
+        raise Refused(f"{type(error).__name__}: {error}") from error
+    loss = split.backward(data)["loss"]
+    policy = split.model.pipeline.policy
+    cuts = tuple(policy.flow.calls[policy.stages.index(stage)].unit for stage in range(1, p))
+    expected = losses.loss
+    close = CLOSE if dtype == torch.float32 else CLOSE_FP64
+    loss_error = abs(float(loss - expected)) / max(abs(float(expected)), 1e-3)
+    error = max(loss_error if loss_error == loss_error else float("inf"), gradient_error(split, unsplit))
+    norm, whole = split.optimizer.get_grad_norm(), _norm(unsplit)
+    if not error <= close or not abs(norm - whole) <= 10 * close * whole:
+        reason = f"loss {float(loss):.9g}, unsplit {float(expected):.9g}; gradients {gradient_error(split, unsplit):.1e}"
+        return Verdict("wrong", error, f"{reason}; norm {norm:.9g}, unsplit {whole:.9g}", cuts)
+    reference = dict(unsplit.named_parameters())
+    same = all(_equal(held.grad, reference[name].grad) for name, held in split.held.items())
+    return Verdict("bitwise" if same and torch.equal(loss, expected) else "close", error, "", cuts)
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is None and b is None if a is None or b is None else torch.equal(a, b)
+
+
+def _norm(model: nn.Module) -> float:
+    return float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The unsplit model's loss, its gradients left in the model: microbatch by microbatch, as a pipeline sums them."""
+
+    loss: Tensor
+
+    @classmethod
+    def losses(cls, model: nn.Module, data: dict[str, Any], m: int) -> Reference:
+        parts = read_batch(model, data).split(m)
+        with torch.no_grad():
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            whole = _loss(model(**data))
+            trials = [_loss(part.call(model)) for part in parts]
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+        weights = _weights(parts, whole, trials)
+        total: Tensor | None = None
+        for part, weight in zip(parts, weights, strict=True):
+            loss = _loss(part.call(model))
+            loss.backward(torch.full_like(loss, weight))
+            total = loss.detach() * weight if total is None else total + loss.detach() * weight
+        assert total is not None
+        if not torch.isfinite(total):
+            raise ValueError(f"the loss is {float(total)}")
+        return cls(total)
+
+
+def _loss(output: Any) -> Tensor:
+    loss = output["loss"] if isinstance(output, dict) else output.loss
+    if loss is None:
+        raise ValueError("there is no loss")
+    return loss
+
+
+def _weights(parts: Sequence[Batch], whole: Tensor, losses: Sequence[Tensor]) -> list[float]:
+    """By what the microbatches' losses make the whole one's: valid labels, shifted or not, or samples.
+
+    Where nothing does (batch norm, auxiliary losses) each counts by its valid labels, shifted for a causal head, as
+    samples where there are none.
+    """
+    labels = [part.tensors.get("labels") for part in parts]
+    candidates = [[float(part.rows) for part in parts]]
+    if all(label is not None and label.ndim > 1 and not label.is_floating_point() for label in labels):
+        for shift in (0, 1):
+            candidates.insert(0, [float((label[..., shift:] != -100).sum()) for label in labels if label is not None])
+    shares = [[count / sum(counts) for count in counts] for counts in candidates]
+
+    def miss(weights: Sequence[float]) -> float:
+        return abs(sum(w * float(loss) for w, loss in zip(weights, losses)) - float(whole)) / abs(float(whole))
+
+    return min(shares, key=miss)
