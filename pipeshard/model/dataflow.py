@@ -1,15 +1,13 @@
 """Dataflow: which unit results each unit call, the loss and the outputs depend on."""
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from functools import cached_property
+from typing import Any, Self
 
-from torch import nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
-
+from pipeshard.model.exits import Part
 from pipeshard.model.shapes import Axes, TensorSpec
 from pipeshard.model.taint import Hidden, Input, Tag, Used, Value
-from pipeshard.model.units import tell
 
 
 @dataclass(frozen=True)
@@ -32,38 +30,22 @@ class Use:
         )
 
 
-class Part(NamedTuple):
-    """A tree of values that leaves a unit call: its result (no `module`), or what a module inside the unit returned
-    in its call number `occurrence` and its forward hooks take away (attentions, router logits)."""
-
-    module: str
-    occurrence: int
-    tree: TreeSpec
-
-
 @dataclass(frozen=True)
 class Call:
     """One call of a unit: what it reads, and what leaves it, the result first.
 
-    `leaves` are TensorSpecs and constants, those of all parts in their order. `flops` and `elements` (numbers made by
-    its operators) are those of one forward at the traced size.
+    `leaves` are TensorSpecs and constants, those of all parts in their order. A gradient of the call flows on to
+    `differentiated`, those of the values read that come by an argument which requires one. `flops` and `elements`
+    (numbers made by its operators) are those of one forward at the traced size.
     """
 
     unit: str
     reads: Use
+    differentiated: frozenset[Value]
     parts: tuple[Part, ...]
     leaves: tuple[Any, ...]
     flops: int
     elements: int
-
-
-def answer(unit: nn.Module, parts: Sequence[Part], leaves: Sequence[Any]) -> Any:
-    """Return the result that `leaves` make, once hooks inside the unit have got what they would have seen."""
-    at = parts[0].tree.num_leaves
-    for part in parts[1:]:
-        tell(unit, part.module, tree_unflatten(leaves[at : at + part.tree.num_leaves], part.tree))
-        at += part.tree.num_leaves
-    return tree_unflatten(leaves[: parts[0].tree.num_leaves], parts[0].tree)
 
 
 @dataclass(frozen=True)
@@ -72,7 +54,8 @@ class Dataflow:
 
     `outputs` are the tensor leaves of the model's output: (path, use, spec). `written` are values that are changed
     in place after they were made. `decisions` are lines of glue that decide in Python on an activation, `consulted`
-    the leaves of the batch it decides on, or writes to.
+    the leaves of the batch it decides on, or writes to, `watched` those among them whose values are part of what the
+    Dataflow is for: sizes of images, and masks that select.
     """
 
     calls: tuple[Call, ...]
@@ -81,14 +64,35 @@ class Dataflow:
     written: frozenset[Value]
     decisions: tuple[str, ...]
     consulted: frozenset[str]
+    watched: frozenset[str]
     axes: Axes
+
+    @cached_property
+    def occurrences(self) -> tuple[tuple[str, int], ...]:
+        """The unit of each call, and how many calls of it came before."""
+        seen: Counter[str] = Counter()
+        keys = []
+        for call in self.calls:
+            keys.append((call.unit, seen[call.unit]))
+            seen[call.unit] += 1
+        return tuple(keys)
+
+    @cached_property
+    def receiving(self) -> frozenset[Value]:
+        """The values that get a gradient of the loss; one that only integers or frozen units are made of gets none."""
+        found = set(self.loss.values if self.loss is not None else ())
+        for index in range(len(self.calls) - 1, -1, -1):
+            results = (Value(index, k) for k in range(len(self.calls[index].leaves)))
+            if any(value in found and self.spec(value).requires_grad for value in results):
+                found |= self.calls[index].differentiated
+        return frozenset(value for value in found if self.spec(value).requires_grad)
 
     def spec(self, value: Value) -> TensorSpec:
         spec: TensorSpec = self.calls[value.call].leaves[value.leaf]
         return spec
 
     def is_aside(self, value: Value) -> bool:
-        """Whether hooks inside its unit take the value away, rather than its result."""
+        """Whether the value leaves its unit other than by the unit's result."""
         return value.leaf >= self.calls[value.call].parts[0].tree.num_leaves
 
     def needed(self, outputs: bool = False) -> Use:

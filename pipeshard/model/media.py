@@ -9,25 +9,30 @@ from torch import Tensor, nn
 from pipeshard.model.batch import Batch
 
 # How the inputs of one kind are named, and what the config calls their placeholder token.
-NAMES = {"image": ("image", "pixel"), "video": ("video",), "audio": ("audio", "input_features", "feature_", "speech")}
+NAMES = {
+    "image": ("image", "pixel", "target_sizes", "spatial"),
+    "video": ("video",),
+    "audio": ("audio", "input_features", "feature_", "speech"),
+}
 TOKENS = "{}_token_id", "{}_token_index"
+SIZES = "_thw", "_sizes", "_shapes", "_hws"  # ends of the names of inputs that have one row of sizes an image
 
 
 def read_batch(model: nn.Module, data: Any) -> Batch:
-    """A batch for `model` as a dataloader gives it, with the media of each sample found by its placeholder tokens.
+    """A batch for `model` as a dataloader gives it, with the media of each sample.
 
-    Processors pile the images of all samples up: a first dimension that counts images, or patches of all of them.
+    Processors pile the images of all samples up: a dimension counts images, or patches of all of them. Whose they are
+    is said by a leaf of counts (`num_local_patches`), or by each sample's number of placeholder tokens.
     """
     batch = Batch.of(data, getattr(model, "main_input_name", None))
     ids = batch.tensors.get("input_ids")
-    if ids is None or ids.ndim != 2:
-        return batch
     owners: dict[str, tuple[int, ...]] = {}
     for kind in NAMES:
         token = _token(getattr(model, "config", None), kind)
+        tokens = ids.eq(token).sum(1).tolist() if ids is not None and ids.ndim == 2 and token is not None else []
         leaves = {path: leaf for path, leaf in batch.tensors.items() if _kind(path) == kind and leaf.ndim > 0}
-        if token is not None and leaves:
-            owners |= _owners(leaves, ids.eq(token).sum(1).tolist())
+        piled = {path: () for path, leaf in leaves.items() if leaf.is_floating_point() and len(leaf) != batch.rows}
+        owners |= piled | _by_tokens(leaves, tokens) | _by_counts(leaves, batch)
     return batch.owned(owners)
 
 
@@ -41,27 +46,43 @@ def _token(config: Any, kind: str) -> int | None:
     return next((token for token in found if isinstance(token, int)), None)
 
 
-def _owners(leaves: Mapping[str, Tensor], tokens: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """For each leaf that is not one entry a sample: how many entries each sample has; () where that is unknown."""
-    rows = len(tokens)
-    sizes = next((leaf for path, leaf in leaves.items() if "_thw" in path or path.endswith("_sizes")), None)
+def _by_counts(leaves: Mapping[str, Tensor], batch: Batch) -> dict[str, tuple[int, ...]]:
+    counts = [
+        tuple(leaf.tolist())
+        for path, leaf in batch.tensors.items()
+        if path.startswith("num_") and leaf.shape == (batch.rows,) and not leaf.is_floating_point()
+    ]
+    return {
+        path: next(count for count in counts if sum(count) == len(leaf))
+        for path, leaf in leaves.items()
+        if len(leaf) != batch.rows and any(sum(count) == len(leaf) for count in counts)
+    }
+
+
+def _by_tokens(leaves: Mapping[str, Tensor], tokens: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """For each leaf that is not one entry a sample: how many entries each sample has, as its tokens say."""
+    sizes = next((leaf for path, leaf in leaves.items() if path.endswith(SIZES) and leaf.ndim == 2), None)
     values = next((leaf for leaf in leaves.values() if leaf.is_floating_point()), None)
-    if sizes is not None and sizes.ndim == 2:
-        areas = [int(area) for area in sizes.long().prod(1).tolist()]
-    elif values is not None:
-        areas = [1] * values.shape[0]
-    else:
+    if not tokens or values is None:
         return {}
+    areas = [1] * len(values) if sizes is None else [int(area) for area in sizes.long().prod(1).tolist()]
     items = _assign(areas, tokens) or _assign([1] * len(areas), tokens)
-    if items is None and len(areas) == rows:
-        items = (1,) * rows
-    edges = [sum((items or ())[:row]) for row in range(rows + 1)]
-    counts = {len(areas): items or (), sum(areas): tuple(sum(areas[a:b]) for a, b in itertools.pairwise(edges))}
+    if items is None and len(areas) == len(tokens):
+        items = (1,) * len(tokens)
     if items is None:
-        counts = dict.fromkeys(counts, ())
-    one_each = (1,) * rows
-    found = {path: counts[leaf.shape[0]] for path, leaf in leaves.items() if leaf.shape[0] in counts}
-    return {path: owners for path, owners in found.items() if owners != one_each and (owners or rows > 1)}
+        return {path: () for path, leaf in leaves.items() if len(leaf) in (len(areas), sum(areas))}
+    edges = [0, *itertools.accumulate(items)]
+    patches = tuple(sum(areas[a:b]) for a, b in itertools.pairwise(edges))
+    owners: dict[str, tuple[int, ...]] = {}
+    for path, leaf in leaves.items():
+        side, rest = divmod(leaf.shape[-1], sum(areas))  # (1, 3, p, patches x p): side by side
+        if len(leaf) == len(areas):
+            owners[path] = items
+        elif len(leaf) == sum(areas):
+            owners[path] = patches
+        elif len(leaf) == 1 and leaf.ndim == 4 and not rest:
+            owners[path] = tuple(side * count for count in patches)
+    return {path: counts for path, counts in owners.items() if set(counts) != {1}}
 
 
 def _assign(areas: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...] | None:

@@ -29,14 +29,14 @@ class Partition:
         """The first counts[0] calls of `flow` on stage 0, the next counts[1] on stage 1, ..."""
         stages = itertools.chain.from_iterable([stage] * count for stage, count in enumerate(counts))
         calls = Counter(call.unit for call in flow.calls)
-        return cls(len(counts), dict(zip(_occurrences(flow), stages, strict=True)), calls)
+        return cls(len(counts), dict(zip(flow.occurrences, stages, strict=True)), calls)
 
     def of_calls(self, flow: Dataflow) -> tuple[int, ...]:
         """The stage of each call of `flow`; a unit that is called more often than planned runs where it last did.
 
         Raises TraceError if `flow` does not run the units in the planned order.
         """
-        known = [(unit, min(k, self.calls.get(unit, 0) - 1)) for unit, k in _occurrences(flow)]
+        known = [(unit, min(k, self.calls.get(unit, 0) - 1)) for unit, k in flow.occurrences]
         unknown = [unit for unit, k in known if k < 0]
         stages = tuple(self.stages.get(key, 0) for key in known)
         if unknown or list(stages) != sorted(stages):
@@ -48,15 +48,6 @@ class Partition:
                 "or keep one kind of batch per boost"
             )
         return stages
-
-
-def _occurrences(flow: Dataflow) -> list[tuple[str, int]]:
-    seen: Counter[str] = Counter()
-    keys = []
-    for call in flow.calls:
-        keys.append((call.unit, seen[call.unit]))
-        seen[call.unit] += 1
-    return keys
 
 
 def call_costs(flow: Dataflow, units: Mapping[str, nn.Module], scale: float = 1.0) -> list[float]:
@@ -140,8 +131,7 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
     """What crosses into each stage (nothing into stage 0).
 
     A value crosses every boundary between the stage of its call and that of its last reader, the last stage being
-    that of the loss, and of the outputs if they are wanted. A gradient returns for values that require one and that
-    the loss depends on.
+    that of the loss, and of the outputs if they are wanted. A gradient returns for values that get one of the loss.
     """
     everything, loss = flow.needed(outputs), flow.needed(False)
     readers = [(f"unit {call.unit}", call.reads, stage) for call, stage in zip(flow.calls, stages)]
@@ -155,7 +145,7 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
                 )
     live = _alive(flow, stages, num_stages, everything)
     wanted = live if not outputs else _alive(flow, stages, num_stages, loss)
-    returning = [{v for v in values if flow.spec(v).requires_grad and flow.loss is not None} for values in wanted]
+    returning = [values & flow.receiving for values in wanted]
     return [Boundary(tuple(sorted(live[s])), tuple(sorted(returning[s]))) for s in range(num_stages)]
 
 

@@ -1,12 +1,17 @@
 """Policy: what a stage holds and runs; the base class derives all of it from the Dataflow."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from functools import cache
+from importlib import metadata, util
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
 from pipeshard.errors import ConfigurationError, PartitionError, TraceError
+from pipeshard.model.chain import Chain
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.partition import Partition, balance, call_costs, forbidden_cuts, held_parameters
 from pipeshard.model.replay import Replay
@@ -20,8 +25,11 @@ class Policy:
 
     Override a method for what the trace cannot know; most architectures need no policy of their own. `partition` is
     "auto" (by cost), "uniform" (equally many units), "parameters", how many unit calls each stage gets, or the units
-    to cut after. `scale` is the size of a microbatch over that of the trace.
+    to cut after. `scale` is the size of a microbatch over that of the trace. `expects` is what the policy takes for
+    granted of the layers; where the trace finds something else, TraceError says so.
     """
+
+    expects: ClassVar[Chain | None] = None
 
     def __init__(
         self,
@@ -37,6 +45,7 @@ class Policy:
         self.partition_by, self.scale = partition, scale
         self.units = find_units(model)
         self.refuse_decisions(flow)
+        self.refuse_unexpected(flow)
         counts = self.distribute_layers(len(flow.calls), num_stages)
         if len(counts) != num_stages or sum(counts) != len(flow.calls) or min(counts) < 1:
             raise PartitionError(
@@ -57,6 +66,29 @@ class Policy:
                 f"{type(self.model).__name__} decides in Python on a value of a unit, which only its stage has: "
                 f"{'; '.join(flow.decisions)}. Compute it with tensor operations (torch.where), or inside a unit"
             )
+
+    def refuse_unexpected(self, flow: Dataflow) -> None:
+        """Refuse a Dataflow in which layers read something else than the policy expects."""
+        found = self.expects.mismatch(flow) if self.expects and self.num_stages > 1 else ""
+        if found:
+            raise TraceError(
+                f"{type(self).__name__} expects of {type(self.model).__name__} that {self.expects}, but the trace "
+                f"found that {found}. Pass policy=pipeshard.Policy to take the model as the trace finds it, or a "
+                "policy that expects this"
+            )
+
+    def unit(self, name: str) -> nn.Module:
+        """The unit of this name; PartitionError with those that come close where the model has none."""
+        if name not in self.units:
+            raise PartitionError(_unknown(type(self).__name__, name, type(self.model).__name__, self.units))
+        return self.units[name]
+
+    def calls_of(self, name: str) -> list[int]:
+        """The numbers of the calls of this unit, or of all units inside the module of this name.
+
+        Raises PartitionError with the names that come close where the model calls no such unit.
+        """
+        return self._calls_of(name, type(self).__name__)
 
     def costs(self) -> list[float]:
         """Relative time of each unit call."""
@@ -101,12 +133,15 @@ class Policy:
             interception.handler = self.replay
 
     def _counts_after(self, names: list[str]) -> list[int]:
-        calls = [call.unit for call in self.flow.calls]
-        unknown = [name for name in names if name not in calls]
-        if unknown:
-            raise PartitionError(f"partition names {unknown[0]}, which is no unit the model calls: {calls}")
-        ends = sorted(len(calls) - calls[::-1].index(name) for name in names)
-        return [b - a for a, b in zip([0, *ends], [*ends, len(calls)], strict=True)]
+        ends = sorted(self._calls_of(name, "partition")[-1] + 1 for name in names)
+        return [b - a for a, b in zip([0, *ends], [*ends, len(self.flow.calls)], strict=True)]
+
+    def _calls_of(self, name: str, who: str) -> list[int]:
+        calls = [k for k, call in enumerate(self.flow.calls) if f"{call.unit}.".startswith(f"{name}.")]
+        if not calls:
+            called = dict.fromkeys(call.unit for call in self.flow.calls)
+            raise PartitionError(_unknown(who, name, type(self.model).__name__, called))
+        return calls
 
     def _refuse_forbidden(self, counts: Sequence[int]) -> None:
         forbidden, edge = forbidden_cuts(self.flow), 0
@@ -116,24 +151,71 @@ class Policy:
                 raise PartitionError(f"no cut is possible before unit {self.flow.calls[edge].unit}: {forbidden[edge]}")
 
 
+def _unknown(who: str, name: str, model: str, units: Iterable[str]) -> str:
+    close = get_close_matches(name, units, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"they are {', '.join(units)}"
+    return f"{who} names {name}, which is none of the units of {model}: {hint}"
+
+
+PACKAGE = "pipeshard.policies"  # with the shipped ones
+ENTRY_POINTS = "pipeshard.policies"  # the group; an entry point's name is a model type, its value a Policy
 _REGISTRY: dict[str | type[nn.Module], type[Policy]] = {}
+_SHIPPED: dict[str | type[nn.Module], type[Policy]] = {}
 PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 
 
-def register_policy(*keys: str | type[nn.Module]) -> Callable[[PolicyClass], PolicyClass]:
-    """Class decorator: use this Policy for models of these classes or with these `config.model_type`s."""
+def register_policy(*keys: str | type[nn.Module], shipped: bool = False) -> Callable[[PolicyClass], PolicyClass]:
+    """Class decorator: use this Policy for models of these classes or with these `config.model_type`s.
+
+    It wins over entry points, and over the policies that are `shipped` with pipeshard.
+    """
 
     def register(policy: PolicyClass) -> PolicyClass:
-        if not (isinstance(policy, type) and issubclass(policy, Policy)):
-            raise ConfigurationError(f"register_policy wants a subclass of Policy, not {policy!r}")
-        _REGISTRY.update(dict.fromkeys(keys, policy))
+        (_SHIPPED if shipped else _REGISTRY).update(dict.fromkeys(keys, _checked(policy, "register_policy")))
         return policy
 
     return register
 
 
 def find_policy(model: nn.Module) -> type[Policy]:
-    """The policy registered for the model's class, one of its bases, or its `config.model_type`; else Policy."""
-    model_type: Any = getattr(getattr(model, "config", None), "model_type", None)
-    keys: list[Any] = [*type(model).__mro__, model_type]
-    return next((_REGISTRY[key] for key in keys if key in _REGISTRY), Policy)
+    """The policy registered for the model's class, one of its bases, or its `config.model_type`; else that of an
+    installed package's entry point; else the one pipeshard ships; else Policy.
+
+    Raises ConfigurationError for an entry point that does not load.
+    """
+    model_type = str(getattr(getattr(model, "config", None), "model_type", ""))
+    keys: tuple[Any, ...] = (*type(model).__mro__, model_type)
+    registered = next((_REGISTRY[key] for key in keys if key in _REGISTRY), None)
+    return registered or _advertised(model_type) or _shipped(model_type) or Policy
+
+
+@cache
+def _advertised(model_type: str) -> type[Policy] | None:
+    points = {point.value: point for point in metadata.entry_points(group=ENTRY_POINTS, name=model_type)}
+    if len(points) > 1:
+        raise ConfigurationError(
+            f"several packages offer a policy for {model_type!r}: {', '.join(points)}. Choose with register_policy"
+        )
+    for value, point in points.items():
+        where = f"entry point {model_type} = {value} of group {ENTRY_POINTS}"
+        try:
+            policy = point.load()
+        except Exception as error:
+            raise ConfigurationError(
+                f"{where} does not load ({type(error).__name__}: {error}): mend or remove the package that has it, or "
+                "choose another policy with register_policy"
+            ) from error
+        return _checked(policy, where)
+    return None
+
+
+def _shipped(model_type: str) -> type[Policy] | None:
+    if util.find_spec(PACKAGE):  # there is none in a source tree that is not installed
+        importlib.import_module(PACKAGE)
+    return _SHIPPED.get(model_type)
+
+
+def _checked(policy: Any, who: str) -> type[Policy]:
+    if not (isinstance(policy, type) and issubclass(policy, Policy)):
+        raise ConfigurationError(f"{who} wants a subclass of Policy, not {policy!r}")
+    return policy

@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 
 from pipeshard.errors import TraceError, UsageError
 from pipeshard.model.batch import Batch
-from pipeshard.model.dataflow import Dataflow, Part, answer
+from pipeshard.model.dataflow import Dataflow
+from pipeshard.model.exits import Exits, Part, Source, answer
 from pipeshard.model.partition import Boundary
 from pipeshard.model.randomness import Randomness
 from pipeshard.model.shapes import TensorSpec
 from pipeshard.model.taint import Value
-from pipeshard.model.units import Listening
 
 
 class StageDone(BaseException):
@@ -29,7 +29,7 @@ class Step:
     """What one unit call does on this stage.
 
     `leaves` holds for each leaf of what leaves the unit a constant, a TensorSpec of nothing that matters, or the
-    Value that was received. `keeps` are those later stages or the boundary need, `listens` the modules inside the unit
+    Value that was received. `keeps` are those later stages or the boundary need, `modules` the ones inside the unit
     that make some of them.
     """
 
@@ -38,7 +38,7 @@ class Step:
     parts: tuple[Part, ...]
     leaves: tuple[Any, ...]
     keeps: tuple[Value, ...] = ()
-    listens: frozenset[str] = frozenset()
+    modules: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class Route:
             result = tuple(v if v in received else leaf for v, leaf in zip(values, call.leaves, strict=True))
             keeps = tuple(v for v in values if held and v in leaving)
             ends = list(itertools.accumulate(part.tree.num_leaves for part in call.parts))
-            makers = {call.parts[bisect.bisect_right(ends, value.leaf)].module for value in keeps}
+            makers = {call.parts[bisect.bisect_right(ends, value.leaf)].source.module for value in keeps}
             steps.append(Step(call.unit, held, call.parts, result, keeps, frozenset(makers - {""})))
         is_last = stage == len(crossing) - 1
-        stop = None if is_last else max(k + 1 for k, step in enumerate(steps) if step.held)
+        stop = None if is_last else max((k + 1 for k, step in enumerate(steps) if step.held), default=0)
         uses = [call.reads for call, s in zip(flow.calls, stages, strict=True) if s == stage]
         uses += [flow.needed(outputs)] if is_last else []
         inputs = flow.consulted.union(*(use.inputs for use in uses))
@@ -117,12 +117,12 @@ class Replay:
         self.active = run = Run(route, deltas, received)
         self.randomness.at(0)
         try:
-            output = forward()
+            output = forward() if route.stop != 0 else None  # with this batch, nothing of the stage is called
         except StageDone:
             output = None
         finally:
             self.active = None
-        if run.next < (route.stop or len(route.steps)):
+        if run.next < (len(route.steps) if route.stop is None else route.stop):
             raise self._lost(run, "the forward ended")
         return output, {
             value: run.made[value] if value in run.made else received[value] for value in route.leaves.values
@@ -145,49 +145,54 @@ class Replay:
         step = steps[run.next]
         run.next += 1
         if step.held:
-            result = self._run_unit(step, run, lambda: original(*args, **kwargs))
+            result = self._run_unit(step, run, original, args, kwargs)
             if run.next == run.route.stop:
                 raise StageDone
         else:
-            result = answer(self.units[unit], step.parts, [self._leaf(leaf, run) for leaf in step.leaves])
+            own = step.parts[0].tree.num_leaves
+            leaves = [self._leaf(leaf, run, aside=k >= own) for k, leaf in enumerate(step.leaves)]
+            result = answer(self.units[unit], step.parts, leaves, (args, kwargs))
         self.randomness.at(2 * run.next)  # the glue after this call, on whichever stages it runs
         return result
 
-    def _run_unit(self, step: Step, run: Run, forward: Callable[[], Any]) -> Any:
+    def _run_unit(self, step: Step, run: Run, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.randomness.at(2 * run.next - 1)
         run.inside = True
         try:
-            with Listening(self.units[step.unit], step.listens) as listening:
-                result = forward()
+            with Exits(self.units[step.unit], step.modules) as exits:
+                results = exits.run(forward, args, kwargs)
         finally:
             run.inside = False
         if step.keeps:
-            self._keep(step, [("", 0, result), *listening.heard], run)
-        return result
+            self._keep(step, results, run)
+        return results[0][1]
 
-    def _leaf(self, leaf: Any, run: Run) -> Any:
+    def _leaf(self, leaf: Any, run: Run, aside: bool) -> Any:
         if isinstance(leaf, Value):
             tensor = run.received[leaf]
             return tensor.clone() if leaf in run.route.flow.written else tensor
-        return self._blank(leaf, run.deltas) if isinstance(leaf, TensorSpec) else leaf
+        if not isinstance(leaf, TensorSpec):
+            return leaf
+        # Nobody writes to what leaves other than as a result, so that takes no memory: attentions may be large.
+        shape = leaf.at(run.deltas)
+        return self._blank((), leaf.dtype).expand(shape) if aside else self._blank(shape, leaf.dtype)
 
-    def _blank(self, spec: TensorSpec, deltas: Sequence[int]) -> Tensor:
+    def _blank(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor nothing that matters depends on: not-a-number, so that a mistake would not stay silent."""
-        shape = spec.at(deltas)
-        blank = self._blanks.get((shape, spec.dtype))
+        blank = self._blanks.get((shape, dtype))
         if blank is None:
             if len(self._blanks) >= 16:
                 self._blanks.clear()
-            fill = float("nan") if spec.dtype.is_floating_point or spec.dtype.is_complex else 0
-            blank = torch.full(shape, fill, dtype=spec.dtype, device=self.device)
-            self._blanks[shape, spec.dtype] = blank
+            fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+            blank = torch.full(shape, fill, dtype=dtype, device=self.device)
+            self._blanks[shape, dtype] = blank
         return blank.detach()  # glue may write to it, and must not leave its graph in ours
 
-    def _keep(self, step: Step, results: list[tuple[str, int, Any]], run: Run) -> None:
-        made = {(module, occurrence): tree_leaves(result) for module, occurrence, result in results}
+    def _keep(self, step: Step, results: list[tuple[Source, Any]], run: Run) -> None:
+        made = {source: tree_leaves(content) for source, content in results}
         leaves: list[Any] = []
-        for part in step.parts:
-            leaves += made.get((part.module, part.occurrence), [None] * part.tree.num_leaves)
+        for source, tree in step.parts:
+            leaves += made.get(source, [None] * tree.num_leaves)
         for value in step.keeps:
             tensor, spec = leaves[value.leaf] if value.leaf < len(leaves) else None, run.route.flow.spec(value)
             shape = spec.at(run.deltas)

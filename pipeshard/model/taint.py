@@ -43,8 +43,11 @@ NOTHING: frozenset[Tag] = frozenset()
 
 aten = torch.ops.aten
 # Operators whose result, or its shape, Python or memory layout depends on: with them glue decides on values.
-DECIDING = {aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select}
-DECIDING |= {aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave}
+SCALAR = {aten._local_scalar_dense, aten.is_nonzero, aten.equal}
+DECIDING = SCALAR | {aten.nonzero, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave}
+# Operators that take the shape of their input, and none of its values.
+SHAPED = {aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like, aten.randn_like}
+SHAPED |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided}
 
 
 class Taint(TorchDispatchMode):
@@ -65,6 +68,7 @@ class Taint(TorchDispatchMode):
         self.written: set[Value] = set()
         self.decisions: dict[str, None] = {}
         self.consulted: set[str] = set()  # inputs whose values Python saw
+        self.shaping: set[str] = set()  # inputs whose values made the shape of something
         self.met: set[Tag] = set()
         self.flops = self.elements = 0
         self._alive: list[Any] = []  # storages: a freed one's address would be used again
@@ -87,9 +91,9 @@ class Taint(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = list(_tensors((*args, *kwargs.values())))
-        tags = self.of(inputs)
-        if tags and _decides(func, args, self):
-            self.decide(tags)
+        tags = self.of(inputs) if func._overloadpacket not in SHAPED else NOTHING
+        if tags and (deciding := self.of(_deciding(func, args))):
+            self.decide(deciding, shaping=func._overloadpacket not in SCALAR)
         result = self._run(func, args, kwargs, inputs)
         outputs = list(_tensors(result if isinstance(result, tuple | list) else (result,)))
         if self.inside is not None:
@@ -103,11 +107,13 @@ class Taint(TorchDispatchMode):
                 self.write(target, tags)
         return result
 
-    def decide(self, tags: frozenset[Tag]) -> None:
+    def decide(self, tags: frozenset[Tag], shaping: bool = False) -> None:
         """Python, or a shape, depends on values with these tags; inside a unit that is the unit's own affair."""
         if self.inside is not None:
             return
-        self.consulted |= {tag.path for tag in tags if isinstance(tag, Input)}
+        inputs = {tag.path for tag in tags if isinstance(tag, Input)}
+        self.consulted |= inputs
+        self.shaping |= inputs if shaping else set()
         if any(not isinstance(tag, Input) for tag in tags):
             self.decisions[_where()] = None
 
@@ -177,10 +183,13 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
             yield from _tensors([args[position] if position < len(args) else kwargs.get(argument.name)])
 
 
-def _decides(func: Any, args: Any, taint: Taint) -> bool:
-    if func is aten.index.Tensor:  # a boolean index: the shape depends on its values
-        return any(t.dtype == torch.bool and taint.of([t]) for t in _tensors([args[1]]))
-    return func._overloadpacket in DECIDING
+def _deciding(func: Any, args: Any) -> list[Tensor]:
+    """The inputs of an operator whose values Python, or the shape of the result, depends on."""
+    if func is aten.index.Tensor:  # a boolean index
+        return [t for t in _tensors([args[1]]) if t.dtype in (torch.bool, torch.uint8)]
+    if func._overloadpacket is aten.masked_select or func is aten.repeat_interleave.self_Tensor:
+        return [args[1]]
+    return list(_tensors(args)) if func._overloadpacket in DECIDING else []
 
 
 def _where() -> str:

@@ -1,9 +1,10 @@
 """Tracer: runs a model's glue with its units stood in for, and watches what depends on what."""
 
 import contextlib
+import copy
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +13,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import stateless
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.model.batch import Batch
-from pipeshard.model.dataflow import Call, Dataflow, Part, Use, answer
+from pipeshard.model.dataflow import Call, Dataflow, Use
+from pipeshard.model.exits import Exits, Part, answer, listened
 from pipeshard.model.randomness import Randomness
 from pipeshard.model.shapes import Axes, TensorSpec
 from pipeshard.model.taint import Hidden, Input, Reading, Tag, Taint, Used, Value
-from pipeshard.model.units import Listening, find_units, handled, listened
+from pipeshard.model.units import find_units, handled
 
+SMALL = 4  # numbers a sample in an input of sizes (of images, patches, ...), at most
 PLACE = re.compile(r"(^|_)(idx|id|index|number)$")  # attributes that only say which of many layers this is
 Criterion = Callable[[Any, Any], Tensor]
 
@@ -101,7 +112,9 @@ class Tracer:
         changed = {path for path, leaf in batch.tensors.items() if leaf._version != versions[path]}
         written, decisions = frozenset(self.taint.written), tuple(self.taint.decisions)
         consulted = frozenset(self.taint.consulted | changed)
-        return Dataflow(tuple(self.calls), used, outputs, written, decisions, consulted, Axes((), (), (), ()))
+        small = {path for path in consulted if batch.tensors[path].numel() <= SMALL * batch.rows}
+        watched = frozenset(self.taint.shaping | small)
+        return Dataflow(tuple(self.calls), used, outputs, written, decisions, consulted, watched, Axes((), (), (), ()))
 
     def _use(self, tags: frozenset[Tag]) -> Use:
         use = Use.of(tags)
@@ -127,14 +140,16 @@ class Tracer:
             use = self._use(tags | kind.met)
         for position in kind.written:
             taint.write(leaves[position], frozenset({Hidden(index)}))  # who reads it from here on sees the change
-        self.calls.append(Call(unit, use, kind.parts, kind.leaves, kind.flops, kind.elements))
+        differentiable = taint.of(t for t in leaves if isinstance(t, Tensor) and t.requires_grad) | kind.met
+        differentiated = Use.of(differentiable).values
+        self.calls.append(Call(unit, use, differentiated, kind.parts, kind.leaves, kind.flops, kind.elements))
         result = []
         for position, leaf in enumerate(kind.leaves):
             if isinstance(leaf, TensorSpec):
                 leaf = stand_in(leaf, self.device)
                 taint.mark(leaf, frozenset({Value(index, position)}), home=Value(index, position))
             result.append(leaf)
-        return answer(self.units[unit], kind.parts, result)
+        return answer(self.units[unit], kind.parts, result, (args, kwargs))
 
     def _visit(self, unit: str, forward: Callable[..., Any], leaves: list[Any], tree: TreeSpec) -> _Kind:
         """Run a unit's own forward on meta, or with throw-away values where it does not run there."""
@@ -155,7 +170,7 @@ class Tracer:
     ) -> _Kind:
         taint, module = self.taint, self.units[unit]
         with _disable_current_modes():
-            inputs = [_copy(t, device) if isinstance(t, Tensor) else t for t in leaves]
+            inputs = [self._lent(leaf, device) for leaf in leaves]
             own = _blank_state(module, device)
         # While inside, a home says which input a storage is: what is written there is written to that input.
         positions = {t.untyped_storage()._cdata: Value(-1, k) for k, t in enumerate(inputs) if isinstance(t, Tensor)}
@@ -167,17 +182,31 @@ class Tracer:
             with (
                 untouched(module),
                 stateless._reparametrize_module(module, own),
-                Listening(module, listened(module), silent=True) as listening,
+                Exits(module, listened(module), silent=True) as exits,
             ):
-                results = [("", 0, forward(*args, **kwargs)), *listening.heard]
+                results = exits.run(forward, args, kwargs)
         finally:
             taint.inside, changed = None, taint.written
             taint.homes, taint.written = homes, written
-        flat = [(path, occurrence, *tree_flatten(result)) for path, occurrence, result in results]
-        parts = tuple(Part(path, occurrence, tree) for path, occurrence, _, tree in flat)
-        specs = tuple(TensorSpec.of(t) if isinstance(t, Tensor) else t for _, _, leaves, _ in flat for t in leaves)
+        flat = [(source, *tree_flatten(content)) for source, content in results]
+        parts = tuple(Part(source, tree) for source, _, tree in flat)
+        specs = tuple(TensorSpec.of(t) if isinstance(t, Tensor) else t for _, leaves, _ in flat for t in leaves)
         met = frozenset(taint.met) - taint.of(module.parameters())
         return _Kind(parts, specs, tuple(value.leaf for value in changed), met, taint.flops, taint.elements)
+
+
+    def _lent(self, leaf: Any, device: torch.device) -> Any:
+        """An argument for a visit: a copy, and of a mapping one whose entries tell when they are read."""
+        if isinstance(leaf, Tensor):
+            return _copy(leaf, device)
+        if not isinstance(leaf, MutableMapping):
+            return leaf
+        lent = copy.copy(leaf)
+        for key, value in leaf.items():
+            lent[key] = tree_map_only(Tensor, lambda t: _copy(t, device), value)
+            for original, copied in zip(tree_leaves(value), tree_leaves(lent[key]), strict=True):
+                self.taint.mark(copied, self.taint.of([original]))
+        return lent
 
 
 def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | None:
@@ -245,9 +274,9 @@ def stand_in(spec: TensorSpec, device: torch.device) -> Tensor:
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     """The same kind of tensor there, with its values: masks and positions that no unit made have their true ones."""
-    copy = stand_in(TensorSpec.of(tensor), device)
-    copy.data.copy_(tensor)
-    return copy
+    copied = stand_in(TensorSpec.of(tensor), device)
+    copied.data.copy_(tensor)
+    return copied
 
 
 def _blank_state(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
@@ -273,7 +302,7 @@ def without_cache(model: nn.Module) -> list[Any]:
     Caches are for generation; filled inside units, they would carry values past the boundaries.
     """
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    parts = [part for config in configs.values() for part in (config, *vars(config).values())]
+    parts = [part for config in configs.values() for part in (config, *getattr(config, "__dict__", {}).values())]
     cached = [part for part in parts if getattr(part, "use_cache", None) is True]
     for part in cached:
         part.use_cache = False

@@ -1,15 +1,12 @@
 """Units: the modules that are never cut, and the interception of their calls."""
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
-
-from pipeshard.errors import TraceError
 
 # handler(unit name, the unit's own forward, positional arguments, keyword arguments) -> the unit's result
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -109,56 +106,6 @@ def intercept(units: Mapping[str, nn.Module]) -> list[Interception]:
             module.forward = Interception(name, module)
         interceptions.append(module.forward)
     return interceptions
-
-
-class Listening:
-    """What modules inside a unit return to their forward hooks: (path, occurrence, result), in the order of calls.
-
-    With `silent` the hooks themselves hear nothing of it.
-    """
-
-    def __init__(self, unit: nn.Module, paths: Iterable[str], silent: bool = False) -> None:
-        self.modules, self.silent = {path: unit.get_submodule(path) for path in paths}, silent
-        self.heard: list[tuple[str, int, Any]] = []
-
-    def __enter__(self) -> Self:
-        counts: Counter[str] = Counter()
-
-        def hear(path: str, result: Any) -> None:
-            self.heard.append((path, counts[path], result))
-            counts[path] += 1
-
-        self.hooks = {path: dict(module._forward_hooks) for path, module in self.modules.items()}
-        self.handles = []
-        for path, module in self.modules.items():
-            if self.silent:
-                module._forward_hooks.clear()
-            listener = functools.partial(lambda path, module, args, result: hear(path, result), path)
-            self.handles.append(module.register_forward_hook(listener, prepend=True))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-        for path, module in self.modules.items() if self.silent else ():
-            module._forward_hooks.update(self.hooks[path])
-
-
-def listened(unit: nn.Module) -> list[str]:
-    """The modules inside a unit that have forward hooks."""
-    return [path for path, module in unit.named_modules() if path and module._forward_hooks]
-
-
-def tell(unit: nn.Module, path: str, result: Any) -> None:
-    """Call the forward hooks of a module inside a unit as if it had just returned `result`."""
-    module = unit.get_submodule(path)
-    for key, hook in list(module._forward_hooks.items()):
-        arguments: tuple[Any, ...] = ((), {}) if key in module._forward_hooks_with_kwargs else ((),)
-        if hook(module, *arguments, result) is not None:
-            raise TraceError(
-                f"a forward hook on {path} ({type(module).__name__}), inside a unit, changes its result: do that in "
-                "the module's forward, so that the stages which do not run the module need not know"
-            )
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Agreement: all ranks of a pipeline run the same step on the same batch, or none does."""
 
 import hashlib
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,12 @@ SAMPLE = 8192  # numbers of a tensor that enter its digest
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
+def digests(batch: Batch, paths: Collection[str]) -> tuple[bytes, ...]:
+    """A hash of all values of each of these leaves that the batch has."""
+    tensors = [batch.tensors[path] for path in sorted(paths) if path in batch.tensors]
+    return tuple(hashlib.blake2b(_bytes(tensor), digest_size=12).digest() for tensor in tensors)
+
+
 def digest(batch: Batch) -> int:
     """A number that differs between batches: 56 bits of a hash of names, shapes, dtypes and (a sample of) values."""
     state = hashlib.blake2b(digest_size=7)
@@ -21,8 +28,12 @@ def digest(batch: Batch) -> int:
         flat = tensor.detach().reshape(-1)
         if flat.numel() > SAMPLE:
             flat = flat[:: -(-flat.numel() // SAMPLE)]
-        state.update(flat.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        state.update(_bytes(flat))
     return int.from_bytes(state.digest(), "little")
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

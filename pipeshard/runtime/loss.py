@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.model.batch import Batch
-from pipeshard.model.dataflow import Dataflow, answer
+from pipeshard.model.dataflow import Dataflow
+from pipeshard.model.exits import answer
 from pipeshard.model.shapes import TensorSpec
+from pipeshard.model.taint import Value
 from pipeshard.model.trace import trace
 from pipeshard.model.tracer import Criterion, loss_of
 from pipeshard.model.units import find_units, handled
@@ -105,59 +107,63 @@ def _trial(
 
 
 class _Trial:
-    """The model's glue on one random batch and on its halves, with the unit results they have in common."""
+    """The model's glue on one batch and on its halves. The results that the loss depends on are random, and have the
+    samples of the halves in common; all others are zeros."""
 
     def __init__(self, model: nn.Module, batch: Batch, criterion: Criterion | None) -> None:
         self.model, self.criterion, self.units = model, criterion, find_units(model)
-        whole, half = (trace(model, part, criterion, exact=True) for part in (batch, batch.split(2)[0]))
+        self.device = next(iter(batch.tensors.values())).device
+        self.flows = [trace(model, part, criterion, exact=True) for part in (batch, *batch.split(2))]
         generator = torch.Generator().manual_seed(0)
-        device = next(iter(batch.tensors.values())).device
-        self.results = []
-        for call, part in zip(whole.calls, half.calls, strict=True):
-            leaves = [_random(leaf, generator, device) for leaf in call.leaves]
-            own = call.parts[0].tree.num_leaves  # auxiliary losses take what is beside: with zeros they are constant
-            leaves[own:] = [torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves[own:]]
-            shapes = [leaf.shape if isinstance(leaf, TensorSpec) else () for leaf in part.leaves]
-            self.results.append((leaves, shapes, call.parts))
+        whole = self.flows[0]
+        self.random = {
+            (*whole.occurrences[call], leaf): _random(whole.spec(Value(call, leaf)), generator, self.device)
+            for call, leaf in sorted(whole.loss.values if whole.loss else ())
+            if not whole.is_aside(Value(call, leaf))  # auxiliary losses take those: with zeros they are constant
+        }
 
     def losses(self, batch: Batch) -> tuple[Tensor, list[Tensor]] | None:
         """The loss of the batch and those of its halves; None if the loss does not take its labels."""
         try:
-            parts = [self._loss(half, k) for k, half in enumerate(batch.split(2))]
-            return self._loss(batch, None), parts
+            whole, first, second = (
+                self._loss(flow, part, k) for k, (flow, part) in enumerate(zip(self.flows, (batch, *batch.split(2))))
+            )
         except Exception as error:
             logger.debug("a trial of the loss failed: %s: %s", type(error).__name__, error)
             return None
+        return whole, [first, second]
 
-    def _loss(self, batch: Batch, half: int | None) -> Tensor:
-        results = iter(self.results)
+    def _loss(self, flow: Dataflow, batch: Batch, part: int) -> Tensor:
+        """The loss of the whole (part 0) or of one half (1, 2)."""
+        calls = enumerate(flow.calls)
 
-        def give(unit: str, *call: Any) -> Any:
-            leaves, shapes, parts = next(results)
-            halves = [_half(leaf, shape, half) for leaf, shape in zip(leaves, shapes)]
-            return answer(self.units[unit], parts, halves)
+        def give(unit: str, original: Any, *arguments: Any) -> Any:
+            index, call = next(calls)
+            leaves = [
+                self._leaf(leaf, (*flow.occurrences[index], k), part) if isinstance(leaf, TensorSpec) else leaf
+                for k, leaf in enumerate(call.leaves)
+            ]
+            return answer(self.units[unit], call.parts, leaves, arguments)
 
         with torch.no_grad(), handled(self.units, give):
             loss = loss_of(batch.call(self.model), self.criterion, batch)
         return torch.tensor(float("nan")) if loss is None else loss
 
+    def _leaf(self, spec: TensorSpec, key: tuple[str, int, int], part: int) -> Tensor:
+        """What of a unit's result belongs to this part: a half of each dimension that grows with the samples."""
+        leaf = self.random.get(key)
+        if leaf is None or leaf.ndim != len(spec.shape):
+            return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+        for dim, size in enumerate(spec.shape):
+            if size != leaf.shape[dim]:
+                leaf = leaf.narrow(dim, 0 if part == 1 else leaf.shape[dim] - size, size)
+        return leaf.clone()
 
-def _random(leaf: Any, generator: torch.Generator, device: torch.device) -> Any:
-    if not isinstance(leaf, TensorSpec):
-        return leaf
-    if not leaf.dtype.is_floating_point:
-        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
-    return (4 * torch.randn(leaf.shape, generator=generator)).to(device, leaf.dtype)  # samples' losses differ much
 
-
-def _half(leaf: Any, shape: tuple[int, ...], half: int | None) -> Any:
-    """What of a unit's result belongs to one half of the samples: a half of each dimension that grows with them."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    for dim, size in enumerate(shape if half is not None else ()):
-        if size != leaf.shape[dim]:
-            leaf = leaf.narrow(dim, (half or 0) * size, size)
-    return leaf.clone()
+def _random(spec: TensorSpec, generator: torch.Generator, device: torch.device) -> Tensor:
+    if not spec.dtype.is_floating_point:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+    return (4 * torch.randn(spec.shape, generator=generator)).to(device, spec.dtype)  # samples' losses differ much
 
 
 def _label_paths(batch: Batch) -> list[str]:

@@ -63,8 +63,8 @@ class Stage:
         route = microbatch.route
         received = dict(zip(route.enters.values, entering, strict=True))
         if self.train:
-            for value in route.enters.gradients:
-                received[value].requires_grad_()
+            for value, tensor in received.items():
+                tensor.requires_grad_(route.flow.spec(value).requires_grad)
         self.replay.randomness.microbatch(i)
         output, made = self.replay.run(route, microbatch.deltas, received, lambda: microbatch.batch.call(self.model))
         loss = self._loss(output, microbatch) if self.is_last else None
@@ -82,7 +82,8 @@ class Stage:
         else:
             pairs = zip((made[value] for value in microbatch.route.leaves.gradients), returning, strict=True)
             needed = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
-            torch.autograd.backward([tensor for tensor, _ in needed], [gradient for _, gradient in needed])
+            if needed:
+                torch.autograd.backward([tensor for tensor, _ in needed], [gradient for _, gradient in needed])
         entered = [received[value] for value in microbatch.route.enters.gradients]
         return [torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in entered]
 

@@ -13,6 +13,7 @@ from pipeshard.model.policy import Policy
 from pipeshard.model.replay import Route
 from pipeshard.model.trace import trace
 from pipeshard.model.tracer import Criterion
+from pipeshard.runtime.agreement import digests
 from pipeshard.runtime.loss import LossRule, find_loss_rule
 from pipeshard.runtime.stage import Microbatch
 
@@ -23,13 +24,16 @@ class StepPlanner:
     def __init__(self, model: nn.Module, policy: Policy) -> None:
         self.model, self.policy = model, policy
         self._flows: dict[Any, list[Dataflow]] = {}
+        self._watched: frozenset[str] = frozenset()
         self._found: dict[Any, tuple[Dataflow, tuple[int, ...]]] = {}
         self._routes: dict[tuple[int, bool], Route] = {}
         self._rules: dict[Any, LossRule] = {}
 
     def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
         """Use a Dataflow that was traced already, with the model in the mode it is in."""
-        self._flows.setdefault((criterion, self.model.training, ()), []).append(flow)
+        if not flow.watched:
+            self._flows.setdefault((criterion, self.model.training, ()), []).append(flow)
+        self._watched |= flow.watched
 
     def plan(
         self, batches: Sequence[Batch], criterion: Criterion | None, outputs: bool, exact_loss: bool
@@ -46,7 +50,7 @@ class StepPlanner:
         ]
 
     def _find(self, batch: Batch, criterion: Criterion | None) -> tuple[Dataflow, tuple[int, ...]]:
-        mode = criterion, self.model.training, _sizes(batch)
+        mode = criterion, self.model.training, digests(batch, self._watched)
         shapes = tuple((path, tensor.shape, tensor.dtype) for path, tensor in batch.tensors.items())
         key = (*mode, shapes, batch.others)
         if key not in self._found:
@@ -56,11 +60,12 @@ class StepPlanner:
             if match is None:
                 match = self._trace(batch, criterion)
                 flows.append(match[0])
+                self._watched |= match[0].watched
             self._found[key] = match
         return self._found[key]
 
     def _trace(self, batch: Batch, criterion: Criterion | None) -> tuple[Dataflow, tuple[int, ...]]:
-        flow = trace(self.model, batch, criterion, exact=bool(_sizes(batch)))
+        flow = trace(self.model, batch, criterion, exact=not self._watched.isdisjoint(batch.paths))
         deltas = flow.axes.deltas(batch)
         if deltas is None:  # its shapes are no affine function of the batch's: good for these sizes alone
             flow = trace(self.model, batch, criterion, exact=True)
@@ -92,17 +97,8 @@ class StepPlanner:
     def _rule(self, flow: Dataflow, batches: Sequence[Batch], criterion: Criterion | None) -> LossRule:
         if len(batches) == 1 or flow.loss is None:
             return LossRule(summed=len(batches) == 1)
-        key = id(flow), criterion
+        key = criterion, self.model.training, batches[0].paths, batches[0].others
         if key not in self._rules:
             sample = batches[0].to(self.policy.replay.device)
             self._rules[key] = find_loss_rule(self.model, flow, sample, criterion)
         return self._rules[key]
-
-
-def _sizes(batch: Batch) -> tuple[tuple[str, str], ...]:
-    """The values of inputs that say how large images are (grids, heights and widths): shapes are computed from them."""
-    return tuple(
-        (path, str(leaf.tolist()))
-        for path, leaf in batch.tensors.items()
-        if leaf.ndim == 2 and not leaf.is_floating_point() and ("_grid" in path or path.endswith("_sizes"))
-    )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.parity.entries import Entry
@@ -28,8 +28,9 @@ def build(entry: Entry, seed: int = 0) -> nn.Module:
         if not parameter.any():  # zeros would stop the gradients of what is behind them
             nn.init.normal_(parameter, std=0.02)
     for module in model.modules():
-        if getattr(getattr(module, "config", None), "use_cache", False):
-            module.config.use_cache = False
+        own: Any = getattr(module, "config", None)
+        if getattr(own, "use_cache", False):
+            own.use_cache = False
     return model
 
 
@@ -39,7 +40,7 @@ def batch(entry: Entry, model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
     return fix_batch(entry, model, make_batch(entry.task, model, seed=seed), seed)
 
 
-def _of_model(entry: Entry) -> tuple[Entry, type[PreTrainedConfig]]:
+def _of_model(entry: Entry) -> tuple[Entry, type[PretrainedConfig]]:
     """The entry with the model type of the config its model takes: the text model's own, of a multimodal one."""
     config_class = CONFIG_MAPPING[entry.model_type]
     own: Any = getattr(transformers, entry.class_name).config_class

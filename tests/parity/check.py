@@ -113,12 +113,13 @@ class Reference:
     @classmethod
     def losses(cls, model: nn.Module, data: dict[str, Any], m: int) -> Reference:
         parts = read_batch(model, data).split(m)
+        training = [module for module in model.modules() if module.training]
+        model.eval()  # batch norm would mix the samples
         with torch.no_grad():
-            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             whole = _loss(model(**data))
             trials = [_loss(part.call(model)) for part in parts]
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
+        for module in training:
+            module.training = True
         weights = _weights(parts, whole, trials)
         total: Tensor | None = None
         for part, weight in zip(parts, weights, strict=True):

@@ -31,11 +31,12 @@ class Entry(NamedTuple):
 
 def all_entries() -> list[Entry]:
     """Every entry of the installed transformers, by task and then by name."""
+    there = set(transformers.__all__)  # to ask the module itself would import the model
     entries = []
     for task, mapping in TASKS.items():
         for model_type, names in sorted(getattr(modeling_auto, mapping, {}).items()):
             name = names if isinstance(names, str) else names[0]
-            if hasattr(transformers, name):
+            if name in there:
                 entries.append(Entry(task, model_type, name))
     return entries
 

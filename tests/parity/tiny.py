@@ -129,8 +129,8 @@ def shrink(name: str, default: Any) -> dict[str, Any]:
                 return {name: min(value, default)}
     if isinstance(default, float) and re.search(r"drop|jitter", name):
         return {name: 0.0}
-    if name == "initializer_range" and default < 1e-3:
-        return {name: 0.02}  # 1e-10 of some vision towers would leave them without a gradient
+    if isinstance(default, float) and re.fullmatch(r"init(ializer)?_(range|std)", name) and default < 0.1:
+        return {name: 0.1}  # for this width; with the usual 0.02 hardly anything would depend on the encoders
     if isinstance(default, float) and re.fullmatch(r"layer_?scale\w*", name):
         return {name: 0.5}  # the default of many is so near 0 that their layers would do nothing
     if isinstance(default, list | tuple) and "drop" in name and all(isinstance(rate, float) for rate in default):

@@ -81,8 +81,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_codebooks": 3,
     },
     "longt5": {"encoder_attention_type": "transient-global", "global_block_size": 4, "local_radius": 3},
-    "moonshine": {"decoder_num_hidden_layers": 3, "encoder_num_hidden_layers": 3},
-    "moonshine_streaming": {"encoder_config": {"sample_rate": 1600}, "num_key_value_heads": 4},
+    "moonshine": {"decoder_num_hidden_layers": 3, "encoder_num_hidden_layers": 3, "pad_token_id": 0},
+    "moonshine_streaming": {
+        "encoder_config": {"initializer_range": 0.1, "sample_rate": 1600},
+        "initializer_range": 0.1,
+        "num_key_value_heads": 4,
+    },
     "moss_transcribe_diarize": {"audio_config": _WHISPER},
     "musicflamingo": {"audio_bos_token_id": 6, "audio_config": _WHISPER, "audio_eos_token_id": 7},
     "mvp": {"prompt_length": 4, "prompt_mid_dim": 8, "use_prompt": True},
@@ -99,7 +103,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
                 "speaker_cache_update_period": 2,
                 "streaming_config": {"num_speakers": 3, "speaker_cache_length": 6},
             },
-        },
+        }
     },
     "nllb-moe": {"decoder_sparse_step": 2, "encoder_sparse_step": 2},
     "pegasus_x": {"block_size": 8, "num_global_tokens": 4},
@@ -134,6 +138,11 @@ def _mask(sounds: Sequence[int] = SOUNDS, times: int = 1) -> Tensor:
     return (torch.arange(times * max(sounds)) < times * torch.tensor(sounds)[:, None]).long()
 
 
+def _causal(model: nn.Module, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """Labels of the input itself."""
+    return {**batch, "labels": uneven(batch["input_ids"])}
+
+
 def _spoken(
     tokens: Callable[[int], int],
     mask: str | None = "input_features_mask",
@@ -147,8 +156,9 @@ def _spoken(
         config: Any = model.config
         own = _mask(sounds)
         features = torch.randn(*own.shape, mels(config), generator=generator) * own[..., None]
-        batch = {**batch, "labels": uneven(batch["input_ids"])}
-        batch = insert(batch, [[config.audio_token_id] * tokens(frames) for frames in sounds])
+        batch = insert(
+            _causal(model, batch, generator), [[config.audio_token_id] * tokens(frames) for frames in sounds]
+        )
         features = features if transposed else features.transpose(1, 2).contiguous()
         return {**batch, "input_features": features, **({mask: own} if mask else {})}
 
@@ -176,6 +186,7 @@ def _pooled(frames: int) -> int:
 
 
 def _merged(frames: int) -> int:
+    """A stride of two, and four of its frames merged."""
     return ((frames - 1) // 2 + 1 + 3) // 4
 
 
@@ -185,11 +196,13 @@ def _chunks(frames: int) -> int:
 
 
 def _long(model: nn.Module, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-    ids = text(4, 40, generator)
+    """Enough tokens for several blocks."""
+    ids = torch.cat([text(4, 28, generator), batch["input_ids"]], 1)
     return {**batch, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _global_first(model: nn.Module, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """The first token attends to all, and all to it."""
     attention = torch.zeros_like(batch["input_ids"])
     attention[:, 0] = 1
     return {**batch, "global_attention_mask": attention}
@@ -218,23 +231,22 @@ def _codes(model: nn.Module, batch: dict[str, Tensor], generator: torch.Generato
 
 
 def _blocks(model: nn.Module, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-    """Two tokens of each block of six frames, as many as a sound has."""
+    """Two tokens for each six of 15 frames; as many of them as a sound has."""
     config: Any = model.config
     kept = torch.arange(6) < torch.tensor([6, 4, 6, 2])[:, None]
-    batch = {**batch, "labels": uneven(batch["input_ids"])}
     return {
-        **insert(batch, [[config.audio_token_id] * int(count) for count in kept.sum(1)]),
+        **insert(_causal(model, batch, generator), [[config.audio_token_id] * int(count) for count in kept.sum(1)]),
         "input_features": torch.randn(4, 15, 16, generator=generator),
         "input_features_mask": kept,
     }
 
 
 def _stacked(model: nn.Module, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """A token for every frame."""
     config: Any = model.config
     own = (torch.arange(8) < torch.tensor([8, 6, 8, 4])[:, None]).long()
-    batch = {**batch, "labels": uneven(batch["input_ids"])}
     return {
-        **insert(batch, [[config.audio_token_id] * int(count) for count in own.sum(1)]),
+        **insert(_causal(model, batch, generator), [[config.audio_token_id] * int(count) for count in own.sum(1)]),
         "input_features": torch.randn(4, 8, config.audio_config.input_size, generator=generator) * own[..., None],
         "input_features_mask": own,
     }
@@ -252,9 +264,10 @@ def _waves(model: nn.Module, batch: dict[str, Tensor], generator: torch.Generato
     """Eight samples an audio token."""
     config: Any = model.config
     own = _mask()
-    batch = {**batch, "labels": uneven(batch["input_ids"])}
     return {
-        **insert(batch, [[config.audio_token_id] * ((frames + 7) // 8) for frames in SOUNDS]),
+        **insert(
+            _causal(model, batch, generator), [[config.audio_token_id] * ((frames + 7) // 8) for frames in SOUNDS]
+        ),
         "input_values": torch.randn(4, 1, FRAMES, generator=generator) * own[:, None],
         "padding_mask": own.bool(),
     }
@@ -264,7 +277,7 @@ def _mels(config: Any) -> int:
     return config.num_mel_bins
 
 
-BATCHES: dict[str, Callable[..., Any]] = {
+BATCHES: dict[str, Fix] = {
     "audioflamingo3": _spoken(_pooled),
     "bigbird_pegasus": _long,
     "canary": _heard("input_features", lambda config: config.encoder_config.num_mel_bins),
@@ -273,6 +286,7 @@ BATCHES: dict[str, Callable[..., Any]] = {
     "fsmt": _own_shift,
     "fun_asr_nano": _stacked,
     "glmasr": _spoken(lambda frames: ((frames - 1) // 2 + 1) // 4),
+    "gptsan-japanese": _causal,
     "granite_speech": _blocks,
     "granite_speech_plus": _blocks,
     "kyutai_speech_to_text": _codes,

@@ -37,6 +37,7 @@ _NO_LABELS = "its forward has no labels"
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
+    "big_bird": {"block_size": 4, "num_random_blocks": 1},
     "bloom": {"n_layer": 4},
     "blt": {
         "encoder_hash_byte_group_size": [3, 4],
@@ -183,6 +184,14 @@ def _memory(name: str) -> Callable[..., Any]:
     return fix
 
 
+def _long(model: nn.Module, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """Long enough for sparse attention."""
+    ids = text(4, 40, generator)
+    ids[:, -1] = batch["input_ids"][:, -1]
+    labels = uneven(ids) if batch["labels"].ndim > 1 else batch["labels"]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
 def _segments(model: nn.Module, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
     """Two segments, of which the first is shorter in later rows."""
     rows, length = batch["input_ids"].shape
@@ -195,8 +204,9 @@ def _languages(model: nn.Module, batch: dict[str, Tensor], generator: torch.Gene
 
 def _shapes(model: nn.Module, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
     """With the shape and the pronunciation of each character."""
+    rows, length = batch["input_ids"].shape
     names = ("input_shape_ids", "input_pronunciation_ids")
-    return {**batch, **{name: text(*batch["input_ids"].shape, generator) for name in names}}
+    return {**batch, **{name: text(rows, length, generator) for name in names}}
 
 
 def _boxes(model: nn.Module, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
@@ -281,6 +291,9 @@ _CROSS_ATTENTION = (
 
 BATCHES: dict[str, Callable[..., Any]] = {
     **{f"causal-lm/{model_type}": _memory("encoder_hidden_states") for model_type in _CROSS_ATTENTION},
+    "sequence-classification/bigbird_pegasus": _long,
+    "masked-lm/big_bird": _long,
+    "sequence-classification/big_bird": _long,
     "causal-lm/git": _image,
     "causal-lm/mllama_text_model": _memory("cross_attention_states"),
     "causal-lm/whisper": _memory("encoder_outputs"),

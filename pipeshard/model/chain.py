@@ -1,0 +1,58 @@
+"""Chain: what each layer of a model reads of the layer before it and beside it; declared, and confirmed by a trace."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeshard.model.dataflow import Dataflow
+from pipeshard.model.taint import Value
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Layers in a row: what each hands on to the next, and what it reads besides that was made earlier.
+
+    Both are names for floating-point tensors, for people; how many there are is confirmed, and fewer are fine (a
+    position bias that a configuration has not). Layers are the members of one list. How a list is entered is free, and
+    so are masks and other integers, what the loss and the outputs read, and lists whose members stand beside each
+    other (one head per codebook).
+    """
+
+    handed_on: tuple[str, ...]
+    beside: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        beside = f"and beside it {', '.join(self.beside)}" if self.beside else "and nothing else"
+        return f"each layer reads {', '.join(self.handed_on)} of the one before it {beside}"
+
+    def mismatch(self, flow: Dataflow) -> str:
+        """What the first layer that reads something else reads; "" if there is none."""
+        for before, layer in layers(flow):
+            values = _activations(flow, layer)
+            handed_on = {value for value in values if value.call >= before and not flow.is_aside(value)}
+            beside = values - handed_on
+            if not handed_on or len(handed_on) > len(self.handed_on) or len(beside) > len(self.beside):
+                last = f"of {flow.calls[before].unit} or after it: {_makers(flow, handed_on)}"
+                return f"{flow.calls[layer].unit} reads {last}; and beside it: {_makers(flow, beside)}"
+        return ""
+
+
+def layers(flow: Dataflow) -> Iterator[tuple[int, int]]:
+    """The calls of each two layers that follow each other in one list, in one pass through it."""
+    calls: dict[str, list[tuple[int, int]]] = {}
+    for k, call in enumerate(flow.calls):
+        name, _, member = call.unit.rpartition(".")
+        if member.isdigit():
+            calls.setdefault(name, []).append((k, int(member)))
+    for of_list in calls.values():
+        pairs = [(k, n) for (k, member), (n, following) in itertools.pairwise(of_list) if following >= member]
+        if any(value.call >= before for before, layer in pairs for value in _activations(flow, layer)):
+            yield from pairs
+
+
+def _activations(flow: Dataflow, reader: int) -> set[Value]:
+    return {value for value in flow.calls[reader].reads.values if flow.spec(value).dtype.is_floating_point}
+
+
+def _makers(flow: Dataflow, values: set[Value]) -> str:
+    return ", ".join(f"{flow.calls[value.call].unit}[{value.leaf}]" for value in sorted(values)) or "nothing"

@@ -1,0 +1,92 @@
+"""The command `python -m tests.parity`: sweeps all entries, or those named, and reports."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from tests.parity.entries import Entry, all_entries, find
+from tests.parity.report import EXACT, Row, Totals, chart_path, draw, markdown, results
+from tests.parity.sweep import Rows, sample, sweep, versions
+
+INTERRUPTED = 130
+
+
+def main() -> int:
+    arguments = parse()
+    entries = chosen(arguments)
+    ps = sorted({int(p) for p in arguments.p.split(",")})
+    file = arguments.json or (Path("outputs") / f"{arguments.output.stem}.jsonl" if arguments.output else None)
+    try:
+        rows = Rows(file, arguments.resume)
+    except ValueError as error:
+        sys.exit(str(error))
+    console = Console(file=sys.stdout, soft_wrap=True)
+    try:
+        run(rows, entries, ps, console)
+    except KeyboardInterrupt:
+        console.print(f"interrupted after {len(rows.rows)} rows" + (f"; --resume goes on from {file}" if file else ""))
+        return INTERRUPTED
+    wanted = {str(entry) for entry in entries}
+    final = [row for row in rows.rows if row.entry in wanted and row.p in ps]
+    totals = Totals.of(results(final))
+    if output := arguments.output:
+        output.write_text(markdown(final, versions(), output))
+        draw(final, chart_path(output))
+    console.print(str(totals), highlight=False)
+    return int(totals.failed > 0 or totals.share < arguments.at_least)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
+    parser.add_argument("entries", nargs="*", help="tasks, model types, or task/model_type; all by default")
+    parser.add_argument("--p", default="2,3", help="numbers of stages (default: %(default)s)")
+    parser.add_argument("--sample", type=int, metavar="N", help="only N of the entries, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: %(default)s)")
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help="the report; its chart goes beside it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the rows (default: outputs/, by the report's name)")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that are there, and run the others")
+    parser.add_argument("--at-least", type=float, default=0.98, metavar="SHARE",
+                        help="fail where fewer of those that train are exact (default: %(default)s)")  # fmt: skip
+    return parser.parse_args()
+
+
+def chosen(arguments: argparse.Namespace) -> list[Entry]:
+    entries = all_entries()
+    if arguments.entries:
+        unknown = [text for text in arguments.entries if not find(text)]
+        if unknown:
+            sys.exit(f"unknown: {', '.join(unknown)}. Name a task, a model type, or task/model_type.")
+        named = {entry for text in arguments.entries for entry in find(text)}
+        entries = [entry for entry in entries if entry in named]
+    return entries if arguments.sample is None else sample(entries, arguments.sample, arguments.seed)
+
+
+def run(rows: Rows, entries: list[Entry], ps: list[int], console: Console) -> None:
+    """Sweep what has no row yet, behind a progress bar; what is not exact is printed as it comes."""
+    jobs = rows.missing(entries, ps)
+    total = len(entries) * len(ps)
+    if not any(jobs.values()):
+        return
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(
+        BarColumn(), MofNCompleteColumn(), *times, TextColumn("{task.description}"), console=console
+    ) as progress:
+        bar = progress.add_task("importing", total=total, completed=total - sum(map(len, jobs.values())))
+
+        def save(row: Row) -> None:
+            rows.add(row)
+            if row.kind not in EXACT:
+                line = f"{row.kind} {row.entry} p={row.p}: {row.reason.partition(chr(10))[0]}"
+                progress.console.print(line, markup=False, highlight=False)
+            progress.update(bar, advance=1, description=row.entry)
+
+        sweep(jobs, save)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""Report: what the rows of a sweep say, as a text with a table by task and a chart."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.parity.check import CLOSE, CLOSE_FP64
+from tests.parity.entries import TASKS
+
+KINDS = {  # the worst first
+    "wrong": "a loss, a gradient or the norm is off",
+    "hang": "a rank waits for ever",
+    "crash": "a rank dies, or raises something other than pipeshard's errors",
+    "refused": "pipeshard refuses the model with an error that says why",
+    "untrainable": "the model does not train unsplit: no loss, or a package that is not to be had",
+    "close": f"every relative error is at most {CLOSE:.0e}, or {CLOSE_FP64:.0e} in fp64 where rounding alone is larger",
+    "bitwise": "loss and gradients equal those of the unsplit model to the bit",
+}
+ORDER = tuple(KINDS)
+EXACT, FAILED = ("bitwise", "close"), ("wrong", "hang", "crash")
+BARS = {  # label: kinds, color
+    "bitwise": (("bitwise",), "#1b7837"),
+    "close": (("close",), "#7fbf7b"),
+    "refused": (("refused",), "#f1a340"),
+    "does not train unsplit": (("untrainable",), "#cccccc"),
+    "wrong, hanging or crashing": (FAILED, "#b2182b"),
+}
+NOTE = 160  # characters
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one entry ("task/model_type") on p ranks; `kind` is one of KINDS, `seconds` those it took."""
+
+    entry: str
+    p: int
+    kind: str
+    error: float = 0.0
+    reason: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """The worst of an entry over its p, with the largest error and a note."""
+
+    task: str
+    model_type: str
+    kind: str
+    error: float
+    note: str
+
+
+@dataclass(frozen=True)
+class Totals:
+    """How many entries are of which kind."""
+
+    kinds: Mapping[str, int]
+
+    @classmethod
+    def of(cls, results: Sequence[Result]) -> Totals:
+        return cls(Counter(result.kind for result in results))
+
+    @property
+    def entries(self) -> int:
+        return sum(self.kinds.values())
+
+    @property
+    def train(self) -> int:
+        return self.entries - self.kinds.get("untrainable", 0)
+
+    @property
+    def exact(self) -> int:
+        return sum(self.kinds.get(kind, 0) for kind in EXACT)
+
+    @property
+    def failed(self) -> int:
+        return sum(self.kinds.get(kind, 0) for kind in FAILED)
+
+    @property
+    def share(self) -> float:
+        """The exact ones of those that train unsplit."""
+        return self.exact / self.train if self.train else 1.0
+
+    def __str__(self) -> str:
+        kinds = [f"{self.kinds[kind]} {kind}" for kind in reversed(ORDER) if self.kinds.get(kind)]
+        exact = f"exact: {_percent(self.share)} of the {self.train} that train unsplit"
+        return f"{self.entries} entries: {', '.join(kinds)}; {exact}"
+
+
+def worst(kinds: Sequence[str]) -> str:
+    return min(kinds, key=ORDER.index)
+
+
+def results(rows: Sequence[Row]) -> list[Result]:
+    """One for each entry, by task and then by name."""
+    by_entry: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.p):
+        by_entry.setdefault(row.entry, []).append(row)
+    found = [_result(entry, own) for entry, own in by_entry.items()]
+    return sorted(found, key=lambda result: (list(TASKS).index(result.task), result.model_type))
+
+
+def _result(entry: str, rows: Sequence[Row]) -> Result:
+    task, model_type = entry.split("/", 1)
+    kind = worst([row.kind for row in rows])
+    noted = [row for row in rows if row.kind == kind and row.reason]
+    where = f"p = {noted[0].p}: " if 0 < len(noted) < len(rows) else ""
+    note = where + _short(noted[0].reason) if noted else ""
+    return Result(task, model_type, kind, max(row.error for row in rows), note)
+
+
+def _short(reason: str) -> str:
+    """The first line, short enough for a table."""
+    line = reason.strip().partition("\n")[0]
+    return line if len(line) <= NOTE else line[: NOTE - 1].rstrip() + "…"
+
+
+def markdown(rows: Sequence[Row], versions: Mapping[str, str], path: Path) -> str:
+    """The report, to be written to `path`, beside its chart of the same name."""
+    found = results(rows)
+    totals = Totals.of(found)
+    ps = " and ".join(f"p = {p}" for p in sorted({row.p for row in rows}))
+    count = {kind: totals.kinds.get(kind, 0) for kind in ORDER}
+    lines = [
+        "# Parity",
+        "",
+        "Each architecture of transformers, made tiny and with random weights, is trained one step of p microbatches",
+        f"by p processes ({ps}) and compared with the same model in one process: the loss, every gradient and",
+        "the norm. An entry is an architecture in a task; its verdict is the worst over p and the ranks.",
+        "",
+        f"- **{totals.entries}** entries, of which **{totals.train}** train unsplit",
+        f"- **{totals.exact}** exact, {count['bitwise']} to the bit: **{_percent(totals.share)}** of those that train",
+        f"- **{count['refused']}** refused with a reason",
+        f"- **{count['wrong']}** wrong, **{count['hang']}** hanging, **{count['crash']}** crashing",
+        "",
+        f"![Verdicts by task]({chart_path(path).name})",
+        "",
+        *_table(["task", "entries", *reversed(ORDER), "exact of those that train"], _by_task(found)),
+        "",
+        *_table(["verdict", "meaning"], [[kind, KINDS[kind]] for kind in reversed(ORDER)]),
+        "",
+        f"With {', '.join(f'{name} {version}' for name, version in versions.items())}. `make parity` repeats it",
+        "(`make parity-4.57` with the oldest transformers); `python -m tests.parity causal-lm/llama` runs one entry,",
+        "or those of a task or an architecture.",
+    ]
+    for task in TASKS:
+        own = [result for result in found if result.task == task]
+        if own:
+            cells = [[result.model_type, result.kind, _error(result), result.note] for result in own]
+            lines += ["", f"## {task}", "", *_table(["architecture", "verdict", "largest error", "note"], cells)]
+    return "\n".join(lines) + "\n"
+
+
+def _by_task(found: Sequence[Result]) -> list[list[str]]:
+    cells = []
+    for task in [*TASKS, "all"]:
+        totals = Totals.of([result for result in found if task in (result.task, "all")])
+        if totals.entries:
+            counts = [str(totals.kinds.get(kind, 0)) for kind in reversed(ORDER)]
+            cells.append([task, str(totals.entries), *counts, _percent(totals.share)])
+    return cells
+
+
+def _table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    rows = [head, ["---"] * len(head), *cells]
+    return ["| " + " | ".join(re.sub(r"([|<*_`])", r"\\\1", cell) for cell in row) + " |" for row in rows]
+
+
+def _error(result: Result) -> str:
+    return f"{result.error:.0e}" if result.error else "0" if result.kind in EXACT else ""
+
+
+def _percent(share: float) -> str:
+    return f"{int(share * 1000) / 10} %"  # never rounded up
+
+
+def verdicts(text: str) -> dict[str, str]:
+    """The verdict of each entry, read from a report."""
+    found, task = {}, ""
+    for line in text.splitlines():
+        if line.startswith("## "):
+            task = line.removeprefix("## ")
+        elif task and line.startswith("| "):
+            model_type, kind = (cell.strip().replace("\\", "") for cell in line.split(" | ")[:2])
+            if kind in KINDS:
+                found[f"{task}/{model_type.removeprefix('| ')}"] = kind
+    return found
+
+
+def chart_path(path: Path) -> Path:
+    return path.with_suffix(".svg")
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """A bar for each task: how many of its entries came out how. The same rows give the same file."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    found = results(rows)
+    tasks = [task for task in TASKS if any(result.task == task for result in found)]
+    style: dict[Any, Any] = {
+        "svg.hashsalt": "parity",
+        "svg.fonttype": "none",
+        "font.family": "sans-serif",
+        "font.size": 9,
+    }
+    with pyplot.rc_context(style):
+        figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.36 * len(tasks)), layout="constrained")
+        left = [0] * len(tasks)
+        for label, (kinds, color) in BARS.items():
+            counts = [sum(result.task == task and result.kind in kinds for result in found) for task in tasks]
+            bars = axes.barh(tasks, counts, left=left, color=color, label=label)
+            wide = 0.02 * len(found)
+            axes.bar_label(bars, [str(n) if n >= wide else "" for n in counts], label_type="center", fontsize=8)
+            left = [start + count for start, count in zip(left, counts)]
+        axes.invert_yaxis()
+        axes.set_xlabel("architectures")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside upper center", ncols=len(BARS), frameon=False, fontsize=8)
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
+        pyplot.close(figure)
