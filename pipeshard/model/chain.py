@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import EllipsisType
 
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.taint import Value
@@ -10,19 +11,20 @@ from pipeshard.model.taint import Value
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers in a row: what each hands on to the next, and what it reads besides that was made earlier.
+    """Layers in a row: what each hands on to the next, and what layers read beside it that was made earlier.
 
-    Both are names for floating-point tensors, for people; how many there are is confirmed, and fewer are fine (a
-    position bias that a configuration has not). Layers are the members of one list. How a list is entered is free, and
-    so are masks and other integers, what the loss and the outputs read, and lists whose members stand beside each
-    other (one head per codebook).
+    Both name floating-point tensors, for people; how many there are is confirmed. Fewer are fine (a configuration may
+    have no position bias), and `...` as the last one stands for any number. Layers are the members of one list. Free
+    are how a list is entered, masks and other integers, what the loss and the outputs read, and lists whose members
+    stand beside each other (a head per codebook).
     """
 
     handed_on: tuple[str, ...]
-    beside: tuple[str, ...] = ()
+    beside: tuple[str | EllipsisType, ...] = ()
 
     def __str__(self) -> str:
-        beside = f"and beside it {', '.join(self.beside)}" if self.beside else "and nothing else"
+        names = ", ".join("..." if name is ... else name for name in self.beside)
+        beside = f"and beside it {names}" if names else "and nothing else"
         return f"each layer reads {', '.join(self.handed_on)} of the one before it {beside}"
 
     def mismatch(self, flow: Dataflow) -> str:
@@ -31,9 +33,12 @@ class Chain:
             values = _activations(flow, layer)
             handed_on = {value for value in values if value.call >= before and not flow.is_aside(value)}
             beside = values - handed_on
-            if not handed_on or len(handed_on) > len(self.handed_on) or len(beside) > len(self.beside):
-                last = f"of {flow.calls[before].unit} or after it: {_makers(flow, handed_on)}"
-                return f"{flow.calls[layer].unit} reads {last}; and beside it: {_makers(flow, beside)}"
+            too_many = ... not in self.beside and len(beside) > len(self.beside)
+            if not handed_on or len(handed_on) > len(self.handed_on) or too_many:
+                return (
+                    f"{flow.calls[layer].unit} reads {_makers(flow, handed_on)} where it comes after "
+                    f"{flow.calls[before].unit}, and beside it {_makers(flow, beside)}"
+                )
         return ""
 
 
@@ -55,4 +60,5 @@ def _activations(flow: Dataflow, reader: int) -> set[Value]:
 
 
 def _makers(flow: Dataflow, values: set[Value]) -> str:
+    """The units that made these values, each with the number of the value among all that leave it."""
     return ", ".join(f"{flow.calls[value.call].unit}[{value.leaf}]" for value in sorted(values)) or "nothing"

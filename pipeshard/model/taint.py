@@ -45,6 +45,7 @@ aten = torch.ops.aten
 # Operators whose result, or its shape, Python or memory layout depends on: with them glue decides on values.
 SCALAR = {aten._local_scalar_dense, aten.is_nonzero, aten.equal}
 DECIDING = SCALAR | {aten.nonzero, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave}
+DECIDING |= {aten.bincount}
 # Operators that take the shape of their input, and none of its values.
 SHAPED = {aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like, aten.randn_like}
 SHAPED |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided}
@@ -109,7 +110,7 @@ class Taint(TorchDispatchMode):
 
     def decide(self, tags: frozenset[Tag], shaping: bool = False) -> None:
         """Python, or a shape, depends on values with these tags; inside a unit that is the unit's own affair."""
-        if self.inside is not None:
+        if self.inside is not None or not tags:
             return
         inputs = {tag.path for tag in tags if isinstance(tag, Input)}
         self.consulted |= inputs
@@ -151,17 +152,25 @@ class Taint(TorchDispatchMode):
 
 
 class Reading(TorchFunctionMode):
-    """Tells a Taint when Python reads a tensor past all operators: `tolist`, `numpy`, `np.asarray`."""
+    """Tells a Taint when a tensor is read past all operators: by `tolist`, `numpy`, `np.asarray`, or as a number in a
+    sequence that becomes a tensor or an index."""
 
     READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
+    BUILDERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+    INDEXERS = (Tensor.__getitem__, Tensor.__setitem__)
 
     def __init__(self, taint: Taint) -> None:
         super().__init__()
         self.taint = taint
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.READERS and (tags := self.taint.of(args[:1])):
-            self.taint.decide(tags)
+        if func in self.READERS:
+            self.taint.decide(self.taint.of(args[:1]))
+        elif func in self.BUILDERS or func in self.INDEXERS:
+            outer = args[1] if func in self.INDEXERS else args
+            items = outer if isinstance(outer, tuple) else [outer]
+            nested = [item for item in items if isinstance(item, list | tuple)]
+            self.taint.decide(self.taint.of(_tensors(nested)), shaping=True)
         return func(*args, **(kwargs or {}))
 
 

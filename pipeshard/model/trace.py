@@ -1,7 +1,7 @@
 """Trace: the Dataflow of a model, for every batch of one structure."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,15 +76,17 @@ def _pinned(flow: Dataflow, keep: int) -> Dataflow:
 def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch) -> bool:
     """Whether `general` holds with every free size a little larger, and much larger where the model runs so: sizes
     that are rounded (to windows, by strides) look constant from close by."""
-    near = _holds(tracer, flow, general, batch, 2)
-    return bool(near) and (len(general.axes.sizes) < 2 or _holds(tracer, flow, general, batch, FAR) is not False)
+    lengths = len(general.axes.sizes) - 1
+    near = _holds(tracer, flow, general, batch, [2, *range(3, 3 + lengths)])
+    far = _holds(tracer, flow, general, batch, [0, *range(FAR, FAR + lengths)]) if near and lengths > 0 else None
+    return near is True and far is not False
 
 
-def _holds(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, growth: int) -> bool | None:
-    """Whether a run on a larger batch has the shapes that `general` says; None if it does not run."""
+def _holds(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, growth: Sequence[int]) -> bool | None:
+    """Whether a run with each size larger by `growth` has the shapes that `general` says; None if it does not run."""
     axes = general.axes
     for group in range(len(axes.sizes)):
-        batch = axes.resized(batch, group, growth + group if group else 2)
+        batch = axes.resized(batch, group, growth[group])
     try:
         real, deltas = tracer.run(batch), axes.deltas(batch)
     except TraceError:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tests.parity.entries import Entry, all_entries, find
 from tests.parity.report import EXACT, Row, Totals, chart_path, draw, markdown, results
-from tests.parity.sweep import Rows, sample, sweep, versions
+from tests.parity.sweep import WATCHDOG, Rows, sample, sweep, versions
 
 INTERRUPTED = 130
 
@@ -27,7 +27,7 @@ def main() -> int:
         sys.exit(str(error))
     console = Console(file=sys.stdout, soft_wrap=True)
     try:
-        run(rows, entries, ps, console)
+        run(rows, entries, ps, arguments.watchdog, console)
     except KeyboardInterrupt:
         console.print(f"interrupted after {len(rows.rows)} rows" + (f"; --resume goes on from {file}" if file else ""))
         return INTERRUPTED
@@ -50,6 +50,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="FILE.md", help="the report; its chart goes beside it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the rows (default: outputs/, by the report's name)")
     parser.add_argument("--resume", action="store_true", help="keep the rows that are there, and run the others")
+    parser.add_argument("--watchdog", type=float, default=WATCHDOG, metavar="SECONDS",
+                        help="when an entry counts as hanging (default: %(default)s)")  # fmt: skip
     parser.add_argument("--at-least", type=float, default=0.98, metavar="SHARE",
                         help="fail where fewer of those that train are exact (default: %(default)s)")  # fmt: skip
     return parser.parse_args()
@@ -66,7 +68,7 @@ def chosen(arguments: argparse.Namespace) -> list[Entry]:
     return entries if arguments.sample is None else sample(entries, arguments.sample, arguments.seed)
 
 
-def run(rows: Rows, entries: list[Entry], ps: list[int], console: Console) -> None:
+def run(rows: Rows, entries: list[Entry], ps: list[int], watchdog: float, console: Console) -> None:
     """Sweep what has no row yet, behind a progress bar; what is not exact is printed as it comes."""
     jobs = rows.missing(entries, ps)
     total = len(entries) * len(ps)
@@ -85,7 +87,7 @@ def run(rows: Rows, entries: list[Entry], ps: list[int], console: Console) -> No
                 progress.console.print(line, markup=False, highlight=False)
             progress.update(bar, advance=1, description=row.entry)
 
-        sweep(jobs, save)
+        sweep(jobs, save, watchdog)
 
 
 if __name__ == "__main__":

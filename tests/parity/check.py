@@ -50,7 +50,8 @@ def check(entry: Entry) -> Verdict:
     try:
         again = _compare(entry, torch.float64)
     except Exception as error:
-        return Verdict("wrong", verdict.error, f"{verdict.reason} (fp64: {type(error).__name__}: {error})", verdict.cuts)
+        reason = f"{verdict.reason} (fp64: {type(error).__name__}: {error})"
+        return Verdict("wrong", verdict.error, reason, verdict.cuts)
     if again.kind == "wrong":
         return Verdict("wrong", verdict.error, f"{verdict.reason} (fp64: {again.reason})", verdict.cuts)
     return Verdict("close", again.error, f"in fp64; {verdict.error:.0e} in fp32", verdict.cuts)
@@ -68,32 +69,45 @@ def _compare(entry: Entry, dtype: torch.dtype) -> Verdict:
     p = dist.get_world_size()
     try:
         model = build(entry).to(dtype)
+        if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # the grouped matrix product has no fp64
         data = {
             name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
             for name, value in batch(entry, model).items()
         }
-        unsplit = copy.deepcopy(model)
-        losses = Reference.losses(unsplit, data, p)
+        unsplit, reference, m = _reference(model, data, p)
     except Exception as error:
         raise Untrainable(f"{type(error).__name__}: {error}") from error
     try:
-        split = Split(model, p, data, num_microbatches=p)
+        split = Split(model, p, data, num_microbatches=m)
     except PipeshardError as error:  # on every rank alike; in a step it may be on one, and must end the others
         raise Refused(f"{type(error).__name__}: {error}") from error
     loss = split.backward(data)["loss"]
     policy = split.model.pipeline.policy
     cuts = tuple(policy.flow.calls[policy.stages.index(stage)].unit for stage in range(1, p))
-    expected = losses.loss
+    expected = reference.loss
     close = CLOSE if dtype == torch.float32 else CLOSE_FP64
     loss_error = abs(float(loss - expected)) / max(abs(float(expected)), 1e-3)
     error = max(loss_error if loss_error == loss_error else float("inf"), gradient_error(split, unsplit))
     norm, whole = split.optimizer.get_grad_norm(), _norm(unsplit)
     if not error <= close or not abs(norm - whole) <= 10 * close * whole:
-        reason = f"loss {float(loss):.9g}, unsplit {float(expected):.9g}; gradients {gradient_error(split, unsplit):.1e}"
-        return Verdict("wrong", error, f"{reason}; norm {norm:.9g}, unsplit {whole:.9g}", cuts)
-    reference = dict(unsplit.named_parameters())
-    same = all(_equal(held.grad, reference[name].grad) for name, held in split.held.items())
-    return Verdict("bitwise" if same and torch.equal(loss, expected) else "close", error, "", cuts)
+        reason = f"loss {float(loss):.9g}, unsplit {float(expected):.9g}"
+        reason += f"; gradients {gradient_error(split, unsplit):.1e}; norm {norm:.9g}, unsplit {whole:.9g}"
+        return Verdict("wrong", error, reason, cuts)
+    gradients = {name: parameter.grad for name, parameter in unsplit.named_parameters()}
+    same = all(_equal(held.grad, gradients[name]) for name, held in split.held.items())
+    note = "" if m == p else "in one microbatch: its inputs cannot be cut"
+    return Verdict("bitwise" if same and torch.equal(loss, expected) else "close", error, note, cuts)
+
+
+def _reference(model: nn.Module, data: dict[str, Any], m: int) -> tuple[nn.Module, Reference, int]:
+    """The unsplit model with its gradients, its loss, and the number of microbatches, 1 where it takes no parts."""
+    unsplit = copy.deepcopy(model)
+    try:
+        return unsplit, Reference.of(unsplit, data, m), m
+    except Exception:
+        unsplit = copy.deepcopy(model)
+        return unsplit, Reference.of(unsplit, data, 1), 1
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
@@ -111,7 +125,7 @@ class Reference:
     loss: Tensor
 
     @classmethod
-    def losses(cls, model: nn.Module, data: dict[str, Any], m: int) -> Reference:
+    def of(cls, model: nn.Module, data: dict[str, Any], m: int) -> Reference:
         parts = read_batch(model, data).split(m)
         training = [module for module in model.modules() if module.training]
         model.eval()  # batch norm would mix the samples

@@ -31,11 +31,15 @@ BARS = {  # label: kinds, color
     "wrong, hanging or crashing": (FAILED, "#b2182b"),
 }
 NOTE = 160  # characters
+SPECIAL = re.compile(r"[|<*]|(?<![a-zA-Z0-9])_|_(?![a-zA-Z0-9])")  # what markdown would not show as it is
 
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one entry ("task/model_type") on p ranks; `kind` is one of KINDS, `seconds` those it took."""
+    """What came of one entry ("task/model_type") on p ranks.
+
+    `kind` is one of KINDS; the first line of `reason` tells why, others may show all ranks; `seconds` is what it took.
+    """
 
     entry: str
     p: int
@@ -169,7 +173,7 @@ def _by_task(found: Sequence[Result]) -> list[list[str]]:
 
 def _table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
     rows = [head, ["---"] * len(head), *cells]
-    return ["| " + " | ".join(re.sub(r"([|<*_`])", r"\\\1", cell) for cell in row) + " |" for row in rows]
+    return ["| " + " | ".join(SPECIAL.sub(r"\\\g<0>", cell) for cell in row) + " |" for row in rows]
 
 
 def _error(result: Result) -> str:
@@ -199,31 +203,24 @@ def chart_path(path: Path) -> Path:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """A bar for each task: how many of its entries came out how. The same rows give the same file."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
     found = results(rows)
     tasks = [task for task in TASKS if any(result.task == task for result in found)]
-    style: dict[Any, Any] = {
-        "svg.hashsalt": "parity",
-        "svg.fonttype": "none",
-        "font.family": "sans-serif",
-        "font.size": 9,
-    }
-    with pyplot.rc_context(style):
-        figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.36 * len(tasks)), layout="constrained")
+    style: dict[Any, Any] = {"svg.hashsalt": "parity", "svg.fonttype": "none", "font.size": 9}
+    with rc_context(style):
+        figure = Figure(figsize=(8, 0.8 + 0.36 * len(tasks)), layout="constrained")
+        axes = figure.subplots()
         left = [0] * len(tasks)
         for label, (kinds, color) in BARS.items():
             counts = [sum(result.task == task and result.kind in kinds for result in found) for task in tasks]
             bars = axes.barh(tasks, counts, left=left, color=color, label=label)
-            wide = 0.02 * len(found)
-            axes.bar_label(bars, [str(n) if n >= wide else "" for n in counts], label_type="center", fontsize=8)
+            narrow = 0.012 * len(found)
+            axes.bar_label(bars, ["" if n < narrow else str(n) for n in counts], label_type="center", fontsize=8)
             left = [start + count for start, count in zip(left, counts)]
         axes.invert_yaxis()
         axes.set_xlabel("architectures")
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside upper center", ncols=len(BARS), frameon=False, fontsize=8)
         figure.savefig(path, metadata={"Date": None, "Creator": None})
-        pyplot.close(figure)

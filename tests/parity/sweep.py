@@ -29,7 +29,7 @@ WATCHDOG = 60.0  # seconds
 START = 300.0  # seconds for importing every architecture
 
 
-def sweep(jobs: Mapping[int, Sequence[Entry]], save: Callable[[Row], None]) -> None:
+def sweep(jobs: Mapping[int, Sequence[Entry]], save: Callable[[Row], None], watchdog: float = WATCHDOG) -> None:
     """Check the entries of each p, all p at the same time; `save` gets the rows, one at a time.
 
     Whatever ends it, no process is left.
@@ -40,7 +40,7 @@ def sweep(jobs: Mapping[int, Sequence[Entry]], save: Callable[[Row], None]) -> N
         pool = Pool()
         pool.run(os.getpid, p, timeout=START)
         for entry in entries:
-            row = row_of(pool, entry, p)
+            row = row_of(pool, entry, p, watchdog)
             with lock:
                 if stop.is_set():
                     return  # the row is of workers that were killed
@@ -59,18 +59,18 @@ def sweep(jobs: Mapping[int, Sequence[Entry]], save: Callable[[Row], None]) -> N
                 _kill_all()
 
 
-def row_of(pool: Pool, entry: Entry, p: int) -> Row:
+def row_of(pool: Pool, entry: Entry, p: int, watchdog: float = WATCHDOG) -> Row:
     """What comes of the entry on p ranks: the worst of their verdicts, or how they failed."""
     started = time.monotonic()
-    kind, error, reason = _outcome(pool, entry, p)
+    kind, error, reason = _outcome(pool, entry, p, watchdog)
     return Row(str(entry), p, kind, error, reason, round(time.monotonic() - started, 2))
 
 
-def _outcome(pool: Pool, entry: Entry, p: int) -> tuple[str, float, str]:
+def _outcome(pool: Pool, entry: Entry, p: int, watchdog: float) -> tuple[str, float, str]:
     if str(entry) in UNTRAINABLE:
         return "untrainable", 0.0, UNTRAINABLE[str(entry)]
     try:
-        verdicts = pool.run(check, p, entry, timeout=WATCHDOG)
+        verdicts = pool.run(check, p, entry, timeout=watchdog)
     except WorkerError as error:
         return failure(str(error))
     kind = worst([verdict.kind for verdict in verdicts])
@@ -79,16 +79,16 @@ def _outcome(pool: Pool, entry: Entry, p: int) -> tuple[str, float, str]:
 
 
 def failure(message: str) -> tuple[str, float, str]:
-    """The kind and the reason of a WorkerError: by the first rank that failed, whose traceback comes first."""
+    """The kind and the reason of a WorkerError: the error of the rank that failed first, and then all of the message."""
     first = message.partition("\n")[0]
     if first.startswith("Timeout"):
-        return "hang", 0.0, first
-    traceback = re.split(r"^===== .* =====$", message, flags=re.MULTILINE)[1]
-    raised = re.search(r"^[\w.]+(: .*)?$", traceback.rpartition("Traceback (most recent call last):")[2], re.MULTILINE)
-    if " died " in first or raised is None:
-        return "crash", 0.0, first
-    error = raised.group()
-    return "refused" if error.startswith("pipeshard.errors.") else "crash", 0.0, error.removeprefix("pipeshard.errors.")
+        return "hang", 0.0, message
+    traceback = re.split(r"^===== .* =====$", message, flags=re.MULTILINE)[1].rpartition("Traceback (most recent")[2]
+    raised = re.search(r"^([\w.]+)(?::.*)?$", traceback, re.MULTILINE)  # all other lines are indented
+    if " died first" in first or raised is None:
+        return "crash", 0.0, message
+    kind = "refused" if raised[1].startswith("pipeshard.errors.") else "crash"
+    return kind, 0.0, f"{raised[0].removeprefix('pipeshard.errors.')}\n{message}"
 
 
 def _start() -> None:

@@ -1,0 +1,52 @@
+"""Audio: speech and music, as encoder-decoders, and as language models that hear."""
+
+from pipeshard import Policy, register_policy
+from pipeshard.model.chain import Chain
+
+# fmt: off
+
+
+@register_policy(
+    "audioflamingo3", "fun_asr_nano", "glmasr", "kyutai_speech_to_text", "moshi", "moss_transcribe_diarize",
+    "musicflamingo", "musicgen_decoder", "musicgen_melody_decoder", "qwen3_asr", "vibevoice", "vibevoice_asr",
+    "voxtral",
+    shipped=True,
+)
+class AudioLanguage(Policy):
+    """Audio features take the place of placeholder tokens before the first text layer."""
+
+    expects = Chain(handed_on=("hidden states",))
+
+
+@register_policy(
+    "canary", "cohere_asr", "moonshine", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "whisper",
+    shipped=True,
+)
+class SpeechEncoderDecoder(Policy):
+    """Each decoder layer reads the encoder's output."""
+
+    expects = Chain(handed_on=("hidden states",), beside=("encoder output",))
+
+
+@register_policy("speecht5", shipped=True)
+class SpeechT5(Policy):
+    """Encoder layers read relative positions, decoder layers the encoder's output."""
+
+    expects = Chain(handed_on=("hidden states",), beside=("encoder output, or relative positions",))
+
+
+@register_policy("pop2piano", shipped=True)
+class Pop2Piano(Policy):
+    """T5: the first layer of each side makes its position biases, and all hand them on."""
+
+    expects = Chain(handed_on=("hidden states", "position bias", "cross-attention bias"), beside=("encoder output",))
+
+
+@register_policy("speech-encoder-decoder", shipped=True)
+class Composed(Policy):
+    """Any two models: what an encoder or decoder of its own kind reads."""
+
+    expects = Chain(
+        handed_on=("hidden states", "position bias", "cross-attention bias"),
+        beside=("encoder output", ...),
+    )

@@ -1,0 +1,58 @@
+"""Encoders: bidirectional text models with a masked language modelling or classification head."""
+
+from pipeshard import Policy, register_policy
+from pipeshard.model.chain import Chain
+
+# fmt: off
+
+
+@register_policy(
+    "albert", "bert", "big_bird", "camembert", "canine", "convbert", "data2vec-text", "distilbert", "electra",
+    "ernie", "esm", "esmc", "eurobert", "fnet", "gte", "ibert", "jina_embeddings_v3", "layoutlm", "longformer",
+    "markuplm", "megatron-bert", "mobilebert", "modernbert", "mra", "nomic_bert", "nystromformer", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "squeezebert", "tapas", "ultrabert", "xlm-roberta",
+    "xlm-roberta-xl", "xmod", "yoso",
+    shipped=True,
+)
+class Encoder(Policy):
+    """Layer after layer on the hidden states alone."""
+
+    expects = Chain(handed_on=("hidden states",))
+
+
+@register_policy("deberta", "deberta-v2", "layoutlmv3", "mpnet", "roformer", shipped=True)
+class PositionBias(Policy):
+    """Every layer reads positions that a module of its own makes once."""
+
+    expects = Chain(handed_on=("hidden states",), beside=("position bias",))
+
+
+@register_policy("luke", shipped=True)
+class Luke(Policy):
+    """Words and entities are two streams."""
+
+    expects = Chain(handed_on=("hidden states", "entity states"))
+
+
+@register_policy("lilt", shipped=True)
+class Lilt(Policy):
+    """Text and layout are two streams."""
+
+    expects = Chain(handed_on=("hidden states", "layout states"))
+
+
+@register_policy("flaubert", "xlm", shipped=True)
+class Xlm(Policy):
+    """Attention, norms and feed-forward networks are lists side by side; sums between them are made outside."""
+
+    expects = Chain(handed_on=("hidden states", "residual"), beside=("earlier residuals", ...))
+
+
+@register_policy("funnel", shipped=True)
+class Funnel(Policy):
+    """The decoder reads the first block's result; masks are made from the embeddings."""
+
+    expects = Chain(
+        handed_on=("hidden states",),
+        beside=("embeddings, or the last block's result", "the first block's result"),
+    )

@@ -1,0 +1,29 @@
+"""Vision: image classifiers, both transformers and hierarchies of convolutions.
+
+The stages of a hierarchy (swin, resnet) are cut inside; each of their lists is a chain of its own.
+"""
+
+from pipeshard import Policy, register_policy
+from pipeshard.model.chain import Chain
+
+# fmt: off
+
+
+@register_policy(
+    "bit", "clip", "convnext", "convnextv2", "cvt", "deit", "dinov2", "dinov2_with_registers", "donut-swin",
+    "efficientnet", "focalnet", "hgnet_v2", "hiera", "ijepa", "imagegpt", "levit", "metaclip_2", "mobilenet_v1",
+    "mobilenet_v2", "mobilevit", "mobilevitv2", "perceiver", "poolformer", "pvt", "pvt_v2", "regnet", "resnet",
+    "segformer", "siglip", "siglip2", "swiftformer", "swin", "swinv2", "textnet", "vit", "vit_msn",
+    shipped=True,
+)
+class Vision(Policy):
+    """Layer after layer on the hidden states or feature map alone."""
+
+    expects = Chain(handed_on=("hidden states",))
+
+
+@register_policy("beit", "data2vec-vision", shipped=True)
+class SharedPositionBias(Policy):
+    """Every layer reads the position bias all may share."""
+
+    expects = Chain(handed_on=("hidden states",), beside=("shared position bias",))

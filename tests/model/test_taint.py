@@ -1,0 +1,90 @@
+"""Nothing that glue reads of a tensor goes unseen: by operators, by Python, or on the way into another tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pipeshard.model.taint import Input, Reading, Taint, Value
+
+A, B = Value(0, 0), Value(1, 0)
+READINGS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "item": lambda x, i: x[0].item(),
+    "bool": lambda x, i: bool((x > 1).any()),
+    "if": lambda x, i: 1 if x.sum() > 0 else 2,
+    "tolist": lambda x, i: x.tolist(),
+    "numpy": lambda x, i: x.detach().numpy(),
+    "asarray": lambda x, i: np.asarray(x),
+    "in": lambda x, i: 2 in i,
+    "format": lambda x, i: f"{x[0]}",
+    "slice": lambda x, i: torch.zeros(3)[: i[1]],
+    "size": lambda x, i: torch.zeros(i[2]),
+    "arange": lambda x, i: torch.arange(i[2]),
+    "tensor of a list": lambda x, i: torch.tensor([x[0], x[1]]),
+    "tensor of a nested list": lambda x, i: torch.tensor([list(x)]),
+    "new_tensor": lambda x, i: torch.zeros(1).new_tensor([x[0]]),
+    "index of lists": lambda x, i: torch.zeros(3, 3)[[i[0], i[1]], [i[1], i[2]]],
+    "assignment at lists": lambda x, i: torch.zeros(3, 3).__setitem__(([i[0]], [i[1]]), 1.0),
+    "boolean index": lambda x, i: torch.zeros(3)[x > 1],
+    "boolean assignment": lambda x, i: torch.zeros(3).__setitem__(i.nonzero(), 1.0),
+    "masked_select": lambda x, i: torch.zeros(3).masked_select(x > 1),
+    "nonzero": lambda x, i: i.nonzero(),
+    "unique": lambda x, i: i.unique(),
+    "bincount": lambda x, i: i.bincount(),
+    "repeat_interleave": lambda x, i: torch.zeros(3).repeat_interleave(i),
+    "one_hot": lambda x, i: torch.nn.functional.one_hot(i),
+}
+
+
+def watched(run: Callable[[Tensor, Tensor], Any], **tags: Any) -> tuple[Taint, Any]:
+    x, i = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 1, 2])
+    taint = Taint(torch.device("cpu"))
+    taint.mark(x, frozenset({tags.get("x", A)}))
+    taint.mark(i, frozenset({tags.get("i", B)}))
+    with taint, Reading(taint):
+        result = run(x, i)
+    return taint, result
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_python_reading_a_value_is_a_decision(name: str) -> None:
+    taint, _ = watched(READINGS[name])
+    assert len(taint.decisions) == 1 and __file__ in next(iter(taint.decisions))
+    assert not taint.consulted
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_python_reading_an_input_is_none(name: str) -> None:
+    taint, _ = watched(READINGS[name], x=Input("pixels"), i=Input("ids"))
+    assert not taint.decisions and taint.consulted in ({"pixels"}, {"ids"})
+
+
+def test_inputs_that_make_shapes_are_told_from_those_that_python_sees() -> None:
+    inputs = {"x": Input("pixels"), "i": Input("ids")}
+    assert watched(lambda x, i: bool(x.all()), **inputs)[0].shaping == set()
+    assert watched(lambda x, i: torch.zeros(3)[i > 1], **inputs)[0].shaping == {"ids"}
+    assert watched(lambda x, i: torch.zeros(4, 4)[[i[0]], [i[1]]], **inputs)[0].shaping == {"ids"}
+
+
+def test_a_mask_of_an_input_may_select_from_a_value() -> None:
+    taint, _ = watched(lambda x, i: x[i > 1], i=Input("ids"))
+    assert not taint.decisions and taint.shaping == {"ids"}
+
+
+def test_tags_go_with_values_and_not_with_shapes() -> None:
+    expected = {
+        A: [lambda x, i: x.data + 1, lambda x, i: torch.stack([x[0], x[1]]), lambda x, i: torch.zeros(3) * x[0]],
+        B: [lambda x, i: i.argsort(), lambda x, i: torch.zeros(3).scatter_(0, i, 1.0), lambda x, i: i.clone()],
+    }
+    for tag, runs in expected.items():
+        for run in runs:
+            taint, result = watched(run)
+            assert taint.of([result]) == {tag} and not taint.decisions
+    for run in (torch.zeros_like, lambda x: x.new_zeros(2), lambda x: torch.zeros(x.shape), lambda x: torch.rand_like(x)):
+        taint, result = watched(lambda x, i, run=run: run(x))
+        assert not taint.of([result])

@@ -1,0 +1,60 @@
+"""What becomes a unit: layers of lists, of lists in lists, and of the stages of a hierarchy."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from pipeshard.model.units import containers, find_units, recomputes
+from tests.parity.build import build
+from tests.parity.entries import find
+
+
+def units(entry: str) -> list[str]:
+    return list(find_units(build(find(entry)[0])))
+
+
+def test_layers_and_what_is_around_them() -> None:
+    assert units("causal-lm/llama") == [
+        "model.embed_tokens", *(f"model.layers.{k}" for k in range(4)), "model.norm", "lm_head"
+    ]  # fmt: skip
+
+
+def test_lists_in_lists_are_cut_into_their_members() -> None:
+    assert {name.rpartition(".")[0] for name in units("sequence-classification/funnel") if "blocks" in name} == {
+        "funnel.encoder.blocks.0", "funnel.encoder.blocks.1", "funnel.encoder.blocks.2"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("entry", "unit"),
+    [
+        ("image-classification/swin", "swin.encoder.layers.1.blocks.0"),
+        ("image-classification/segformer", "segformer.stages.1.blocks.0"),
+        ("image-classification/resnet", "resnet.encoder.stages.1.layers.0"),
+        ("image-classification/convnext", "convnext.encoder.stages.1.layers.1"),
+    ],
+)
+def test_stages_of_a_hierarchy_are_cut_into_their_layers(entry: str, unit: str) -> None:
+    assert unit in units(entry)
+
+
+def test_layers_that_hold_lists_but_are_alike_stay_whole() -> None:
+    assert all(name.count(".") <= 2 for name in units("seq2seq-lm/t5"))
+
+
+def test_a_stage_that_is_recomputed_as_a_whole_stays_whole() -> None:
+    model = build(find("image-classification/swin")[0])
+    model.gradient_checkpointing_enable()
+    names = find_units(model)
+    assert "swin.encoder.layers.0" in names
+    assert all(recomputes(unit) for name, unit in names.items() if "layers" in name)
+    assert not any(map(recomputes, containers(model, names)))
+
+
+def test_a_module_under_two_names_is_one_unit() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Module()
+    model.layers = nn.ModuleList([shared, nn.Linear(2, 2), shared])
+    model.head = shared
+    assert list(find_units(model)) == ["layers.0", "layers.1"]

@@ -1,0 +1,167 @@
+"""Parity of a sample of architectures, and the report of a sweep. `make parity` sweeps all of them."""
+
+import os
+import random
+import time
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from pipeshard.errors import TraceError
+from tests.parity.entries import Entry, all_entries
+from tests.parity.report import EXACT, ORDER, Row, Totals, draw, markdown, results, verdicts
+from tests.parity.sweep import Rows, failure, row_of, sample
+from tests.pool import Pool, WorkerError
+
+FIXED = """
+    causal-lm/gpt2 causal-lm/llama causal-lm/gemma2 causal-lm/bloom causal-lm/falcon causal-lm/gptj
+    causal-lm/mixtral causal-lm/olmoe causal-lm/gpt_oss causal-lm/deepseek_v3
+    causal-lm/jamba causal-lm/mamba causal-lm/lfm2 causal-lm/falcon_h1
+    causal-lm/gemma4_text causal-lm/gemma3n_text
+    masked-lm/bert masked-lm/deberta-v2 masked-lm/albert masked-lm/modernbert
+    sequence-classification/qwen3 sequence-classification/xlnet sequence-classification/opt
+    seq2seq-lm/t5 seq2seq-lm/bart seq2seq-lm/m2m_100 seq2seq-lm/switch_transformers
+    image-classification/vit image-classification/swin image-classification/resnet
+    image-classification/segformer image-classification/convnext
+    image-text-to-text/llava image-text-to-text/qwen2_vl image-text-to-text/idefics3
+    image-text-to-text/gemma3 image-text-to-text/mllama
+    speech-seq2seq/whisper speech-seq2seq/speech_to_text speech-seq2seq/moonshine
+""".split()
+ENTRIES = {str(entry): entry for entry in all_entries()}
+SEED = int(os.environ.get("PARITY_SEED") or "{}{:02}".format(*date.today().isocalendar()))  # another one each week
+ROTATING = sample([entry for name, entry in ENTRIES.items() if name not in FIXED], 20, SEED)
+TABLE = Path(__file__).parents[1] / "docs" / "parity.md"
+
+
+@pytest.mark.parametrize("name,p", [(name, 2 + k % 2) for k, name in enumerate(FIXED)])
+def test_architecture(pool: Pool, name: str, p: int) -> None:
+    if name not in ENTRIES:
+        pytest.skip("this transformers has none")
+    row = row_of(pool, ENTRIES[name], p)
+    assert row.kind in EXACT, f"{row.kind}: {row.reason}"
+
+
+@pytest.mark.parametrize("entry,p", [(entry, 2 + k % 2) for k, entry in enumerate(ROTATING)], ids=str)
+def test_rotating_architecture(pool: Pool, entry: Entry, p: int) -> None:
+    known = verdicts(TABLE.read_text()) if TABLE.exists() else {}
+    allowed = {*EXACT} | ({known.get(str(entry))} & {"refused", "untrainable"})
+    row = row_of(pool, entry, p)
+    assert row.kind in allowed, f"{row.kind} (PARITY_SEED={SEED} draws the same sample): {row.reason}"
+
+
+ROWS = [
+    Row("causal-lm/llama", 2, "bitwise"),
+    Row("causal-lm/llama", 3, "close", 3e-8),
+    Row("causal-lm/deepseek_v3", 2, "close", 1e-12, "in fp64; 4e-05 in fp32"),
+    Row("causal-lm/deepseek_v3", 3, "close", 2e-8),
+    Row("masked-lm/bert", 2, "bitwise"),
+    Row("masked-lm/bert", 3, "refused", 0.0, "TraceError: __init__ | <glue>\nall ranks"),
+    Row("masked-lm/deberta-v2", 2, "wrong", float("inf"), "loss 1, unsplit 2"),
+    Row("masked-lm/deberta-v2", 3, "untrainable"),
+    Row("image-classification/timm_wrapper", 2, "untrainable", 0.0, "no loss"),
+    Row("image-classification/timm_wrapper", 3, "untrainable", 0.0, "no loss"),
+]
+VERSIONS = {"torch": "2.13.0"}
+
+
+def test_result_is_the_worst_row() -> None:
+    found = {result.model_type: result for result in results(ROWS)}
+    assert (found["llama"].kind, found["llama"].error, found["llama"].note) == ("close", 3e-8, "")
+    assert (found["bert"].kind, found["bert"].note) == ("refused", "p = 3: TraceError: __init__ | <glue>")
+    assert (found["deberta-v2"].kind, found["timm_wrapper"].note) == ("wrong", "no loss")
+    assert found["deepseek_v3"].note == "p = 2: in fp64; 4e-05 in fp32"
+
+
+@pytest.mark.parametrize("better,kind", [(b, k) for k in ORDER for b in ORDER[ORDER.index(k) :]])
+def test_order_of_the_verdicts(better: str, kind: str) -> None:
+    (result,) = results([Row("causal-lm/llama", 2, better), Row("causal-lm/llama", 3, kind)])
+    assert result.kind == kind
+
+
+def test_totals() -> None:
+    totals = Totals.of(results(ROWS))
+    assert (totals.entries, totals.train, totals.exact, totals.failed) == (5, 4, 2, 1)
+    assert totals.share == 0.5
+    assert str(totals) == (
+        "5 entries: 2 close, 1 untrainable, 1 refused, 1 wrong; exact: 50.0 % of the 4 that train unsplit"
+    )
+
+
+def test_share_is_never_rounded_up() -> None:
+    rows = [Row(f"causal-lm/m{k}", 2, "bitwise" if k else "wrong") for k in range(3000)]
+    assert "exact: 99.9 % of" in str(Totals.of(results(rows)))
+
+
+def test_report_is_the_same_for_the_same_rows(tmp_path: Path) -> None:
+    shuffled = random.Random(0).sample(ROWS, len(ROWS))
+    slower = [replace(row, seconds=9.0) for row in shuffled]
+    assert markdown(slower, VERSIONS, tmp_path / "a.md") == markdown(ROWS, VERSIONS, tmp_path / "a.md")
+    for name, rows in (("a.svg", ROWS), ("b.svg", slower)):
+        draw(rows, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_report_reads_back() -> None:
+    text = markdown(ROWS, VERSIONS, Path("docs/parity-old.md"))
+    assert verdicts(text) == {f"{result.task}/{result.model_type}": result.kind for result in results(ROWS)}
+    assert "](parity-old.svg)" in text
+    assert r"| bert | refused |  | p = 3: TraceError: \_\_init\_\_ \| \<glue> |" in text
+
+
+def test_rows_resume(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "rows.jsonl"
+    for row in ROWS[:3]:
+        Rows(file, resume=file.exists()).add(row)
+    again = Rows(file, resume=True)
+    assert again.rows == ROWS[:3]
+    llama, deepseek = ENTRIES["causal-lm/llama"], ENTRIES["causal-lm/deepseek_v3"]
+    assert again.missing([deepseek, llama], [2, 3]) == {2: [], 3: [deepseek]}
+    assert Rows(file, resume=False).rows == Rows(file, resume=True).rows == []
+
+
+def test_rows_of_other_versions_are_not_resumed(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"torch": "1.0"}\n')
+    with pytest.raises(ValueError, match="without --resume"):
+        Rows(file, resume=True)
+
+
+def test_sample_is_that_of_its_seed() -> None:
+    entries = list(ENTRIES.values())
+    assert sample(entries, 20, 1) == sample(entries, 20, 1) != sample(entries, 20, 2)
+    assert sample(entries, 10**6, 1) == entries
+
+
+def end(how: str) -> None:
+    if dist.get_rank() == 1 and how == "refuse":
+        raise TraceError("the mask is read\nsee below")
+    if dist.get_rank() == 1 and how == "raise":
+        try:
+            raise TraceError("the mask is read")
+        except TraceError:
+            raise ValueError("no value") from None
+    if dist.get_rank() == 1 and how == "die":
+        os._exit(7)
+    if how == "hang" and dist.get_rank() == 1:
+        time.sleep(60)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    "how,kind,reason",
+    [
+        ("refuse", "refused", "TraceError: the mask is read"),
+        ("raise", "crash", "ValueError: no value"),
+        ("die", "crash", "Rank 1 died first: exit code 7"),
+        ("hang", "hang", "Timeout: after 2 s not every rank had returned."),
+    ],
+)
+def test_how_a_failure_is_called(pool: Pool, how: str, kind: str, reason: str) -> None:
+    with pytest.raises(WorkerError) as caught:
+        pool.run(end, 2, how, timeout=2.0 if how == "hang" else 60.0)
+    found, _, text = failure(str(caught.value))
+    assert (found, text.partition("\n")[0]) == (kind, reason)
+    assert "rank 1" in text
