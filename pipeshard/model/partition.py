@@ -70,7 +70,7 @@ def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
 
     def keep_together(use: Use, reader: int, name: str) -> None:
         for maker in use.hidden:
-            reason = f"{name} uses a value that leaves unit {flow.calls[maker].unit} other than by its result"
+            reason = f"{name} uses a value that leaves unit {flow.calls[maker].unit} by a way that cannot be followed"
             forbidden.update(dict.fromkeys(range(maker + 1, min(reader, len(flow.calls) - 1) + 1), reason))
 
     for reader, call in enumerate(flow.calls):
@@ -140,8 +140,8 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
             if stages[maker] != stage:
                 raise TraceError(
                     f"with this batch {name} (stage {stage}) uses a value that leaves unit {flow.calls[maker].unit} "
-                    f"(stage {stages[maker]}) other than by its result, so it cannot get there. Do not ask for it "
-                    "(output_attentions, output_router_logits, ...)"
+                    f"(stage {stages[maker]}) by a way that cannot be followed, so it cannot get there. If it is an "
+                    "output that was asked for (output_attentions, ...), do not ask for it"
                 )
     live = _alive(flow, stages, num_stages, everything)
     wanted = live if not outputs else _alive(flow, stages, num_stages, loss)

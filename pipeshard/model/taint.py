@@ -33,7 +33,7 @@ class Input(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """Something made inside unit call `call` that left it other than by its result."""
+    """Something made inside unit call `call` that left it by a way that cannot be followed."""
 
     call: int
 

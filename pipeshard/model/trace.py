@@ -1,6 +1,7 @@
 """Trace: the Dataflow of a model, for every batch of one structure."""
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeshard.errors import TraceError
+from pipeshard.errors import BatchError, TraceError
 from pipeshard.model.batch import Batch
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.media import read_batch
 from pipeshard.model.shapes import Axes, TensorSpec
 from pipeshard.model.tracer import Criterion, Tracer, untouched
+
+logger = logging.getLogger("pipeshard")
 
 FAR = 29  # how much longer a batch is that shapes are verified with
 ROWS, LENGTH = 2, 8  # a trace runs on this many samples, and on no more positions where the model allows
@@ -30,10 +33,18 @@ def trace(model: nn.Module, batch: Any, criterion: Criterion | None = None, exac
     """
     sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
     encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    if exact:
-        with untouched(model):
-            flow = Tracer(model, criterion, sample).run(sample)
-        return _pinned(replace(flow, axes=Axes.of(sample, encoder_decoder)), 0)
+    if not exact:
+        try:
+            return _trace_any(model, sample, criterion, encoder_decoder)
+        except (TraceError, BatchError) as error:  # its samples cannot be told apart, or not so few of them
+            logger.debug("%s is traced with the whole batch: %s", type(model).__name__, error)
+    with untouched(model):
+        flow = Tracer(model, criterion, sample).run(sample)
+    return _pinned(replace(flow, axes=Axes.of(sample, encoder_decoder)), 0)
+
+
+def _trace_any(model: nn.Module, sample: Batch, criterion: Criterion | None, encoder_decoder: bool) -> Dataflow:
+    """The Dataflow for batches of any size, from two samples."""
     sample = sample.take(torch.arange(ROWS) % sample.rows)
     tracer = Tracer(model, criterion, sample)
     short = Axes.of(sample, encoder_decoder).shortened(sample, LENGTH)

@@ -5,7 +5,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,7 @@ class Tracer:
             stack.enter_context(torch.enable_grad())  # whether a result requires grad is part of it
             stack.enter_context(self.taint)
             stack.enter_context(Reading(self.taint))
+            stack.enter_context(self._sealing())
             try:
                 output = batch.call(self.model)
             except (_SeenOutside, TraceError):
@@ -106,7 +107,10 @@ class Tracer:
             for path, leaf in with_paths
             if isinstance(leaf, Tensor)
         )
+        sealed = frozenset(Hidden(call) for call in self.sealed[:1])  # from there on, all is one autograd function's
         used = None if loss is None else self._use(self.taint.of([loss]))
+        if used is not None:
+            used = replace(used, hidden=used.hidden | Use.of(sealed).hidden)
         for _, use, _ in outputs:
             self._use(frozenset(Hidden(call) for call in use.hidden))
         changed = {path for path, leaf in batch.tensors.items() if leaf._version != versions[path]}
@@ -115,6 +119,25 @@ class Tracer:
         small = {path for path in consulted if batch.tensors[path].numel() <= SMALL * batch.rows}
         watched = frozenset(self.taint.shaping | small)
         return Dataflow(tuple(self.calls), used, outputs, written, decisions, consulted, watched, Axes((), (), (), ()))
+
+    @contextlib.contextmanager
+    def _sealing(self) -> Iterator[None]:
+        """Notes the units that are called inside a custom autograd function (reformer's reversible layers), whose
+        backward calls them again in a way of its own."""
+        self.sealed: list[int] = []
+        original = torch.autograd.Function.__dict__["apply"]
+
+        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+            first = len(self.calls)
+            result = original.__get__(None, cls)(*args, **kwargs)
+            self.sealed += range(first, len(self.calls))
+            return result
+
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
     def _use(self, tags: frozenset[Tag]) -> Use:
         use = Use.of(tags)

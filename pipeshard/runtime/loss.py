@@ -16,7 +16,7 @@ from pipeshard.model.exits import answer
 from pipeshard.model.shapes import TensorSpec
 from pipeshard.model.taint import Value
 from pipeshard.model.trace import trace
-from pipeshard.model.tracer import Criterion, loss_of
+from pipeshard.model.tracer import Criterion, loss_of, untouched
 from pipeshard.model.units import find_units, handled
 
 logger = logging.getLogger("pipeshard")
@@ -145,7 +145,7 @@ class _Trial:
             ]
             return answer(self.units[unit], call.parts, leaves, arguments)
 
-        with torch.no_grad(), handled(self.units, give):
+        with untouched(self.model), torch.no_grad(), handled(self.units, give):
             loss = loss_of(batch.call(self.model), self.criterion, batch)
         return torch.tensor(float("nan")) if loss is None else loss
 
@@ -183,11 +183,14 @@ def _padding(model: nn.Module) -> list[int]:
 
 def _with_invalid(batch: Batch, path: str, ignore: int) -> Batch:
     """All labels valid in the first half; in the second the first two columns, or all but the last sample's."""
+    mask = batch.tensors.get("attention_mask")
 
     def relabel(name: str, leaf: Tensor, dim: int | None) -> Tensor:
         if name != path:
             return leaf
         leaf = torch.where(leaf < 0, 1, leaf) if ignore < 0 else torch.where(leaf == ignore, ignore + 1, leaf)
+        if mask is not None and mask.shape == leaf.shape:
+            leaf = leaf.masked_fill(mask == 0, ignore)  # some losses leave padding out by the mask
         if leaf.ndim == 1:
             leaf[ROWS - 1] = ignore
         else:

@@ -24,8 +24,8 @@ KINDS = {  # the worst first
 ORDER = tuple(KINDS)
 EXACT, FAILED = ("bitwise", "close"), ("wrong", "hang", "crash")
 BARS = {  # label: kinds, color
-    "bitwise": (("bitwise",), "#1b7837"),
-    "close": (("close",), "#7fbf7b"),
+    "bitwise": (("bitwise",), "#5aae61"),
+    "close": (("close",), "#a6dba0"),
     "refused": (("refused",), "#f1a340"),
     "does not train unsplit": (("untrainable",), "#cccccc"),
     "wrong, hanging or crashing": (FAILED, "#b2182b"),
@@ -120,8 +120,8 @@ def _result(entry: str, rows: Sequence[Row]) -> Result:
 
 
 def _short(reason: str) -> str:
-    """The first line, short enough for a table."""
-    line = reason.strip().partition("\n")[0]
+    """The first line, short enough for a table, without the folders that packages are installed in."""
+    line = re.sub(r"\S*/site-packages/", "", reason.strip().partition("\n")[0])
     return line if len(line) <= NOTE else line[: NOTE - 1].rstrip() + "…"
 
 

@@ -79,7 +79,7 @@ def _outcome(pool: Pool, entry: Entry, p: int, watchdog: float) -> tuple[str, fl
 
 
 def failure(message: str) -> tuple[str, float, str]:
-    """The kind and the reason of a WorkerError: the error of the rank that failed first, and then all of the message."""
+    """The kind and the reason of a WorkerError: the error of the rank that failed first, then the whole message."""
     first = message.partition("\n")[0]
     if first.startswith("Timeout"):
         return "hang", 0.0, message

@@ -1,0 +1,83 @@
+"""Families: the main architectures in every layout and with every cut, auxiliary losses, recomputation and bf16."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeshard.errors import UsageError
+from pipeshard.model.units import find_units
+from tests.families import (
+    ALWAYS_TIED,
+
+    CALLS,
+    ENCODER_DECODERS,
+    FAMILIES,
+    build_with,
+    entry_of,
+
+    is_tied,
+    layers_of,
+    layouts_of,
+
+)
+from tests.parity.build import batch, build
+from tests.parity.entries import find
+from tests.pool import Pool
+from tests.unsplit import Split, Unsplit, differences
+
+
+def step(split: Split, unsplit: Unsplit, data: dict[str, Tensor], m: int, tolerance: float = 1e-6) -> list[str]:
+    """One backward of both in m microbatches, in the same order of sums; what differs, on this rank."""
+    unsplit.optimizer.zero_grad()
+    split.optimizer.zero_grad()
+    split.plugin.num_microbatches = m
+    return differences(split, unsplit, data, tolerance, num_microbatches=m)
+
+
+def layouts(name: str, tied: bool) -> tuple[list[str], set[str]]:
+    """Every layout with 1 and 3 microbatches, after one boost with cuts chosen by hand: what differs, what is held."""
+    p, entry = dist.get_world_size(), entry_of(name)
+    model = build_with(entry, tie_word_embeddings=tied)
+    assert is_tied(model) == (tied or name in ALWAYS_TIED), f"{name}: tie_word_embeddings={tied} is not honoured"
+    data, unsplit = batch(entry, model), Unsplit(copy.deepcopy(model))
+    n, layers = CALLS.get(name, 7), layers_of(model)
+    counts = [1, n - 1] if p == 2 else [1, 3, 1, n - 5]
+    after = [layers[2]] if p == 2 else [layers[0], layers[1], layers[-1]]
+    split = Split(model, p, data, num_microbatches=1, partition=counts if tied else after)
+    assert is_tied(model) == is_tied(unsplit.model), "a tie of one stage came apart"
+    ties = split.model.pipeline.policy.shared_names()
+    assert bool(ties) == is_tied(unsplit.model), f"parameters on several stages: {ties}"
+    found = []
+    for layout, arranged in layouts_of(model, data).items():
+        for m in (1, 3):
+            different = step(split, unsplit, arranged, m)
+            found += [f"{name} tied={tied} p={p} {layout} m={m}: {what}" for what in different]
+    return found, set(split.held)
+
+
+@pytest.mark.parametrize(("p", "tied"), [(2, True), (2, False), (4, True), (4, False)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layouts(pool: Pool, name: str, p: int, tied: bool) -> None:
+    results = pool.run(layouts, p, name, tied, timeout=120)
+    found = [what for different, _ in results for what in different]
+    assert not found
+    model = build_with(entry_of(name), tie_word_embeddings=tied)
+    assert set().union(*(held for _, held in results)) == {parameter for parameter, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layouts_matter(name: str) -> None:
+    """With the same tokens alone, the unsplit model's loss is another one; padding at the right no decoder notices."""
+    model = build(entry_of(name))
+    for layout, data in layouts_of(model, batch(entry_of(name), model)).items():
+        with torch.no_grad():
+            loss, plain = model(**data).loss, model(input_ids=data["input_ids"], labels=data["labels"]).loss
+        noticed = layout != "right padding" or name in ENCODER_DECODERS
+        assert (abs(float(loss / plain) - 1) > 1e-5) == noticed, layout
