@@ -8,8 +8,8 @@ from pipeshard.model.chain import Chain
 
 @register_policy(
     "audioflamingo3", "fun_asr_nano", "glmasr", "kyutai_speech_to_text", "moshi", "moss_transcribe_diarize",
-    "musicflamingo", "musicgen_decoder", "musicgen_melody_decoder", "qwen3_asr", "vibevoice", "vibevoice_asr",
-    "voxtral",
+    "musicflamingo", "musicgen_decoder", "musicgen_melody_decoder", "nemo_speechlm", "qwen3_asr", "vibevoice",
+    "vibevoice_asr", "voxtral",
     shipped=True,
 )
 class AudioLanguage(Policy):

@@ -81,11 +81,13 @@ class Dataflow:
     def receiving(self) -> frozenset[Value]:
         """The values that get a gradient of the loss; one that only integers or frozen units are made of gets none."""
         found = set(self.loss.values if self.loss is not None else ())
-        sealed = min(self.loss.hidden, default=len(self.calls)) if self.loss is not None else len(self.calls)
+        hidden = set(self.loss.hidden if self.loss is not None else ())
+        sealed = min(hidden, default=len(self.calls))
         for index in range(len(self.calls) - 1, -1, -1):
-            results = (Value(index, k) for k in range(len(self.calls[index].leaves)))
-            if index >= sealed or any(value in found and self.spec(value).requires_grad for value in results):
+            made = {value for value in found if value.call == index and self.spec(value).requires_grad}
+            if made or index in hidden or index >= sealed:
                 found |= self.calls[index].differentiated
+                hidden |= self.calls[index].reads.hidden
         return frozenset(value for value in found if self.spec(value).requires_grad)
 
     def spec(self, value: Value) -> TensorSpec:

@@ -33,6 +33,9 @@ def read_batch(model: nn.Module, data: Any) -> Batch:
         leaves = {path: leaf for path, leaf in batch.tensors.items() if _kind(path) == kind and leaf.ndim > 0}
         piled = {path: () for path, leaf in leaves.items() if leaf.is_floating_point() and len(leaf) != batch.rows}
         owners |= piled | _by_tokens(leaves, tokens) | _by_counts(leaves, batch)
+    labels = batch.tensors.get("labels")
+    if labels is not None and labels.ndim == 2 and len(labels) > batch.rows and not len(labels) % batch.rows:
+        owners["labels"] = (len(labels) // batch.rows,) * batch.rows  # one row for each codebook of a sample
     return batch.owned(owners)
 
 

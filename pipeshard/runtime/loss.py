@@ -170,7 +170,7 @@ def _label_paths(batch: Batch) -> list[str]:
     integers = [
         path
         for path, dim in zip(batch.paths, batch.row_dims, strict=True)
-        if dim == 0 and not batch.tensors[path].is_floating_point()
+        if (dim == 0 or path in batch.owners) and not batch.tensors[path].is_floating_point()
     ]
     named = [path for path in integers if "label" in path or "target" in path]
     return named or integers[::-1]
@@ -194,7 +194,7 @@ def _with_invalid(batch: Batch, path: str, ignore: int) -> Batch:
         if leaf.ndim == 1:
             leaf[ROWS - 1] = ignore
         else:
-            leaf[ROWS // 2 :, 2:] = ignore
+            leaf[len(leaf) // 2 :, 2:] = ignore
         return leaf
 
     return batch.map(relabel)
