@@ -17,8 +17,9 @@ from pipeshard.model.media import read_batch
 from pipeshard.model.policy import find_policy
 from pipeshard.model.sharder import Sharder, is_released
 from pipeshard.model.trace import trace
-from pipeshard.model.tracer import Criterion, without_cache
+from pipeshard.model.tracer import Criterion
 from pipeshard.model.units import containers, recomputes
+from pipeshard.model.untouched import without_cache
 from pipeshard.runtime.agreement import agree, gather, share_scalar
 from pipeshard.runtime.gradients import Tie, TieSync
 from pipeshard.runtime.interpreter import Interpreter

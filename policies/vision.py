@@ -23,7 +23,7 @@ class Vision(Policy):
 
 
 @register_policy("beit", "data2vec-vision", shipped=True)
-class SharedPositionBias(Policy):
-    """Every layer reads the position bias all may share."""
+class PositionBias(Policy):
+    """Every layer reads a position bias, of its own or all the same."""
 
-    expects = Chain(handed_on=("hidden states",), beside=("shared position bias",))
+    expects = Chain(handed_on=("hidden states", "position bias"), beside=("shared position bias",))

@@ -22,13 +22,24 @@ DECODERS = (
 ENCODER_DECODERS = ("t5", "bart")
 FAMILIES = (*DECODERS, *ENCODER_DECODERS)
 ALWAYS_TIED = ("t5",)  # whose config sets tie_word_embeddings itself
+# Mixtures of experts whose loss has an auxiliary part, with what their configurations need for it to weigh one half.
+_HALF = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+AUXILIARY: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deepseek_v4", "ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe"), _HALF),
+    **dict.fromkeys(("granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jamba", "laguna", "mellum"), _HALF),
+    **dict.fromkeys(("minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe"), _HALF),
+    **dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "nllb-moe"), _HALF),
+    "dbrx": {"output_router_logits": True, "ffn_config": {"moe_top_k": 2, "moe_loss_weight": 0.5}},
+    "doge": {**_HALF, "is_moe": True},
+    "jetmoe": {"output_router_logits": True, "aux_loss_coef": 0.5},
+}
 CALLS = {"gpt2": 8, "opt": 8, "bloom": 8, "t5": 13, "bart": 15}  # of units in a forward; the others make 7
 STARTS = (5, 9, 0, 3)  # where the second sequence of each packed row starts; row 2 has only one
 
 
 def entry_of(name: str) -> Entry:
     """The entry of a family, as a language model."""
-    return find(f"{'seq2seq-lm' if name in ENCODER_DECODERS else 'causal-lm'}/{name}")[0]
+    return (find(f"seq2seq-lm/{name}") or find(f"causal-lm/{name}"))[0]
 
 
 def build_with(entry: Entry, **fields: Any) -> nn.Module:

@@ -74,6 +74,8 @@ def test_result_is_the_worst_row() -> None:
     assert (found["llama"].kind, found["llama"].error, found["llama"].note) == ("close", 3e-8, "")
     assert (found["bert"].kind, found["bert"].note) == ("refused", "p = 3: TraceError: __init__ | <glue>, a/b.py:7")
     assert (found["deberta-v2"].kind, found["timm_wrapper"].note) == ("wrong", "no loss")
+    (result,) = results([Row("causal-lm/llama", 2, "untrainable", 0.0, "ImportError: \n  needs timm\nand more")])
+    assert result.note == "ImportError: needs timm"
     assert found["deepseek_v3"].note == "p = 2: in fp64; 4e-05 in fp32"
 
 

@@ -14,7 +14,8 @@ from pipeshard.model.batch import Batch
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.media import read_batch
 from pipeshard.model.shapes import Axes, TensorSpec
-from pipeshard.model.tracer import Criterion, Tracer, untouched
+from pipeshard.model.tracer import Criterion, Tracer
+from pipeshard.model.untouched import untouched
 
 logger = logging.getLogger("pipeshard")
 

@@ -2,13 +2,11 @@
 
 import contextlib
 import copy
-import math
 import re
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import stateless
@@ -29,8 +27,10 @@ from pipeshard.model.dataflow import Call, Dataflow, Use
 from pipeshard.model.exits import Exits, Part, answer, listened
 from pipeshard.model.randomness import Randomness
 from pipeshard.model.shapes import Axes, TensorSpec
+from pipeshard.model.standin import blank_state, copy_to, is_trainable, stand_in
 from pipeshard.model.taint import Hidden, Input, Reading, Tag, Taint, Used, Value
 from pipeshard.model.units import find_units, handled
+from pipeshard.model.untouched import untouched
 
 SMALL = 4  # numbers a sample in an input of sizes (of images, patches, ...), at most
 PLACE = re.compile(r"(^|_)(idx|id|index|number)$")  # attributes that only say which of many layers this is
@@ -194,7 +194,7 @@ class Tracer:
         taint, module = self.taint, self.units[unit]
         with _disable_current_modes():
             inputs = [self._lent(leaf, device) for leaf in leaves]
-            own = _blank_state(module, device)
+            own = blank_state(module, device)
         # While inside, a home says which input a storage is: what is written there is written to that input.
         positions = {t.untyped_storage()._cdata: Value(-1, k) for k, t in enumerate(inputs) if isinstance(t, Tensor)}
         homes, written = taint.homes, taint.written
@@ -221,12 +221,12 @@ class Tracer:
     def _lent(self, leaf: Any, device: torch.device) -> Any:
         """An argument for a visit: a copy, and of a mapping one whose entries tell when they are read."""
         if isinstance(leaf, Tensor):
-            return _copy(leaf, device)
+            return copy_to(leaf, device)
         if not isinstance(leaf, MutableMapping):
             return leaf
         lent = copy.copy(leaf)
         for key, value in leaf.items():
-            lent[key] = tree_map_only(Tensor, lambda t: _copy(t, device), value)
+            lent[key] = tree_map_only(Tensor, lambda t: copy_to(t, device), value)
             for original, copied in zip(tree_leaves(value), tree_leaves(lent[key]), strict=True):
                 self.taint.mark(copied, self.taint.of([original]))
         return lent
@@ -270,84 +270,3 @@ def _describe(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     return leaf if isinstance(leaf, bool | int | float | str | torch.dtype | None) else type(leaf)
-
-
-class _StandIn(torch.autograd.Function):
-    """Zeros that require grad and are no leaf, so that they may be written to in place."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
-        return _zeros(spec, device)
-
-
-def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
-    """Zeros whose memory the system gives only where glue touches it: those of a large model are mostly passed on."""
-    if device.type != "cpu" or 0 in spec.shape:
-        return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-    untouched = torch.from_numpy(np.zeros(math.prod(spec.shape) * spec.dtype.itemsize, dtype=np.uint8))
-    return torch.empty(0, dtype=spec.dtype).set_(untouched.untyped_storage()).resize_(spec.shape)
-
-
-def stand_in(spec: TensorSpec, device: torch.device) -> Tensor:
-    """Zeros of this kind."""
-    if spec.requires_grad:
-        return _StandIn.apply(torch.zeros((), requires_grad=True), spec, device)
-    return _zeros(spec, device)
-
-
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same kind of tensor there, with its values: masks and positions that no unit made have their true ones."""
-    copied = stand_in(TensorSpec.of(tensor), device)
-    copied.data.copy_(tensor)
-    return copied
-
-
-def _blank_state(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """A unit's own tensors where it runs, tied ones tied: what has values there keeps them, the rest are zeros."""
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    blanks: dict[Tensor, Tensor] = {}
-    for _, t in named:
-        if t not in blanks:
-            real = t.device == device and not hasattr(t, "pipeshard_trainable")
-            there = t.detach() if real else torch.zeros(t.shape, dtype=t.dtype, device=device)
-            blanks[t] = nn.Parameter(there, is_trainable(t)) if isinstance(t, nn.Parameter) else there.clone()
-    return {name: blanks[t] for name, t in named}
-
-
-def is_trainable(tensor: Tensor) -> bool:
-    """Whether a parameter is trained, on this stage or, where this one released it, on another."""
-    return getattr(tensor, "pipeshard_trainable", tensor.requires_grad)
-
-
-def without_cache(model: nn.Module) -> list[Any]:
-    """Turn key-value caches off in every (sub-)config that has them on, and return those configs.
-
-    Caches are for generation; filled inside units, they would carry values past the boundaries.
-    """
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    parts = [part for config in configs.values() for part in (config, *getattr(config, "__dict__", {}).values())]
-    cached = [part for part in parts if getattr(part, "use_cache", None) is True]
-    for part in cached:
-        part.use_cache = False
-    return cached
-
-
-@contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Undo what a run leaves in the modules: cached tensors, counters, hooks. No caches inside."""
-    cached = without_cache(model)
-    before = [
-        (module, dict(module.__dict__), {k: dict(v) for k, v in module.__dict__.items() if isinstance(v, dict)})
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for config in cached:
-            config.use_cache = True
-        for module, attributes, inner in before:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for key, content in inner.items():
-                module.__dict__[key].clear()
-                module.__dict__[key].update(content)

@@ -16,8 +16,9 @@ from pipeshard.model.exits import answer
 from pipeshard.model.shapes import TensorSpec
 from pipeshard.model.taint import Value
 from pipeshard.model.trace import trace
-from pipeshard.model.tracer import Criterion, loss_of, untouched
+from pipeshard.model.tracer import Criterion, loss_of
 from pipeshard.model.units import find_units, handled
+from pipeshard.model.untouched import untouched
 
 logger = logging.getLogger("pipeshard")
 

@@ -120,9 +120,14 @@ def _result(entry: str, rows: Sequence[Row]) -> Result:
 
 
 def _short(reason: str) -> str:
-    """The first line, short enough for a table, without the folders that packages are installed in."""
-    line = re.sub(r"\S*/site-packages/", "", reason.strip().partition("\n")[0])
-    return line if len(line) <= NOTE else line[: NOTE - 1].rstrip() + "…"
+    """The first line (with the second, where it only introduces it), short enough for a table.
+
+    Without the folders that packages are installed in.
+    """
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    text = re.sub(r"\S*/site-packages/", "", text)
+    return text if len(text) <= NOTE else text[: NOTE - 1].rstrip() + "…"
 
 
 def markdown(rows: Sequence[Row], versions: Mapping[str, str], path: Path) -> str:
