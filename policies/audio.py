@@ -8,8 +8,8 @@ from pipeshard.model.chain import Chain
 
 @register_policy(
     "audioflamingo3", "fun_asr_nano", "glmasr", "kyutai_speech_to_text", "moshi", "moss_transcribe_diarize",
-    "musicflamingo", "musicgen_decoder", "musicgen_melody_decoder", "nemo_speechlm", "qwen3_asr", "vibevoice",
-    "vibevoice_asr", "voxtral",
+    "musicflamingo", "musicgen_decoder", "musicgen_melody_decoder", "nemo_speechlm", "qwen2_audio", "qwen3_asr",
+    "vibevoice", "vibevoice_asr", "voxtral", "voxtral_realtime",
     shipped=True,
 )
 class AudioLanguage(Policy):
@@ -33,6 +33,13 @@ class SpeechT5(Policy):
     """Encoder layers read relative positions, decoder layers the encoder's output."""
 
     expects = Chain(handed_on=("hidden states",), beside=("encoder output, or relative positions",))
+
+
+@register_policy("granite_speech", "granite_speech_plus", shipped=True)
+class GraniteSpeech(Policy):
+    """A layer amid the encoder adds its guess at the text; the projector's layers read the audio features."""
+
+    expects = Chain(handed_on=("hidden states", "guess at the text"), beside=("audio features",))
 
 
 @register_policy("pop2piano", shipped=True)

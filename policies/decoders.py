@@ -19,7 +19,7 @@ from pipeshard.model.chain import Chain
     "ministral", "ministral3", "mistral", "mllama_text_model", "modernbert-decoder", "mpt", "nanochat", "nemotron",
     "olmo", "olmo2", "olmo3", "olmo_hybrid", "openai-gpt", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen3",
     "qwen3_5_text", "recurrent_gemma", "rwkv", "seed_oss", "smollm3", "stablelm", "starcoder2", "trocr",
-    "vaultgemma", "xglm", "xlnet", "xlstm", "youtu",
+    "vaultgemma", "xglm", "xlstm", "youtu",
     shipped=True,
 )
 class Decoder(Policy):
@@ -50,6 +50,13 @@ class SharedKeysValues(Policy):
     """Late layers use the keys and values of an earlier one."""
 
     expects = Chain(handed_on=("hidden states",), beside=("shared keys", "shared values"))
+
+
+@register_policy("xlnet", shipped=True)
+class XlNet(Policy):
+    """With `target_mapping`, queries that do not see their own token are a second stream."""
+
+    expects = Chain(handed_on=("hidden states", "query stream"))
 
 
 @register_policy("cpmant", shipped=True)

@@ -41,6 +41,13 @@ class Lilt(Policy):
     expects = Chain(handed_on=("hidden states", "layout states"))
 
 
+@register_policy("reformer", shipped=True)
+class Reformer(Policy):
+    """Reversible layers hand on two streams; gradients of all go back in one call, so no cut is between them."""
+
+    expects = Chain(handed_on=("hidden states", "attention output"))
+
+
 @register_policy("flaubert", "xlm", shipped=True)
 class Xlm(Policy):
     """Attention, norms and feed-forward networks are lists side by side; sums between them are made outside."""

@@ -11,14 +11,14 @@ from pipeshard.model.chain import Chain
 
 @register_policy(
     "aria", "aya_vision", "chameleon", "cohere2_vision", "cosmos3_edge", "deepseek_ocr2", "deepseek_vl",
-    "deepseek_vl_hybrid", "dots3_note", "emu3", "ernie4_5_vl_moe", "exaone4_5", "fuyu", "gemma3", "glm46v", "glm4v",
-    "glm4v_moe", "glm5_next", "glm_ocr", "glmga", "got_ocr2", "hunyuan_vl", "hyperclovax_vision_v2", "idefics3",
-    "inkling_mm_model", "internvl", "janus", "kimi_k25", "kosmos-2", "kosmos-2.5", "lfm2_vl", "lfm3_vl",
-    "lighton_ocr", "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl",
-    "mistral3", "mistral4", "modernvbert", "muse_glimmer", "muse_spark", "nemotron_h_omni", "ovis2", "paddleocr_vl",
-    "paligemma", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_5",
-    "qwen3_5_moe", "qwen4_exp", "shieldgemma2", "smolvlm", "step3p7", "ultravbert", "unlimited_ocr",
-    "video_llama_3", "video_llava", "vipllava",
+    "deepseek_vl_hybrid", "dots3_note", "emu3", "ernie4_5_vl_moe", "exaone4_5", "fuyu", "gemma3",
+    "glm46v", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmga", "got_ocr2", "hunyuan_vl",
+    "hyperclovax_vision_v2", "idefics3", "inkling_mm_model", "internvl", "janus", "kimi_k25", "kosmos-2",
+    "kosmos-2.5", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_next_video",
+    "llava_onevision", "minimax_m3_vl", "mistral3", "mistral4", "modernvbert", "muse_glimmer", "muse_spark",
+    "nemotron_h_omni", "ovis2", "paddleocr_vl", "paligemma", "pp_chart2table", "qianfan_ocr",
+    "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "shieldgemma2",
+    "smolvlm", "step3p7", "ultravbert", "unlimited_ocr", "video_llama_3", "video_llava", "vipllava",
     shipped=True,
 )
 class VisionLanguage(Policy):
@@ -35,10 +35,10 @@ class VisionLanguage(Policy):
 class DeepStack(Policy):
     """Features of several tower layers are added to the hidden states between text layers."""
 
-    expects = Chain(handed_on=("hidden states",), beside=("deep-stack features",))
+    expects = Chain(handed_on=("hidden states",), beside=("deep-stack features of images", "of videos"))
 
 
-@register_policy("blip", "florence2", "idefics2", "mllama", "pp_formulanet", "vision-encoder-decoder", shipped=True)
+@register_policy("blip", "florence2", "idefics2", "mllama", "pp_formulanet", shipped=True)
 class CrossAttention(Policy):
     """Text layers, or those between tower and text, attend to the image features."""
 
@@ -52,13 +52,16 @@ class Perceiver(Policy):
     expects = Chain(handed_on=("hidden states",), beside=("image features", "earlier residuals", ...))
 
 
-@register_policy("blip-2", "instructblip", "instructblipvideo", "pix2struct", shipped=True)
-class T5Like(Policy):
-    """The text model may be T5, whose layers hand on position biases."""
+@register_policy(
+    "blip-2", "instructblip", "instructblipvideo", "pix2struct", "vision-encoder-decoder",
+    shipped=True,
+)
+class AnyTextModel(Policy):
+    """The text model may be of any kind, T5 among them, whose layers hand on position biases."""
 
     expects = Chain(
         handed_on=("hidden states", "position bias", "cross-attention bias"),
-        beside=("encoder output, or image features",),
+        beside=("encoder output, or image features", ...),
     )
 
 

@@ -28,7 +28,7 @@ AUXILIARY: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v4", "ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe"), _HALF),
     **dict.fromkeys(("granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jamba", "laguna", "mellum"), _HALF),
     **dict.fromkeys(("minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe"), _HALF),
-    **dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "nllb-moe"), _HALF),
+    **dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text"), _HALF),
     "dbrx": {"output_router_logits": True, "ffn_config": {"moe_top_k": 2, "moe_loss_weight": 0.5}},
     "doge": {**_HALF, "is_moe": True},
     "jetmoe": {"output_router_logits": True, "aux_loss_coef": 0.5},
@@ -96,7 +96,12 @@ def layouts_of(model: nn.Module, data: dict[str, Tensor]) -> dict[str, dict[str,
     padded = {"left padding": left_padded(data), "right padding": right_padded(data)}
     if not takes_positions(model):
         return padded
-    return {**padded, "packed": packed(data), "packed elsewhere": packed(data, shift=1), "4D mask": packed_with_mask(data)}
+    return {
+        **padded,
+        "packed": packed(data),
+        "packed elsewhere": packed(data, shift=1),
+        "4D mask": packed_with_mask(data),
+    }
 
 
 def layers_of(model: nn.Module) -> list[str]:

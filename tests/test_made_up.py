@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeshard.errors import TraceError
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, gradient_error, parameter_error
@@ -87,3 +88,25 @@ def _batch(seed: int) -> dict[str, Tensor]:
 )
 def test_a_made_up_architecture_is_exact(pool: Pool, p: int, m: int, p2p: str) -> None:
     assert pool.run(train, p, m, p2p)[0][-1] == p - 1
+
+
+class Deciding(MadeUp):
+    """Glue that asks an activation which way to go, by a list."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(input_ids)
+        if max(self.layers[0](x, x)["x"].amax((1, 2)).tolist()) > 0:
+            x = 2 * x
+        logits = self.head(x) @ self.embed.weight.T
+        return {"loss": nn.functional.cross_entropy(logits.transpose(1, 2), labels), "logits": logits}
+
+
+def boost_deciding() -> None:
+    Split(Deciding(), dist.get_world_size(), _batch(0), num_microbatches=2)
+
+
+def test_glue_that_branches_on_an_activation_is_refused_with_its_line(pool: Pool) -> None:
+    line = 'if max(self.layers[0](x, x)["x"].amax((1, 2)).tolist()) > 0:'
+    for message in pool.run_expecting(TraceError, boost_deciding, 2):
+        assert "test_made_up.py:" in message and line in message
+    pool.run(boost_deciding, 1)

@@ -32,15 +32,15 @@ afmoe audioflamingo3 axk1 axk2 bailing_hybrid beam canary cohere2_moe cohere_asr
 cohere_compass_text cosmos3_edge cosmos3_omni cwm deepseek_ocr2 deepseek_v32 deepseek_v4 dots3_note
 dots3_note_text emu3_text_model ernie4_5_vl_moe esmc eurobert exaone4_5 exaone_moe flint fun_asr_nano gemma4
 gemma4_text gemma4_unified gemma4_unified_text glm46v glm4_moe_lite glm5_next glm_moe_dsa glm_ocr glmasr glmga
-granite4_vision granite_docling granite_swa granitemoe_swa gte hrm_text hunyuan_vl hy_v3 hy_v4 hyperclovax
-hyperclovax_vision_v2 inkling2 inkling2_text inkling_mm_model inkling_text internlm3 iquestcoder jais2
-jina_embeddings_v3 kimi_k25 kimi_linear kolibri1 laguna lfm2_moe lfm3 lfm3_vl lighton_ocr mellum mimo_v2_flash
-minicpm3 minimax_m2 minimax_m3_vl minimax_m3_vl_text ministral3 mistral4 mistral_large4 mllama_text_model
-modernvbert moss_transcribe_diarize muse_glimmer muse_spark musicflamingo musicgen_decoder
+granite4_vision granite_docling granite_speech_plus granite_swa granitemoe_swa gte hrm_text hunyuan_vl hy_v3
+hy_v4 hyperclovax hyperclovax_vision_v2 inkling2 inkling2_text inkling_mm_model inkling_text internlm3
+iquestcoder jais2 jina_embeddings_v3 kimi_k25 kimi_linear kolibri1 laguna lfm2_moe lfm3 lfm3_vl lighton_ocr
+mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl minimax_m3_vl_text ministral3 mistral4 mistral_large4
+mllama_text_model modernvbert moss_transcribe_diarize muse_glimmer muse_spark musicflamingo musicgen_decoder
 musicgen_melody_decoder nanochat nemo_speechlm nemotron_h nemotron_h_omni neomme nomic_bert olmo_hybrid
 paddleocr_vl pi0 pp_chart2table pp_formulanet qianfan_ocr qwen2_5_omni_thinker qwen3_5 qwen3_5_moe
 qwen3_5_moe_text qwen3_5_text qwen3_asr qwen3_omni_moe_thinker qwen4_exp qwen4_exp_text solar_open step3p7
-t5gemma2 ultrabert ultravbert unlimited_ocr vibevoice vibevoice_asr video_llama_3 youtu zaya
+t5gemma2 ultrabert ultravbert unlimited_ocr vibevoice vibevoice_asr video_llama_3 voxtral_realtime youtu zaya
 """
 
 

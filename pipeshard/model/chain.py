@@ -14,9 +14,9 @@ class Chain:
     """Layers in a row: what each hands on to the next, and what layers read beside it that was made earlier.
 
     Both name floating-point tensors, for people; how many there are is confirmed. Fewer are fine (a configuration may
-    have no position bias), and `...` as the last one stands for any number. Layers are the members of one list. Free
-    are how a list is entered, masks and other integers, what the loss and the outputs read, and lists whose members
-    stand beside each other (a head per codebook).
+    have no position bias), and `...` as the last one stands for any number. Layers are the members of one list; what
+    runs between two of them counts with the first. Free are how a list is entered, masks and other integers, what the
+    loss and the outputs read, and lists whose members stand beside each other (a head per codebook).
     """
 
     handed_on: tuple[str, ...]

@@ -206,5 +206,6 @@ def _where() -> str:
     own, library = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith((own, library)) and not frame.filename.startswith("<"):
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+            name = frame.filename.rpartition("site-packages" + os.sep)[2]
+            return f"{name}:{frame.lineno}: {frame.line}"
     return "an unknown line"

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tests.parity.entries import Entry, all_entries, find
-from tests.parity.report import EXACT, Row, Totals, chart_path, draw, markdown, results
+from tests.parity.report import EXACT, Row, Totals, chart_path, draw, markdown, results, short
 from tests.parity.sweep import WATCHDOG, Rows, sample, sweep, versions
 
 INTERRUPTED = 130
@@ -83,7 +83,7 @@ def run(rows: Rows, entries: list[Entry], ps: list[int], watchdog: float, consol
         def save(row: Row) -> None:
             rows.add(row)
             if row.kind not in EXACT:
-                line = f"{row.kind} {row.entry} p={row.p}: {row.reason.partition(chr(10))[0]}"
+                line = f"{row.kind} {row.entry} p={row.p}: {short(row.reason)}"
                 progress.console.print(line, markup=False, highlight=False)
             progress.update(bar, advance=1, description=row.entry)
 

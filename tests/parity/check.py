@@ -174,7 +174,7 @@ def _weights(model: nn.Module, data: dict[str, Any], parts: Sequence[Batch]) -> 
         for shift in (0, 1):
             counts.insert(0, [float((label[..., shift:] != -100).sum()) for label in labels if label is not None])
     shares = [[count / sum(row) for count in row] for row in counts]
-    misses = []
+    misses: list[tuple[float, int]] = []
     for evaluate in (False, True):
         trial = copy.deepcopy(model)  # some models keep what they saw
         trial.train(not evaluate and model.training)
@@ -182,4 +182,6 @@ def _weights(model: nn.Module, data: dict[str, Any], parts: Sequence[Batch]) -> 
             whole, losses = float(_loss(trial(**data))), [float(_loss(part.call(trial))) for part in parts]
         for k, weights in enumerate(shares):
             misses.append((abs(sum(w * loss for w, loss in zip(weights, losses)) - whole) / abs(whole), k))
+        if min(misses)[0] < CLOSE:
+            break
     return shares[min(misses)[1]]

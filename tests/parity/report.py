@@ -17,7 +17,7 @@ KINDS = {  # the worst first
     "hang": "a rank waits for ever",
     "crash": "a rank dies, or raises something other than pipeshard's errors",
     "refused": "pipeshard refuses the model with an error that says why",
-    "untrainable": "the model does not train unsplit: no loss, or a package that is not to be had",
+    "untrainable": "the model does not train unsplit either; the note says why",
     "close": f"every relative error is at most {CLOSE:.0e}, or {CLOSE_FP64:.0e} in fp64 where rounding alone is larger",
     "bitwise": "loss and gradients equal those of the unsplit model to the bit",
 }
@@ -115,11 +115,11 @@ def _result(entry: str, rows: Sequence[Row]) -> Result:
     kind = worst([row.kind for row in rows])
     noted = [row for row in rows if row.kind == kind and row.reason]
     where = f"p = {noted[0].p}: " if 0 < len(noted) < len(rows) else ""
-    note = where + _short(noted[0].reason) if noted else ""
+    note = where + short(noted[0].reason) if noted else ""
     return Result(task, model_type, kind, max(row.error for row in rows), note)
 
 
-def _short(reason: str) -> str:
+def short(reason: str) -> str:
     """The first line (with the second, where it only introduces it), short enough for a table.
 
     Without the folders that packages are installed in.

@@ -50,7 +50,8 @@ RULES: list[tuple[str, int]] = [
 ]
 VISION_DEPTH = ("num_hidden_layers", "num_layers", "encoder_layers", "depth")
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sep_token_id": 2}
-UNUSED = {"vision_use_head": False}  # a head of Siglip that no model here reads
+# A head of Siglip that no model here reads, and kernels that need another device.
+UNUSED = {"vision_use_head": False, "use_mamba_kernels": False}
 
 
 def tiny(
@@ -60,7 +61,7 @@ def tiny(
 
     `fixes` are the overrides of sub-configs by model type; those of the dict win.
     """
-    default = config_class()
+    default = config_class(**_kinds(overrides) if OLD and config_class.has_no_defaults_at_init else {})
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(config_class.__init__).parameters.items():
         if name not in ("self", "kwargs", "args") and parameter.default is not inspect.Parameter.empty:
@@ -88,8 +89,14 @@ def tiny(
     if default.is_encoder_decoder and getattr(default, "decoder_start_token_id", None) is None:
         fields.setdefault("decoder_start_token_id", 0)
     if OLD:  # some composite configurations take their sub-configs as dicts only
-        fields = {n: v.to_dict() if isinstance(v, PretrainedConfig) else v for n, v in fields.items()}
+        fields = {n: v.to_diff_dict() if isinstance(v, PretrainedConfig) else v for n, v in fields.items()}
     return config_class(**fields)
+
+
+def _kinds(overrides: dict[str, Any]) -> dict[str, Any]:
+    """What a configuration without defaults is first made from: the types of its sub-configs, taken off `overrides`."""
+    named = {name: value for name, value in overrides.items() if isinstance(value, dict) and "model_type" in value}
+    return {name: {"model_type": value.pop("model_type")} for name, value in named.items()}
 
 
 def given(name: str, config: PretrainedConfig) -> dict[str, Any]:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.parity.entries import Entry
-from tests.parity.fixes import multimodal, multimodal_lz, seq2seq, text, vision
+from tests.parity.fixes import multimodal, multimodal_lz, old, seq2seq, text, vision
 
 FixBatch = Callable[[nn.Module, dict[str, Tensor], torch.Generator], dict[str, Tensor]]
 
-_FILES: tuple[Any, ...] = (text, seq2seq, vision, multimodal, multimodal_lz)
+_FILES: tuple[Any, ...] = (text, seq2seq, vision, multimodal, multimodal_lz, old)
 CONFIGS: Mapping[str, dict[str, Any]] = {key: fields for file in _FILES for key, fields in file.CONFIGS.items()}
 BATCHES: Mapping[str, FixBatch] = {key: fix for file in _FILES for key, fix in file.BATCHES.items()}
 UNTRAINABLE: Mapping[str, str] = {

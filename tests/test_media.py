@@ -1,0 +1,214 @@
+"""Media: images and sounds reach the stages that need them, with the samples they belong to."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeshard.errors import BatchError
+from pipeshard.model.media import read_batch
+from tests.families import layers_of
+from tests.parity.build import batch, build
+from tests.parity.check import Reference
+from tests.parity.entries import Entry, find
+from tests.parity.images import insert, token
+from tests.parity.inputs import make_batch
+from tests.parity.tiny import FIRST_TEXT
+from tests.pool import Pool
+from tests.unsplit import Split, gradient_error
+
+IMAGES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma", "idefics3", "smolvlm", "mistral3")
+SOUNDS = ("whisper", "speech_to_text")
+LOOKED_AT = ("idefics3", "smolvlm")  # glue, on every stage, looks for images that are all zeros
+SENSES = re.compile(r"vis|encoder")  # in the names of the layers that see or hear
+
+
+def entry_of(name: str) -> Entry:
+    return next(entry for entry in find(name) if entry.task in ("image-text-to-text", "speech-seq2seq"))
+
+
+def one_step(name: str) -> list[str]:
+    """A step of two microbatches: what differs, and whether a stage has media that it does not need.
+
+    Three stages are cut amid the layers that see or hear and amid those of the text, two only the latter.
+    """
+    rank, p = dist.get_rank(), dist.get_world_size()
+    model = build(entry_of(name))
+    data, unsplit = batch(entry_of(name), model), copy.deepcopy(model)
+    layers = layers_of(model)
+    senses, text = [one for one in layers if SENSES.search(one)], [one for one in layers if not SENSES.search(one)]
+    split = Split(model, p, data, num_microbatches=2, partition=[senses[1], text[1]] if p == 3 else [text[1]])
+    expected = Reference.of(unsplit, data, 2).loss
+    found = different(split, unsplit, split.backward(data)["loss"], expected)
+    with torch.no_grad():
+        whole = unsplit(**data).loss
+    if abs(float(expected / whole) - 1) > 1e-5:
+        found.append(f"loss of the parts {expected.item()!r}, of the batch {whole.item()!r}")
+    for microbatch in split.model.pipeline.stage.microbatches:
+        media = microbatch.batch.tensors["input_features" if name in SOUNDS else "pixel_values"]
+        if any(media.stride()) != (rank == 0 or name in LOOKED_AT):
+            found.append(f"on stage {rank} media take {'no ' * (not any(media.stride()))}memory")
+    return [f"{name} p={p}: {what}" for what in found]
+
+
+def different(split: Split, unsplit: nn.Module, loss: Tensor, expected: Tensor) -> list[str]:
+    found = [] if torch.equal(loss, expected) else [f"loss {loss.item()!r}, unsplit {expected.item()!r}"]
+    error = gradient_error(split, unsplit)
+    return found if error < 1e-6 else [*found, f"gradients differ by {error:.1e}"]
+
+
+@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("name", IMAGES + SOUNDS)
+def test_one_step(pool: Pool, name: str, p: int) -> None:
+    assert not [what for found in pool.run(one_step, p, name, timeout=120) for what in found]
+
+
+# Patches (height, width) of the images of each row, and where the microbatches begin and end, step by step.
+SMALL, WIDE, TALL, LONG = (4, 4), (4, 8), (8, 4), (2, 6)
+STEPS = (
+    ([[SMALL], [WIDE], [SMALL, WIDE], []], (0, 2, 4)),
+    ([[WIDE], [SMALL, SMALL], [], []], (0, 2, 4)),  # a microbatch without images
+    ([[TALL, LONG], [], [LONG], [WIDE]], (0, 1, 2, 3, 4)),  # other sizes; as many images as rows, but not one each
+    ([[], [], [], []], (0, 2, 4)),
+    ([[], [LONG], [], [TALL]], (0, 2, 3, 4)),
+)
+Sizes = Sequence[Sequence[tuple[int, int]]]
+
+
+def album(model: Any, sizes: Sizes, seed: int) -> dict[str, Tensor]:
+    """A batch whose row k has images of `sizes[k]`: Qwen's as flat patches, Llava's all of the same size."""
+    generator, count = torch.Generator().manual_seed(seed), sum(map(len, sizes))
+    flat, image = hasattr(model.config.vision_config, "spatial_merge_size"), token(model)
+    tokens = [[height * width // 4 if flat else 16 for height, width in row] for row in sizes]
+    pieces = [[one for number in row for one in (*[image] * number, FIRST_TEXT)] for row in tokens]
+    text = make_batch("image-text-to-text", model, seed=seed)
+    data = insert(text, pieces, **({"mm_token_type_ids": image} if flat else {}))
+    if not count:
+        return data
+    if not flat:
+        return {**data, "pixel_values": torch.randn(count, 3, 32, 32, generator=generator)}
+    grid = torch.tensor([(1, *size) for row in sizes for size in row])
+    patches = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 8 * 8, generator=generator)
+    return {**data, "pixel_values": patches, "image_grid_thw": grid}
+
+
+def part(data: dict[str, Tensor], sizes: Sizes, rows: slice) -> dict[str, Tensor]:
+    """Some rows of an album, cut by hand."""
+    first, own = sum(map(len, sizes[: rows.start])), sum(map(len, sizes[rows]))
+    media = {name: data[name] for name in ("pixel_values", "image_grid_thw") if name in data}
+    text = {name: value[rows] for name, value in data.items() if name not in media}
+    if not own:
+        return text
+    if "image_grid_thw" not in media:
+        return {**text, "pixel_values": media["pixel_values"][first : first + own]}
+    edges = [0, *itertools.accumulate(media["image_grid_thw"].prod(1).tolist())]
+    patches = media["pixel_values"][edges[first] : edges[first + own]]
+    return {**text, "pixel_values": patches, "image_grid_thw": media["image_grid_thw"][first : first + own]}
+
+
+def loss_by_hand(model: Any, parts: Sequence[dict[str, Tensor]]) -> Tensor:
+    """The parts' losses weighed by their shifted labels, and summed in order; the gradients stay in the model."""
+    counts = [int((one["labels"][:, 1:] != -100).sum()) for one in parts]
+    losses = []
+    for one, count in zip(parts, counts):
+        loss, weight = model(**one).loss, count / sum(counts)
+        loss.backward(torch.full_like(loss, weight))
+        losses.append(loss.detach() * weight)
+    return sum(losses[1:], losses[0])
+
+
+def several_steps(name: str) -> list[str]:
+    """Another number of images in each row, and other sizes in each step, after one boost: what differs."""
+    model = build(entry_of(name))
+    unsplit, found = copy.deepcopy(model), []
+    split = Split(model, dist.get_world_size(), album(model, STEPS[0][0], 0), num_microbatches=1)
+    for step, (sizes, edges) in enumerate(STEPS):
+        data = album(unsplit, sizes, step)
+        parts = [part(data, sizes, slice(a, b)) for a, b in itertools.pairwise(edges)]
+        split.plugin.num_microbatches = len(parts)
+        unsplit.zero_grad()
+        split.optimizer.zero_grad()
+        expected = loss_by_hand(unsplit, parts)
+        what = different(split, unsplit, split.backward(data)["loss"], expected)
+        found += [f"{name} p={dist.get_world_size()} step {step}: {difference}" for difference in what]
+    return found
+
+
+@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_several_steps(pool: Pool, name: str, p: int) -> None:
+    assert not [what for found in pool.run(several_steps, p, name, timeout=120) for what in found]
+
+
+def reader(**config: Any) -> nn.Module:
+    model = nn.Module()
+    model.config, model.main_input_name = SimpleNamespace(**config), "input_ids"  # type: ignore[assignment]
+    return model
+
+
+def rows_of(*tokens: int) -> Tensor:
+    """A row for each number, with as many tokens 3, of six at most."""
+    return torch.tensor([[7, *[3] * count, *[8] * (6 - count)] for count in tokens])
+
+
+READER = reader(image_token_id=3, audio_token_id=5)
+NUMBERS = torch.arange(40.0)[:, None]
+
+
+def test_flat_patches_go_with_the_tokens_of_their_row() -> None:
+    grid = torch.tensor([(1, 2, 2), (1, 4, 2), (1, 2, 4)])  # four patches a token
+    data = {"input_ids": rows_of(1, 0, 4), "pixel_values": NUMBERS[:20], "image_grid_thw": grid}
+    read = read_batch(READER, data)
+    assert read.owners == {"pixel_values": (4, 0, 16), "image_grid_thw": (1, 0, 2)}
+    first, second, third = read.split(3)
+    assert torch.equal(first.data["pixel_values"], NUMBERS[:4])
+    assert second.data["pixel_values"] is None and second.data["image_grid_thw"] is None
+    assert torch.equal(third.data["pixel_values"], NUMBERS[4:20])
+    assert torch.equal(third.data["image_grid_thw"], grid[1:])
+
+
+def test_images_go_with_the_tokens_of_their_row() -> None:
+    """Also where there are as many images as rows; one image in each row is the ordinary case, without owners."""
+    read = read_batch(READER, {"input_ids": rows_of(2, 0, 4), "pixel_values": NUMBERS[:3]})
+    assert read.owners == {"pixel_values": (1, 0, 2)}
+    assert read_batch(READER, {"input_ids": rows_of(2, 2, 2), "pixel_values": NUMBERS[:3]}).owners == {}
+
+
+def test_samples_taken_in_another_order_take_their_media_along() -> None:
+    read = read_batch(READER, {"input_ids": rows_of(2, 0, 4), "pixel_values": NUMBERS[:3]})
+    taken = read.take(torch.tensor([2, 0, 0]))
+    assert taken.data["pixel_values"].flatten().tolist() == [1, 2, 0, 0]
+    assert taken.owners == {"pixel_values": (2, 1, 1)}
+
+
+def test_counts_in_the_batch_tell_whose_images_they_are() -> None:
+    data = {"input_ids": rows_of(1, 1, 1), "pixel_values": NUMBERS[:5], "num_patches": torch.tensor([1, 3, 1])}
+    read = read_batch(reader(), data)
+    assert read.owners == {"pixel_values": (1, 3, 1)}
+    assert [len(part.data["pixel_values"]) for part in read.split(3)] == [1, 3, 1]
+
+
+def test_media_of_two_kinds_are_told_apart() -> None:
+    ids = torch.tensor([[3, 3, 5, 8], [8, 8, 5, 5]])
+    data = {"input_ids": ids, "pixel_values": NUMBERS[:1], "input_features": NUMBERS[:3]}
+    assert read_batch(READER, data).owners == {"pixel_values": (1, 0), "input_features": (1, 2)}
+
+
+def test_media_of_nobody_are_not_cut() -> None:
+    """Five images, three rows, and nothing that says whose they are: one microbatch takes them all."""
+    data = {"input_ids": rows_of(1, 1, 1), "pixel_values": NUMBERS[:5]}
+    for model in (reader(), READER):
+        read = read_batch(model, data)
+        (whole,) = read.split(1)
+        assert torch.equal(whole.data["pixel_values"], NUMBERS[:5])
+        with pytest.raises(BatchError, match=r"pixel_values has 5 entries for 3 samples.*use one microbatch"):
+            read.split(2)
