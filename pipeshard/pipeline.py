@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from colossalai.interface import ModelWrapper
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipeshard.errors import BatchError, UsageError
 from pipeshard.model.batch import Batch
 from pipeshard.model.media import read_batch
+from pipeshard.model.names import flatten_with_names
 from pipeshard.model.policy import find_policy
 from pipeshard.model.sharder import Sharder, is_released
 from pipeshard.model.trace import trace
@@ -196,11 +197,10 @@ def _merged(outputs: list[Any], microbatches: Sequence[Microbatch], loss: Tensor
     dimension that grows with the number of samples, the loss is the batch's."""
     flow = microbatches[0].route.flow
     specs = {path: spec for path, _, spec in flow.outputs}
-    with_paths, tree = tree_flatten_with_path(outputs[0])
+    named, tree = flatten_with_names(outputs[0])
     columns = zip(*(tree_flatten(output)[0] for output in outputs), strict=True)
     merged = []
-    for (path, first), column in zip(with_paths, columns, strict=True):
-        name = keystr(path)
+    for (name, first), column in zip(named, columns, strict=True):
         spec = specs.get(name)
         dim = next((d for d, slopes in enumerate(spec.slopes) if slopes and slopes[0]), None) if spec else None
         if name == "['loss']" and loss is not None:

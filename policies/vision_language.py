@@ -53,7 +53,7 @@ class Perceiver(Policy):
 
 
 @register_policy(
-    "blip-2", "instructblip", "instructblipvideo", "pix2struct", "vision-encoder-decoder",
+    "blip-2", "instructblip", "instructblipvideo", "pix2struct", "udop", "vision-encoder-decoder",
     shipped=True,
 )
 class AnyTextModel(Policy):

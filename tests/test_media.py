@@ -72,16 +72,16 @@ def test_one_step(pool: Pool, name: str, p: int) -> None:
     assert not [what for found in pool.run(one_step, p, name, timeout=120) for what in found]
 
 
+Sizes = Sequence[Sequence[tuple[int, int]]]
 # Patches (height, width) of the images of each row, and where the microbatches begin and end, step by step.
 SMALL, WIDE, TALL, LONG = (4, 4), (4, 8), (8, 4), (2, 6)
-STEPS = (
+STEPS: Sequence[tuple[Sizes, Sequence[int]]] = (
     ([[SMALL], [WIDE], [SMALL, WIDE], []], (0, 2, 4)),
     ([[WIDE], [SMALL, SMALL], [], []], (0, 2, 4)),  # a microbatch without images
     ([[TALL, LONG], [], [LONG], [WIDE]], (0, 1, 2, 3, 4)),  # other sizes; as many images as rows, but not one each
     ([[], [], [], []], (0, 2, 4)),
     ([[], [LONG], [], [TALL]], (0, 2, 3, 4)),
 )
-Sizes = Sequence[Sequence[tuple[int, int]]]
 
 
 def album(model: Any, sizes: Sizes, seed: int) -> dict[str, Tensor]:
@@ -150,8 +150,8 @@ def test_several_steps(pool: Pool, name: str, p: int) -> None:
 
 
 def reader(**config: Any) -> nn.Module:
-    model = nn.Module()
-    model.config, model.main_input_name = SimpleNamespace(**config), "input_ids"  # type: ignore[assignment]
+    model: Any = nn.Module()
+    model.config, model.main_input_name = SimpleNamespace(**config), "input_ids"
     return model
 
 

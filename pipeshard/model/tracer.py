@@ -11,20 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import stateless
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import (
-    TreeSpec,
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map_only,
-    tree_unflatten,
-)
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.model.batch import Batch
 from pipeshard.model.dataflow import Call, Dataflow, Use
 from pipeshard.model.exits import Exits, Part, answer, listened
+from pipeshard.model.names import flatten_with_names
 from pipeshard.model.randomness import Randomness
 from pipeshard.model.shapes import Axes, TensorSpec
 from pipeshard.model.standin import blank_state, copy_to, is_trainable, stand_in
@@ -101,10 +94,10 @@ class Tracer:
                     "the model takes, pass dry_run_input=<a batch>"
                 ) from error
             loss = loss_of(output, self.criterion, batch)
-        with_paths, _ = tree_flatten_with_path(output)
+        named, _ = flatten_with_names(output)
         outputs = tuple(
-            (keystr(path), Use.of(self.taint.of([leaf])), TensorSpec.of(leaf))
-            for path, leaf in with_paths
+            (name, Use.of(self.taint.of([leaf])), TensorSpec.of(leaf))
+            for name, leaf in named
             if isinstance(leaf, Tensor)
         )
         sealed = frozenset(Hidden(call) for call in self.sealed[:1])  # from there on, all is one autograd function's
