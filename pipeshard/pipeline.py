@@ -79,6 +79,7 @@ class Pipeline:
         """One batch, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
         criterion = criterion if criterion is not None else self.criterion
         self._refuse_recomputed_containers()
+        self.policy.replace_forward()  # again: checkpointing may have been enabled since
         batch, seed = self._next(data_iter, (train, return_outputs, self.model.training))
         with self.policy.replay.randomness.step(seed, self.steps):
             return self._run(batch, criterion, train, return_loss, return_outputs, synchronize)

@@ -102,9 +102,7 @@ class Run:
 class Replay:
     """Answers the unit calls of one stage's model; `held` are the units this stage has parameters of."""
 
-    def __init__(
-        self, units: Mapping[str, nn.Module], held: frozenset[str], stage: int, device: torch.device
-    ) -> None:
+    def __init__(self, units: Mapping[str, nn.Module], held: frozenset[str], stage: int, device: torch.device) -> None:
         self.units, self.held, self.stage, self.device = units, held, stage, device
         self.randomness = Randomness(device)
         self.active: Run | None = None

@@ -3,10 +3,11 @@
 import os
 import traceback
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -72,6 +73,7 @@ class Taint(TorchDispatchMode):
         self.shaping: set[str] = set()  # inputs whose values made the shape of something
         self.met: set[Tag] = set()
         self.flops = self.elements = 0
+        self.is_checking = False
         self._alive: list[Any] = []  # storages: a freed one's address would be used again
 
     @classmethod
@@ -110,13 +112,22 @@ class Taint(TorchDispatchMode):
 
     def decide(self, tags: frozenset[Tag], shaping: bool = False) -> None:
         """Python, or a shape, depends on values with these tags; inside a unit that is the unit's own affair."""
-        if self.inside is not None or not tags:
+        if self.inside is not None or self.is_checking or not tags:
             return
         inputs = {tag.path for tag in tags if isinstance(tag, Input)}
         self.consulted |= inputs
         self.shaping |= inputs if shaping else set()
         if any(not isinstance(tag, Input) for tag in tags):
             self.decisions[_where()] = None
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """While values are read by torch, to be refused if they are out of range."""
+        self.is_checking = True
+        try:
+            yield
+        finally:
+            self.is_checking = False
 
     def write(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
         """A tensor is changed in place by something with these tags."""
@@ -153,7 +164,7 @@ class Taint(TorchDispatchMode):
 
 class Reading(TorchFunctionMode):
     """Tells a Taint when a tensor is read past all operators: by `tolist`, `numpy`, `np.asarray`, or as a number in a
-    sequence that becomes a tensor or an index."""
+    sequence that becomes a tensor or an index; and when one is only checked, which decides nothing."""
 
     READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
     BUILDERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
@@ -171,7 +182,9 @@ class Reading(TorchFunctionMode):
             items = outer if isinstance(outer, tuple) else [outer]
             nested = [item for item in items if isinstance(item, list | tuple)]
             self.taint.decide(self.taint.of(_tensors(nested)), shaping=True)
-        return func(*args, **(kwargs or {}))
+        classes = (*args, *(kwargs or {}).values())[1:] if func is nn.functional.one_hot else ()
+        with self.taint.checking() if classes > (0,) else nullcontext():  # else the largest value is their number
+            return func(*args, **(kwargs or {}))
 
 
 def _key(tensor: Tensor) -> int:

@@ -210,7 +210,6 @@ class Tracer:
         met = frozenset(taint.met) - taint.of(module.parameters())
         return _Kind(parts, specs, tuple(value.leaf for value in changed), met, taint.flops, taint.elements)
 
-
     def _lent(self, leaf: Any, device: torch.device) -> Any:
         """An argument for a visit: a copy, and of a mapping one whose entries tell when they are read."""
         if isinstance(leaf, Tensor):

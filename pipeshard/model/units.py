@@ -83,19 +83,45 @@ def _has_parameters(module: nn.Module) -> bool:
 class Interception:
     """Stands in for one unit's `forward`; whoever sets `handler` decides what a call of the unit does.
 
-    It is set on the instance, so the unit keeps its class, its hooks and its activation checkpointing.
+    It is set on the instance, so the unit keeps its class, its hooks and its activation checkpointing. Checkpointing is
+    inside `forward` since transformers 5; before, it is around the call of the unit, and `Recomputation` moves it.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.original: Callable[..., Any] = module.forward
         self.handler: Handler | None = None
+        self.checkpoint: Callable[..., Any] | None = None
         functools.update_wrapper(self, self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        original, self.checkpoint = self._recomputed(self.checkpoint), None
         if self.handler is None:
-            return self.original(*args, **kwargs)
-        return self.handler(self.name, self.original, args, kwargs)
+            return original(*args, **kwargs)
+        return self.handler(self.name, original, args, kwargs)
+
+    def _recomputed(self, checkpoint: Callable[..., Any] | None) -> Callable[..., Any]:
+        if checkpoint is None:
+            return self.original
+        return lambda *args, **kwargs: checkpoint(functools.partial(self.original, **kwargs), *args)
+
+
+class Recomputation:
+    """Stands in for the checkpointing function of a unit that calls it around its own call, not in its forward.
+
+    A replayed call must not be recomputed: the unit may be on another stage by name only. So the function is handed to
+    the Interception, around whose original it belongs.
+    """
+
+    def __init__(self, module: nn.Module, checkpoint: Callable[..., Any]) -> None:
+        self.module, self.checkpoint = module, checkpoint
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        interception = self.module.__dict__.get("forward")
+        if not isinstance(interception, Interception):
+            return self.checkpoint(function, *args)
+        interception.checkpoint = self.checkpoint
+        return function(*args)
 
 
 def intercept(units: Mapping[str, nn.Module]) -> list[Interception]:
@@ -104,6 +130,10 @@ def intercept(units: Mapping[str, nn.Module]) -> list[Interception]:
     for name, module in units.items():
         if not isinstance(module.forward, Interception):
             module.forward = Interception(name, module)
+        checkpoint = module.__dict__.get("_gradient_checkpointing_func", None)
+        around = type(module).__call__ is not nn.Module.__call__
+        if checkpoint is not None and around and not isinstance(checkpoint, Recomputation):
+            module.__dict__["_gradient_checkpointing_func"] = Recomputation(module, checkpoint)
         interceptions.append(module.forward)
     return interceptions
 

@@ -166,7 +166,8 @@ def _loss(output: Any) -> Tensor:
 def _weights(model: nn.Module, data: dict[str, Any], parts: Sequence[Batch]) -> list[float]:
     """By what the microbatches' losses make the whole one's best: valid labels, shifted or not, or samples.
 
-    Tried in training mode, and in evaluation mode for batch norm, which mixes samples in training.
+    By samples too where none does: some losses are no sum over either (labels laid end to end, then shifted). Tried in
+    training mode, and in evaluation mode for batch norm, which mixes samples in training.
     """
     labels = [part.tensors.get("labels") for part in parts]
     counts = [[float(part.rows) for part in parts]]
@@ -184,4 +185,5 @@ def _weights(model: nn.Module, data: dict[str, Any], parts: Sequence[Batch]) -> 
             misses.append((abs(sum(w * loss for w, loss in zip(weights, losses)) - whole) / abs(whole), k))
         if min(misses)[0] < CLOSE:
             break
-    return shares[min(misses)[1]]
+    miss, best = min(misses)
+    return shares[best if miss < 100 * CLOSE else -1]

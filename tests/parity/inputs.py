@@ -39,9 +39,7 @@ def _classes(model: nn.Module, rows: int, generator: torch.Generator) -> Tensor:
     return torch.randint(0, config.num_labels, (rows,), generator=generator)
 
 
-def _sequence_classification(
-    model: nn.Module, rows: int, length: int, generator: torch.Generator
-) -> dict[str, Tensor]:
+def _sequence_classification(model: nn.Module, rows: int, length: int, generator: torch.Generator) -> dict[str, Tensor]:
     ids = text(rows, length, generator)
     ids[:, -1] = SPECIAL["eos_token_id"]  # which encoder-decoders classify by
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": _classes(model, rows, generator)}
