@@ -4,6 +4,7 @@
 # make lint    ruff and mypy alone
 # make parity  trains every architecture of transformers split and unsplit, and writes docs/parity.md; RESUME=1 goes on
 #              where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6
+# make bench   measures the memory of a rank while a model is materialized, saved and loaded
 # make clean   removes outputs and caches; .venv and .venv-4.57 stay
 
 PYTHON       ?= python3
@@ -25,7 +26,7 @@ $(OLD)/installed: TRANSFORMERS := transformers==4.57.6
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test lint parity parity-4.57 clean
+.PHONY: help setup train test lint parity parity-4.57 bench clean
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -71,6 +72,9 @@ parity: setup
 
 parity-4.57: $(OLD)/installed
 	@$(OLD)/bin/python -W ignore -m tests.parity --output docs/parity-4.57.md --at-least 0.95 $(if $(RESUME),--resume)
+
+bench: setup
+	@$(BIN)/python -W ignore benchmarks/memory.py
 
 clean:
 	rm -rf outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

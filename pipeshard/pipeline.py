@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipeshard.errors import BatchError, UsageError
 from pipeshard.model.batch import Batch
+from pipeshard.model.materialize import InitWeights, initialize
 from pipeshard.model.media import read_batch
 from pipeshard.model.names import flatten_with_names
 from pipeshard.model.policy import find_policy
@@ -47,7 +48,8 @@ class Pipeline:
         self.ranks: list[int] = plugin.pg_mesh.get_ranks_in_group(self.group)
         self.program = lru_cache(self._program)
         self.steps = 0  # training steps so far
-        without_cache(model)
+        self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # of the whole model
+        self.cached = without_cache(model)  # configs to be given their cache back
         flow = trace(model, sample, criterion)
         size = plugin.microbatch_size or max(1, sample.rows // (plugin.num_microbatches or 1))
         scale = next(iter(sample.tensors.values())).numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1])
@@ -56,7 +58,10 @@ class Pipeline:
         self.containers = containers(model, self.policy.units)
         self.planner = StepPlanner(model, self.policy)
         self.planner.remember(flow, criterion)
-        shared = Sharder(model, self.policy, self.device).shard()
+        self.seed = self._first_seed()
+        sharder = Sharder(model, self.policy, self.device, self._init_weights(), self.seed)
+        shared = sharder.shard()
+        self.blank = set() if sharder.init_weights else sharder.on_meta  # on all stages: names without values so far
         self.ties = TieSync(self._ties(shared))
         self.ties.share_values()
         self.stage = Stage(model, self.policy.replay, self.rank, is_last=self.rank == self.num_stages - 1)
@@ -64,8 +69,9 @@ class Pipeline:
         p2p = make_p2p(plugin.p2p, self.ranks, placement, self.device)
         self.interpreter = Interpreter({self.rank: self.stage}, placement, p2p, self.device)
 
-    def held_parameters(self) -> set[nn.Parameter]:
-        return {parameter for parameter in self.model.parameters() if not is_released(parameter)}
+    def held_parameters(self) -> dict[nn.Parameter, str]:
+        """The parameters this stage holds, and their first names."""
+        return {parameter: name for name, parameter in self.model.named_parameters() if not is_released(parameter)}
 
     def step(
         self,
@@ -78,6 +84,7 @@ class Pipeline:
     ) -> dict[str, Any]:
         """One batch, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
         criterion = criterion if criterion is not None else self.criterion
+        self._refuse_blank()
         self._refuse_recomputed_containers()
         self.policy.replace_forward()  # again: checkpointing may have been enabled since
         batch, seed = self._next(data_iter, (train, return_outputs, self.model.training))
@@ -97,6 +104,11 @@ class Pipeline:
         microbatches = self.planner.plan(batches, criterion, return_outputs, self.plugin.loss_reduction == "token")
         if train and microbatches[0].route.flow.loss is None:
             raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
+        if train and not self.trainable:
+            raise UsageError(
+                "there is nothing to train: every parameter was frozen when the model was boosted (a PeftModel that "
+                "was loaded without is_trainable=True?). Evaluate under torch.no_grad()"
+            )
         self.stage.begin(microbatches, criterion, train, return_outputs)
         if train:
             self.ties.begin()
@@ -128,6 +140,29 @@ class Pipeline:
     def _program(self, num_microbatches: int, train: bool) -> Program:
         make = make_program(self.plugin.schedule, self.num_stages, num_microbatches)
         return add_communication(make if train else forward_only(self.num_stages, num_microbatches))
+
+    def _init_weights(self) -> InitWeights:
+        """What Booster loads right after `configure` is not drawn before."""
+        return False if getattr(self.model, "_pretrained", None) else self.plugin.init_weights
+
+    def draw(self, names: Sequence[str]) -> None:
+        """Give the blank parameters of these names what `init_weights` draws; every rank names the same."""
+        if self.plugin.init_weights:
+            held = self.policy.held[self.rank]
+            initialize(self.model, [name for name in names if name in held], {}, self.plugin.init_weights, self.seed)
+            self.blank -= set(names)
+
+    def _first_seed(self) -> int:
+        """That of the first stage's generator: what is drawn must not depend on the stage."""
+        seed = torch.tensor([torch.initial_seed() % 2**63])
+        return int(gather(seed, self.group)[0])
+
+    def _refuse_blank(self) -> None:
+        if self.blank:
+            raise UsageError(
+                f"{len(self.blank)} parameters, {min(self.blank)} the first, have no values yet: init_weights=False "
+                "leaves them to booster.load_model(model, <folder>), to be called before the first step"
+            )
 
     def _refuse_recomputed_containers(self) -> None:
         whole = next(filter(recomputes, self.containers), None)
@@ -184,6 +219,11 @@ class PipelineModel(ModelWrapper):
     def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
         super().__init__(module)
         self.pipeline = pipeline
+
+    def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
+        """The model that was boosted, a PeftModel too: ColossalAI would give its base, without the adapters' names."""
+        module: nn.Module = self.module
+        return module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError(

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +16,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from pipeshard.checkpoint.io import PipelineCheckpointIO
+from pipeshard.checkpoint.lora import enable_lora, refuse_blank_adapters
+from pipeshard.checkpoint.pretrained import blank_model
+from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.errors import BatchError, ConfigurationError, UsageError
 from pipeshard.mesh import ProcessGroupMesh
 from pipeshard.model.batch import Batch
+from pipeshard.model.materialize import InitWeights
 from pipeshard.model.media import read_batch
+from pipeshard.model.names import without_adapters
 from pipeshard.model.policy import Policy
 from pipeshard.model.tracer import Criterion
 from pipeshard.pipeline import Pipeline, PipelineModel
@@ -42,6 +48,10 @@ class PipelinePlugin(PipelinePluginBase):
         partition: "auto" (by cost), "uniform", "parameters", how many unit calls each stage gets, or the names of the
             units to cut after.
         policy: a Policy class for this model; by default the one registered for it.
+        init_weights: for what is on meta (built under `torch.device("meta")`, or accelerate's `init_empty_weights`).
+            True draws it by the architecture's own rule, False leaves it to `booster.load_model`, a function is called
+            as `fn(module)` or `fn(module, name)` for every module with such tensors. What is drawn depends on the seed
+            (`torch.manual_seed`, of the first stage) and on names only, not on `pp_size`.
         dry_run_input: a batch the model is traced with; by default the first samples of the dataloader.
         max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`; 0 does not.
         loss_reduction: "token" makes the loss that of the whole batch, the mean over its valid labels;
@@ -60,6 +70,7 @@ class PipelinePlugin(PipelinePluginBase):
         partition: str | Sequence[int] | Sequence[str] = "auto",
         policy: type[Policy] | None = None,
         dry_run_input: Any = None,
+        init_weights: InitWeights = True,
         max_norm: float = 0.0,
         loss_reduction: str = "token",
     ) -> None:
@@ -72,7 +83,9 @@ class PipelinePlugin(PipelinePluginBase):
             raise ConfigurationError(f"policy={policy!r} is no subclass of pipeshard.Policy")
         self.pp_size, self.num_microbatches, self.microbatch_size = pp_size, num_microbatches, microbatch_size
         self.schedule, self.p2p, self.partition = schedule, check_p2p(p2p), partition
-        self.policy, self.dry_run_input = policy, dry_run_input
+        if not (isinstance(init_weights, bool) or callable(init_weights)):
+            raise ConfigurationError(f"init_weights={init_weights!r} is none of True, False, and a function")
+        self.policy, self.dry_run_input, self.init_weights = policy, dry_run_input, init_weights
         self.max_norm, self.loss_reduction = max_norm, loss_reduction
         self.pg_mesh = ProcessGroupMesh(pp_size)
         self.stage_manager = PipelineStageManager(self.pg_mesh, pipeline_axis=0)
@@ -83,7 +96,7 @@ class PipelinePlugin(PipelinePluginBase):
     def _yes(self) -> bool:
         return True
 
-    control_device = control_precision = control_checkpoint_io = support_no_sync = _yes
+    control_device = control_precision = control_checkpoint_io = support_no_sync = support_lora = _yes
 
     def get_checkpoint_io(self) -> CheckpointIO:
         return PipelineCheckpointIO(self.stage_manager)
@@ -94,11 +107,25 @@ class PipelinePlugin(PipelinePluginBase):
     def supported_precisions(self) -> list[str]:
         return ["fp32"]
 
-    def support_lora(self) -> bool:
-        return False
+    def enable_lora(
+        self,
+        model: nn.Module,
+        pretrained_dir: str | None = None,
+        lora_config: Any = None,
+        bnb_quantization_config: Any = None,
+    ) -> nn.Module:
+        """Put LoRA adapters on a model, before it is boosted; see `pipeshard.checkpoint.lora.enable_lora`."""
+        return enable_lora(model, pretrained_dir, lora_config, bnb_quantization_config)
 
-    def enable_lora(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        raise UsageError("PipelinePlugin cannot add LoRA layers: call peft.get_peft_model(model, config) before boost")
+    @staticmethod
+    def from_pretrained(auto_class: Any, path: str | Path, gguf_file: str | None = None, **options: Any) -> nn.Module:
+        """The model of a Hugging Face folder without its weights, which `booster.boost` then loads, each stage its own.
+
+        `auto_class` is an AutoModelFor... or a model class; `options` are fields of its config (and `dtype`), as in its
+        own `from_pretrained`, and what the folder lacks is drawn likewise. `gguf_file` names a GGUF file in the folder.
+        In evaluation mode. Raises CheckpointError for a folder without a config.
+        """
+        return blank_model(auto_class, Path(path), gguf_file, options)
 
     def configure(
         self,
@@ -112,6 +139,7 @@ class PipelinePlugin(PipelinePluginBase):
         if isinstance(model, PipelineModel):
             boosted = model
         else:
+            refuse_blank_adapters(model)
             sample = self._sample(model, dataloader)
             boosted = PipelineModel(model, Pipeline(self, model, sample, criterion))
         self._pipeline = boosted.pipeline
@@ -158,13 +186,13 @@ class PipelinePlugin(PipelinePluginBase):
 
     def prepare_dataloader(
         self, dataset: Dataset[Any], batch_size: int, shuffle: bool = False, seed: int = 1024, **options: Any
-    ) -> DataLoader[Any]:
-        """A DataLoader from which every stage reads the same batches, in an order that depends on `seed` alone.
+    ) -> ResumableDataLoader:
+        """A DataLoader from which every stage reads the same batches, in an order that depends on `seed` and epoch.
 
-        `options` are DataLoader's own: drop_last, num_workers, collate_fn, ...
+        It knows its position: `save_training_state(..., dataloader=...)` keeps it, also within an epoch. `options` are
+        DataLoader's own: drop_last, num_workers, collate_fn, ...
         """
-        generator = torch.Generator().manual_seed(seed)
-        return DataLoader(dataset, batch_size, **{"shuffle": shuffle, "generator": generator, **options})
+        return ResumableDataLoader(dataset, batch_size, shuffle, seed, **options)
 
     def timeline(self) -> list[list[Span]]:
         """When each rank ran each F and B of the last step, in seconds; every rank has to call it."""
@@ -225,7 +253,7 @@ def _made_up(model: nn.Module) -> dict[str, Tensor]:
     if main == "input_ids":
         ids = torch.zeros(2, 8, dtype=torch.int64)
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        if type(model).__name__.endswith("SequenceClassification"):
+        if type(without_adapters(model)[1]).__name__.endswith("SequenceClassification"):
             batch["labels"] = ids[:, 0]
         return batch
     if main == "pixel_values" and hasattr(config, "image_size"):

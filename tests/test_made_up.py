@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipeshard.errors import TraceError
@@ -110,3 +112,42 @@ def test_glue_that_branches_on_an_activation_is_refused_with_its_line(pool: Pool
     for message in pool.run_expecting(TraceError, boost_deciding, 2):
         assert "test_made_up.py:" in message and line in message
     pool.run(boost_deciding, 1)
+
+
+class Normed(nn.Module):
+    """Running statistics without a parameter, and a counter that glue writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(zoo.VOCABULARY, H), nn.Linear(H, 5)
+        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(4))
+        self.norm = nn.BatchNorm1d(H, affine=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        x = self.embed(input_ids).mean(1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        logits = self.head(self.norm(x))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def statistics(folder: str) -> None:
+    torch.manual_seed(0)
+    model = Normed()
+    unsplit = copy.deepcopy(model)
+    ids = _batch(0)["input_ids"]
+    data = {"input_ids": ids, "labels": ids[:, 0] % 5}
+    split = Split(model, dist.get_world_size(), data, num_microbatches=1)
+    for _ in range(3):
+        unsplit(**data)
+        split.backward(data)
+    split.booster.save_model(split.model, f"{folder}/one.safetensors")
+    saved = load_file(f"{folder}/one.safetensors")
+    for name, buffer in unsplit.named_buffers():
+        assert torch.allclose(saved[name], buffer), name
+
+
+def test_running_statistics_without_parameters(pool: Pool, tmp_path: Path) -> None:
+    pool.run(statistics, 2, str(tmp_path))

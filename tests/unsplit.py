@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from colossalai.booster import Booster
+from peft import PeftModel
 from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin
@@ -53,7 +54,8 @@ class Unsplit:
 
 
 def valid_labels(model: nn.Module, labels: Tensor) -> int:
-    causal = (labels.ndim == 2 and "CausalLM" in type(model).__name__) or "LMHead" in type(model).__name__
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    causal = (labels.ndim == 2 and "CausalLM" in type(base).__name__) or "LMHead" in type(base).__name__
     return int((labels[:, 1:] if causal else labels).ne(-100).sum())
 
 

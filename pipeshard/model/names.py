@@ -1,8 +1,9 @@
-"""Names: the leaves of a nested value, each with its path as text."""
+"""Names: of the leaves of a nested value, each its path as text, and of what is inside a model with adapters."""
 
 from collections import OrderedDict
 from typing import Any
 
+from torch import nn
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map
 
 
@@ -11,6 +12,13 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
     leaves, spec = tree_flatten(tree)
     paths, _ = tree_flatten_with_path(_as_dicts(tree))
     return [(keystr(path), leaf) for (path, _), leaf in zip(paths, leaves, strict=True)], spec
+
+
+def without_adapters(model: nn.Module) -> tuple[str, nn.Module]:
+    """The architecture's own model, which in a PeftModel is a module inside, and what its names there begin with."""
+    base: Any = getattr(model, "get_base_model", lambda: model)()
+    path = next(name for name, module in model.named_modules() if module is base)
+    return f"{path}." if path else "", base
 
 
 def _as_dicts(tree: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 from pipeshard.errors import ConfigurationError, PartitionError, TraceError
 from pipeshard.model.chain import Chain
 from pipeshard.model.dataflow import Dataflow
+from pipeshard.model.names import without_adapters
 from pipeshard.model.partition import Partition, balance, call_costs, forbidden_cuts, held_parameters
 from pipeshard.model.replay import Replay
 from pipeshard.model.units import find_units, intercept
@@ -79,6 +80,7 @@ class Policy:
 
     def unit(self, name: str) -> nn.Module:
         """The unit of this name; PartitionError with those that come close where the model has none."""
+        name = self._full(name)
         if name not in self.units:
             raise PartitionError(_unknown(type(self).__name__, name, type(self.model).__name__, self.units))
         return self.units[name]
@@ -137,11 +139,17 @@ class Policy:
         return [b - a for a, b in zip([0, *ends], [*ends, len(self.flow.calls)], strict=True)]
 
     def _calls_of(self, name: str, who: str) -> list[int]:
+        name = self._full(name)
         calls = [k for k, call in enumerate(self.flow.calls) if f"{call.unit}.".startswith(f"{name}.")]
         if not calls:
             called = dict.fromkeys(call.unit for call in self.flow.calls)
             raise PartitionError(_unknown(who, name, type(self.model).__name__, called))
         return calls
+
+    def _full(self, name: str) -> str:
+        """A unit of a PeftModel may be named as the model inside names it."""
+        prefix, _ = without_adapters(self.model)
+        return name if name.startswith(prefix) else f"{prefix}{name}"
 
     def _refuse_forbidden(self, counts: Sequence[int]) -> None:
         forbidden, edge = forbidden_cuts(self.flow), 0
@@ -179,12 +187,14 @@ def register_policy(*keys: str | type[nn.Module], shipped: bool = False) -> Call
 
 def find_policy(model: nn.Module) -> type[Policy]:
     """The policy registered for the model's class, one of its bases, or its `config.model_type`; else that of an
-    installed package's entry point; else the one pipeshard ships; else Policy.
+    installed package's entry point; else the one pipeshard ships; else Policy. For a PeftModel it is that of the model
+    inside, unless one is registered for the PeftModel itself.
 
     Raises ConfigurationError for an entry point that does not load.
     """
     model_type = str(getattr(getattr(model, "config", None), "model_type", ""))
-    keys: tuple[Any, ...] = (*type(model).__mro__, model_type)
+    _, base = without_adapters(model)
+    keys: tuple[Any, ...] = (*type(model).__mro__, *type(base).__mro__, model_type)
     registered = next((_REGISTRY[key] for key in keys if key in _REGISTRY), None)
     return registered or _advertised(model_type) or _shipped(model_type) or Policy
 

@@ -204,7 +204,8 @@ class Replay:
             if tensor.requires_grad and not spec.requires_grad:
                 raise TraceError(
                     f"result {value.leaf} of unit {step.unit} (stage {self.stage}) requires a gradient, which it did "
-                    "not when the model was boosted: freeze or unfreeze parameters before booster.boost"
+                    "not when the model was boosted: freeze or unfreeze parameters, and turn activation recompute on, "
+                    "before booster.boost"
                 )
             run.made[value] = tensor.clone() if value in run.route.flow.written else tensor
 

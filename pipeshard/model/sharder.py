@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from pipeshard.errors import ConfigurationError
+from pipeshard.model.materialize import InitWeights, allocate, initialize
 from pipeshard.model.policy import Policy
 from pipeshard.model.ties import names_of
 
@@ -11,8 +11,11 @@ from pipeshard.model.ties import names_of
 class Sharder:
     """Keeps of `model` what `policy` says its stage holds. Each step may be overridden; `shard` calls them in order."""
 
-    def __init__(self, model: nn.Module, policy: Policy, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, policy: Policy, device: torch.device, init_weights: InitWeights = True, seed: int = 0
+    ) -> None:
         self.model, self.policy, self.device = model, policy, device
+        self.init_weights, self.seed = init_weights, seed
 
     def shard(self) -> list[dict[int, nn.Parameter]]:
         """Shard the model in place and return the shared parameters: one {stage: parameter} per tie across stages."""
@@ -26,6 +29,7 @@ class Sharder:
         """Ties are recorded by name now: of released parameters nothing would tell that they were one."""
         self.names = names_of(self.model)
         self.held = self.policy.held[self.policy.stage]
+        self.on_meta = {name for name, parameter in self.model.named_parameters() if parameter.is_meta}
 
     def _release_unheld_layers(self) -> None:
         """A released parameter stays visible under its names, with shape and dtype, but frozen and without storage."""
@@ -41,13 +45,10 @@ class Sharder:
         self.policy.replace_forward()
 
     def _materialize_model(self) -> None:
-        """Bring what is held to the device."""
-        on_meta = [name for name, p in self.model.named_parameters() if p.is_meta]
-        if on_meta:
-            raise ConfigurationError(
-                f"{len(on_meta)} parameters are on meta, {on_meta[0]} the first: build or load the model with its "
-                "weights (outside torch.device('meta') and init_empty_weights) before booster.boost"
-            )
+        """Bring what is held to the device; what is on meta gets memory there, and the values of `init_weights`."""
+        fresh = sorted(self.on_meta & self.held)
+        buffers = allocate(self.model, fresh, self.device)
+        initialize(self.model, fresh, buffers, self.init_weights, self.seed)
         for parameter in self.model.parameters():
             if not is_released(parameter):
                 parameter.data = parameter.data.to(self.device)

@@ -81,15 +81,15 @@ class Taint(TorchDispatchMode):
         return False  # torch would import its compiler (seconds) to keep this mode out of it; nothing here compiles
 
     def of(self, tensors: Iterable[Any]) -> frozenset[Tag]:
-        found = [self.tags.get(_key(t), NOTHING) for t in tensors if isinstance(t, Tensor)]
+        found = [self.tags.get(storage_of(t), NOTHING) for t in tensors if isinstance(t, Tensor)]
         return NOTHING.union(*found)
 
     def mark(self, tensor: Tensor, tags: frozenset[Tag], home: Value | None = None) -> None:
         """Replace the tags of a tensor's storage; `home` says that the storage is this value itself."""
         self._alive.append(tensor.untyped_storage())
-        self.tags[_key(tensor)] = tags
+        self.tags[storage_of(tensor)] = tags
         if home is not None:
-            self.homes[_key(tensor)] = home
+            self.homes[storage_of(tensor)] = home
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -106,7 +106,7 @@ class Taint(TorchDispatchMode):
         for output in outputs:
             self._add(output, tags)
         if func._schema.is_mutable:
-            for target in _mutated(func, args, kwargs):
+            for target in mutated(func, args, kwargs):
                 self.write(target, tags)
         return result
 
@@ -132,11 +132,11 @@ class Taint(TorchDispatchMode):
     def write(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
         """A tensor is changed in place by something with these tags."""
         self._add(tensor, tags)
-        if _key(tensor) in self.homes:
-            self.written.add(self.homes[_key(tensor)])
+        if storage_of(tensor) in self.homes:
+            self.written.add(self.homes[storage_of(tensor)])
 
     def _add(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
-        key = _key(tensor)
+        key = storage_of(tensor)
         if key not in self.tags:
             self._alive.append(tensor.untyped_storage())
         self.tags[key] = self.tags.get(key, NOTHING) | tags
@@ -187,7 +187,7 @@ class Reading(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-def _key(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
@@ -199,7 +199,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+def mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from _tensors([args[position] if position < len(args) else kwargs.get(argument.name)])

@@ -22,15 +22,18 @@ def without_cache(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Undo what a run leaves in the modules: cached tensors, counters, hooks. No caches inside."""
+    """Undo what a run leaves in the modules: cached tensors, counters, statistics, hooks. No caches inside."""
     cached = without_cache(model)
     before = [
         (module, dict(module.__dict__), {k: dict(v) for k, v in module.__dict__.items() if isinstance(v, dict)})
         for module in model.modules()
     ]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
+        for buffer, value in values:
+            buffer.data.copy_(value)
         for config in cached:
             config.use_cache = True
         for module, attributes, inner in before:

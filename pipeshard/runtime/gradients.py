@@ -50,8 +50,13 @@ class TieSync:
                 tie.parameter.grad = None
 
     def finish(self, sync: bool) -> None:
-        """Sum the own parts over the holders and add what was set aside; without `sync` they stay apart."""
+        """Sum the own parts over the holders and add what was set aside; without `sync` they stay apart.
+
+        A frozen tie has none, and costs nothing.
+        """
         for tie in self.ties:
+            if not tie.parameter.requires_grad:
+                continue
             summed = self._summed.get(tie.name)
             if not sync:
                 if tie.parameter.grad is None:

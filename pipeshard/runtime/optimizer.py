@@ -17,8 +17,11 @@ class PipelineOptimizer(OptimizerWrapper):
     With `max_norm > 0` every `step` first clips the gradients of the whole model to that L2 norm.
     """
 
-    def __init__(self, optim: Optimizer, held: set[torch.nn.Parameter], ties: TieSync, group: Any, max_norm: float):
+    def __init__(
+        self, optim: Optimizer, held: dict[torch.nn.Parameter, str], ties: TieSync, group: Any, max_norm: float
+    ) -> None:
         super().__init__(optim)
+        self.names = held
         for param_group in optim.param_groups:  # a group may become empty; schedulers count on its place
             param_group["params"] = [p for p in param_group["params"] if p in held]
         for parameter in [p for p in optim.state if p not in held]:

@@ -1,0 +1,113 @@
+"""Memory: the most that a rank takes over what it holds, while a model is materialized, saved and loaded.
+
+`python benchmarks/memory.py [--p 2 4]` builds a llama of 1.1 billion parameters on meta and prints, for each phase, the
+peak of the resident memory above what the imports take, and its ratio to the bytes of the rank's parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from rich.console import Console
+from rich.table import Table
+from torch.multiprocessing import Manager
+from torch.multiprocessing.spawn import spawn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pipeshard import PipelinePlugin
+
+SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+}
+BAR = 1.10
+
+
+class Peak:
+    """The most resident memory since the last `reset`, in bytes, as Linux counts it."""
+
+    def reset(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def read(self) -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+
+
+def boosted(p: int, folder: str | None) -> tuple[Booster, Any]:
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    sample = {"input_ids": ids, "labels": ids}
+    plugin = PipelinePlugin(pp_size=p, num_microbatches=2, dry_run_input=sample, init_weights=folder is None)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    booster = Booster(plugin=plugin)
+    model, *_ = booster.boost(model)
+    if folder is not None:
+        booster.load_model(model, folder)
+    return booster, model
+
+
+def measure(rank: int, p: int, store: str, folder: str, phases: tuple[str, ...], results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=p, init_method=f"file://{store}")
+    import_floor()
+    peak = Peak()
+    peak.reset()
+    floor = peak.read()
+    rows = {}
+    booster, model = boosted(p, folder if "load" in phases else None)
+    held = sum(parameter.nbytes for parameter in model.pipeline.held_parameters())
+    rows[phases[0]] = peak.read() - floor
+    if "save" in phases:
+        peak.reset()
+        booster.save_model(model, folder, shard=True)
+        rows["save"] = peak.read() - floor
+    results[rank] = held, rows
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def import_floor() -> None:
+    """What transformers imports only when a model of this kind is built for the first time."""
+    with torch.device("meta"):
+        LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 1}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--p", type=int, nargs="+", default=[2, 4], help="numbers of stages (default: 2 4)")
+    table = Table("p", "rank", "holds (MB)", "materialize", "save", "load", title="peak memory over what is held")
+    worst = 0.0
+    with Manager() as manager, tempfile.TemporaryDirectory() as scratch:
+        for p in parser.parse_args().p:
+            found: dict[int, dict[str, int]] = {rank: {} for rank in range(p)}
+            sizes = {}
+            for phases in (("materialize", "save"), ("load",)):
+                results: Any = manager.dict()
+                store = os.path.join(scratch, f"store-{p}-{phases[0]}")
+                spawn(measure, (p, store, os.path.join(scratch, f"model{p}"), phases, results), nprocs=p)
+                for rank, (held, rows) in results.items():
+                    sizes[rank] = held
+                    found[rank] |= rows
+            for rank in range(p):
+                ratios = [found[rank][phase] / sizes[rank] for phase in ("materialize", "save", "load")]
+                worst = max(worst, *ratios)
+                table.add_row(str(p), str(rank), f"{sizes[rank] / 1e6:.0f}", *(f"{ratio:.3f}" for ratio in ratios))
+    Console().print(table)
+    Console().print(f"worst {worst:.3f}, the bar is {BAR:.2f}")
+    raise SystemExit(worst > BAR)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Beside: what all ranks write together under another name, and one of them renames last."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from pipeshard.errors import CheckpointError, PipeshardError
+
+T = TypeVar("T")
+
+
+@contextmanager
+def together(group: dist.ProcessGroup) -> Iterator[None]:
+    """All ranks leave together: what one of them raised inside, each of them raises, as CheckpointError."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    mine = str(failure) if isinstance(failure, PipeshardError) else failure and f"{type(failure).__name__}: {failure}"
+    first = next((message for message in gather_objects(mine, group) if message is not None), None)
+    if first is not None:
+        raise CheckpointError(first) from failure
+
+
+def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
+    """What every rank of `group` has, in their order."""
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+@contextmanager
+def new_folder(target: Path, group: dist.ProcessGroup, mark: str) -> Iterator[Path]:
+    """An empty folder for all ranks to write in, which at the end takes the place and the name of `target`.
+
+    At every moment `existing(target)` is the previous folder or the new one, whole. `mark` is a file that each such
+    folder has: a folder without it holds something else, and is refused, not replaced.
+    """
+    writing, old = _hidden(target, "writing"), _hidden(target, "old")
+    first = group.rank() == 0
+    try:
+        with together(group):
+            if first:
+                _check_target(target, mark)
+                restore(target)
+                remove(writing)
+                writing.mkdir(parents=True)
+        with together(group):
+            yield writing
+        with together(group):
+            if first:
+                if target.exists():
+                    os.rename(target, old)
+                os.rename(writing, target)
+                remove(old)
+    finally:
+        if first:
+            shutil.rmtree(writing, ignore_errors=True)
+
+
+@contextmanager
+def new_file(target: Path, group: dist.ProcessGroup) -> Iterator[Path]:
+    """An empty folder for all ranks, in which the first one leaves a file called as `target`, which becomes it."""
+    writing = _hidden(target, "writing")
+    first = group.rank() == 0
+    try:
+        with together(group):
+            if first:
+                if target.is_dir():
+                    raise CheckpointError(f"{target} is a folder, but a file is to be written: name a file in it")
+                remove(writing)
+                writing.mkdir(parents=True)
+        with together(group):
+            yield writing
+        with together(group):
+            if first:
+                os.replace(writing / target.name, target)
+    finally:
+        if first:
+            shutil.rmtree(writing, ignore_errors=True)
+
+
+def existing(target: Path) -> Path:
+    """`target`, or the folder that had its place when a save was killed between its two renames."""
+    old = _hidden(target, "old")
+    return old if old.exists() and not target.exists() else target
+
+
+def restore(target: Path) -> None:
+    """Undo what a save left that was killed at its renames: afterwards `target` alone is there."""
+    old = _hidden(target, "old")
+    if old.exists() and not target.exists():
+        os.rename(old, target)
+    remove(old)
+
+
+def remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _hidden(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}.{what}")
+
+
+def _check_target(target: Path, mark: str) -> None:
+    if target.is_file():
+        raise CheckpointError(f"{target} is a file, but a folder is to be written: choose another name")
+    if target.exists() and any(target.iterdir()) and not (target / mark).exists():
+        raise CheckpointError(f"{target} holds something else, which saving would replace: choose another folder")

@@ -1,0 +1,148 @@
+"""Load: each stage takes its own tensors out of a Hugging Face checkpoint."""
+
+import logging
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from pipeshard.checkpoint.beside import together
+from pipeshard.checkpoint.conversion import Conversion, Piece
+from pipeshard.checkpoint.source import Source
+from pipeshard.errors import CheckpointError
+from pipeshard.model.sharder import is_released
+from pipeshard.model.ties import names_of
+from pipeshard.pipeline import PipelineModel
+
+logger = logging.getLogger("pipeshard")
+
+SHOWN = 8  # problems that an error lists
+
+
+def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing: bool = False) -> int:
+    """Fill this stage's tensors from a folder, an index or a file; returns the bytes that were read.
+
+    Every rank checks names and shapes of the whole model, so all raise CheckpointError alike: shapes always, with
+    `strict` also what is missing or unexpected. Nothing is changed then. With `draw_missing`, what is missing is drawn
+    by the plugin's `init_weights`, with a warning, as `from_pretrained` does.
+    """
+    pipeline, model = boosted.pipeline, boosted.unwrap()
+    with together(pipeline.group):
+        source = Source(path, model)
+        plan = _Plan(model, source)
+        plan.refuse(lists=strict and not draw_missing)
+    with together(pipeline.group):
+        _fill(model, source, plan.of_stage(model), show=pipeline.rank == 0)
+    pipeline.blank -= plan.given
+    if draw_missing:
+        _draw(boosted, plan)
+    pipeline.ties.share_values()
+    if plan.conversion.transforms:
+        model._weight_conversions = plan.conversion.transforms  # type: ignore[assignment]
+    return source.bytes_read
+
+
+class _Plan:
+    """What of a checkpoint becomes what of the whole model, known without reading it."""
+
+    def __init__(self, model: nn.Module, source: Source) -> None:
+        self.model, self.source = model, source
+        state = model.state_dict()  # released tensors have kept their shapes
+        self.shapes = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+        self.first = {name: group[0] for group in names_of(model).values() for name in group}
+        self.conversion = Conversion(model, source.shapes, self.shapes)
+        self.problems: list[str] = []
+        self.makes: dict[str, Piece] = {}  # the piece that gives a tensor, by its first name
+        for piece in self.conversion.pieces.values():
+            for name, shape in self._shapes_made(piece).items():
+                if name not in self.shapes:
+                    self.conversion.unexpected.append(name)
+                    continue
+                if shape != self.shapes[name]:
+                    self.problems.append(f"{name} has shape {shape}, the model {self.shapes[name]}")
+                first = self.first.get(name, name)
+                if first not in self.makes or name == first:  # of a tie's two tensors the first counts
+                    self.makes[first] = piece
+        self.given = set(self.makes)
+        optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or []
+        self.missing = [
+            name
+            for name in dict.fromkeys(self.first.get(name, name) for name in self.shapes)
+            if name not in self.given and not any(re.search(pattern, name) for pattern in optional)
+        ]
+
+    def _shapes_made(self, piece: Piece) -> dict[str, tuple[int, ...]]:
+        try:
+            made = piece.convert(self.model, lambda key: torch.empty(self.source.shapes[key], device="meta"))
+        except Exception as error:
+            sources = ", ".join(key for key, _ in piece.sources[:3])
+            self.problems.append(f"{piece.target} cannot be made of {sources} ({type(error).__name__}: {error})")
+            return {piece.target: self.shapes[piece.target]}
+        return {name: tuple(tensor.shape) for name, tensor in made.items()}
+
+    def refuse(self, lists: bool) -> None:
+        """Raise for shapes that differ; with `lists` for what is missing or unexpected, too."""
+        problems = list(self.problems)
+        if lists:
+            problems += [f"{name} is missing" for name in self.missing]
+            problems += [f"{name} is unexpected" for name in self.conversion.unexpected]
+        if problems:
+            more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            name = type(self.model).__name__
+            raise CheckpointError(f"{self.source.path} does not fit {name}: {'; '.join(problems[:SHOWN])}{more}")
+
+    def of_stage(self, model: nn.Module) -> list[tuple[Piece, dict[str, Tensor]]]:
+        """The pieces that this stage needs, in the order of the files, and its tensors that each fills."""
+        own = {name: p for name, p in model.named_parameters() if not is_released(p)} | dict(model.named_buffers())
+        needed: dict[str, tuple[Piece, dict[str, Tensor]]] = {}
+        for first, piece in self.makes.items():
+            if first in own:
+                needed.setdefault(piece.target, (piece, {}))[1][first] = own[first]
+        by_key = {piece.sources[0][0]: (piece, tensors) for piece, tensors in needed.values()}
+        return [by_key[key] for key in self.source.ordered(by_key)]
+
+
+def _fill(model: nn.Module, source: Source, pieces: list[tuple[Piece, dict[str, Tensor]]], show: bool) -> None:
+    first = {name: group[0] for group in names_of(model).values() for name in group}
+    total = sum(tensor.nbytes for _, tensors in pieces for tensor in tensors.values())
+    with tqdm(total=total, desc="loading stage 0", unit="B", unit_scale=True, disable=None if show else True) as bar:
+        for piece, tensors in pieces:
+            try:
+                made = piece.convert(model, source.read)
+            except OSError as error:
+                raise CheckpointError(f"{source.path}: {piece.sources[0][0]} cannot be read: {error}") from error
+            for name in list(made):
+                target = tensors.get(first.get(name, name))
+                if target is not None:
+                    _assign(target, made.pop(name))
+                    bar.update(target.nbytes)
+
+
+@torch.no_grad()
+def _assign(target: Tensor, value: Tensor) -> None:
+    """A parameter takes over memory that holds nothing else, so that it is there once."""
+    if not isinstance(target, nn.Parameter):
+        target.copy_(value)
+        return
+    value = value.to(target.device, target.dtype).contiguous()
+    alone = value.untyped_storage().nbytes() == value.nbytes
+    target.data = value if alone else value.clone()
+
+
+def _draw(boosted: PipelineModel, plan: _Plan) -> None:
+    """Draw what the checkpoint lacks, and say so."""
+    pipeline, model = boosted.pipeline, boosted.unwrap()
+    lost = [name for name in plan.missing if name in pipeline.blank]
+    pipeline.draw(lost)
+    unused = plan.conversion.unexpected
+    for names, what in (
+        (lost, "lacks, so that they are drawn at random: train them before use"),
+        (unused, "has unused"),
+    ):
+        if names and pipeline.rank == 0:
+            listed = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+            logger.warning(
+                "%s of %s: %d tensors it %s: %s", plan.source.path, type(model).__name__, len(names), what, listed
+            )

@@ -1,0 +1,127 @@
+"""LoRA: adapters of peft, put on a model before it is boosted, and saved as peft itself saves them."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from torch import Tensor, nn
+
+from pipeshard.checkpoint.beside import existing, gather_objects, new_folder, together
+from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
+from pipeshard.model.ties import names_of
+from pipeshard.pipeline import Pipeline, PipelineModel
+
+CONFIG = "adapter_config.json"
+
+
+def enable_lora(
+    model: nn.Module, pretrained_dir: str | None, lora_config: Any, bnb_quantization_config: Any
+) -> PeftModel:
+    """`model`, not boosted yet, with new adapters of `lora_config`, or with those of `pretrained_dir` to train on.
+
+    New adapters are drawn from torch's generator, whose seed has to be the same on every rank.
+
+    Raises UsageError for a model that is boosted or has adapters, ConfigurationError for quantization and for a
+    configuration that does not fit the model, CheckpointError for a folder that does not.
+    """
+    if isinstance(model, PipelineModel):
+        raise UsageError("the model is boosted already: call booster.enable_lora(model, ...) before booster.boost")
+    if isinstance(model, PeftModel):
+        raise UsageError(
+            "the model has adapters already: pass the model without them, or boost this one as it is (more adapters: "
+            "model.add_adapter(name, config))"
+        )
+    if bnb_quantization_config is not None:
+        raise ConfigurationError(
+            "quantize=True and bnb_quantization_config: stages of a quantized model are not supported. Leave both out, "
+            "and build or load the model in a smaller dtype, such as torch.bfloat16, to save memory"
+        )
+    if pretrained_dir is not None:
+        return _with_adapter_of(pretrained_dir, model)
+    try:
+        return get_peft_model(model, lora_config)
+    except Exception as error:
+        raise ConfigurationError(
+            f"peft cannot put adapters of this lora_config on {type(model).__name__}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _with_adapter_of(folder: str, model: nn.Module) -> PeftModel:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            return PeftModel.from_pretrained(model, str(existing(Path(folder))), is_trainable=True, torch_device="cpu")
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder} has no adapter for this {type(model).__name__} ({type(error).__name__}: {error}): pass a folder "
+            "that booster.save_lora_as_pretrained or peft's save_pretrained wrote for this model"
+        ) from error
+
+
+def refuse_blank_adapters(model: nn.Module) -> None:
+    """Refuse a PeftModel on meta: what adapters begin with is peft's to say, and may depend on the model's weights."""
+    blank = [name for name, p in model.named_parameters() if p.is_meta] if isinstance(model, PeftModel) else []
+    if blank:
+        raise ConfigurationError(
+            f"{len(blank)} parameters of this {type(model).__name__} are on meta, {blank[0]} the first, but adapters "
+            "begin with values that peft gives them where the model has its own: build or load the model with its "
+            "weights before booster.enable_lora, and leave low_cpu_mem_usage out"
+        )
+
+
+def save_lora(model: nn.Module, checkpoint: str) -> None:
+    """Write the folder `checkpoint` with every adapter of a boosted PeftModel, as its `save_pretrained` would unsplit.
+
+    `PeftModel.from_pretrained(base, checkpoint)` reads it. The first stage is sent the tensors of the adapters, one at
+    a time, and writes them, always as safetensors. A save that is killed leaves what was there before.
+
+    Raises CheckpointError, on every rank, for any other model, a file or a folder of something else.
+    """
+    module = model.unwrap() if isinstance(model, PipelineModel) else model
+    if not isinstance(model, PipelineModel) or not isinstance(module, PeftModel):
+        raise CheckpointError(
+            f"this is a {type(module).__name__}: pass what booster.boost(...) made of a model with adapters, which "
+            "booster.enable_lora(model, lora_config=...) returns"
+        )
+    first = min(module.peft_config, key=lambda name: name != "default")
+    mark = CONFIG if first == "default" else f"{first}/{CONFIG}"  # peft keeps adapters of other names in folders
+    with new_folder(Path(checkpoint), model.pipeline.group, mark) as folder:
+        state = _gathered(module, model.pipeline)
+        with together(model.pipeline.group):
+            if model.pipeline.rank == 0:
+                module.save_pretrained(str(folder), state_dict=state)
+
+
+def _gathered(module: PeftModel, pipeline: Pipeline) -> dict[str, Tensor]:
+    """The model's state, in which the first stage has the values of what peft saves, wherever they are."""
+    state: dict[str, Tensor] = nn.Module.state_dict(module)
+    saved: list[str] = []
+    with together(pipeline.group):
+        if pipeline.rank == 0:  # alone: peft may ask the hub whether the vocabulary has grown
+            saved = _saved(module, state)
+    first_names = {name: names[0] for names in names_of(module).values() for name in names}
+    for name in gather_objects(saved, pipeline.group)[0]:
+        owner = next((s for s, held in enumerate(pipeline.policy.held) if first_names.get(name) in held), 0)
+        if owner > 0:
+            tensor = state[name]
+            received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            content = tensor.contiguous() if pipeline.rank == owner else received
+            dist.broadcast(content.view(-1).view(torch.uint8), pipeline.ranks[owner], group=pipeline.group)
+            state[name] = content if pipeline.rank == 0 else tensor
+    return state
+
+
+def _saved(module: PeftModel, state: dict[str, Tensor]) -> list[str]:
+    """The names of the tensors that peft saves, of all adapters."""
+    chosen = [t for adapter in module.peft_config for t in get_peft_model_state_dict(module, state, adapter).values()]
+    names = {id(tensor): name for name, tensor in state.items()}
+    if any(id(tensor) not in names for tensor in chosen):
+        kinds = ", ".join(sorted({str(config.peft_type) for config in module.peft_config.values()}))
+        raise CheckpointError(
+            f"adapters of this kind ({kinds}) are computed when they are saved, from tensors of several stages: call "
+            "save_pretrained of what pipeshard.to_sequential(model, rank=0) returns there"
+        )
+    return sorted({names[id(tensor)] for tensor in chosen})

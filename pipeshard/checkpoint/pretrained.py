@@ -1,0 +1,30 @@
+"""Pretrained: the model of a Hugging Face folder, without its weights."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, GenerationConfig
+
+from pipeshard.errors import CheckpointError
+
+
+def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dict[str, Any]) -> nn.Module:
+    """A model on meta, in evaluation mode, which Booster is told to load; see PipelinePlugin.from_pretrained."""
+    if not path.is_dir() or (gguf_file is not None and not (path / gguf_file).is_file()):
+        raise CheckpointError(f"{path / (gguf_file or '')} is not there: pass a folder that save_pretrained wrote")
+    dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
+    extra = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        config = AutoConfig.from_pretrained(path, **extra, **options)
+    except Exception as error:
+        raise CheckpointError(f"{path} has no config of a model: {type(error).__name__}: {error}") from error
+    dtype = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else dtype
+    make = getattr(auto_class, "from_config", None) or auto_class._from_config
+    with torch.device("meta"):
+        model: Any = make(config, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    if (path / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    model._pretrained = str(path / gguf_file if gguf_file else path)
+    return model.eval()

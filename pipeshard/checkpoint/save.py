@@ -1,0 +1,263 @@
+"""Save: each stage writes its own tensors of a Hugging Face checkpoint, which takes the old one's place at once."""
+
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from pipeshard.checkpoint.beside import gather_objects, together
+from pipeshard.checkpoint.conversion import revert, saved_names
+from pipeshard.checkpoint.source import INDICES, WEIGHTS
+from pipeshard.errors import CheckpointError
+from pipeshard.model.ties import names_of
+from pipeshard.pipeline import PipelineModel
+
+logger = logging.getLogger("pipeshard")
+
+SINGLE, INDEX = WEIGHTS[0], INDICES[0]
+OWN = re.compile(r"model(-.*)?\.safetensors|\.pipeshard-.*")  # what a save may have left in a folder
+PATIENCE = 1800.0  # seconds the first stage waits in the background for the others to have written
+
+
+def owned(model: PipelineModel) -> dict[str, Tensor]:
+    """What this stage saves, by the names of the model: of what several stages hold, the first one's."""
+    module, policy = model.unwrap(), model.pipeline.policy
+    calls = list(zip((call.unit for call in policy.flow.calls), policy.stages, strict=True))
+    last = policy.num_stages - 1  # which alone runs all of the glue, and has what it left in buffers
+
+    def owner(name: str) -> int:
+        holders = [stage for stage, held in enumerate(policy.held) if name in held]
+        return min(holders or [stage for unit, stage in calls if name.startswith(f"{unit}.")] or [last])
+
+    state, saved = module.state_dict(), saved_names(module)
+    parameters = {name for names in names_of(module).values() for name in names}
+    own = {first: saved[first] for first in sorted(policy.held[policy.stage])}
+    own |= {name: name for name in sorted(state.keys() - parameters)}  # buffers
+    return {name: state[first].detach() for first, name in own.items() if owner(first) == policy.stage}
+
+
+@dataclass
+class FolderSave:
+    """One save of a folder, planned by all ranks together; `write` and `commit` then need nothing of the others.
+
+    The index decides which files are the checkpoint, so shards are written under names that the folder does not have
+    yet, and the index (or the single file) is renamed last: a reader finds the previous checkpoint or the new one.
+    """
+
+    folder: Path
+    module: nn.Module
+    stage: int
+    parts: dict[str, dict[str, Tensor]]  # this stage's shards by file name
+    weight_map: dict[str, str]  # of all stages
+    total_size: int
+    token: str
+    stages: int
+    cached: list[Any]  # configs that had their cache on
+    failed: Exception | None = None
+    thread: threading.Thread | None = field(default=None, repr=False)
+
+    @classmethod
+    def plan(cls, boosted: PipelineModel, folder: Path, size_per_shard: int, snapshot: bool) -> "FolderSave":
+        pipeline, module = boosted.pipeline, boosted.unwrap()
+        with together(pipeline.group):
+            if folder.is_file():
+                raise CheckpointError(f"{folder} is a file, but shard=True writes a folder")
+            state = {name: _ready(tensor, snapshot) for name, tensor in revert(module, owned(boosted)).items()}
+            split = split_torch_state_dict_into_shards(state, max_shard_size=size_per_shard * 1000**2)
+            own = [names for names in split.filename_to_tensors.values() if names]
+            if pipeline.rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+        counts = gather_objects([[(name, state[name].nbytes) for name in names] for names in own], pipeline.group)
+        (token, generation), *_ = gather_objects((os.urandom(4).hex(), _generation(folder)), pipeline.group)
+        shards = [shard for stage in counts for shard in stage]
+        files = [f"model{generation}-{k + 1:05d}-of-{len(shards):05d}.safetensors" for k in range(len(shards))]
+        files = [SINGLE] if len(shards) == 1 else files
+        first = sum(map(len, counts[: pipeline.rank]))
+        return cls(
+            folder,
+            module,
+            pipeline.rank,
+            {file: {name: state[name] for name in names} for file, names in zip(files[first:], own)},
+            {name: file for file, shard in zip(files, shards, strict=True) for name, _ in shard},
+            sum(size for shard in shards for _, size in shard),
+            token,
+            pipeline.num_stages,
+            pipeline.cached,
+        )
+
+    @property
+    def is_single(self) -> bool:
+        return set(self.weight_map.values()) == {SINGLE}
+
+    def write(self) -> None:
+        """This stage's shards, and on the first the configs and the index, under hidden names."""
+        for file, tensors in self.parts.items():
+            path = self.folder / (self._hidden(SINGLE) if file == SINGLE else file)
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+            _sync(path)
+        if self.stage == 0:
+            self._write_configs(self.folder / self._hidden("configs"))
+            if not self.is_single:
+                index = {
+                    "metadata": {"total_size": self.total_size},
+                    "weight_map": dict(sorted(self.weight_map.items())),
+                }
+                (self.folder / self._hidden(INDEX)).write_text(json.dumps(index, indent=2) + "\n")
+                _sync(self.folder / self._hidden(INDEX))
+
+    def commit(self) -> None:
+        """On the first stage, once all have written: make it the folder's checkpoint and remove what was before."""
+        for config in sorted((self.folder / self._hidden("configs")).iterdir()):
+            os.replace(config, self.folder / config.name)
+        last = SINGLE if self.is_single else INDEX
+        os.replace(self.folder / self._hidden(last), self.folder / last)
+        if not self.is_single:
+            (self.folder / SINGLE).unlink(missing_ok=True)  # a reader prefers it to the index
+        _sync(self.folder)
+        for path in self._leftovers():
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def abandon(self) -> None:
+        """Remove what this stage has written."""
+        for file in self.parts:
+            (self.folder / (self._hidden(SINGLE) if file == SINGLE else file)).unlink(missing_ok=True)
+        if self.stage == 0:
+            shutil.rmtree(self.folder / self._hidden("configs"), ignore_errors=True)
+            (self.folder / self._hidden(INDEX)).unlink(missing_ok=True)
+
+    def start(self) -> None:
+        """Write in the background; at its end Python waits for it."""
+        self.thread = threading.Thread(target=self._in_background, name="pipeshard-save")
+        self.thread.start()
+
+    def _in_background(self) -> None:
+        try:
+            self.write()
+            self._mark(self.stage).write_text("")
+            if self.stage == 0:
+                self._await_others()
+                self.commit()
+        except Exception as error:
+            self.failed = error
+            self.abandon()
+            self._mark(self.stage).with_suffix(".failed").touch()
+            logger.error("saving %s failed on stage %d: %s", self.folder, self.stage, error)
+
+    def _await_others(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        waiting = set(range(self.stages))
+        while waiting:
+            waiting = {stage for stage in waiting if not self._mark(stage).exists()}
+            failed = [stage for stage in waiting if self._mark(stage).with_suffix(".failed").exists()]
+            if failed or time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"stages {failed or sorted(waiting)} have not written their part; it is kept as it was"
+                )
+            time.sleep(0.02)
+
+    def _write_configs(self, folder: Path) -> None:
+        """The model's, with the caches as they were before boost turned them off."""
+        folder.mkdir()
+        parts: list[Any] = [getattr(self.module, name, None) for name in ("config", "generation_config")]
+        if parts[0] is not None:
+            parts[0].architectures = [type(self.module).__name__]
+        for config in self.cached:
+            config.use_cache = True
+        for part in parts:
+            if hasattr(part, "save_pretrained"):
+                part.save_pretrained(folder)
+        for config in self.cached:
+            config.use_cache = False
+
+    def _mark(self, stage: int) -> Path:
+        return self.folder / self._hidden(f"stage{stage}.done")
+
+    def _hidden(self, name: str) -> str:
+        return f".pipeshard-{self.token}-{name}"
+
+    def _leftovers(self) -> Iterator[Path]:
+        """What neither this save nor the user needs: older shards, and what killed saves left."""
+        kept = set(self.weight_map.values()) | (set() if self.is_single else {INDEX})
+        for path in self.folder.iterdir():
+            if path.name not in kept and (path.name == INDEX or OWN.fullmatch(path.name)):
+                yield path
+
+
+def save_file_of_stages(boosted: PipelineModel, target: Path) -> None:
+    """One safetensors file: each stage writes a part beside it, which the first joins byte by byte."""
+    pipeline, module = boosted.pipeline, boosted.unwrap()
+    parts = [target.with_name(f".{target.name}.stage{stage}") for stage in range(pipeline.num_stages)]
+    try:
+        with together(pipeline.group):
+            if target.is_dir():
+                raise CheckpointError(f"{target} is a folder, but shard=False writes a file: pass shard=True")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            state = {
+                name: _ready(tensor, False).contiguous() for name, tensor in revert(module, owned(boosted)).items()
+            }
+            save_file(state, parts[pipeline.rank])
+        with together(pipeline.group):
+            if pipeline.rank == 0:
+                _join(parts, target.with_name(f".{target.name}.whole"))
+                os.replace(target.with_name(f".{target.name}.whole"), target)
+    finally:
+        parts[pipeline.rank].unlink(missing_ok=True)
+
+
+def _join(parts: list[Path], target: Path) -> None:
+    """A safetensors file is the length of its header, the header, and the tensors' bytes, to which it has offsets."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts, offset = [], 0
+    for part in parts:
+        with part.open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            entries = json.loads(content.read(length))
+        for name, entry in entries.items():
+            header[name] = entry | {"data_offsets": [offset + at for at in entry["data_offsets"]]}
+        starts.append(8 + length)
+        offset += part.stat().st_size - 8 - length
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with target.open("wb") as whole:
+        whole.write(len(text).to_bytes(8, "little") + text)
+        for part, start in zip(parts, starts, strict=True):
+            with part.open("rb") as content:
+                content.seek(start)
+                shutil.copyfileobj(content, whole, 1 << 20)
+        whole.flush()
+        os.fsync(whole.fileno())
+
+
+def _ready(tensor: Tensor, snapshot: bool) -> Tensor:
+    """On the CPU; with `snapshot` a copy that training does not change."""
+    there = tensor.to("cpu")
+    return there.clone(memory_format=torch.contiguous_format) if snapshot and there is tensor else there
+
+
+def _generation(folder: Path) -> str:
+    """Something that keeps new shards' names apart from those that the folder has."""
+    taken = {path.name for path in folder.glob("model*.safetensors")} if folder.is_dir() else set()
+    k = 0
+    while any(name.startswith(f"model{f'-v{k}' if k else ''}-0") for name in taken):
+        k += 1
+    return f"-v{k}" if k else ""
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

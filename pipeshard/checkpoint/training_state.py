@@ -1,0 +1,236 @@
+"""Training state: all that a run needs to go on as if it had never stopped, with any number of stages."""
+
+import json
+import logging
+import os
+import random
+import re
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from pipeshard.checkpoint.beside import existing, gather_objects, new_folder, remove, restore, together
+from pipeshard.checkpoint.io import PipelineCheckpointIO
+from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
+from pipeshard.errors import CheckpointError
+from pipeshard.pipeline import Pipeline, PipelineModel
+
+logger = logging.getLogger("pipeshard")
+
+FORMAT = 1
+MANIFEST, MODEL, OPTIMIZER, REST = "manifest.json", "model", "optimizer", "training.pt"
+
+
+def save_training_state(
+    directory: str | Path,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: LRScheduler | None = None,
+    dataloader: Any = None,
+    keep: int = 3,
+) -> None:
+    """Write the folder `directory/step-<step>` between two steps; every rank calls it, after `optimizer.zero_grad()`.
+
+    It holds `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler, the state of
+    the first stage's random numbers and the position in the data. At every moment the steps saved before and this one
+    are there as a whole or not at all; when it is complete, all but the last `keep` are removed.
+
+    Raises CheckpointError, on every rank, for what is not boosted, a dataloader that does not know its position, and
+    a `directory` that holds a later step, which would be taken for the newest.
+    """
+    pipeline, parent = _pipeline(model), Path(directory)
+    with together(pipeline.group):
+        _check_loader(dataloader)
+        _check_step(parent, step, keep)
+    _same(step, pipeline, "step")
+    if pipeline.rank == 0:
+        _remove_leftovers(parent)
+    with new_folder(_folder(parent, step), pipeline.group, mark=MANIFEST) as folder:
+        PipelineCheckpointIO(pipeline.plugin.stage_manager).save_folder(model, folder / MODEL)
+        if optimizer is not None:
+            save_optimizer(optimizer, folder / OPTIMIZER, shard=True)
+        if pipeline.rank == 0:
+            rest = {
+                "steps": pipeline.steps,
+                "random": _random_state(),
+                "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
+                "dataloader": None if dataloader is None else dataloader.state_dict(),
+            }
+            torch.save(rest, folder / REST)
+            _write_manifest(folder, step, pipeline.num_stages)
+    with together(pipeline.group):
+        if pipeline.rank == 0:
+            for old in sorted(_saved(parent))[:-keep]:
+                _remove(_folder(parent, old))
+
+
+def load_training_state(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: LRScheduler | None = None,
+    dataloader: Any = None,
+    step: int | None = None,
+) -> int:
+    """Put everything given back to where it was at `step`, by default the newest complete one, and return that step.
+
+    Every rank calls it, with the model as `booster.boost` returned it, on any number of stages. What is not given is
+    not loaded; the random numbers always are.
+
+    Raises CheckpointError, on every rank, where there is no complete step, where it lacks what is given, and for what
+    does not fit.
+    """
+    pipeline, parent = _pipeline(model), Path(directory)
+    with together(pipeline.group):
+        _check_loader(dataloader)
+        chosen = _choose(parent, step)
+    _same(chosen, pipeline, "newest step")
+    if step is None and pipeline.rank == 0:
+        for path, flaw in _incomplete(parent):
+            logger.warning("%s is not complete (%s): going on from step %d", path, flaw, chosen)
+    folder = existing(_folder(parent, chosen))
+    with together(pipeline.group):
+        rest = torch.load(folder / REST, weights_only=True)
+        missing = [
+            name
+            for name, given, saved in (
+                ("optimizer", optimizer, (folder / OPTIMIZER).exists()),
+                ("lr_scheduler", lr_scheduler, rest["lr_scheduler"] is not None),
+                ("dataloader", dataloader, rest["dataloader"] is not None),
+            )
+            if given is not None and not saved
+        ]
+        if missing:
+            raise CheckpointError(f"{folder} was saved without {', '.join(missing)}: load it without, too")
+        if dataloader is not None:
+            dataloader.load_state_dict(rest["dataloader"])
+    PipelineCheckpointIO(pipeline.plugin.stage_manager).load_model(model, str(folder / MODEL))
+    if optimizer is not None:
+        load_optimizer(optimizer, folder / OPTIMIZER)
+    with together(pipeline.group):
+        if lr_scheduler is not None:
+            lr_scheduler.load_state_dict(rest["lr_scheduler"])
+        pipeline.steps = rest["steps"]
+        _set_random_state(rest["random"])
+    return chosen
+
+
+def _pipeline(model: nn.Module) -> Pipeline:
+    if not isinstance(model, PipelineModel):
+        raise CheckpointError(f"this is a {type(model).__name__}: pass the model that booster.boost(...) returned")
+    return model.pipeline
+
+
+def _check_loader(dataloader: Any) -> None:
+    if dataloader is not None and not (hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")):
+        raise CheckpointError(
+            f"this {type(dataloader).__name__} does not know its position in the data (it has no state_dict): make it "
+            "with plugin.prepare_dataloader(dataset, batch_size, shuffle, seed), or pass dataloader=None"
+        )
+
+
+def _check_step(parent: Path, step: int, keep: int) -> None:
+    if not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"step={step!r}: the number of steps done is an integer, 0 or more")
+    if not isinstance(keep, int) or keep < 1:
+        raise CheckpointError(f"keep={keep!r}: how many of the last steps are kept is an integer, 1 or more")
+    later = max(_saved(parent), default=step)
+    if later > step:
+        raise CheckpointError(
+            f"{parent} already holds step {later}, which would stay the newest after step {step} is saved: save "
+            "elsewhere, or move the later steps away"
+        )
+
+
+def _same(value: int, pipeline: Pipeline, what: str) -> None:
+    values = gather_objects(value, pipeline.group)
+    if len(set(values)) > 1:
+        raise CheckpointError(
+            f"the {what} is {values} on the stages: it has to be one, and the directory one that all of them see"
+        )
+
+
+def _folder(parent: Path, step: int) -> Path:
+    return parent / f"step-{step:08d}"
+
+
+def _saved(parent: Path) -> Iterator[int]:
+    """The steps whose folders are complete."""
+    names = {path.name.removeprefix(".").removesuffix(".old") for path in parent.glob("*step-*")}
+    steps = {int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d{8,})", name))}
+    return (step for step in steps if not _flaw(existing(_folder(parent, step))))
+
+
+def _flaw(folder: Path) -> str:
+    """Why the folder is not a complete step; "" if it is."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if manifest["format"] != FORMAT:
+            return f"its format is {manifest['format']}, not {FORMAT}"
+        for name, size in manifest["files"].items():
+            if (folder / name).stat().st_size != size:
+                return f"{name} has not the size {size} that {MANIFEST} says"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _incomplete(parent: Path) -> list[tuple[Path, str]]:
+    return [(path, flaw) for path in sorted(parent.glob("step-*")) if (flaw := _flaw(path))]
+
+
+def _choose(parent: Path, step: int | None) -> int:
+    steps = sorted(_saved(parent))
+    if step is None and steps:
+        return steps[-1]
+    if step in steps:
+        return step
+    flaws = [f"; {path.name} is not complete ({flaw})" for path, flaw in _incomplete(parent)]
+    what = "no complete step" if step is None else f"no complete step {step}, only {steps}"
+    raise CheckpointError(f"{parent} holds {what}{''.join(flaws[-3:])}: pass what save_training_state wrote to")
+
+
+def _write_manifest(folder: Path, step: int, stages: int) -> None:
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    versions = {name: version(name) for name in ("pipeshard", "torch", "transformers", "colossalai")}
+    manifest = {"format": FORMAT, "step": step, "stages": stages, "versions": versions, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def _remove(folder: Path) -> None:
+    """Hidden first, so that nobody takes it for complete while it goes."""
+    hidden = folder.with_name(f".{folder.name}.removed")
+    os.rename(folder, hidden)
+    remove(hidden)
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """What saves left that were killed."""
+    for old in parent.glob(".step-*.old"):
+        restore(parent / old.name.removeprefix(".").removesuffix(".old"))
+    for hidden in parent.glob(".step-*.*"):
+        remove(hidden)
+
+
+def _random_state() -> dict[str, Any]:
+    """Also the seed by which dropout is drawn: torch keeps it in its state."""
+    algorithm, keys, *rest = np.random.get_state()
+    numpy = (algorithm, np.asarray(keys).tolist(), *rest)
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(), "numpy": numpy}
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])

@@ -1,0 +1,205 @@
+"""Materialize: memory and values for the tensors of a model that was built without, on meta."""
+
+import functools
+import hashlib
+import inspect
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeshard.errors import ConfigurationError
+from pipeshard.model.taint import mutated, storage_of
+
+# True: by the architecture's own rule; False: not at all; else fn(module) or fn(module, name) for each module that has
+# tensors of its own to be initialised.
+InitWeights = bool | Callable[..., Any]
+
+
+def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> dict[str, bool]:
+    """Give these parameters, on meta, memory on the device, and all buffers on meta memory and values.
+
+    A parameter stays the same object, so that optimizers, hooks and ties keep it. Buffers, the persistent ones too, get
+    the values that the architecture's constructor gives them. Returns the names of these buffers, and whether that
+    could be found out.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in names:
+        old = parameters[name]
+        new = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
+        kept = {key: value for key, value in old.__dict__.items() if key != "_is_hf_initialized"}
+        torch.utils.swap_tensors(old, new)
+        old.__dict__.update(kept)
+    blank = {name: b for name, b in model.named_buffers(remove_duplicate=False) if b.is_meta}
+    twins = _buffers_of_twins(model) if blank else {}
+    known = {}
+    for name, buffer in blank.items():
+        twin = twins.get(name)
+        known[name] = twin is not None and (twin.shape, twin.dtype) == (buffer.shape, buffer.dtype)
+        path, _, key = name.rpartition(".")
+        values = twin if known[name] and twin is not None else torch.empty_like(buffer, device=device)
+        model.get_submodule(path)._buffers[key] = values.to(device)
+    return known
+
+
+def initialize(
+    model: nn.Module, parameters: Collection[str], buffers: Mapping[str, bool], rule: InitWeights, seed: int
+) -> None:
+    """Draw the parameters of these (first) names and set these buffers, and nothing else of the model.
+
+    By `rule`: True is the `_init_weights` of the PreTrainedModel around a module, then its `reset_parameters`. What a
+    parameter gets depends on the seed and its name alone, not on what else is there. The user's random generators do
+    not move. `buffers` is what `allocate` returned. Raises ConfigurationError for a tensor left without values.
+    """
+    architecture, drawn = set(buffers), set(parameters if rule else ())
+    if callable(rule):
+        missing = _fill(model, drawn, seed, functools.partial(_by_function, rule))
+    else:
+        missing, architecture = set(), architecture | drawn
+    missing |= _fill(model, architecture, seed, _by_architecture) - {name for name, known in buffers.items() if known}
+    if missing:
+        first = min(missing)
+        why = "no _init_weights of a PreTrainedModel sets it, and its module has no reset_parameters()"
+        raise ConfigurationError(
+            f"{len(missing)} tensors on meta got no values, {first} of "
+            f"{type(model.get_submodule(first.rpartition('.')[0])).__name__} the first: "
+            f"{'init_weights=fn did not write to it' if callable(rule) else why}. Give the module one, pass "
+            "PipelinePlugin(init_weights=fn) with an fn(module, name) that fills all of a module's own tensors, or "
+            "init_weights=False to load them all with booster.load_model"
+        )
+
+
+def _fill(model: nn.Module, names: set[str], seed: int, fill: Callable[..., None]) -> set[str]:
+    """Call `fill` for each module that has some of these tensors, in it or below; returns those without values yet."""
+    with torch.no_grad(), _Drawing(model, names, seed) as drawing:
+        for path, module, owner in _with_owners(model):
+            with drawing.inside(path) as todo:
+                if todo:
+                    fill(path, module, owner, {name for name in todo if name.rpartition(".")[0] == path}, drawing)
+    return names - drawing.written
+
+
+def _by_architecture(path: str, module: nn.Module, owner: Any, own: set[str], drawing: "_Drawing") -> None:
+    if owner is not None:
+        owner._init_weights(module)
+    reset: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    if own - drawing.written and reset is not None:
+        drawing.settled = set(drawing.written)
+        reset()
+        drawing.settled = set()
+
+
+def _by_function(
+    rule: Callable[..., Any], path: str, module: nn.Module, owner: Any, own: set[str], drawing: "_Drawing"
+) -> None:
+    if not own:
+        return
+    parameters = list(inspect.signature(rule).parameters.values())
+    takes_name = len(parameters) > 1 and parameters[1].default is inspect.Parameter.empty
+    try:
+        rule(module, path) if takes_name else rule(module)
+    except Exception as error:
+        raise ConfigurationError(
+            f"init_weights failed for {path} ({type(module).__name__}, with {', '.join(sorted(own))}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+class _Drawing(TorchDispatchMode):
+    """Lets writes through to the named parameters only, and draws each from a generator of its own.
+
+    A parameter with several names is written to by the module of its first name: the others would draw it again.
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str], seed: int) -> None:
+        super().__init__()
+        self.seed, self.path = seed, ""
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        self.names = {storage_of(tensor): name for name, tensor in tensors.items()}  # of each, the first
+        self.wanted = set(names)
+        self.below: dict[str, set[str]] = {"": set(names)}
+        for name in names:
+            for path in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+                self.below.setdefault(path, set()).add(name)
+        self.written: set[str] = set()
+        self.settled: set[str] = set()  # written, and not to be written again
+        self.draws: Counter[str] = Counter()
+
+    @contextmanager
+    def inside(self, path: str) -> Iterator[set[str]]:
+        """While the module at `path` is initialised: yields the parameters there and below that are to be drawn."""
+        self.path = path
+        todo = self.below.get(path, set())
+        with torch.random.fork_rng(devices=[], enabled=bool(todo)):
+            if todo:
+                torch.manual_seed(_number(self.seed, path))
+            yield todo
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        for target in mutated(func, args, kwargs) if func._schema.is_mutable else ():
+            name = self.names.get(storage_of(target))
+            if name is None:
+                continue
+            if name not in self.wanted or name in self.settled or name not in self.below[self.path]:
+                return target
+            self.written.add(name)
+            if any(argument.name == "generator" for argument in func._schema.arguments):
+                seed = _number(self.seed, f"{name}#{self.draws[name]}")
+                kwargs["generator"] = torch.Generator(target.device).manual_seed(seed)
+                self.draws[name] += 1
+        return func(*args, **kwargs)
+
+
+def _number(seed: int, text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed} {text}".encode(), digest_size=7).digest(), "little")
+
+
+def _with_owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Every module after its children, with the nearest module around it (or itself) that has `_init_weights`."""
+
+    def walk(path: str, module: nn.Module, owner: Any) -> Iterator[tuple[str, nn.Module, Any]]:
+        owner = module if hasattr(module, "_init_weights") else owner
+        for name, child in module.named_children():
+            yield from walk(f"{path}.{name}" if path else name, child, owner)
+        yield path, module, owner
+
+    return walk("", model, None)
+
+
+def _buffers_of_twins(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers, by name, of models newly built from the configurations of the outermost PreTrainedModels in `model`,
+    whose parameters take no memory and no time."""
+    from accelerate import init_empty_weights
+    from transformers import PreTrainedModel
+
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # transformers 4
+        from transformers.modeling_utils import no_init_weights
+
+    found: dict[str, Tensor] = {}
+
+    def walk(path: str, module: nn.Module) -> None:
+        if not isinstance(module, PreTrainedModel):
+            for name, child in module.named_children():
+                walk(f"{path}{name}.", child)
+            return
+        with torch.device("cpu"), no_init_weights(), init_empty_weights(include_buffers=False):
+            try:
+                twin = type(module)(module.config)
+            except Exception as error:
+                raise ConfigurationError(
+                    f"the buffers of {type(module).__name__} are on meta, and the model cannot be built again to get "
+                    f"their values ({type(error).__name__}: {error}). Build it under accelerate's init_empty_weights() "
+                    "instead of torch.device('meta'): that leaves buffers their values"
+                ) from error
+        found.update({f"{path}{name}": buffer for name, buffer in twin.named_buffers(remove_duplicate=False)})
+
+    walk("", model)
+    return found

@@ -1,0 +1,365 @@
+"""Models on disk: each stage reads and writes its own tensors of a plain Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from pipeshard import PipelinePlugin
+from pipeshard.checkpoint import save as saving
+from pipeshard.checkpoint.load import load_weights
+from pipeshard.errors import CheckpointError
+from tests import zoo
+from tests.parity.build import batch, build
+from tests.parity.entries import find
+from tests.pool import Pool, WorkerError
+from tests.unsplit import Split, Unsplit, differences
+
+LAYOUTS = [  # experts one by one in the folder and stacked in the model, a vision tower, ties, Conv1D, other prefixes
+    *("causal-lm/mixtral", "causal-lm/qwen3_moe", "causal-lm/llama", "causal-lm/gpt2", "causal-lm/deepseek_v3"),
+    *("seq2seq-lm/t5", "seq2seq-lm/bart", "masked-lm/bert", "image-text-to-text/llava", "image-text-to-text/qwen2_vl"),
+    *("image-classification/resnet", "causal-lm/gpt_oss"),
+]
+
+
+def made(text: str, seed: int = 0, tied: bool | None = None) -> tuple[nn.Module, Any]:
+    entry = find(text)[0]
+    model = build(entry, seed)
+    return model, batch(entry, model)
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as content:
+            found |= {key: content.get_tensor(key) for key in content.keys()}  # noqa: SIM118
+    return found
+
+
+def values(split: Split) -> dict[str, Tensor]:
+    return {key: p.detach().clone() for key, p in split.held.items()}
+
+
+def through_a_folder(text: str, original: str, saved: str) -> tuple[dict[str, Tensor], int, int]:
+    """Boost on meta, load, save; what is held, the bytes that were read, and those that are held."""
+    model, data = made(text, seed=1)
+    with torch.device("meta"):
+        blank = type(model)(model.config).train()  # type: ignore[arg-type]
+    split = Split(blank, dist.get_world_size(), data, num_microbatches=2, init_weights=False)
+    read = load_weights(split.model, Path(original), strict=True)
+    split.booster.save_model(split.model, saved, shard=True)
+    split.booster.save_model(split.model, f"{saved}.safetensors")
+    held = sum(p.nbytes for p in split.held.values())
+    assert torch.isfinite(split.backward(data)["loss"])
+    return values(split), read, held
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_load_save_reload(pool: Pool, tmp_path: Path, text: str) -> None:
+    model: Any = made(text)[0]
+    model.save_pretrained(tmp_path / "plain")
+    expected = dict(model.named_parameters())
+    for held, read, size in pool.run(through_a_folder, 2, text, str(tmp_path / "plain"), str(tmp_path / "ours")):
+        assert all(torch.equal(value, expected[key]) for key, value in held.items())
+        assert size <= read <= size + sum(b.nbytes for b in model.buffers())
+    plain, ours = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "ours")
+    assert plain.keys() == ours.keys()
+    assert all(torch.equal(plain[key], ours[key]) for key in plain)
+    one = tensors_of(tmp_path)
+    assert one.keys() == plain.keys() and all(torch.equal(plain[key], one[key]) for key in plain)
+    reloaded = type(model).from_pretrained(tmp_path / "ours")
+    assert all(torch.equal(value, expected[key]) for key, value in reloaded.named_parameters())
+
+
+def from_a_folder(text: str, folder: str, **arguments: Any) -> list[str]:
+    _, data = made(text, seed=1)
+    auto = getattr(transformers, arguments.pop("auto", "AutoModelForCausalLM"))
+    blank = PipelinePlugin.from_pretrained(auto, folder, **arguments).train()
+    assert all(p.is_meta for p in blank.parameters())
+    split = Split(blank, dist.get_world_size(), data, num_microbatches=2)
+    unsplit = Unsplit(auto.from_pretrained(folder, **arguments).train())
+    return differences(split, unsplit, data, num_microbatches=2)
+
+
+@pytest.mark.parametrize("text", ["causal-lm/llama", "causal-lm/mixtral", "causal-lm/gpt2"])
+def test_from_pretrained(pool: Pool, tmp_path: Path, text: str) -> None:
+    made(text)[0].save_pretrained(tmp_path, max_shard_size="20KB")  # type: ignore[operator]
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    assert not [what for found in pool.run(from_a_folder, 2, text, str(tmp_path)) for what in found]
+
+
+def with_a_new_head(folder: str) -> dict[str, Tensor]:
+    blank = PipelinePlugin.from_pretrained(
+        transformers.AutoModelForSequenceClassification, folder, num_labels=3
+    ).train()
+    ids = zoo.batch("llama")["input_ids"]
+    data = {"input_ids": ids, "labels": ids[:, 0] % 3}
+    torch.manual_seed(5)
+    split = Split(blank, dist.get_world_size(), data, num_microbatches=2)
+    assert torch.isfinite(split.backward(data)["loss"])
+    return values(split)
+
+
+def test_a_new_head_is_drawn(pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As from_pretrained does, with a warning; and the same for every p."""
+    zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
+    (whole,) = pool.run(with_a_new_head, 1, str(tmp_path))
+    for stage in pool.run(with_a_new_head, 2, str(tmp_path)):
+        assert all(torch.equal(value, whole[key]) for key, value in stage.items())
+    assert 0.01 < float(whole["score.weight"].std()) < 0.03
+    assert "drawn at random" in capfd.readouterr().out
+
+
+def loading(name: str, folder: str, strict: bool = True) -> dict[str, Tensor]:
+    split = Split(zoo.build(name, seed=1), dist.get_world_size(), zoo.batch(name), num_microbatches=2)
+    before = values(split)
+    try:
+        split.booster.load_model(split.model, folder, strict)
+    except CheckpointError:
+        assert all(torch.equal(value, before[key]) for key, value in values(split).items())
+        raise
+    return values(split)
+
+
+def test_a_pickled_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    model = zoo.build("llama")
+    expected = dict(model.named_parameters())
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    for held in pool.run(loading, 2, "llama", str(tmp_path)):
+        assert all(torch.equal(value, expected[key]) for key, value in held.items())
+    torch.save({"a": os.system}, tmp_path / "pytorch_model.bin")
+    for message in pool.run_expecting(CheckpointError, loading, 2, "llama", str(tmp_path)):
+        assert "weights_only=True" in message and "convert the checkpoint to safetensors" in message
+
+
+def test_strict_means_strict(pool: Pool, tmp_path: Path) -> None:
+    """What is missing, unexpected or of another shape, on whichever stage, is told on every rank."""
+    model = zoo.build("llama")
+    state = model.state_dict()
+    state["model.layers.3.mlp.up_proj.weight"] = state["model.layers.3.mlp.up_proj.weight"][:5].clone()
+    state["extra"] = torch.zeros(1)
+    del state["model.layers.0.input_layernorm.weight"]
+    model.save_pretrained(tmp_path, state_dict=state)  # type: ignore[operator]
+    for message in pool.run_expecting(CheckpointError, loading, 2, "llama", str(tmp_path)):
+        assert "model.layers.3.mlp.up_proj.weight has shape (5, 32), the model (48, 32)" in message
+        assert "model.layers.0.input_layernorm.weight is missing" in message and "extra is unexpected" in message
+    for message in pool.run_expecting(CheckpointError, loading, 2, "llama", str(tmp_path), False):
+        assert "has shape (5, 32)" in message and "missing" not in message
+    model.save_pretrained(tmp_path, state_dict={**model.state_dict(), "extra": torch.zeros(1)})  # type: ignore[operator]
+    pool.run(loading, 2, "llama", str(tmp_path), False)
+
+
+def spoilt(folder: Path, how: str) -> str:
+    index = folder / "model.safetensors.index.json"
+    shard = folder / sorted({*json.loads(index.read_text())["weight_map"].values()})[-1]
+    if how == "empty":
+        (folder / "nothing").mkdir()
+        return str(folder / "nothing")
+    if how == "cut":
+        os.truncate(shard, shard.stat().st_size // 2)
+    elif how == "lost":
+        shard.unlink()
+    elif how == "text":
+        shard.write_text("nothing of the kind")
+    elif how == "outside":
+        index.write_text('{"weight_map": {"lm_head.weight": "../x.safetensors"}}')
+    elif how == "no index":
+        index.write_text("[1, 2")
+    elif how == "elsewhere":
+        content = json.loads(index.read_text())
+        content["weight_map"] |= {"model.layers.7.mlp.up_proj.weight": shard.name}
+        index.write_text(json.dumps(content))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("empty", "holds no checkpoint: there is none of model.safetensors"),
+        ("cut", "cannot be read as safetensors"),
+        ("lost", "which is not there: the checkpoint is not whole"),
+        ("text", "cannot be read as safetensors"),
+        ("outside", "names '../x.safetensors', which is not a file of its own folder"),
+        ("no index", "is no index of a checkpoint"),
+        ("elsewhere", "but the file has no such tensor"),
+    ],
+)
+def test_bad_folders(pool: Pool, tmp_path: Path, how: str, message: str) -> None:
+    zoo.build("llama").save_pretrained(tmp_path, max_shard_size="20KB")  # type: ignore[operator]
+    assert all(message in found for found in pool.run_expecting(
+        CheckpointError, loading, 2, "llama", spoilt(tmp_path, how)
+    ))  # fmt: skip
+
+
+def saving_twice(folder: str, sizes: tuple[int, int], victim: int = -1, moment: int = -1) -> int:
+    """Save seed 0, then seed 1, each in shards of so many MB (0: one shard); the victim is killed before its
+    `moment`-th touch of the disk in the second. Returns how often this rank touched it."""
+    for seed, size in enumerate(sizes):
+        split = Split(zoo.build("llama", seed=seed), dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+        touches = 0
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, name in (
+                (os, "replace"),
+                (os, "fsync"),
+                (saving, "save_file"),
+                (Path, "unlink"),
+                (Path, "write_text"),
+            ):
+                original = getattr(owner, name)
+
+                def touch(*args: Any, original: Any = original, seed: int = seed, **kwargs: Any) -> Any:
+                    nonlocal touches
+                    if seed == 1 and dist.get_rank() == victim and touches == moment:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    touches += 1
+                    return original(*args, **kwargs)
+
+                patch.setattr(owner, name, touch)
+            if size == 0:
+                patch.setattr(saving, "split_torch_state_dict_into_shards", _in_halves)
+            split.booster.save_model(split.model, folder, shard=True, size_per_shard=size or 1)
+        assert split.held
+    return touches
+
+
+def _in_halves(state: dict[str, Tensor], max_shard_size: int) -> Any:
+    """Shards smaller than a megabyte."""
+    names = list(state)
+    halves = {"a": names[: len(names) // 2], "b": names[len(names) // 2 :]}
+
+    class Split:
+        filename_to_tensors = halves
+
+    return Split
+
+
+def is_whole(folder: Path, seed: int) -> bool:
+    expected = dict(zoo.build("llama", seed=seed).named_parameters())
+    found = type(zoo.build("llama")).from_pretrained(folder)  # type: ignore[attr-defined]
+    return all(torch.equal(value, expected[key]) for key, value in found.named_parameters())
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_killed_at_any_moment(pool: Pool, tmp_path: Path, p: int) -> None:
+    """From one file (p = 1) or shards to shards or one file; whoever is killed, the folder holds one whole model."""
+    kinds = [(1, 1), (0, 1), (1, 0), (0, 0)] if p == 1 else [(1, 1), (0, 0)]
+    seen, moments = set(), 0
+    for kind in kinds:
+        for victim, touches in enumerate(pool.run(saving_twice, p, str(tmp_path / f"whole{kind}"), kind)):
+            assert is_whole(tmp_path / f"whole{kind}", 1)
+            for moment in range(len(seen) % 2, touches, 2):
+                folder = tmp_path / f"{kind}{victim}{moment}"
+                with pytest.raises(WorkerError):
+                    pool.run(saving_twice, p, str(folder), kind, victim, moment, timeout=20)
+                whole = [seed for seed in (0, 1) if is_whole(folder, seed)]
+                assert len(whole) == 1, f"killed stage {victim} at {moment} of {touches} in {kind}"
+                seen |= set(whole)
+                moments += 1
+    assert seen == {0, 1} and moments > 15
+
+
+def test_what_a_killed_save_left_is_removed(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError):
+        pool.run(saving_twice, 2, str(tmp_path), (0, 0), 0, 4, timeout=20)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 4
+    (tmp_path / "tokenizer.json").write_text("mine")
+    pool.run(saving_twice, 2, str(tmp_path), (0, 0))
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    kept = {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"}
+    assert {path.name for path in tmp_path.iterdir()} == kept | set(index["weight_map"].values())
+    assert is_whole(tmp_path, 1)
+
+
+def on_a_full_disk(folder: str, full: int) -> None:
+    split = Split(zoo.build("llama"), dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+    split.booster.save_model(split.model, folder, shard=True)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with torch.no_grad():
+        for parameter in split.held.values():
+            parameter.add_(1)
+    try:
+        if dist.get_rank() == full:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, unlimited[1]))
+        split.booster.save_model(split.model, folder, shard=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk(pool: Pool, tmp_path: Path, full: int) -> None:
+    for message in pool.run_expecting(CheckpointError, on_a_full_disk, 2, str(tmp_path), full):
+        assert "File too large" in message
+    assert is_whole(tmp_path, 0)
+    assert not list(tmp_path.glob(".pipeshard-*"))
+
+
+def in_the_background(folder: str) -> dict[str, Tensor]:
+    data = zoo.batch("llama")
+    split = Split(zoo.build("llama"), dist.get_world_size(), data, num_microbatches=2)
+    first = values(split)
+    split.booster.save_model(split.model, f"{folder}/first", shard=True, use_async=True)
+    split.backward(data)
+    split.step()  # while it is being written
+    assert not all(torch.equal(value, first[key]) for key, value in values(split).items())
+    split.booster.save_model(split.model, f"{folder}/second", shard=True, use_async=True)
+    split.booster.checkpoint_io.wait()
+    return values(split)
+
+
+def test_in_the_background(pool: Pool, tmp_path: Path) -> None:
+    stages = pool.run(in_the_background, 2, str(tmp_path))
+    assert is_whole(tmp_path / "first", 0)
+    second = type(zoo.build("llama")).from_pretrained(tmp_path / "second")  # type: ignore[attr-defined]
+    loaded = dict(second.named_parameters())
+    assert all(torch.equal(value, loaded[key]) for stage in stages for key, value in stage.items())
+
+
+def failing_in_the_background(folder: str) -> None:
+    split = Split(zoo.build("llama"), dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, unlimited[1]))
+        split.booster.save_model(split.model, folder, shard=True, use_async=True)
+        split.booster.checkpoint_io.pending.thread.join()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    split.booster.save_model(split.model, folder, shard=True)
+
+
+def test_a_failure_in_the_background_is_told(pool: Pool, tmp_path: Path) -> None:
+    for message in pool.run_expecting(CheckpointError, failing_in_the_background, 2, str(tmp_path)):
+        assert "in the background failed" in message and ("File too large" in message or "stages [1]" in message)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def wrongly(folder: str, what: dict[str, Any]) -> None:
+    split = Split(zoo.build("llama"), dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+    split.booster.save_model(split.model, folder, **what)
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "message"),
+    [
+        ("file", {"shard": True}, "is a file, but shard=True writes a folder"),
+        ("folder", {}, "is a folder, but shard=False writes a file"),
+        ("new", {"shard": True, "prefix": "x"}, "the architecture's own names only"),
+        ("new", {"use_async": True}, "pass shard=True"),
+    ],
+)
+def test_saving_wrongly(pool: Pool, tmp_path: Path, name: str, what: dict[str, Any], message: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    assert all(message in m for m in pool.run_expecting(CheckpointError, wrongly, 2, str(tmp_path / name), what))
+    assert (tmp_path / "file").read_text() == "mine"

@@ -1,0 +1,340 @@
+"""Optimizer states, by name: saved by four stages, loaded by any number, refused where they do not fit."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from colossalai.booster import Booster
+from torch import nn, optim
+from torch.distributed.checkpoint import FileSystemReader
+
+from pipeshard import PipelinePlugin
+from pipeshard.checkpoint import optimizer as subject
+from pipeshard.errors import CheckpointError
+from tests import zoo
+from tests.pool import Pool
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Embeddings, of which most stages have none, in a group of their own."""
+    named = dict(model.named_parameters())
+    embeddings = [p for name, p in named.items() if "wte" in name or "wpe" in name]
+    matrices = [p for name, p in named.items() if p.ndim > 1 and "wte" not in name and "wpe" not in name]
+    vectors = [p for p in named.values() if p.ndim == 1]
+    return [{"params": embeddings, "lr": 1e-4}, {"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
+    "adamw": lambda model: optim.AdamW(groups(model), lr=1e-3, betas=(0.8, 0.95)),
+    "amsgrad": lambda model: optim.Adam(model.parameters(), amsgrad=True, lr=torch.tensor(1e-3)),
+    "named": lambda model: optim.AdamW(model.named_parameters()),
+    "sgd": lambda model: optim.SGD(groups(model), lr=1e-2),
+    "momentum": lambda model: optim.SGD(groups(model), lr=1e-2, momentum=0.9, nesterov=True),
+    "adafactor": lambda model: optim.Adafactor(groups(model)),
+    "transformers": lambda model: transformers.Adafactor(model.parameters(), lr=None, beta1=0.9),
+    "adagrad": lambda model: optim.Adagrad(groups(model)),
+    "asgd": lambda model: optim.ASGD(groups(model)),
+}
+
+
+class Run:
+    """A model of the zoo, one layer of it frozen, with some optimizer behind the Booster."""
+
+    def __init__(self, make: Callable[[nn.Module], optim.Optimizer], name: str = "gpt2", seed: int = 0) -> None:
+        model = zoo.build(name, seed=seed)
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(".1." not in key)
+        plugin = PipelinePlugin(pp_size=dist.get_world_size(), num_microbatches=2, dry_run_input=zoo.batch(name))
+        self.name, self.booster = name, Booster(plugin=plugin)
+        self.model, self.optimizer, *_ = self.booster.boost(model, make(model))
+
+    def renew(self, make: Callable[[nn.Module], optim.Optimizer]) -> Run:
+        """Another optimizer for the same model."""
+        _, self.optimizer, *_ = self.booster.boost(self.model, make(self.model.unwrap()))
+        return self
+
+    def train(self, steps: int) -> None:
+        for seed in range(steps):
+            self.booster.execute_pipeline(
+                iter([zoo.batch(self.name, seed=seed)]), self.model, None, self.optimizer, return_loss=False
+            )
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The options of all groups, and the states of the parameters held here, by name."""
+        names = self.model.pipeline.held_parameters()
+        options = [
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for group in self.optimizer.param_groups
+        ]
+        states = {names[p]: state for p, state in self.optimizer.optim.state.items() if state}
+        return copy.deepcopy({"options": options} | states)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return type(one) is type(other) and one == other
+
+
+def saving(folder: Path) -> None:
+    states, run = {}, Run(OPTIMIZERS["sgd"])
+    for kind, make in OPTIMIZERS.items():
+        run.renew(make)
+        run.booster.save_optimizer(run.optimizer, f"{folder}/{kind}-fresh", shard=True)
+        run.train(2)
+        run.booster.save_optimizer(run.optimizer, f"{folder}/{kind}", shard=True)
+        run.booster.save_optimizer(run.optimizer, f"{folder}/{kind}.pt")
+        states[kind] = run.state
+    torch.save(states, folder / f"states{dist.get_rank()}")
+
+
+def loading(folder: Path) -> None:
+    parts = [torch.load(path, weights_only=True) for path in sorted(folder.glob("states*"))]
+    run = Run(OPTIMIZERS["sgd"], seed=1)
+    held = {"options", *run.model.pipeline.held_parameters().values()}
+    for kind, make in OPTIMIZERS.items():
+        expected = {name: state for part in parts for name, state in part[kind].items() if name in held}
+        for name in (kind, f"{kind}.pt"):
+            run.renew(make)
+            run.optimizer.param_groups[0]["lr"] = 7.0
+            run.booster.load_optimizer(run.optimizer, f"{folder}/{name}")
+            assert same(expected, run.state), name
+        run.train(1)
+        run.booster.load_optimizer(run.optimizer, f"{folder}/{kind}-fresh")
+        assert run.state.keys() == {"options"} or kind == "adagrad"  # which has states before its first step
+
+
+def test_any_number_of_stages_loads_what_four_saved(pool: Pool, tmp_path: Path) -> None:
+    pool.run(saving, 4, tmp_path)
+    content = torch.load(tmp_path / "adamw.pt", weights_only=True)
+    assert content["state"].keys() == {n for n, _ in zoo.build("gpt2").named_parameters() if ".1." not in n}
+    assert content["state"]["transformer.wte.weight"]["exp_avg"].shape == (zoo.VOCABULARY, 32)
+    assert content["param_groups"][0]["params"] == ["transformer.wte.weight", "transformer.wpe.weight"]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    # Every tensor is in one of the four files, a tied one too, and nothing else is.
+    stored = FileSystemReader(tmp_path / "adamw").read_metadata().storage_data
+    files = {path.name: path.stat().st_size for path in (tmp_path / "adamw").glob("*.distcp")}
+    assert len(files) == 4 and len(stored) == 3 * len(content["state"])
+    assert sum(files.values()) == sum(entry.length for entry in stored.values())
+    for p in (1, 2, 3):
+        pool.run(loading, p, tmp_path)
+
+
+def mixed(folder: Path) -> None:
+    """States in another precision than their parameters keep it; torch alone would cast them."""
+    run = Run(OPTIMIZERS["adamw"])
+    run.train(1)
+    for state in run.optimizer.optim.state.values():
+        state["exp_avg"] = state["exp_avg"].double() + 1e-12
+    before = run.state
+    run.booster.save_optimizer(run.optimizer, f"{folder}/mixed", shard=True)
+    run.booster.load_optimizer(run.optimizer, f"{folder}/mixed")
+    assert same(before, run.state)
+
+
+def test_states_keep_their_precision(pool: Pool, tmp_path: Path) -> None:
+    pool.run(mixed, 2, tmp_path)
+
+
+def wrong(folder: Path) -> list[str]:
+    """Every mistake in turn; afterwards the optimizer is what it was, and can be saved and loaded."""
+
+    def plain(model: nn.Module) -> optim.Optimizer:
+        return optim.AdamW(model.parameters())
+
+    def partly(model: nn.Module) -> optim.Optimizer:
+        return optim.AdamW([p for name, p in model.named_parameters() if "ln_f" not in name])
+
+    run, rank = Run(plain), dist.get_rank()
+    run.train(1)
+    foreign, strange, uneven = Run(plain), Run(plain), Run(plain)
+    foreign.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    strange.optimizer.param_groups[0]["betas"] = lambda: 0.9
+    uneven.optimizer.param_groups[0]["lr"] = float(rank)
+    for name, other in {"llama": Run(plain, "llama"), "partly": Run(partly), "groups": Run(groups_of_three)}.items():
+        other.booster.save_optimizer(other.optimizer, f"{folder}/{name}", shard=True)
+    run.booster.save_optimizer(run.optimizer, f"{folder}/good", shard=True)
+    run.booster.save_optimizer(run.optimizer, f"{folder}/good.pt")
+    if rank == 0:
+        _damage(folder)
+    dist.barrier()
+
+    def load(name: str, which: Run = run) -> None:
+        which.booster.load_optimizer(which.optimizer, f"{folder}/{name}")
+
+    def save(name: str, shard: bool = True, which: Run = run) -> None:
+        which.booster.save_optimizer(which.optimizer, f"{folder}/{name}", shard=shard)
+
+    def full_disk(name: str, shard: bool) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(subject, "save" if shard else "_compact", _no_space)
+            save(name, shard)
+
+    attempts: list[Callable[[], Any]] = [
+        lambda: load("llama"),
+        lambda: load("partly"),
+        lambda: load("good", Run(partly)),
+        lambda: load("groups"),
+        lambda: load("wide.pt"),
+        lambda: load("nowhere"),
+        lambda: load("else"),
+        lambda: load("junk.pt"),
+        lambda: load("torch.pt"),
+        lambda: load("torn"),
+        lambda: load("empty"),
+        lambda: load("good" if rank == 0 else "nowhere"),
+        lambda: run.booster.load_optimizer(run.optimizer.unwrap(), f"{folder}/good"),
+        lambda: run.booster.save_optimizer(run.optimizer.unwrap(), f"{folder}/good"),
+        lambda: save("else"),
+        lambda: save("good.pt", shard=True),
+        lambda: save("good", shard=False),
+        lambda: save("foreign", which=foreign),
+        lambda: save("strange", which=strange),
+        lambda: save("uneven", which=uneven),
+        lambda: full_disk("good.pt", shard=False),
+    ]
+    before, messages = run.state, []
+    for attempt in attempts:
+        with pytest.raises(CheckpointError) as caught:
+            attempt()
+        messages.append(str(caught.value))
+    assert same(before, run.state)
+    for name in ("good", "good.pt"):
+        load(name)
+        assert same(before, run.state)
+        save(name, shard=name == "good")
+    return messages
+
+
+def groups_of_three(model: nn.Module) -> optim.Optimizer:
+    return optim.AdamW(groups(model))
+
+
+def _no_space(*_: Any, **__: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def _damage(folder: Path) -> None:
+    content = torch.load(folder / "good.pt", weights_only=True)
+    content["parameters"]["transformer.wpe.weight"] = torch.empty(65, 32, device="meta")
+    torch.save(content, folder / "wide.pt")
+    (folder / "else").mkdir()
+    (folder / "else" / "thesis.txt").write_text("years of work")
+    (folder / "junk.pt").write_bytes(b"junk")
+    torch.save(optim.AdamW([nn.Parameter(torch.zeros(2))]).state_dict(), folder / "torch.pt")
+    for name in ("torn", "empty"):
+        (folder / name).mkdir()
+        for path in (folder / "good").iterdir():
+            (folder / name / path.name).write_bytes(path.read_bytes())
+    for path in (folder / "torn").glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:1000])
+    for path in (folder / "empty").glob("*.distcp"):
+        path.unlink()
+
+
+def test_what_does_not_fit_is_refused_alike_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    expected = [
+        "llama does not fit this optimizer: transformer.wte.weight is missing; .*; and .* more",
+        "partly does not fit this optimizer: transformer.ln_f.weight is missing; transformer.ln_f.bias is missing$",
+        "good does not fit this optimizer: transformer.ln_f.bias is unexpected; transformer.ln_f.weight is unexpected$",
+        "it has 3 parameter groups, the optimizer 1; .*h.0.ln_1.weight is in group 2, in the optimizer in group 0",
+        r"transformer.wpe.weight has shape \(65, 32\), in the optimizer \(64, 32\)$",
+        "nowhere cannot be read: there is no such file or folder",
+        "else is no optimizer checkpoint .*optimizer.pt.*: pass what booster.save_optimizer wrote",
+        "junk.pt is no optimizer checkpoint",
+        "torch.pt is not in the format 'pipeshard optimizer 1'",
+        "torn is damaged",
+        "empty is damaged: FileNotFoundError",
+        "nowhere cannot be read",
+        "AdamW is no boosted optimizer",
+        "AdamW is no boosted optimizer",
+        "else holds something else, which saving would replace",
+        "good.pt is a file, but a folder is to be written",
+        "good is a folder, but a file is to be written",
+        r"group 1 has a parameter of shape \(2,\) that is none of the model's",
+        "not made of tensors, numbers and strings alone: .*lambda",
+        "lr of group 0 is 0.0 on stage 0, but 1.0 on stage 1",
+        "OSError: .*No space left on device",
+    ]
+    ranks = pool.run(wrong, 2, tmp_path)
+    assert ranks[0] == ranks[1] and len(ranks[0]) == len(expected)
+    for what, message in zip(expected, ranks[0], strict=True):
+        assert re.search(what, message, re.DOTALL), message
+    assert (tmp_path / "else" / "thesis.txt").read_text() == "years of work"
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def interrupted(folder: Path) -> None:
+    run = Run(OPTIMIZERS["adamw"])
+    run.train(1)
+    run.booster.save_optimizer(run.optimizer, f"{folder}/state", shard=True)
+    before = run.state
+    if dist.get_rank() == 0:
+        (folder / "state").rename(folder / ".state.old")  # as if killed between the two renames
+        (folder / ".state.writing").mkdir()
+    dist.barrier()
+    run.booster.load_optimizer(run.optimizer, f"{folder}/state")
+    assert same(before, run.state)
+    run.train(1)
+    run.booster.save_optimizer(run.optimizer, f"{folder}/state", shard=True)
+    after = run.state
+    run.train(1)
+    run.booster.load_optimizer(run.optimizer, f"{folder}/state")
+    assert same(after, run.state) and not same(before, after)
+
+
+def test_a_save_that_was_killed_at_its_renames_is_undone(pool: Pool, tmp_path: Path) -> None:
+    pool.run(interrupted, 2, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def schedules(folder: Path) -> list[str]:
+    parameter = [nn.Parameter(torch.zeros(1))]
+
+    def scheduler(peak: float = 4.0) -> optim.lr_scheduler.LRScheduler:
+        sgd = optim.SGD(parameter, lr=1.0)
+        parts = [
+            optim.lr_scheduler.LinearLR(sgd, 0.1, 1.0, 3),
+            optim.lr_scheduler.LambdaLR(sgd, lambda step: peak / (step + 1)),
+        ]
+        return optim.lr_scheduler.SequentialLR(sgd, parts, [3])  # type: ignore[arg-type]
+
+    booster = Booster(plugin=PipelinePlugin(pp_size=dist.get_world_size(), num_microbatches=1))
+    one, other = scheduler(), scheduler()
+    for _ in range(5):
+        one.optimizer.step()
+        one.step()
+    booster.save_lr_scheduler(one, f"{folder}/schedule.pt")
+    booster.load_lr_scheduler(other, f"{folder}/schedule.pt")
+    assert other.last_epoch == 5 and other.get_last_lr() == one.get_last_lr() != [1.0]
+    torch.save([1], folder / f"list{dist.get_rank()}.pt")
+    messages = []
+    for name in ("nowhere.pt", f"list{dist.get_rank()}.pt"):
+        with pytest.raises(CheckpointError) as caught:
+            booster.load_lr_scheduler(other, f"{folder}/{name}")
+        messages.append(str(caught.value))
+    with pytest.raises(CheckpointError) as caught:
+        booster.save_lr_scheduler(other, str(folder))
+    return [*messages, str(caught.value)]
+
+
+def test_learning_rate_schedules(pool: Pool, tmp_path: Path) -> None:
+    ranks = pool.run(schedules, 2, tmp_path)
+    assert ranks[0] == ranks[1]
+    for what, message in zip(("nowhere.pt is no state", "list0.pt is no state", "is a folder"), ranks[0], strict=True):
+        assert what in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["list0.pt", "list1.pt", "schedule.pt"]

@@ -1,0 +1,344 @@
+"""Training states: a run that is stopped, moved to another number of stages, or killed in a save goes on as if not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from colossalai.booster import Booster
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from pipeshard import PipelinePlugin, load_training_state, save_training_state
+from pipeshard.errors import CheckpointError
+from tests import zoo
+from tests.pool import Pool, WorkerError
+
+
+class Samples(Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 14
+
+    def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(10) * (2 * k + 3) + k) % zoo.VOCABULARY
+        return {"input_ids": ids, "labels": ids.masked_fill(ids % 5 == k % 5, -100)}
+
+
+class Training:
+    """All that a training script makes, on any number of stages; `seed` is that of the weights and all generators."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        model = with_dropout(zoo.build(name, seed=seed))
+        plugin = PipelinePlugin(pp_size=dist.get_world_size(), num_microbatches=2)
+        loader = plugin.prepare_dataloader(Samples(), batch_size=4, shuffle=True, seed=seed)  # 4, 4, 4, 2
+        vectors = [p for p in model.parameters() if p.ndim == 1]
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        adamw = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: 0.9**step)
+        self.booster = Booster(plugin=plugin)
+        boosted = self.booster.boost(model, adamw, None, loader, schedule)
+        self.model, self.optimizer, _, self.loader, self.schedule = boosted
+        self.batches = self.endless()
+        for set_seed in (torch.manual_seed, random.seed, np.random.seed):
+            set_seed(seed)
+
+    def endless(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.schedule,
+            "dataloader": self.loader,
+        }
+
+    def run(self, steps: int) -> list[dict[str, Any]]:
+        """What can be seen of each step: the loss, the data, the learning rate, everyone's random numbers."""
+        seen = []
+        for _ in range(steps):
+            batch = next(self.batches)
+            out = self.booster.execute_pipeline(iter([batch]), self.model, None, self.optimizer)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            numbers = (float(torch.rand(())), random.random(), float(np.random.rand()))
+            data, rate = batch["input_ids"][:, 1].tolist(), self.schedule.get_last_lr()
+            seen.append({"loss": float(out["loss"]), "data": data, "lr": rate, "random": numbers})
+        return seen
+
+    @property
+    def values(self) -> dict[str, torch.Tensor]:
+        """Parameters and moments held here, by name."""
+        values = {}
+        for parameter, name in self.model.pipeline.held_parameters().items():
+            values[name] = parameter.detach().clone()
+            for key, value in self.optimizer.optim.state[parameter].items():
+                values[f"{name} {key}"] = value.clone()
+        return values
+
+
+def with_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+    return model
+
+
+def uninterrupted(name: str) -> tuple[list[Any], dict[int, Any]]:
+    training, seen, values = Training(name, 0), [], {}
+    for step in range(1, 11):
+        seen += training.run(1)
+        values[step] = training.values
+    return seen, {step: values[step] for step in (3, 7, 10)}
+
+
+def beginning(name: str, folder: Path, steps: int) -> None:
+    training = Training(name, 0)
+    training.run(steps)
+    save_training_state(folder, steps, **training.parts)
+
+
+def going_on(name: str, folder: Path, start: int, steps: int) -> tuple[list[Any], Any]:
+    """With other weights, orders and random numbers, until the state is loaded."""
+    training = Training(name, 17 + dist.get_rank())
+    assert load_training_state(folder, step=start, **training.parts) == start
+    seen = training.run(steps)
+    save_training_state(folder, start + steps, **training.parts)
+    return seen, training.values
+
+
+def joined(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: value for rank in ranks for name, value in rank.items()}
+
+
+def assert_close(found: list[Any], expected: list[Any]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+        assert {**one, "loss": 0} == {**other, "loss": 0}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-tied"])
+def test_four_then_two_then_three_stages_train_like_an_uninterrupted_run(pool: Pool, tmp_path: Path, name: str) -> None:
+    ranks = pool.run(uninterrupted, 4, name)
+    seen, values = ranks[0][0], {step: joined([rank[1][step] for rank in ranks]) for step in (3, 7, 10)}
+    assert len({str(step["data"]) for step in seen}) == 10 and len({step["loss"] for step in seen}) == 10
+
+    pool.run(beginning, 4, name, tmp_path, 3)
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    for start, p in ((3, 2), (7, 3)):  # the data's epochs end after steps 4 and 8
+        steps = 4 if start == 3 else 3
+        again = pool.run(going_on, p, name, tmp_path, start, steps)
+        for rank in again:
+            assert_close(rank[0], seen[start : start + steps])
+        found, expected = joined([rank[1] for rank in again]), values[start + steps]
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert torch.allclose(found[key], expected[key], rtol=0, atol=1e-5), key
+
+    again = pool.run(going_on, 4, name, tmp_path / "copy", 3, 4)
+    assert all(rank[0] == seen[3:7] for rank in again)
+    found = joined([rank[1] for rank in again])
+    assert all(torch.equal(found[key], values[7][key]) for key in values[7])
+
+    assert sorted(path.name for path in tmp_path.glob("*step*")) == [f"step-{step:08d}" for step in (3, 7, 10)]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "step-00000010" / "model")
+    for key, value in plain.named_parameters():
+        assert torch.allclose(value, values[10][key], rtol=0, atol=1e-5), key
+    manifest = json.loads((tmp_path / "step-00000010" / "manifest.json").read_text())
+    assert (manifest["format"], manifest["step"], manifest["stages"]) == (1, 10, 3)
+    assert manifest["versions"]["torch"] == torch.__version__ and "training.pt" in manifest["files"]
+
+
+def at_an_epoch_s_end(folder: Path) -> None:
+    training = Training("llama", 0)
+    training.run(4)
+    save_training_state(folder, 4, **training.parts)
+    expected = training.run(2)
+    other = Training("llama", 1)
+    load_training_state(folder, **other.parts)
+    assert (other.loader.epoch, other.loader.batches, other.loader.remaining) == (1, 0, 4)
+    assert other.run(2) == expected
+
+
+def test_an_epoch_s_end_is_the_next_one_s_beginning(pool: Pool, tmp_path: Path) -> None:
+    pool.run(at_an_epoch_s_end, 2, tmp_path)
+
+
+def keeping(folder: Path) -> None:
+    training = Training("llama", 0)
+    for step in range(1, 7):
+        save_training_state(folder, step, **training.parts, keep=2)
+        assert len(list(folder.iterdir())) == min(step, 2)
+    save_training_state(folder, 6, training.model)  # in the place of the one that has all
+    assert load_training_state(folder, training.model) == 6
+    assert load_training_state(folder, **training.parts, step=5) == 5
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / "step-00000006" / "training.pt").write_bytes(b"")
+        (folder / "step-00000007").mkdir()  # has no manifest
+    dist.barrier()
+    assert load_training_state(folder, **training.parts) == 5
+
+
+def test_the_newest_complete_steps_are_kept_and_found(pool: Pool, tmp_path: Path) -> None:
+    pool.run(keeping, 2, tmp_path)
+
+
+def wrong(folder: Path) -> list[str]:
+    training, rank = Training("llama", 0), dist.get_rank()
+    parts, model = training.parts, training.model
+    save_training_state(folder / "all", 5, **parts)
+    save_training_state(folder / "weights", 5, model)
+    plain = DataLoader(Samples(), 4)
+    other = training.booster.plugin.prepare_dataloader(Samples(), batch_size=3)
+    attempts = [
+        lambda: load_training_state(folder / "none", **parts),
+        lambda: load_training_state(folder / "all", **parts, step=4),
+        lambda: load_training_state(folder / "weights", **parts),
+        lambda: load_training_state(folder / "all", model, dataloader=other),
+        lambda: load_training_state(folder / "all", model, dataloader=plain),
+        lambda: load_training_state(folder / "all", model.unwrap()),
+        lambda: load_training_state(folder / ("all" if rank else "none"), model),
+        lambda: save_training_state(folder / "new", 1, model, dataloader=plain),
+        lambda: save_training_state(folder / "new", 1, model.unwrap()),
+        lambda: save_training_state(folder / "new", rank, model),
+        lambda: save_training_state(folder / "new", -1, model),
+        lambda: save_training_state(folder / "new", 1, model, keep=0),
+        lambda: save_training_state(folder / "new", 1, model, training.optimizer.unwrap()),
+        lambda: save_training_state(folder / "all", 4, **parts),
+    ]
+    messages = []
+    for attempt in attempts:
+        with pytest.raises(CheckpointError) as caught:
+            attempt()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_cannot_be_saved_or_loaded_is_refused_alike_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    expected = [
+        "none holds no complete step: pass what save_training_state wrote to",
+        r"all holds no complete step 4, only \[5\]",
+        "was saved without optimizer, lr_scheduler, dataloader: load it without, too",
+        "saved with {'batch_size': 4, 'samples': 14}, but this dataloader has {'batch_size': 3, 'samples': 14}",
+        "this DataLoader does not know its position .*plugin.prepare_dataloader.*dataloader=None",
+        "this is a LlamaForCausalLM",
+        "none holds no complete step",
+        "this DataLoader does not know its position",
+        "this is a LlamaForCausalLM",
+        r"the step is \[0, 1\] on the stages",
+        "step=-1: ",
+        "keep=0: ",
+        "AdamW is no boosted optimizer",
+        "all already holds step 5, which would stay the newest",
+    ]
+    ranks = pool.run(wrong, 2, tmp_path)
+    assert ranks[0] == ranks[1] and len(ranks[0]) == len(expected)
+    for what, message in zip(expected, ranks[0], strict=True):
+        assert re.search(what, message, re.DOTALL), message
+    assert not list((tmp_path / "new").iterdir())
+
+
+EVENTS = ("os.rename", "os.mkdir", "os.rmdir", "os.remove")
+
+
+class Moments:
+    """Counts what this process does to the file system, and kills it at the moment given."""
+
+    def __init__(self, fatal: int | None = None) -> None:
+        self.count, self.fatal, self.on = 0, fatal, True
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+        writes = event == "open" and isinstance(args[1], str) and args[1][:1] in ("w", "x")
+        if self.on and (writes or event in EVENTS):
+            if self.count == self.fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.count += 1
+
+
+def two_saves(folder: Path) -> tuple[int, dict[int, Any]]:
+    """The states of steps 1 and 2, and of step 1 saved again with other weights ("3"), all on disk in `folder`."""
+    training = Training("gpt2", 0)
+    training.run(1)
+    save_training_state(folder / "1", 1, **training.parts)
+    values = {1: training.values}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / "1", folder / "2")
+    dist.barrier()
+    training.run(1)
+    moments = Moments()
+    save_training_state(folder / "2", 2, **training.parts, keep=1)
+    moments.on = False
+    return moments.count, values | {2: training.values}
+
+
+def killed(folder: Path, step: int, rank: int, moment: int) -> None:
+    training = Training("gpt2", 5)
+    load_training_state(folder, **training.parts)
+    training.run(1)
+    if dist.get_rank() == rank:
+        Moments(moment)
+    save_training_state(folder, step, **training.parts, keep=1)
+    dist.barrier()
+    raise AssertionError("nobody was killed")
+
+
+def survivors(folders: list[Path]) -> list[Any]:
+    """What is loaded from each of these, and whether the next save leaves nothing else."""
+    found = []
+    training = Training("gpt2", 9)
+    for folder in folders:
+        step = load_training_state(folder, **training.parts)
+        found.append((step, training.loader.batches, training.values))
+        save_training_state(folder, 8, **training.parts, keep=1)
+        assert [path.name for path in folder.iterdir()] == ["step-00000008"], folder
+    return found
+
+
+def killings(pool: Pool, folder: Path, moments: list[tuple[int, int, int]]) -> list[int]:
+    """Kill saves at these (step, rank, moment), and say which step is found, once it is certain that it is whole."""
+    ranks = pool.run(two_saves, 2, folder)
+    values = {step: joined([rank[1][step] for rank in ranks]) for step in (1, 2)}
+    folders = []
+    for step, rank, moment in moments:
+        folders.append(folder / f"killed-{step}-{rank}-{moment}")
+        shutil.copytree(folder / "1", folders[-1])
+        count = ranks[rank][0]
+        with pytest.raises(WorkerError, match=f"rank {rank} died exit code -9"):
+            pool.run(killed, 2, folders[-1], step, rank, moment if moment >= 0 else count + moment)
+    again = pool.run(survivors, 2, folders)
+    steps = []
+    for found in zip(*again, strict=True):
+        loaded = joined([values for *_, values in found])
+        batches = {batches for _, batches, _ in found}
+        # Saved again, step 1 has the weights of step 2.
+        (whole,) = (k for k in (1, 2) if all(torch.equal(loaded[key], values[k][key]) for key in values[k]))
+        assert batches == {whole}
+        steps.append(whole)
+    return steps
+
+
+def test_a_rank_killed_while_it_saves_leaves_the_previous_or_the_new_state(pool: Pool, tmp_path: Path) -> None:
+    moments = [(2, 0, 0), (2, 0, 12), (2, 1, 1), (2, 0, -9), (2, 0, -1), (1, 0, -12)]
+    steps = killings(pool, tmp_path, moments)
+    assert steps[:3] == [1, 1, 1] and steps[4] == 2

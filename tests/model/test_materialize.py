@@ -1,0 +1,202 @@
+"""Materialize: stages of a model built on meta hold the same values for every p, by the architecture's own rule."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+
+from pipeshard import PipelinePlugin
+from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.model.materialize import allocate, initialize
+from tests import zoo
+from tests.parity.build import build
+from tests.parity.entries import find
+from tests.pool import Pool
+from tests.test_made_up import MadeUp
+from tests.unsplit import Split, Unsplit, differences
+
+SEED = 7
+
+
+def on_meta(name: str, empty: bool = False) -> nn.Module:
+    """A model of the zoo without memory; with `empty` only its parameters are."""
+    with init_empty_weights(include_buffers=False) if empty else torch.device("meta"):
+        model = zoo.MODELS[name]()
+    if name == "t5":
+        model.config.use_cache = False
+    return model.train()
+
+
+def held_by_stages(name: str, empty: bool, **arguments: Any) -> dict[str, Tensor]:
+    torch.manual_seed(SEED + dist.get_rank())  # the first stage's counts
+    model = on_meta(name, empty)
+    before = torch.get_rng_state()
+    split = Split(model, dist.get_world_size(), zoo.batch(name), num_microbatches=2, **arguments)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.isfinite(split.backward(zoo.batch(name))["loss"])
+    split.optimizer.zero_grad()
+    return {key: p.detach() for key, p in split.held.items()} | dict(split.model.unwrap().named_buffers())
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["meta", "empty-weights"])
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "t5", "mixtral", "vit", "bert"])
+def test_the_same_for_every_p(pool: Pool, name: str, empty: bool) -> None:
+    (whole,) = pool.run(held_by_stages, 1, name, empty)
+    assert {key for key, _ in zoo.build(name).named_parameters()} <= whole.keys()
+    for p in (2, 4):
+        stages = pool.run(held_by_stages, p, name, empty)
+        assert set().union(*stages) == whole.keys()
+        for stage in stages:
+            assert all(torch.equal(value, whole[key]) for key, value in stage.items())
+
+
+def trained_from_meta(name: str) -> list[str]:
+    """Drawn here, copied into the unsplit model, then a step of both: what differs."""
+    torch.manual_seed(SEED)
+    model = on_meta(name)
+    whole = on_meta(name)
+    known = allocate(whole, [key for key, _ in whole.named_parameters()], torch.device("cpu"))
+    initialize(whole, [key for key, _ in whole.named_parameters()], known, True, SEED)
+    unsplit = Unsplit(whole)
+    split = Split(model, dist.get_world_size(), zoo.batch(name), num_microbatches=2)
+    return differences(split, unsplit, zoo.batch(name), num_microbatches=2)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "t5", "gpt2"])
+def test_a_step_from_meta(pool: Pool, name: str) -> None:
+    assert not [what for found in pool.run(trained_from_meta, 2, name) for what in found]
+
+
+RULES = [
+    *("causal-lm/gpt2", "causal-lm/llama", "causal-lm/mixtral", "causal-lm/mamba", "causal-lm/falcon_h1"),
+    *("seq2seq-lm/t5", "seq2seq-lm/bart", "masked-lm/bert", "masked-lm/deberta-v2", "image-classification/vit"),
+    *("image-classification/resnet", "image-classification/swin", "image-classification/cvt"),
+    *("speech-seq2seq/whisper", "image-text-to-text/llava", "image-text-to-text/qwen2_vl"),
+]
+
+
+@pytest.mark.parametrize("text", RULES)
+def test_the_architectures_own_rule(text: str) -> None:
+    """What is constant in the architecture's own initialisation is so here (norms, biases, padding rows, buffers); what
+    is random has its mean and standard deviation (GPT-2's scaled projections)."""
+    entry = find(text)[0]
+    torch.manual_seed(SEED)
+    config = build(entry).config
+    model_class: Any = type(build(entry))
+    plain = model_class(copy.deepcopy(config))
+    with torch.device("meta"):
+        model = model_class(copy.deepcopy(config))
+    names = [key for key, _ in model.named_parameters()]
+    initialize(model, names, allocate(model, names, torch.device("cpu")), True, SEED)
+    assert {key for key, _ in model.named_parameters()} == {key for key, _ in plain.named_parameters()}
+    expected = dict(plain.named_parameters()) | dict(plain.named_buffers())
+    for key, value in [*model.named_parameters(), *model.named_buffers()]:
+        other = expected[key]
+        assert not value.is_meta and value.dtype == other.dtype
+        is_drawn = key in names and other.numel() > 1 and float(other.std()) > 0
+        if not is_drawn:
+            assert torch.equal(value, other), key
+        elif other.numel() >= 512:
+            assert float(value.std()) == pytest.approx(float(other.std()), rel=0.25), key
+            assert abs(float(value.mean() - other.mean())) < float(other.std()) * 0.2, key
+        rows = (other == 0).flatten(1).all(1) if other.ndim > 1 else other == 0
+        assert torch.equal((value == 0).flatten(1).all(1) if value.ndim > 1 else value == 0, rows), f"padding of {key}"
+
+
+def test_each_name_has_numbers_of_its_own() -> None:
+    model = on_meta("llama")
+    names = [key for key, _ in model.named_parameters()]
+    initialize(model, names, allocate(model, names, torch.device("cpu")), True, SEED)
+    weights = [layer.self_attn.q_proj.weight for layer in model.model.layers]  # type: ignore[union-attr]
+    assert not any(torch.equal(a, b) for k, a in enumerate(weights) for b in weights[:k])
+
+
+def test_loaded_weights_are_not_drawn_again() -> None:
+    model, blank = zoo.build("llama"), on_meta("llama")
+    model.model.layers[1] = blank.model.layers[1]  # type: ignore[index, union-attr, operator]
+    before = {key: p.clone() for key, p in model.named_parameters() if not p.is_meta}
+    fresh = [key for key, p in model.named_parameters() if p.is_meta]
+    assert fresh and all("layers.1." in key for key in fresh)
+    initialize(model, fresh, allocate(model, fresh, torch.device("cpu")), True, SEED)
+    after = dict(model.named_parameters())
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    assert not any(p.is_meta for p in after.values())
+
+
+def by_function(rule: Callable[..., Any]) -> dict[str, Tensor]:
+    return held_by_stages("gpt2", empty=False, init_weights=rule)
+
+
+def ones(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.ones_(parameter)
+
+
+def by_name(module: nn.Module, name: str) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.constant_(parameter, 0.5 if "attn" in name else 0.25)
+
+
+def random(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter)
+
+
+def test_by_a_function(pool: Pool) -> None:
+    for stage in pool.run(by_function, 2, ones):
+        assert all((value == 1).all() for key, value in stage.items() if "weight" in key)
+    for stage in pool.run(by_function, 2, by_name):
+        assert all(
+            (value == (0.5 if ".attn." in key else 0.25)).all() for key, value in stage.items() if "weight" in key
+        )
+    first, second = pool.run(by_function, 2, random)
+    (whole,) = pool.run(by_function, 1, random)
+    assert all(torch.equal(value, whole[key]) for key, value in [*first.items(), *second.items()])
+
+
+def nothing(module: nn.Module) -> None:
+    pass
+
+
+def broken(module: nn.Module) -> None:
+    raise RuntimeError("no such rule")
+
+
+@pytest.mark.parametrize(("rule", "message"), [(nothing, "did not write to it"), (broken, "no such rule")])
+def test_a_function_that_does_not_initialise(pool: Pool, rule: Any, message: str) -> None:
+    assert all(message in text for text in pool.run_expecting(ConfigurationError, by_function, 2, rule))
+
+
+def made_up_on_meta(**arguments: Any) -> None:
+    with torch.device("meta"):
+        model = MadeUp()
+    ids = torch.randint(0, zoo.VOCABULARY, (4, 6))
+    Split(model, dist.get_world_size(), {"input_ids": ids, "labels": ids}, num_microbatches=2, **arguments)
+
+
+def test_a_parameter_without_a_rule_is_named(pool: Pool) -> None:
+    for message in pool.run_expecting(ConfigurationError, made_up_on_meta, 2):
+        assert "gain of MadeUp" in message and "reset_parameters" in message and "init_weights=fn" in message
+
+
+def not_loaded() -> None:
+    split = Split(on_meta("llama"), dist.get_world_size(), zoo.batch("llama"), num_microbatches=2, init_weights=False)
+    split.backward(zoo.batch("llama"))
+
+
+def test_a_step_before_the_weights_are_loaded(pool: Pool) -> None:
+    for message in pool.run_expecting(UsageError, not_loaded, 2):
+        assert "have no values yet" in message and "booster.load_model" in message
+
+
+@pytest.mark.parametrize("rule", [None, "normal", 0.02])
+def test_a_rule_that_is_none(rule: Any) -> None:
+    with pytest.raises(ConfigurationError, match="init_weights"):
+        PipelinePlugin(pp_size=1, num_microbatches=1, init_weights=rule)

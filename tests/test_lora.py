@@ -1,0 +1,475 @@
+"""LoRA: adapters of peft train, save and resume through a pipeline as they do in one process."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from colossalai.booster import Booster
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from pipeshard import PipelinePlugin, Policy, load_training_state, register_policy, save_training_state, to_sequential
+from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError, UsageError
+from pipeshard.model.policy import find_policy
+from pipeshard.runtime import gradients
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import Split, Unsplit, differences, parameter_error
+
+ATTENTION = ["q_proj", "v_proj"]
+# The model of the zoo, and what of the LoraConfig is not the default.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"target_modules": ATTENTION, "task_type": "CAUSAL_LM"}),
+    "all-linear": ("llama", {"target_modules": "all-linear", "use_rslora": True}),
+    "head": ("llama-tied", {"target_modules": ["q_proj", "lm_head"]}),
+    "dora": ("llama", {"target_modules": ATTENTION, "use_dora": True}),
+    "only the first layer": ("llama-tied", {"target_modules": ATTENTION, "layers_to_transform": [0]}),
+    "only the last layer": ("llama-tied", {"target_modules": ATTENTION, "layers_to_transform": [3]}),
+    "embedding": ("llama-tied", {"target_modules": ["q_proj", "embed_tokens"]}),
+    "copied head": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "copied embedding": ("llama-tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+    "copied tie": (
+        "llama-tied",
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "tokens": ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]}),
+    "gpt2": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    "gemma2": ("gemma2", {"target_modules": ATTENTION}),
+    "mixtral": ("mixtral", {"target_modules": ATTENTION}),
+    "experts": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}),
+    "t5": ("t5", {"target_modules": ["q", "v"]}),
+    "only T5's encoder": ("t5", {"target_modules": r".*encoder.block.1.*\.q"}),
+    "bert": ("bert", {"target_modules": ["query", "value"], "bias": "lora_only"}),
+    "vit": ("vit", {"target_modules": ATTENTION, "modules_to_save": ["classifier"]}),
+    "ia3": ("llama", {"feedforward_modules": ["down_proj"], "target_modules": ["k_proj", "v_proj", "down_proj"]}),
+}
+SAVED = ["llama", "dora", "embedding", "copied head", "copied tie", "tokens", "gpt2", "bert", "experts", "t5", "ia3"]
+
+
+def config(case: str, **fields: Any) -> Any:
+    """The case's configuration, with weights at random from the start: LoRA's own begin at zero."""
+    if case == "ia3":
+        return IA3Config(**CASES[case][1], init_ia3_weights=False)
+    return LoraConfig(r=4, lora_alpha=8, **{"init_lora_weights": False, **CASES[case][1], **fields})
+
+
+def adapted(case: str, seed: int = 0, **fields: Any) -> tuple[nn.Module, Any]:
+    """The case's model with its adapters, and a batch for it."""
+    name = CASES[case][0]
+    model = zoo.build(name)
+    torch.manual_seed(seed)
+    if case == "ia3":
+        return get_peft_model(model, config(case)), zoo.batch(name)
+    return booster().enable_lora(model, lora_config=config(case, **fields)), zoo.batch(name)
+
+
+def booster() -> Booster:
+    return Booster(plugin=PipelinePlugin(dist.get_world_size(), num_microbatches=2))
+
+
+# Exactness
+
+
+def three_steps(case: str) -> None:
+    name = CASES[case][0]
+    model, data = adapted(case)
+    unsplit = Unsplit(copy.deepcopy(model), max_norm=0.5)
+    split = Split(model, dist.get_world_size(), data, num_microbatches=3, max_norm=0.5)
+    assert type(split.model.pipeline.policy) is find_policy(zoo.build(name)) is not Policy
+    trained = {n for n, p in unsplit.model.named_parameters() if p.requires_grad}
+    assert {n for n, p in split.held.items() if p.requires_grad} == trained & split.held.keys()
+    for seed in range(3):
+        same_sums = {"num_microbatches": 3} if seed == 0 else {}
+        found = differences(split, unsplit, zoo.batch(name, seed=seed), 1e-6 if seed == 0 else 1e-4, **same_sums)
+        assert not found, f"{case}, step {seed}: {found}"
+        unsplit.step()
+        split.step()
+        assert split.optimizer.get_grad_norm() == pytest.approx(float(unsplit.norm), rel=1e-5)
+    assert parameter_error(split, unsplit.model) < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_three_steps(pool: Pool, case: str) -> None:
+    for p in (2, 3):
+        pool.run(three_steps, p, case)
+
+
+def without_gradients() -> None:
+    """An optimizer of the adapters alone: it has nothing on the stages before theirs, to which no gradient goes."""
+    model, data = adapted("only the last layer")
+    plugin = PipelinePlugin(dist.get_world_size(), num_microbatches=2, dry_run_input=data, max_norm=0.1)
+    raw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(raw, lambda step: 0.5)
+    model, optimizer, *_ = Booster(plugin=plugin).boost(model, raw, lr_scheduler=scheduler)
+    plugin.execute_pipeline(iter([data]), model, None, optimizer)
+    pipeline = model.pipeline
+    adapters = {s for s, names in enumerate(pipeline.policy.held) if any("lora_" in name for name in names)}
+    assert adapters == {pipeline.num_stages - 1}
+    assert pipeline.stage.microbatches[0].route.enters.gradients == ()
+    assert len(raw.param_groups) == 1 and bool(raw.param_groups[0]["params"]) == (pipeline.rank in adapters)
+    assert optimizer.get_grad_norm() > 0
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.get_grad_norm() > 0
+
+
+def test_stages_without_a_trained_parameter_get_no_gradient(pool: Pool) -> None:
+    pool.run(without_gradients, 3)
+
+
+def reductions(case: str) -> int:
+    """How often the gradient of a tie is summed in a step."""
+    model, data = adapted(case)
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    assert split.model.pipeline.ties.ties
+    with mock.patch.object(gradients.dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+        split.backward(data)
+    return reduced.call_count
+
+
+def test_a_frozen_tie_costs_nothing(pool: Pool) -> None:
+    assert pool.run(reductions, 2, "embedding") == [0, 0]
+    assert pool.run(reductions, 2, "copied tie") == [1, 1]
+
+
+def dropped(rate: float) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of two steps and the gradients of the second."""
+    torch.manual_seed(5)
+    model, data = adapted("llama", seed=5, lora_dropout=rate)
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    losses = [split.backward(data)["loss"].item()]
+    split.step()
+    losses.append(split.backward(data)["loss"].item())
+    return losses, {n: p.grad for n, p in split.held.items() if p.requires_grad}
+
+
+def test_dropout_in_adapters_does_not_depend_on_the_stages(pool: Pool) -> None:
+    ((losses, whole),) = pool.run(dropped, 1, 0.5)
+    assert losses != pool.run(dropped, 1, 0.0)[0][0]
+    for p in (2, 3):
+        stages = pool.run(dropped, p, 0.5)
+        assert all(stage_losses == losses for stage_losses, _ in stages)
+        parts = {name: gradient for _, part in stages for name, gradient in part.items()}
+        assert parts.keys() == whole.keys()
+        assert all(torch.allclose(parts[name], whole[name], rtol=1e-5, atol=1e-8) for name in whole)
+
+
+def recomputed(when: str, reentrant: bool) -> None:
+    def enable(model: Any) -> None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+    model = zoo.build("llama")
+    if when == "before the adapters":
+        enable(model)
+    torch.manual_seed(0)
+    model = get_peft_model(model, config("llama"))
+    unsplit = Unsplit(copy.deepcopy(model))
+    if when == "after the adapters":
+        enable(model)
+        if reentrant:
+            model.enable_input_require_grads()
+    split = Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+    if when == "after boost":
+        enable(split.model.unwrap())
+    for seed in range(2):
+        assert not differences(split, unsplit, zoo.batch("llama", seed=seed), num_microbatches=2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("when", ["before the adapters", "after the adapters", "after boost"])
+def test_activation_checkpointing(pool: Pool, when: str, reentrant: bool) -> None:
+    pool.run(recomputed, 2, when, reentrant)
+
+
+# Names
+
+
+def by_names() -> None:
+    model, data = adapted("llama")
+    split = Split(model, 2, data, num_microbatches=2, partition=["model.layers.0"])
+    policy = split.model.pipeline.policy
+    assert policy.stages == (0, 0, *[1] * 5)
+    prefix = "base_model.model."
+    assert (
+        policy.unit("model.layers.1")
+        is policy.unit(f"{prefix}model.layers.1")
+        is policy.units[f"{prefix}model.layers.1"]
+    )
+    assert policy.calls_of("model.layers") == [1, 2, 3, 4]
+    with pytest.raises(PartitionError, match=r"did you mean base_model\.model\.model\.layers"):
+        policy.unit("model.layers.9")
+
+
+def test_units_go_by_the_names_of_the_model_inside(pool: Pool) -> None:
+    pool.run(by_names, 2)
+
+
+def test_a_policy_registered_for_a_class_is_that_of_its_adapted_models() -> None:
+    class Own(transformers.LlamaForCausalLM):
+        pass
+
+    @register_policy(Own)
+    class OwnPolicy(Policy):
+        pass
+
+    model = get_peft_model(Own(zoo.build("llama").config), config("llama"))
+    assert find_policy(model) is OwnPolicy
+
+
+def made_up() -> None:
+    classes = transformers.LlamaConfig(**zoo.TINY, num_labels=3)
+    model = get_peft_model(transformers.LlamaForSequenceClassification(classes), config("llama", task_type=None))
+    Split(model, dist.get_world_size(), None, num_microbatches=1)
+
+
+def test_a_batch_is_made_up_for_the_model_inside(pool: Pool) -> None:
+    pool.run(made_up, 2)
+
+
+# Saving and resuming
+
+
+def saved(case: str, folder: Path) -> None:
+    """Trained, saved, and read by peft: every adapter tensor is there, under peft's names, equal to the bit."""
+    model, data = adapted(case)
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    for _ in range(2):
+        split.backward(data)
+        split.step()
+    split.booster.save_lora_as_pretrained(split.model, str(folder / "split"), use_safetensors=True)
+    assert not [path for path in folder.iterdir() if path.name != "split"]
+    dist.barrier()
+    module = split.model.unwrap()
+    assert {c.inference_mode for c in module.peft_config.values()} == {False}
+    whole = PeftModel.from_pretrained(zoo.build(CASES[case][0]), folder / "split")
+    reloaded = dict(whole.named_parameters())
+    for name, parameter in split.held.items():
+        assert torch.equal(parameter, reloaded[name]), name
+    changed = [n for n, p in unsplit.model.named_parameters() if not torch.equal(p, reloaded[n])]
+    assert changed == [n for n, p in unsplit.model.named_parameters() if p.requires_grad]
+    own = folder / f"unsplit{dist.get_rank()}"
+    unsplit.model.save_pretrained(own)
+    ours, theirs = (load_file(path / "adapter_model.safetensors") for path in (folder / "split", own))
+    assert {n: (t.shape, t.dtype) for n, t in ours.items()} == {n: (t.shape, t.dtype) for n, t in theirs.items()}
+    mine, its = (json.loads((path / "adapter_config.json").read_text()) for path in (folder / "split", own))
+    assert {k: sorted(v) if isinstance(v, list) else v for k, v in mine.items()} == {
+        k: sorted(v) if isinstance(v, list) else v for k, v in its.items()
+    }
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_saved_adapters_are_what_peft_would_save(pool: Pool, case: str, tmp_path: Path) -> None:
+    pool.run(saved, 3, case, tmp_path)
+
+
+def several(folder: Path) -> None:
+    model, data = adapted("llama")
+    model.add_adapter("second", config("dora"))
+    model.set_adapter("second")
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    assert not differences(split, Unsplit(adapted_twice()), data, num_microbatches=2)
+    split.step()
+    split.booster.save_lora_as_pretrained(split.model, str(folder))
+    whole = PeftModel.from_pretrained(zoo.build("llama"), folder)
+    whole.load_adapter(folder / "second", "second")
+    reloaded = dict(whole.named_parameters())
+    assert all(torch.equal(parameter, reloaded[name]) for name, parameter in split.held.items())
+
+
+def adapted_twice() -> nn.Module:
+    model, _ = adapted("llama")
+    model.add_adapter("second", config("dora"))
+    model.set_adapter("second")
+    return model
+
+
+def test_several_adapters(pool: Pool, tmp_path: Path) -> None:
+    pool.run(several, 2, tmp_path / "adapters")
+
+
+def training(folder: Path, seed: int) -> float:
+    """Train and save over what may be there; the loss afterwards."""
+    model, data = adapted("copied tie", seed=seed)
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    split.backward(data)
+    split.step()
+    split.booster.save_lora_as_pretrained(split.model, str(folder))
+    return split.evaluate(data)["loss"].item()
+
+
+def resuming(folder: Path) -> float:
+    data = zoo.batch("llama-tied")
+    model = booster().enable_lora(zoo.build("llama-tied"), pretrained_dir=str(folder))
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    loss = split.evaluate(data)["loss"].item()
+    assert not differences(split, unsplit, data, num_microbatches=2)
+    return loss
+
+
+def test_training_goes_on_from_saved_adapters_with_any_number_of_stages(pool: Pool, tmp_path: Path) -> None:
+    folder = tmp_path / "lora"
+    losses = pool.run(training, 2, folder, 0)
+    assert pool.run(resuming, 3, folder) == [losses[0]] * 3
+    losses = pool.run(training, 3, folder, 1)  # over the other
+    assert pool.run(resuming, 2, folder) == [losses[0]] * 2
+
+
+def whole_state(folder: Path, saving: bool) -> dict[str, Tensor]:
+    """All of training at once: base, adapters, moments."""
+    model, data = adapted("llama", seed=0 if saving else 1)
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    if saving:
+        split.backward(data)
+        split.step()
+        with pytest.raises(CheckpointError, match="save_lora_as_pretrained"):
+            split.booster.save_model(split.model, str(folder / "model"), shard=True)
+        save_training_state(folder, 1, split.model, split.optimizer)
+    else:
+        assert load_training_state(folder, split.model, split.optimizer) == 1
+    split.backward(data)
+    split.step()
+    return {name: p.detach() for name, p in split.held.items()}
+
+
+def test_the_whole_state_of_training(pool: Pool, tmp_path: Path) -> None:
+    expected = {name: p for stage in pool.run(whole_state, 2, tmp_path, True) for name, p in stage.items()}
+    (found,) = pool.run(whole_state, 1, tmp_path, False)
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in found)
+
+
+def prompts(folder: Path) -> tuple[float, float]:
+    """A step is exact, and saving says how: the losses before and after."""
+    model, data = zoo.build("llama"), zoo.batch("llama")
+    model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    assert not differences(split, unsplit, data)
+    split.step()
+    with pytest.raises(CheckpointError, match=r"PROMPT_TUNING.*pipeshard.to_sequential\(model, rank=0\)"):
+        split.booster.save_lora_as_pretrained(split.model, str(folder))
+    loss = split.evaluate(data)["loss"].item()
+    whole = to_sequential(split.model, rank=0)
+    if whole is None:
+        return loss, loss
+    whole.save_pretrained(folder)
+    return loss, PeftModel.from_pretrained(zoo.build("llama"), folder)(**data).loss.item()
+
+
+def test_prompts_train_and_are_saved_whole(pool: Pool, tmp_path: Path) -> None:
+    for trained, loaded in pool.run(prompts, 2, tmp_path / "prompts"):
+        assert loaded == pytest.approx(trained, rel=1e-6)
+
+
+# Wrong uses
+
+
+def on_meta(where: str) -> None:
+    with torch.device("meta" if where == "all" else "cpu"):
+        model = zoo.build("llama")
+    model = get_peft_model(model, config("llama"), low_cpu_mem_usage=True)
+    Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+
+
+@pytest.mark.parametrize("where", ["all", "adapters"])
+def test_adapters_on_meta_are_refused(pool: Pool, where: str) -> None:
+    for message in pool.run_expecting(ConfigurationError, on_meta, 2, where):
+        assert "are on meta" in message and "weights before booster.enable_lora" in message
+
+
+def frozen() -> None:
+    model, data = adapted("llama")
+    model.requires_grad_(False)
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    assert torch.isfinite(split.evaluate(data)["loss"])
+    split.backward(data)
+
+
+def test_training_with_every_parameter_frozen_is_refused(pool: Pool) -> None:
+    for message in pool.run_expecting(UsageError, frozen, 2):
+        assert "nothing to train" in message and "is_trainable=True" in message
+
+
+def mistakes(folder: Path) -> list[str]:
+    """Each mistake in turn; afterwards what was saved before is there, and a step is exact."""
+    model, data = adapted("llama")
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    plain = Split(zoo.build("llama"), dist.get_world_size(), data, num_microbatches=2)
+    enable, save = split.booster.enable_lora, split.booster.save_lora_as_pretrained
+    lora, gpt2 = config("llama"), config("gpt2")
+    (folder / "file").touch()
+    (folder / "other").mkdir(exist_ok=True)
+    (folder / "other" / "notes").touch()
+    save(split.model, str(folder / "good"))
+    before = load_file(folder / "good" / "adapter_model.safetensors")
+    attempts: list[tuple[type[Exception], Any]] = [
+        (UsageError, lambda: enable(split.model, lora_config=lora)),
+        (UsageError, lambda: enable(split.model.unwrap(), lora_config=lora)),
+        (ConfigurationError, lambda: enable(zoo.build("llama"), lora_config=lora, quantize=True)),
+        (ConfigurationError, lambda: enable(zoo.build("llama"), lora_config=gpt2)),
+        (CheckpointError, lambda: enable(zoo.build("llama"), pretrained_dir=str(folder / "other"))),
+        (CheckpointError, lambda: enable(zoo.build("gpt2"), pretrained_dir=str(folder / "good"))),
+        (CheckpointError, lambda: enable(deeper(), pretrained_dir=str(folder / "good"))),
+        (CheckpointError, lambda: save(plain.model, str(folder / "new"))),
+        (CheckpointError, lambda: save(split.model.unwrap(), str(folder / "new"))),
+        (CheckpointError, lambda: save(split.model, str(folder / "file"))),
+        (CheckpointError, lambda: save(split.model, str(folder / "other"))),
+        (CheckpointError, lambda: failing(lambda: save(split.model, str(folder / "good")))),
+    ]
+    messages = []
+    for kind, attempt in attempts:
+        with pytest.raises(kind) as caught:
+            attempt()
+        messages.append(str(caught.value))
+        dist.barrier()
+    after = load_file(folder / "good" / "adapter_model.safetensors")
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert not differences(split, unsplit, data, num_microbatches=2)
+    return messages
+
+
+def failing(save: Any) -> None:
+    """The disk of the first rank is full."""
+    target = "peft.peft_model.safe_save_file" if dist.get_rank() == 0 else "os.nothing"
+    with mock.patch(target, side_effect=OSError("disk full"), create=dist.get_rank() != 0):
+        save()
+
+
+def deeper() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**zoo.TINY, "num_hidden_layers": 6}))
+
+
+def test_mistakes_are_refused_on_every_rank_and_harm_nothing(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(mistakes, 2, tmp_path)
+    assert first == second
+    for message, what in zip(
+        first,
+        [
+            "boosted already: call booster.enable_lora(model, ...) before booster.boost",
+            "has adapters already",
+            "quantize=True",
+            "adapters of this lora_config on LlamaForCausalLM",
+            "other has no adapter for this LlamaForCausalLM",
+            "good has no adapter for this GPT2LMHeadModel",
+            "missing adapter keys",
+            "this is a LlamaForCausalLM",
+            "this is a PeftModel",
+            "file is a file",
+            "other holds something else",
+            "disk full",
+        ],
+        strict=True,
+    ):
+        assert what in message
