@@ -54,8 +54,9 @@ class Conversion:
         known = dict.fromkeys(names, True)
         prefix = model.base_model_prefix or None if isinstance(model, PreTrainedModel) else None
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+        older = _older(model)
         for key in sorted(keys, key=_natural):
-            target, pattern = _renamed(key, renamings, converters, prefix, known)
+            target, pattern = _renamed(_replaced(key, older), renamings, converters, prefix, known)
             if target not in known and key in known:
                 target, pattern = _renamed(key, [], [], prefix, known)
             if target not in known:
@@ -72,7 +73,12 @@ def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of one stage in the layout of its checkpoints, as `save_pretrained` would write them."""
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     kept = {name: tensor for name, tensor in state.items() if name not in ignored}
-    if core_model_loading is None or not isinstance(model, PreTrainedModel):
+    if core_model_loading is None:
+        names = {
+            re.sub(r"\(.*\)", "", new.lstrip("^")): re.sub(r"\(.*\)", "", old.lstrip("^")) for old, new in _older(model)
+        }
+        return {_replaced(name, names.items()): tensor for name, tensor in kept.items()}
+    if not isinstance(model, PreTrainedModel):
         return kept
     return dict(core_model_loading.revert_weight_conversion(model, kept))
 
@@ -94,6 +100,21 @@ def _transforms(model: nn.Module) -> list[Any]:
     if conversion_mapping is None or not isinstance(model, PreTrainedModel):
         return []
     return list(conversion_mapping.get_model_conversion_mapping(model))
+
+
+def _older(model: nn.Module) -> Iterable[tuple[str, str]]:
+    """What transformers 4 renames in the checkpoints of some classes: patterns, and what takes their place."""
+    mapping: dict[str, str] = getattr(model, "_checkpoint_conversion_mapping", None) or {}
+    return mapping.items() if core_model_loading is None else ()
+
+
+def _replaced(key: str, renamings: Iterable[tuple[str, str]]) -> str:
+    """The key with the first that matches."""
+    for pattern, name in renamings:
+        renamed, count = re.subn(pattern, name, key)
+        if count:
+            return renamed
+    return key
 
 
 def _sorted(transforms: list[Any]) -> tuple[list[Any], list[Any]]:

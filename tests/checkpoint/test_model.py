@@ -252,7 +252,7 @@ def is_whole(folder: Path, seed: int) -> bool:
 
 @pytest.mark.parametrize("p", [1, 2])
 def test_killed_at_any_moment(pool: Pool, tmp_path: Path, p: int) -> None:
-    """From one file (p = 1) or shards to shards or one file; whoever is killed, the folder holds one whole model."""
+    """From one file or shards to shards or one file; whoever is killed, the folder holds one whole model."""
     kinds = [(1, 1), (0, 1), (1, 0), (0, 0)] if p == 1 else [(1, 1), (0, 0)]
     seen, moments = set(), 0
     for kind in kinds:
