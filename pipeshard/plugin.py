@@ -123,7 +123,8 @@ class PipelinePlugin(PipelinePluginBase):
 
         `auto_class` is an AutoModelFor... or a model class; `options` are fields of its config (and `dtype`), as in its
         own `from_pretrained`, and what the folder lacks is drawn likewise. `gguf_file` names a GGUF file in the folder.
-        In evaluation mode. Raises CheckpointError for a folder without a config.
+        In evaluation mode. Raises CheckpointError for a folder without a config, ConfigurationError for an option that
+        the config has not.
         """
         return blank_model(auto_class, Path(path), gguf_file, options)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, GenerationConfig
 
-from pipeshard.errors import CheckpointError
+from pipeshard.errors import CheckpointError, ConfigurationError
 
 
 def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dict[str, Any]) -> nn.Module:
@@ -17,9 +17,11 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
-        config = AutoConfig.from_pretrained(path, **extra, **options)
+        config, unknown = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **extra, **options)
     except Exception as error:
         raise CheckpointError(f"{path} has no config of a model: {type(error).__name__}: {error}") from error
+    if unknown := unknown.keys() & options.keys():
+        raise ConfigurationError(f"{type(config).__name__} has no {', '.join(sorted(unknown))}: pass fields it has")
     dtype = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else dtype
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
     with torch.device("meta"):

@@ -19,23 +19,26 @@ from torch import Tensor, nn
 from pipeshard import PipelinePlugin
 from pipeshard.checkpoint import save as saving
 from pipeshard.checkpoint.load import load_weights
-from pipeshard.errors import CheckpointError
+from pipeshard.errors import CheckpointError, ConfigurationError
 from tests import zoo
+from tests.families import build_with
 from tests.parity.build import batch, build
 from tests.parity.entries import find
 from tests.pool import Pool, WorkerError
 from tests.unsplit import Split, Unsplit, differences
 
 LAYOUTS = [  # experts one by one in the folder and stacked in the model, a vision tower, ties, Conv1D, other prefixes
-    *("causal-lm/mixtral", "causal-lm/qwen3_moe", "causal-lm/llama", "causal-lm/gpt2", "causal-lm/deepseek_v3"),
+    *("causal-lm/mixtral", "causal-lm/qwen3_moe", "causal-lm/llama", "causal-lm/llama+tied", "causal-lm/gpt2"),
     *("seq2seq-lm/t5", "seq2seq-lm/bart", "masked-lm/bert", "image-text-to-text/llava", "image-text-to-text/qwen2_vl"),
-    *("image-classification/resnet", "causal-lm/gpt_oss"),
+    *("image-classification/resnet", "causal-lm/gpt_oss", "causal-lm/deepseek_v3"),
 ]
 
 
-def made(text: str, seed: int = 0, tied: bool | None = None) -> tuple[nn.Module, Any]:
-    entry = find(text)[0]
-    model = build(entry, seed)
+def made(text: str, seed: int = 0) -> tuple[nn.Module, Any]:
+    """The entry's model, "+tied" if so, and its batch."""
+    name, _, tied = text.partition("+")
+    entry = find(name)[0]
+    model = build_with(entry, tie_word_embeddings=True) if tied else build(entry, seed)
     return model, batch(entry, model)
 
 
@@ -97,6 +100,19 @@ def test_from_pretrained(pool: Pool, tmp_path: Path, text: str) -> None:
     made(text)[0].save_pretrained(tmp_path, max_shard_size="20KB")  # type: ignore[operator]
     assert (tmp_path / "model.safetensors.index.json").exists()
     assert not [what for found in pool.run(from_a_folder, 2, text, str(tmp_path)) for what in found]
+
+
+def test_from_pretrained_wrongly(tmp_path: Path) -> None:
+    auto = transformers.AutoModelForCausalLM
+    with pytest.raises(CheckpointError, match="is not there"):
+        PipelinePlugin.from_pretrained(auto, tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="has no config"):
+        PipelinePlugin.from_pretrained(auto, tmp_path)
+    zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
+    with pytest.raises(ConfigurationError, match="LlamaConfig has no num_layerz"):
+        PipelinePlugin.from_pretrained(auto, tmp_path, num_layerz=3)
+    eager = PipelinePlugin.from_pretrained(auto, tmp_path, dtype="bfloat16", attn_implementation="eager")
+    assert eager.dtype == torch.bfloat16 and eager.config._attn_implementation == "eager"
 
 
 def with_a_new_head(folder: str) -> dict[str, Tensor]:
