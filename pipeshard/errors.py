@@ -1,5 +1,7 @@
 """Errors: each names what was wrong, where, and what to do about it."""
 
+from collections.abc import Sequence
+
 
 class PipeshardError(Exception):
     """Base class of everything pipeshard raises on purpose."""
@@ -31,3 +33,9 @@ class CheckpointError(PipeshardError, RuntimeError):
 
 class DeadlockError(PipeshardError, RuntimeError):
     """A program in which ranks wait for each other without end."""
+
+
+def listed(problems: Sequence[str], shown: int = 8) -> str:
+    """The first problems in one line, and how many more there are."""
+    more = f"; and {len(problems) - shown} more" if len(problems) > shown else ""
+    return "; ".join(problems[:shown]) + more

@@ -81,10 +81,10 @@ class PipelinePlugin(PipelinePluginBase):
             raise ConfigurationError(f"loss_reduction={loss_reduction!r} is unknown: use one of {LOSS_REDUCTIONS}")
         if policy is not None and not (isinstance(policy, type) and issubclass(policy, Policy)):
             raise ConfigurationError(f"policy={policy!r} is no subclass of pipeshard.Policy")
-        self.pp_size, self.num_microbatches, self.microbatch_size = pp_size, num_microbatches, microbatch_size
-        self.schedule, self.p2p, self.partition = schedule, check_p2p(p2p), partition
         if not (isinstance(init_weights, bool) or callable(init_weights)):
             raise ConfigurationError(f"init_weights={init_weights!r} is none of True, False, and a function")
+        self.pp_size, self.num_microbatches, self.microbatch_size = pp_size, num_microbatches, microbatch_size
+        self.schedule, self.p2p, self.partition = schedule, check_p2p(p2p), partition
         self.policy, self.dry_run_input, self.init_weights = policy, dry_run_input, init_weights
         self.max_norm, self.loss_reduction = max_norm, loss_reduction
         self.pg_mesh = ProcessGroupMesh(pp_size)

@@ -130,15 +130,13 @@ def _agreed(pipeline: Pipeline, failure: str) -> list[list[Entry]]:
 
 
 def _entries(pipeline: Pipeline) -> Iterator[Entry]:
-    """What this stage has to tell the others: of what several hold, the first; of what is in no unit, the last stage,
-    which runs all of the model's own forward."""
+    """What this stage has to tell the others."""
     policy, model = pipeline.policy, pipeline.model
     for name, parameter in model.named_parameters():
-        if pipeline.rank == min(stage for stage, held in enumerate(policy.held) if name in held):
+        if pipeline.rank == policy.owner(name):
             yield Entry(name, False, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
     for name, buffer in model.named_buffers():
-        calls = [stage for (unit, _), stage in policy.partition.stages.items() if name.startswith(f"{unit}.")]
-        if pipeline.rank == min(calls, default=pipeline.num_stages - 1):
+        if pipeline.rank == policy.owner(name):
             path, _, key = name.rpartition(".")
             persistent = key not in model.get_submodule(path)._non_persistent_buffers_set
             yield Entry(name, True, tuple(buffer.shape), buffer.dtype, persistent)

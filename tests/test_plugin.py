@@ -18,6 +18,7 @@ from pipeshard import P2P, PipelinePlugin, Policy, register_policy
 from pipeshard.errors import BatchError, CheckpointError, ConfigurationError, PartitionError, PipeshardError, TraceError
 from pipeshard.model.policy import find_policy
 from tests import zoo
+from tests.messages import assert_told
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, parameter_error
 
@@ -139,9 +140,7 @@ def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
         r"BatchError: .*stage 0: .*model.train\(\); stage 1: .*model.eval\(\)",
     ]
     for messages in pool.run(mistakes, 2):
-        assert len(messages) == len(expected)
-        for what, message in zip(expected, messages, strict=True):
-            assert _matches(what, message), message
+        assert_told(messages, expected)
 
 
 def contract() -> None:

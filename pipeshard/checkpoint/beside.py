@@ -2,8 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,52 +35,58 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     return gathered
 
 
-@contextmanager
-def new_folder(target: Path, group: dist.ProcessGroup, mark: str) -> Iterator[Path]:
+def new_folder(target: Path, group: dist.ProcessGroup, mark: str) -> AbstractContextManager[Path]:
     """An empty folder for all ranks to write in, which at the end takes the place and the name of `target`.
 
     At every moment `existing(target)` is the previous folder or the new one, whole. `mark` is a file that each such
     folder has: a folder without it holds something else, and is refused, not replaced.
     """
-    writing, old = _hidden(target, "writing"), _hidden(target, "old")
-    first = group.rank() == 0
-    try:
-        with together(group):
-            if first:
-                _check_target(target, mark)
-                restore(target)
-                remove(writing)
-                writing.mkdir(parents=True)
-        with together(group):
-            yield writing
-        with together(group):
-            if first:
-                if target.exists():
-                    os.rename(target, old)
-                os.rename(writing, target)
-                remove(old)
-    finally:
-        if first:
-            shutil.rmtree(writing, ignore_errors=True)
+
+    def prepare() -> None:
+        if target.is_file():
+            raise CheckpointError(f"{target} is a file, but a folder is to be written: choose another name")
+        if target.exists() and any(target.iterdir()) and not (target / mark).exists():
+            raise CheckpointError(f"{target} holds something else, which saving would replace: choose another folder")
+        restore(target)
+
+    def place(writing: Path) -> None:
+        old = _hidden(target, "old")
+        if target.exists():
+            os.rename(target, old)
+        os.rename(writing, target)
+        remove(old)
+
+    return _written(target, group, prepare, place)
+
+
+def new_file(target: Path, group: dist.ProcessGroup) -> AbstractContextManager[Path]:
+    """An empty folder for all ranks, in which the first one leaves a file called as `target`, which becomes it."""
+
+    def prepare() -> None:
+        if target.is_dir():
+            raise CheckpointError(f"{target} is a folder, but a file is to be written: name a file in it")
+
+    return _written(target, group, prepare, lambda writing: os.replace(writing / target.name, target))
 
 
 @contextmanager
-def new_file(target: Path, group: dist.ProcessGroup) -> Iterator[Path]:
-    """An empty folder for all ranks, in which the first one leaves a file called as `target`, which becomes it."""
+def _written(
+    target: Path, group: dist.ProcessGroup, prepare: Callable[[], None], place: Callable[[Path], None]
+) -> Iterator[Path]:
+    """A hidden folder beside `target`; the first rank prepares before, and places it after all have written."""
     writing = _hidden(target, "writing")
     first = group.rank() == 0
     try:
         with together(group):
             if first:
-                if target.is_dir():
-                    raise CheckpointError(f"{target} is a folder, but a file is to be written: name a file in it")
+                prepare()
                 remove(writing)
                 writing.mkdir(parents=True)
         with together(group):
             yield writing
         with together(group):
             if first:
-                os.replace(writing / target.name, target)
+                place(writing)
     finally:
         if first:
             shutil.rmtree(writing, ignore_errors=True)
@@ -107,10 +113,3 @@ def remove(folder: Path) -> None:
 
 def _hidden(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.{what}")
-
-
-def _check_target(target: Path, mark: str) -> None:
-    if target.is_file():
-        raise CheckpointError(f"{target} is a file, but a folder is to be written: choose another name")
-    if target.exists() and any(target.iterdir()) and not (target / mark).exists():
-        raise CheckpointError(f"{target} holds something else, which saving would replace: choose another folder")

@@ -50,7 +50,7 @@ class PipelineCheckpointIO(CheckpointIO):
         With `use_async=True` a copy of the weights is written while training goes on; the next save waits for it, and
         so does the end of the process. An error in it is raised by the next save.
         """
-        boosted = _boosted(model)
+        boosted = boosted_model(model)
         self.wait()
         if isinstance(boosted.unwrap(), PeftModel):
             raise CheckpointError(
@@ -68,7 +68,7 @@ class PipelineCheckpointIO(CheckpointIO):
 
     def save_folder(self, model: nn.Module, folder: Path, size_per_shard: int = 1024, use_async: bool = False) -> None:
         """`save_model` with `shard=True`, also of a model with adapters, which `load_model` reads."""
-        save = FolderSave.plan(_boosted(model), folder, size_per_shard, snapshot=use_async)
+        save = FolderSave.plan(boosted_model(model), folder, size_per_shard, snapshot=use_async)
         if use_async:
             self.pending = save
             save.start()
@@ -98,7 +98,7 @@ class PipelineCheckpointIO(CheckpointIO):
         A model of `PipelinePlugin.from_pretrained` is filled as `from_pretrained` does: what the checkpoint lacks is
         drawn, with a warning.
         """
-        boosted = _boosted(model)
+        boosted = boosted_model(model)
         self.wait()
         first = getattr(boosted.unwrap(), "_pretrained", None) == str(checkpoint)
         load_weights(boosted, Path(checkpoint), strict, draw_missing=first)
@@ -157,16 +157,14 @@ class PipelineCheckpointIO(CheckpointIO):
         group: Any = self.manager.get_p2p_process_group()
         return group
 
-    def _barrier(self) -> None:
-        dist.barrier(group=self.manager.get_p2p_process_group())
-
 
 def _refuse_prefix(prefix: str | None) -> None:
     if prefix is not None:
         raise CheckpointError(f"prefix={prefix!r}: parameters are saved under the architecture's own names only")
 
 
-def _boosted(model: nn.Module) -> PipelineModel:
+def boosted_model(model: nn.Module) -> PipelineModel:
+    """`model`, if it is what `booster.boost` returned; else CheckpointError."""
     if not isinstance(model, PipelineModel):
         raise CheckpointError(f"this is a {type(model).__name__}: pass the model that booster.boost(...) returned")
     return model

@@ -11,14 +11,14 @@ from tqdm import tqdm
 from pipeshard.checkpoint.beside import together
 from pipeshard.checkpoint.conversion import Conversion, Piece
 from pipeshard.checkpoint.source import Source
-from pipeshard.errors import CheckpointError
+from pipeshard.errors import CheckpointError, listed
 from pipeshard.model.sharder import is_released
-from pipeshard.model.ties import names_of
+from pipeshard.model.ties import first_names
 from pipeshard.pipeline import PipelineModel
 
 logger = logging.getLogger("pipeshard")
 
-SHOWN = 8  # problems that an error lists
+SHOWN = 8  # names that a warning lists
 
 
 def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing: bool = False) -> int:
@@ -34,11 +34,10 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
         plan = _Plan(model, source)
         plan.refuse(lists=strict and not draw_missing)
     with together(pipeline.group):
-        _fill(model, source, plan.of_stage(model), show=pipeline.rank == 0)
+        plan.fill(show=pipeline.rank == 0)
     pipeline.blank -= plan.given
     if draw_missing:
         _draw(boosted, plan)
-    pipeline.ties.share_values()
     if plan.conversion.transforms:
         model._weight_conversions = plan.conversion.transforms  # type: ignore[assignment]
     return source.bytes_read
@@ -51,7 +50,7 @@ class _Plan:
         self.model, self.source = model, source
         state = model.state_dict()  # released tensors have kept their shapes
         self.shapes = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
-        self.first = {name: group[0] for group in names_of(model).values() for name in group}
+        self.first = first_names(model)
         self.conversion = Conversion(model, source.shapes, self.shapes)
         self.problems: list[str] = []
         self.makes: dict[str, Piece] = {}  # the piece that gives a tensor, by its first name
@@ -89,35 +88,36 @@ class _Plan:
             problems += [f"{name} is missing" for name in self.missing]
             problems += [f"{name} is unexpected" for name in self.conversion.unexpected]
         if problems:
-            more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            name = type(self.model).__name__
-            raise CheckpointError(f"{self.source.path} does not fit {name}: {'; '.join(problems[:SHOWN])}{more}")
+            raise CheckpointError(f"{self.source.path} does not fit {type(self.model).__name__}: {listed(problems)}")
 
-    def of_stage(self, model: nn.Module) -> list[tuple[Piece, dict[str, Tensor]]]:
+    def fill(self, show: bool) -> None:
+        """Read what this stage holds, one piece at a time."""
+        pieces = self._of_stage()
+        total = sum(tensor.nbytes for _, tensors in pieces for tensor in tensors.values())
+        disable = None if show else True
+        with tqdm(total=total, desc="loading stage 0", unit="B", unit_scale=True, disable=disable) as bar:
+            for piece, tensors in pieces:
+                try:
+                    made = piece.convert(self.model, self.source.read)
+                except OSError as error:
+                    key = piece.sources[0][0]
+                    raise CheckpointError(f"{self.source.path}: {key} cannot be read: {error}") from error
+                for name in list(made):
+                    target = tensors.get(self.first.get(name, name))
+                    if target is not None:
+                        _assign(target, made.pop(name))
+                        bar.update(target.nbytes)
+
+    def _of_stage(self) -> list[tuple[Piece, dict[str, Tensor]]]:
         """The pieces that this stage needs, in the order of the files, and its tensors that each fills."""
-        own = {name: p for name, p in model.named_parameters() if not is_released(p)} | dict(model.named_buffers())
+        held = {name: p for name, p in self.model.named_parameters() if not is_released(p)}
+        own = held | dict(self.model.named_buffers())
         needed: dict[str, tuple[Piece, dict[str, Tensor]]] = {}
         for first, piece in self.makes.items():
             if first in own:
                 needed.setdefault(piece.target, (piece, {}))[1][first] = own[first]
         by_key = {piece.sources[0][0]: (piece, tensors) for piece, tensors in needed.values()}
         return [by_key[key] for key in self.source.ordered(by_key)]
-
-
-def _fill(model: nn.Module, source: Source, pieces: list[tuple[Piece, dict[str, Tensor]]], show: bool) -> None:
-    first = {name: group[0] for group in names_of(model).values() for name in group}
-    total = sum(tensor.nbytes for _, tensors in pieces for tensor in tensors.values())
-    with tqdm(total=total, desc="loading stage 0", unit="B", unit_scale=True, disable=None if show else True) as bar:
-        for piece, tensors in pieces:
-            try:
-                made = piece.convert(model, source.read)
-            except OSError as error:
-                raise CheckpointError(f"{source.path}: {piece.sources[0][0]} cannot be read: {error}") from error
-            for name in list(made):
-                target = tensors.get(first.get(name, name))
-                if target is not None:
-                    _assign(target, made.pop(name))
-                    bar.update(target.nbytes)
 
 
 @torch.no_grad()
@@ -142,7 +142,7 @@ def _draw(boosted: PipelineModel, plan: _Plan) -> None:
         (unused, "has unused"),
     ):
         if names and pipeline.rank == 0:
-            listed = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+            some = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
             logger.warning(
-                "%s of %s: %d tensors it %s: %s", plan.source.path, type(model).__name__, len(names), what, listed
+                "%s of %s: %d tensors it %s: %s", plan.source.path, type(model).__name__, len(names), what, some
             )

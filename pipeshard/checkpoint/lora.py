@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeshard.checkpoint.beside import existing, gather_objects, new_folder, together
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
-from pipeshard.model.ties import names_of
+from pipeshard.model.ties import first_names
 from pipeshard.pipeline import Pipeline, PipelineModel
 
 CONFIG = "adapter_config.json"
@@ -102,9 +102,9 @@ def _gathered(module: PeftModel, pipeline: Pipeline) -> dict[str, Tensor]:
     with together(pipeline.group):
         if pipeline.rank == 0:  # alone: peft may ask the hub whether the vocabulary has grown
             saved = _saved(module, state)
-    first_names = {name: names[0] for names in names_of(module).values() for name in names}
+    first = first_names(module)
     for name in gather_objects(saved, pipeline.group)[0]:
-        owner = next((s for s, held in enumerate(pipeline.policy.held) if first_names.get(name) in held), 0)
+        owner = pipeline.policy.owner(first.get(name, name))
         if owner > 0:
             tensor = state[name]
             received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

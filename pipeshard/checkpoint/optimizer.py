@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from pipeshard.checkpoint.beside import existing, gather_objects, new_file, new_folder, together
-from pipeshard.errors import CheckpointError
+from pipeshard.errors import CheckpointError, listed
 from pipeshard.runtime.optimizer import PipelineOptimizer
 
 DESCRIPTION = "optimizer.pt"  # beside it are the tensors, in the files of torch.distributed.checkpoint
@@ -70,8 +70,7 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
     whole, _ = _merged(gather_objects(_on_meta(held), boosted.group))
     problems = list(_problems(content, whole))
     if problems:
-        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise CheckpointError(f"{checkpoint} does not fit this optimizer: {'; '.join(problems[:8])}{more}")
+        raise CheckpointError(f"{checkpoint} does not fit this optimizer: {listed(problems)}")
     with together(boosted.group):
         states = _states(boosted, source, content, held["parameters"].keys())
     with together(boosted.group):

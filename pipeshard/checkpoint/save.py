@@ -21,7 +21,7 @@ from pipeshard.checkpoint.beside import gather_objects, together
 from pipeshard.checkpoint.conversion import revert, saved_names
 from pipeshard.checkpoint.source import INDICES, WEIGHTS
 from pipeshard.errors import CheckpointError
-from pipeshard.model.ties import names_of
+from pipeshard.model.ties import first_names
 from pipeshard.pipeline import PipelineModel
 
 logger = logging.getLogger("pipeshard")
@@ -34,18 +34,10 @@ PATIENCE = 1800.0  # seconds the first stage waits in the background for the oth
 def owned(model: PipelineModel) -> dict[str, Tensor]:
     """What this stage saves, by the names of the model: of what several stages hold, the first one's."""
     module, policy = model.unwrap(), model.pipeline.policy
-    calls = list(zip((call.unit for call in policy.flow.calls), policy.stages, strict=True))
-    last = policy.num_stages - 1  # which alone runs all of the glue, and has what it left in buffers
-
-    def owner(name: str) -> int:
-        holders = [stage for stage, held in enumerate(policy.held) if name in held]
-        return min(holders or [stage for unit, stage in calls if name.startswith(f"{unit}.")] or [last])
-
     state, saved = module.state_dict(), saved_names(module)
-    parameters = {name for names in names_of(module).values() for name in names}
     own = {first: saved[first] for first in sorted(policy.held[policy.stage])}
-    own |= {name: name for name in sorted(state.keys() - parameters)}  # buffers
-    return {name: state[first].detach() for first, name in own.items() if owner(first) == policy.stage}
+    own |= {name: name for name in sorted(state.keys() - first_names(module).keys())}  # buffers
+    return {name: state[first].detach() for first, name in own.items() if policy.owner(first) == policy.stage}
 
 
 @dataclass
@@ -236,8 +228,7 @@ def _join(parts: list[Path], target: Path) -> None:
             with part.open("rb") as content:
                 content.seek(start)
                 shutil.copyfileobj(content, whole, 1 << 20)
-        whole.flush()
-        os.fsync(whole.fileno())
+    _sync(target)
 
 
 def _ready(tensor: Tensor, snapshot: bool) -> Tensor:

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipeshard.checkpoint.beside import existing, gather_objects, new_folder, remove, restore, together
-from pipeshard.checkpoint.io import PipelineCheckpointIO
+from pipeshard.checkpoint.io import PipelineCheckpointIO, boosted_model
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.errors import CheckpointError
-from pipeshard.pipeline import Pipeline, PipelineModel
+from pipeshard.pipeline import Pipeline
 
 logger = logging.getLogger("pipeshard")
 
@@ -46,7 +46,7 @@ def save_training_state(
     Raises CheckpointError, on every rank, for what is not boosted, a dataloader that does not know its position, and
     a `directory` that holds a later step, which would be taken for the newest.
     """
-    pipeline, parent = _pipeline(model), Path(directory)
+    pipeline, parent = boosted_model(model).pipeline, Path(directory)
     with together(pipeline.group):
         _check_loader(dataloader)
         _check_step(parent, step, keep)
@@ -88,7 +88,7 @@ def load_training_state(
     Raises CheckpointError, on every rank, where there is no complete step, where it lacks what is given, and for what
     does not fit.
     """
-    pipeline, parent = _pipeline(model), Path(directory)
+    pipeline, parent = boosted_model(model).pipeline, Path(directory)
     with together(pipeline.group):
         _check_loader(dataloader)
         chosen = _choose(parent, step)
@@ -121,12 +121,6 @@ def load_training_state(
         pipeline.steps = rest["steps"]
         _set_random_state(rest["random"])
     return chosen
-
-
-def _pipeline(model: nn.Module) -> Pipeline:
-    if not isinstance(model, PipelineModel):
-        raise CheckpointError(f"this is a {type(model).__name__}: pass the model that booster.boost(...) returned")
-    return model.pipeline
 
 
 def _check_loader(dataloader: Any) -> None:

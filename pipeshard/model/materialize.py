@@ -76,11 +76,14 @@ def initialize(
 
 def _fill(model: nn.Module, names: set[str], seed: int, fill: Callable[..., None]) -> set[str]:
     """Call `fill` for each module that has some of these tensors, in it or below; returns those without values yet."""
+    if not names:
+        return set()
     with torch.no_grad(), _Drawing(model, names, seed) as drawing:
         for path, module, owner in _with_owners(model):
-            with drawing.inside(path) as todo:
-                if todo:
-                    fill(path, module, owner, {name for name in todo if name.rpartition(".")[0] == path}, drawing)
+            if path in drawing.below:
+                with drawing.inside(path):
+                    own = {name for name in drawing.below[path] if name.rpartition(".")[0] == path}
+                    fill(path, module, owner, own, drawing)
     return names - drawing.written
 
 
@@ -121,8 +124,7 @@ class _Drawing(TorchDispatchMode):
         self.seed, self.path = seed, ""
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
         self.names = {storage_of(tensor): name for name, tensor in tensors.items()}  # of each, the first
-        self.wanted = set(names)
-        self.below: dict[str, set[str]] = {"": set(names)}
+        self.below: dict[str, set[str]] = {"": set(names)}  # what is to be drawn, by the paths of the modules around
         for name in names:
             for path in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
                 self.below.setdefault(path, set()).add(name)
@@ -131,14 +133,12 @@ class _Drawing(TorchDispatchMode):
         self.draws: Counter[str] = Counter()
 
     @contextmanager
-    def inside(self, path: str) -> Iterator[set[str]]:
-        """While the module at `path` is initialised: yields the parameters there and below that are to be drawn."""
+    def inside(self, path: str) -> Iterator[None]:
+        """While the module at `path` is initialised."""
         self.path = path
-        todo = self.below.get(path, set())
-        with torch.random.fork_rng(devices=[], enabled=bool(todo)):
-            if todo:
-                torch.manual_seed(_number(self.seed, path))
-            yield todo
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_number(self.seed, path))
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -146,7 +146,7 @@ class _Drawing(TorchDispatchMode):
             name = self.names.get(storage_of(target))
             if name is None:
                 continue
-            if name not in self.wanted or name in self.settled or name not in self.below[self.path]:
+            if name in self.settled or name not in self.below[self.path]:
                 return target
             self.written.add(name)
             if any(argument.name == "generator" for argument in func._schema.arguments):

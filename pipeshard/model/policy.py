@@ -129,6 +129,13 @@ class Policy:
         holders = {name: [s for s in range(self.num_stages) if name in self.held[s]] for name in names}
         return {name: stages for name, stages in holders.items() if len(stages) > 1}
 
+    def owner(self, name: str) -> int:
+        """The stage to ask for the present value of a parameter (by its first name) or a buffer: of those that hold it
+        or run its unit the first; for a buffer of no unit the last, which alone runs all of the glue."""
+        holders = [stage for stage, held in enumerate(self.held) if name in held]
+        running = [stage for (unit, _), stage in self.partition.stages.items() if name.startswith(f"{unit}.")]
+        return min(holders or running, default=self.num_stages - 1)
+
     def replace_forward(self) -> None:
         """Make held units run and the others replay."""
         for interception in intercept(self.units):

@@ -13,6 +13,11 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {group[0]: tuple(group) for group in names.values()}
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """The first name of the parameter that each name stands for."""
+    return {name: names[0] for names in names_of(model).values() for name in names}
+
+
 def analyze_tied_weights(
     model: nn.Module, stages: Mapping[str, int] | None = None
 ) -> list[tuple[tuple[str, int], ...]]:

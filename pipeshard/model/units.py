@@ -78,8 +78,9 @@ def _is_hierarchy(layers: nn.ModuleList) -> bool:
 
 def _has_parameters(module: nn.Module) -> bool:
     """Or running statistics, which one stage has to keep."""
-    statistics = any(getattr(inner, "track_running_stats", False) for inner in module.modules())
-    return statistics or next(module.parameters(), None) is not None
+    if next(module.parameters(), None) is not None:
+        return True
+    return any(getattr(inner, "track_running_stats", False) for inner in module.modules())
 
 
 class Interception:
