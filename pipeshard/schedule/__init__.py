@@ -1,13 +1,26 @@
 """Schedules: programs as data, and what can be said about them without running a model.
 
-A schedule is a pure function from (p ranks, m microbatches) to a `Program`; `add_communication` adds its messages,
-`simulate` proves that it ends and says how long it takes, `draw_text` and `draw_timeline` show it.
+A schedule is a pure function from (p ranks, m microbatches, v chunks a rank) to a `Program`; `add_communication` adds
+its messages, `simulate` proves that it ends and says how long it takes, `draw_text` and `draw_timeline` show it.
 """
 
+from pipeshard.schedule.action import Action, Kind
 from pipeshard.schedule.communicate import add_communication
 from pipeshard.schedule.draw import draw_text, draw_timeline
-from pipeshard.schedule.program import SCHEDULES, Action, Kind, Program, forward_only, gpipe, make_program, one_f_one_b
+from pipeshard.schedule.program import (
+    SCHEDULES,
+    Program,
+    forward_only,
+    gpipe,
+    interleaved,
+    make_program,
+    num_chunks,
+    one_f_one_b,
+    zb_h1,
+    zbv,
+)
 from pipeshard.schedule.simulate import Simulation, Span, simulate
 
-__all__ = ["SCHEDULES", "Action", "Kind", "Program", "forward_only", "gpipe", "make_program", "one_f_one_b"]
+__all__ = ["SCHEDULES", "Action", "Kind", "Program", "forward_only", "gpipe", "interleaved", "make_program"]
+__all__ += ["num_chunks", "one_f_one_b", "zb_h1", "zbv"]
 __all__ += ["Simulation", "Span", "add_communication", "draw_text", "draw_timeline", "simulate"]

@@ -3,11 +3,13 @@
 import dataclasses
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 
 from pipeshard.errors import ConfigurationError
-from pipeshard.schedule.program import Action, Kind, Program
+from pipeshard.schedule.action import PARTNER, RECEIVE, SEND, Action, Kind, Step
+from pipeshard.schedule.program import Program
 
-_SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
+Positions = Mapping[tuple[Kind, int, int], int]  # of actions, each among those of its rank
 
 
 def add_communication(program: Program) -> Program:
@@ -22,39 +24,50 @@ def add_communication(program: Program) -> Program:
     """
     if program.has_communication:
         raise ConfigurationError(f"program {program.name!r} has communication already")
-    position = {action: k for actions in program.ranks for k, action in enumerate(actions)}
+    position: Positions = {action: k for actions in program.ranks for k, action in enumerate(actions)}
     ranks = tuple(_with_messages(program, actions, position) for actions in program.ranks)
     return dataclasses.replace(program, ranks=ranks)
 
 
-def _with_messages(program: Program, actions: tuple[Action, ...], position: dict[Action, int]) -> tuple[Action, ...]:
+def _with_messages(program: Program, actions: tuple[Action, ...], position: Positions) -> tuple[Action, ...]:
+    sends = _crossing(program, SEND)
+    posts = _posts(program, actions, position)
     result: list[Action] = []
-    for action, receives in zip(actions, _posts(program, actions, position)):
-        result += [*receives, action]
-        if action.kind in _SEND:
-            send = Action(_SEND[action.kind], action.microbatch, action.stage)
-            result += [send] if program.crosses(send) else []
+    for k, action in enumerate(actions):
+        kind, i, stage = action
+        if k in posts:
+            result += reversed(posts[k])
+        result.append(action)
+        if (kind, stage) in sends:
+            result.append(Action(sends[kind, stage], i, stage))
     return tuple(result)
 
 
-def _posts(program: Program, actions: tuple[Action, ...], position: dict[Action, int]) -> list[list[Action]]:
-    """For each of one rank's `actions`, the receives to post just before it.
+def _posts(program: Program, actions: tuple[Action, ...], position: Positions) -> dict[int, list[Action]]:
+    """The receives to post just before the k-th of one rank's `actions`, by k, the first one last.
 
     Messages on an edge arrive in the order they were sent, so a receive that is needed late but sent early is posted
     before those sent after it: its slot becomes the smallest of theirs. Posting earlier never blocks.
     """
+    receives = _crossing(program, RECEIVE)
     edges: defaultdict[int, list[tuple[float, int, Action]]] = defaultdict(list)
-    for k, action in enumerate(actions):
-        for needed in program.needs(action):
-            if needed.kind.is_receive:
-                source = needed.partner.stage
-                made_by = Action(action.kind, action.microbatch, source)
-                sent = position.get(made_by, math.inf)  # one never sent is the simulator's to report
-                edges[program.placement[source]].append((sent, max(k - 1, 0), needed))
-    posts: list[list[Action]] = [[] for _ in actions]
+    for k, (kind, i, stage) in enumerate(actions):
+        if (kind, stage) in receives:
+            message = receives[kind, stage]
+            source = stage + PARTNER[message][1]
+            sent = position.get((kind, i, source), math.inf)  # one never sent is the simulator's to report
+            edges[program.placement[source]].append((sent, k - 1 if k else 0, Action(message, i, stage)))
+    posts: defaultdict[int, list[Action]] = defaultdict(list)
     for source in sorted(edges, reverse=True):
         earliest = len(actions)
         for _, slot, receive in sorted(edges[source], reverse=True):
-            earliest = min(earliest, slot)
-            posts[earliest].insert(0, receive)
+            if slot < earliest:
+                earliest = slot
+            posts[earliest].append(receive)
     return posts
+
+
+def _crossing(program: Program, messages: dict[Kind, Kind]) -> dict[Step, Kind]:
+    """For each step whose message of this sort goes to or comes from another rank, the kind of that message."""
+    stages = range(len(program.placement))
+    return {(kind, s): message for kind, message in messages.items() for s in stages if program.crosses(message, s)}

@@ -2,10 +2,12 @@
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pipeshard.schedule.program import Kind, Program
+from pipeshard.schedule.action import Kind
+from pipeshard.schedule.program import Program
 from pipeshard.schedule.simulate import Simulation, Span, simulate
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ Rows = Sequence[Sequence[Span]]
 # Okabe and Ito's palette, told apart with any colour vision: light enough to carry dark numbers.
 _COLOURS = {Kind.F: "#56B4E9", Kind.B: "#E69F00", Kind.W: "#009E73"}
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradient"}
-_DIGIT = 0.0065  # the width of a digit, as a share of the time axis
+_DIGIT = 0.078  # the width of a digit in inches
 
 
 def draw_text(program: Program | Simulation) -> str:
@@ -51,28 +53,41 @@ def _cell(time: float) -> int:
     return math.floor(time + 0.5 + 1e-9)
 
 
-def draw_timeline(panels: Sequence[tuple[str, Rows]], path: str | os.PathLike[str], title: str = "") -> None:
+def draw_timeline(
+    panels: Sequence[tuple[str, Rows]], path: str | os.PathLike[str], title: str = "", relative: str = ""
+) -> None:
     """Draw time lines as a Gantt chart into the file `path`, in the format that its suffix names (png, svg, pdf).
 
-    Each panel is (label, rows) with, for each rank, its spans with times in seconds; all are drawn under each other on
-    one time axis (say, measured above simulated). A panel's time starts with its first span; its length and idle
-    share stand above it. Needs matplotlib.
+    Each panel is (label, rows) with, for each rank, its spans with times in seconds, or in the unit that `relative`
+    names; all are drawn under each other on one time axis (say, measured above simulated). A panel's time starts with
+    its first span; its length and idle share stand above it. Where ranks hold several chunks of the model, later ones
+    are darker. Numbers are microbatches, left out where they do not fit. The picture never gets larger than about 24 by
+    16 inches. Needs matplotlib.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     longest = max((_extent(rows)[1] for _, rows in panels), default=0.0)
-    scale, unit = (1.0, "s") if longest >= 2 else (1e3, "ms")
+    chunks = max((len(_stages(row)) for _, rows in panels for row in rows), default=1)
+    most = max((len(row) for _, rows in panels for row in rows), default=0)
     heights = [max(len(rows), 1) for _, rows in panels]
-    size = (12, 1.4 + 0.42 * sum(heights) + 0.4 * len(panels))
-    figure = Figure(figsize=size, layout="constrained")
+    width, height = min(max(12.0, 0.06 * most), 24.0), min(0.42, 14 / max(sum(heights), 1))
+    figure = Figure(figsize=(width, 1.4 + height * sum(heights) + 0.4 * len(panels)), layout="constrained")
     column = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    column[-1].set(xlim=(0, longest * scale or 1), xlabel=f"time ({unit})")
+    scale, unit = (1.0, "") if relative else (1.0, " s") if longest >= 2 else (1e3, " ms")
+    column[-1].set(xlim=(0, longest * scale or 1), xlabel=f"time ({relative or unit.strip()})")
     for axes, (label, rows) in zip(column, panels):
-        _draw_panel(axes, label, rows, scale, unit)
+        _draw_panel(axes, rows, scale, inch=(longest * scale or 1) / width, row_height=height)
+        _, length = _extent(rows)
+        axes.set_title(label, loc="left", fontsize=10, fontweight="bold")
+        if length:
+            idle = 1 - math.fsum(span.end - span.start for row in rows for span in row) / (len(rows) * length)
+            axes.set_title(f"{length * scale:.4g}{unit}, {idle:.1%} idle", loc="right", fontsize=9)
     kinds = {span.action.kind for _, rows in panels for row in rows for span in row}
-    patches = [Patch(color=_COLOURS[kind], label=_NAMES[kind]) for kind in _COLOURS if kind in kinds]
-    figure.legend(handles=patches, loc="outside lower right", ncols=3, frameon=False)
+    shades = [(kind, chunk) for kind in _COLOURS if kind in kinds for chunk in range(chunks)]
+    names = [_NAMES[kind] + (f", chunk {chunk + 1}" if chunks > 1 else "") for kind, chunk in shades]
+    patches = [Patch(color=_shade(*shade), label=name) for shade, name in zip(shades, names)]
+    figure.legend(handles=patches, loc="outside lower right", ncols=max(len(kinds), 1), frameon=False)
     figure.suptitle(title, fontweight="bold")
     figure.savefig(path, dpi=150)
 
@@ -83,21 +98,37 @@ def _extent(rows: Rows) -> tuple[float, float]:
     return start, max((span.end for row in rows for span in row), default=start) - start
 
 
-def _draw_panel(axes: "Axes", label: str, rows: Rows, scale: float, unit: str) -> None:
+def _stages(row: Sequence[Span]) -> list[int]:
+    return sorted({span.action.stage for span in row})
+
+
+def _shade(kind: Kind, chunk: int) -> str:
+    """The colour of `kind` for a rank's chunk: each is two thirds as light as the one before."""
+    return "#" + "".join(f"{int(int(_COLOURS[kind][k : k + 2], 16) * (2 / 3) ** chunk):02X}" for k in (1, 3, 5))
+
+
+def _draw_panel(axes: "Axes", rows: Rows, scale: float, inch: float, row_height: float) -> None:
+    """Bars, numbers and names of rows; `inch` is the time that an inch shows, `row_height` that of a row in inches."""
     start, length = _extent(rows)
     axes.barh(range(len(rows)), length * scale, height=0.84, color="#F1F1EE", zorder=0)
-    for rank, span in ((rank, span) for rank, row in enumerate(rows) for span in row):
-        action, left, width = span.action, (span.start - start) * scale, (span.end - span.start) * scale
-        axes.barh(rank, width, 0.84, left, color=_COLOURS[action.kind], edgecolor="white", linewidth=0.6)
-        number = str(action.microbatch)
-        if width > (len(number) + 0.5) * _DIGIT * axes.get_xlim()[1]:
-            axes.text(left + width / 2, rank, number, ha="center", va="center_baseline", fontsize=7.5)
+    for rank, row in enumerate(rows):
+        chunks = _stages(row)
+        bars: defaultdict[tuple[Kind, int], list[tuple[float, float]]] = defaultdict(list)
+        for (kind, i, stage), begin, end in row:
+            left, width, chunk = (begin - start) * scale, (end - begin) * scale, chunks.index(stage)
+            bars[kind, chunk].append((left, width))
+            if width > (len(str(i)) + 0.5) * _DIGIT * inch:
+                colour = "white" if chunk else "black"
+                axes.text(left + width / 2, rank, str(i), ha="center", va="center_baseline", size=7.5, color=colour)
+        line = min(0.6, 7 * length * scale / inch / max(len(row), 1))  # a tenth of a bar, in points
+        for shade, spans in bars.items():
+            axes.broken_barh(spans, (rank - 0.42, 0.84), color=_shade(*shade), edgecolor="white", linewidth=line)
+    names = [f"rank {rank}: {_held(_stages(row))}" for rank, row in enumerate(rows)]
+    axes.set_yticks(range(len(rows)), names, size=min(10.0, 72 * 0.7 * row_height))
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    stages = [sorted({span.action.stage for span in row}) for row in rows]
-    axes.set_yticks(range(len(rows)), [f"stage {', '.join(map(str, held))}" for held in stages])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_title(label, loc="left", fontsize=10, fontweight="bold")
-    if length:
-        idle = 1 - math.fsum(span.end - span.start for row in rows for span in row) / (len(rows) * length)
-        axes.set_title(f"{length * scale:.4g} {unit}, {idle:.1%} idle", loc="right", fontsize=9)
+
+
+def _held(stages: list[int]) -> str:
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"

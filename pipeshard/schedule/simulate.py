@@ -1,20 +1,25 @@
 """Simulation: the time line of a program under given costs, or the proof that it deadlocks."""
 
+import gc
+import itertools
 import math
-from collections import defaultdict
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pipeshard.errors import ConfigurationError, DeadlockError
+from pipeshard.schedule.action import PARTNER, Action, Kind, Step
 from pipeshard.schedule.communicate import add_communication
-from pipeshard.schedule.program import Action, Kind, Program
+from pipeshard.schedule.program import Program
 
 Cost = float | Sequence[float]
-Posts = list[tuple[Action, float]]  # messages that one end of an edge has posted, and when
+Posts = deque[tuple[Action, float]]
+Times = list[float]  # by microbatch
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """The time from `start` to `end` during which a rank ran `action`."""
 
     action: Action
@@ -27,8 +32,7 @@ class Simulation:
     """How a program ran. Times are in the unit of the costs; tuples have one entry for each rank.
 
     `spans` are the compute actions in order, `busy` the time spent in them, `bubble` the idle share of all rank-time
-    (0 to 1), `peak_activations` the largest number of microbatches, counted once a stage, alive at a time: each from
-    its F to its last compute action (W, else B, else F itself).
+    (0 to 1).
     """
 
     program: Program
@@ -36,7 +40,20 @@ class Simulation:
     makespan: float
     busy: tuple[float, ...]
     bubble: float
-    peak_activations: tuple[int, ...]
+
+    @property
+    def peak_activations(self) -> tuple[int, ...]:
+        """The largest number of microbatches, counted once a stage, that are alive at a time on each rank."""
+        return tuple(map(int, self.peak_memory(1)))
+
+    def peak_memory(self, size: Cost) -> tuple[float, ...]:
+        """The largest sum of sizes alive at a time on each rank, in the unit of `size`.
+
+        `size` is what one microbatch leaves on a stage: one number, or one for each stage. It is alive from its F to
+        its last compute action (W, else B, else F itself). Raises ConfigurationError as `simulate` does.
+        """
+        sizes = _per_stage("size", size, len(self.program.placement))
+        return tuple(_peak(row, sizes) for row in self.spans)
 
 
 def simulate(
@@ -52,14 +69,27 @@ def simulate(
     Raises DeadlockError, which says who waits for what from whom, if the program cannot finish or if the two ends of
     an edge disagree on the order of messages; ConfigurationError for costs that are negative or not one a stage.
     """
-    program = program if program.has_communication else add_communication(program)
     named = (Kind.F, "forward", forward), (Kind.B, "backward", backward), (Kind.W, "weight", weight)
     costs = {kind: _per_stage(name, cost, len(program.placement)) for kind, name, cost in named}
-    spans = _Run(program, costs, *_per_stage("latency", latency, 1)).finish()
+    with _collector_paused():
+        program = program if program.has_communication else add_communication(program)
+        spans = _Run(program, costs, *_per_stage("latency", latency, 1)).finish()
     makespan = max((row[-1].end for row in spans if row), default=0.0)
-    busy = tuple(math.fsum(span.end - span.start for span in row) for row in spans)
+    busy = tuple(math.fsum(end - start for _, start, end in row) for row in spans)
     bubble = max(0.0, 1 - math.fsum(busy) / (len(spans) * makespan)) if makespan else 0.0
-    return Simulation(program, spans, makespan, busy, bubble, tuple(map(_peak_activations, spans)))
+    return Simulation(program, spans, makespan, busy, bubble)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Without the garbage collector, which would walk all over a million new actions, none of them garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _per_stage(name: str, cost: Cost, num_stages: int) -> tuple[float, ...]:
@@ -71,77 +101,120 @@ def _per_stage(name: str, cost: Cost, num_stages: int) -> tuple[float, ...]:
     return values
 
 
-def _peak_activations(row: Sequence[Span]) -> int:
-    last = {span.action[1:]: span for span in row}
-    alive = peak = 0
-    for span in row:
-        alive += span.action.kind is Kind.F
-        peak = max(peak, alive)
-        alive -= last[span.action[1:]] is span
+def _peak(row: Sequence[Span], sizes: Sequence[float]) -> float:
+    last = {(i, stage): kind for (kind, i, stage), _, _ in row}
+    alive = peak = 0.0
+    for (kind, i, stage), _, _ in row:
+        if kind is Kind.F:
+            alive += sizes[stage]
+            peak = max(peak, alive)
+        if kind is last[i, stage]:
+            alive -= sizes[stage]
     return peak
+
+
+@dataclass(slots=True)
+class _Edge:
+    """A directed edge: the messages, with their times, that one end has posted and the other has not yet."""
+
+    source: int
+    target: int
+    sends: Posts = field(default_factory=deque)
+    receives: Posts = field(default_factory=deque)
+    transfers: int = 0
+    free: float = 0.0  # when the last transfer was done
 
 
 class _Run:
     """The state of a simulation: each rank is a coroutine that runs on until it lacks something.
 
     Nothing depends on the order in which ranks are looked at, so no clock orders the events: every time follows from
-    the times of what an action needed. On each edge, a (source, target), the k-th send meets the k-th receive.
+    the times of what an action needed. On each edge the k-th send meets the k-th receive.
     """
 
     def __init__(self, program: Program, costs: dict[Kind, tuple[float, ...]], latency: float) -> None:
         self.program, self.costs, self.latency = program, costs, latency
         self.spans: list[list[Span]] = [[] for _ in program.ranks]
-        self.ready: dict[Action, float] = {}  # when each compute was done and each receive had arrived
-        self.edges: defaultdict[tuple[int, int], tuple[Posts, Posts]] = defaultdict(lambda: ([], []))
+        self.edges = {ends: _Edge(*ends) for ends in itertools.permutations(range(len(program.ranks)), 2)}
+        # All by kind and stage, nested, which is looked up in half the time of a tuple. `times` also by microbatch:
+        # when the compute was done, or the receive had arrived; infinite until then.
+        stages, m = range(len(program.placement)), program.num_microbatches
+        self.times = {kind: [[math.inf] * m for _ in stages] for kind in Kind}
+        self.steps = {kind: [self._step(kind, stage) for stage in stages] for kind in Kind}
+        self.routes = {kind: [self._route(kind, stage) for stage in stages] for kind in PARTNER}
+
+    def _step(self, kind: Kind, stage: int) -> tuple[list[tuple[Step, Times]], Times, float | None]:
+        """Of an action: what it needs, with the times of that; its own times; its cost, or None for a message."""
+        needs = [((needed, at), self.times[needed][at]) for needed, at in self.program.needs(kind, stage)]
+        return needs, self.times[kind][stage], self.costs[kind][stage] if kind in self.costs else None
+
+    def _route(self, kind: Kind, stage: int) -> tuple[_Edge, Posts, Posts, Step, Times] | None:
+        """Of a message: its edge, the posts of its end and of the other, the other end's step, the times of arrival."""
+        if not self.program.crosses(kind, stage):
+            return None
+        other, at = PARTNER[kind][0], stage + PARTNER[kind][1]
+        here, there = self.program.placement[stage], self.program.placement[at]
+        if kind.is_receive:
+            edge = self.edges[there, here]
+            return edge, edge.receives, edge.sends, (other, at), self.times[kind][stage]
+        edge = self.edges[here, there]
+        return edge, edge.sends, edge.receives, (other, at), self.times[other][at]
 
     def finish(self) -> tuple[tuple[Span, ...], ...]:
         ranks = [self._rank(rank) for rank in range(len(self.program.ranks))]
         waits = [next(actions, None) for actions in ranks]
-        while runnable := [rank for rank, wait in enumerate(waits) if wait and wait[1] in self.ready]:
+        while runnable := [rank for rank, wait in enumerate(waits) if wait and self._has(wait[1])]:
             for rank in runnable:
                 waits[rank] = next(ranks[rank], None)
         stuck = [self._stuck(rank, *wait) for rank, wait in enumerate(waits) if wait]
-        for (source, target), (sends, receives) in self.edges.items():
-            for send, _ in sends[len(receives) :]:
-                stuck.append(f"rank {source} posts {send}, which rank {target} does not receive")
-            for receive, _ in receives[len(sends) :]:
-                stuck.append(f"rank {target} posts {receive}, for which rank {source} does not send")
+        for edge in self.edges.values():
+            for send, _ in edge.sends:
+                stuck.append(f"rank {edge.source} posts {send}, which rank {edge.target} does not receive")
+            for receive, _ in edge.receives:
+                stuck.append(f"rank {edge.target} posts {receive}, for which rank {edge.source} does not send")
         if stuck:
             raise DeadlockError("\n  ".join([f"program {self.program.name!r} cannot finish:", *stuck]))
         return tuple(map(tuple, self.spans))
 
+    def _has(self, action: Action) -> bool:
+        return self.times[action.kind][action.stage][action.microbatch] < math.inf
+
     def _rank(self, rank: int) -> Iterator[tuple[Action, Action]]:
         """Run one rank; yield an action and what it lacks, each time that one must wait."""
-        clock = 0.0
+        clock, never, spans, steps, post = 0.0, math.inf, self.spans[rank], self.steps, self._post
         for action in self.program.ranks[rank]:
-            start = clock
-            for needed in self.program.needs(action):
-                if needed not in self.ready:
-                    yield action, needed
-                start = max(start, self.ready[needed])
-            if action.kind.is_compute:
-                clock = self.ready[action] = start + self.costs[action.kind][action.stage]
-                self.spans[rank].append(Span(action, start, clock))
+            kind, i, stage = action
+            needs, done, cost = steps[kind][stage]
+            for (needed, at), times in needs:
+                if times[i] == never:
+                    yield action, Action(needed, i, at)
+                if times[i] > clock:
+                    clock = times[i]
+            if cost is None:
+                post(rank, action, clock)
             else:
-                self._post(rank, action, clock)
+                start, clock = clock, clock + cost
+                done[i] = clock
+                spans.append(Span(action, start, clock))
 
     def _post(self, rank: int, message: Action, time: float) -> None:
-        if not self.program.crosses(message):
+        kind, i, stage = message
+        route = self.routes[kind][stage]
+        if route is None:
             raise DeadlockError(f"rank {rank} posts {message}, but no other rank has the other end of it")
-        here, there = self.program.placement[message.stage], self.program.placement[message.partner.stage]
-        source, target = (there, here) if message.kind.is_receive else (here, there)
-        sends, receives = self.edges[source, target]
-        posts = receives if message.kind.is_receive else sends
-        posts.append((message, time))
-        k = len(posts) - 1
-        for (send, sent), (receive, posted) in zip(sends[k:], receives[k:]):  # one pair, or none before both are posted
-            if send.partner != receive:
-                raise DeadlockError(
-                    f"message {k} from rank {source} to rank {target}: rank {source} posts {send}, but rank {target} "
-                    f"posts {receive}; both must post the messages of an edge in the same order"
-                )
-            free = self.ready[receives[k - 1][0]] if k else 0.0
-            self.ready[receive] = max(sent, posted, free) + self.latency
+        edge, mine, theirs, (other, at), arrivals = route
+        if not theirs:
+            mine.append((message, time))
+            return
+        post, posted = theirs.popleft()
+        if post != (other, i, at):
+            send, receive = (post, message) if kind.is_receive else (message, post)
+            raise DeadlockError(
+                f"message {edge.transfers} from rank {edge.source} to rank {edge.target}: rank {edge.source} posts "
+                f"{send}, but rank {edge.target} posts {receive}; both must post the messages of an edge in one order"
+            )
+        edge.transfers += 1
+        edge.free = arrivals[i] = max(time, posted, edge.free) + self.latency
 
     def _stuck(self, rank: int, action: Action, lacking: Action) -> str:
         actions = self.program.ranks[rank]

@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from pipeshard.schedule.program import Action, Kind, Program
+from pipeshard.schedule.action import Action, Kind
+from pipeshard.schedule.program import Program
 
 FORWARD = {Kind.F, Kind.SEND_F, Kind.RECV_F}
 
@@ -23,7 +24,8 @@ def check(program: Program) -> None:
                 raise ValueError(f"{program.name}: rank {rank} has {action} {count} times, not {wanted}")
         position = {action: k for k, action in enumerate(actions)}
         for action in actions:
-            for needed in program.needs(action):
+            for kind, stage in program.needs(action.kind, action.stage):
+                needed = Action(kind, action.microbatch, stage)
                 if position.get(needed, -1) > position[action]:
                     raise ValueError(f"{program.name}: rank {rank} has {action} before {needed}")
 
@@ -45,4 +47,4 @@ def _expected(program: Program, rank: int, kinds: list[Kind]) -> set[Action]:
         for stage, holder in enumerate(program.placement)
         if holder == rank
     )
-    return {action for action in everything if action.kind.is_compute or program.crosses(action)}
+    return {action for action in everything if action.kind.is_compute or program.crosses(action.kind, action.stage)}

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeshard.schedule.draw import draw_text, draw_timeline
-from pipeshard.schedule.program import Action, Kind, Program, forward_only, gpipe, one_f_one_b
+from pipeshard.schedule.action import Action, Kind
+from pipeshard.schedule.draw import _shade, draw_text, draw_timeline
+from pipeshard.schedule.program import Program, forward_only, gpipe, interleaved, make_program, one_f_one_b, zb_h1, zbv
 from pipeshard.schedule.simulate import simulate
 
 
@@ -32,9 +33,16 @@ def test_fewer_microbatches_than_ranks() -> None:
     """)
 
 
-@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, forward_only])
-def test_the_drawing_beside_each_schedule_is_true(schedule: Callable[[int, int], Program]) -> None:
-    assert draw_text(schedule(3, 4)) in (inspect.getdoc(schedule) or "")
+@pytest.mark.parametrize(
+    ("schedule", "sizes"),
+    [(gpipe, (3, 4)), (one_f_one_b, (3, 4)), (interleaved, (3, 3, 2)), (zb_h1, (3, 4)), (zbv, (2, 3))],
+)
+def test_the_drawing_beside_each_schedule_is_true(schedule: Callable[..., Program], sizes: tuple[int, ...]) -> None:
+    assert draw_text(schedule(*sizes)) in (inspect.getdoc(schedule) or "")
+
+
+def test_the_drawing_of_evaluation_is_true() -> None:
+    assert draw_text(forward_only(one_f_one_b(3, 4))) in (inspect.getdoc(forward_only) or "")
 
 
 def test_a_simulation_is_drawn_in_its_own_times() -> None:
@@ -45,7 +53,7 @@ def test_a_simulation_is_drawn_in_its_own_times() -> None:
 
 
 def test_cells_are_as_wide_as_the_longest_label() -> None:
-    first, last = draw_text(forward_only(2, 11)).splitlines()
+    first, last = draw_text(forward_only(one_f_one_b(2, 11))).splitlines()
     assert first == "rank 0  F0  F1  F2  F3  F4  F5  F6  F7  F8  F9  F10 ..."
     assert last == "rank 1  ... F0  F1  F2  F3  F4  F5  F6  F7  F8  F9  F10"
 
@@ -75,8 +83,41 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
     panels = [("measured", simulation.spans), ("simulated", simulate(gpipe(3, 4), 0.01, 0.02).spans)]
     draw_timeline(panels, tmp_path / "two.svg", "1F1B and GPipe")
     svg = (tmp_path / "two.svg").read_text()
-    for text in ("1F1B and GPipe", "measured", "simulated", "stage 2", "time (ms)", "backward"):
+    for text in ("1F1B and GPipe", "measured", "simulated", "rank 2: stage 2", "time (ms)", "backward"):
         assert text in svg
+
+    assert "chunk" not in svg
+
+
+@pytest.mark.parametrize(("name", "v", "rank1"), [("interleaved", 3, "stages 1, 3, 5"), ("zbv", 2, "stages 1, 2")])
+def test_chunks_of_a_rank_have_shades_of_their_own(name: str, v: int, rank1: str, tmp_path: Path) -> None:
+    spans = simulate(make_program(name, 2, 4, v), 0.01, 0.01, 0.01).spans
+    draw_timeline([("", spans)], tmp_path / "chunks.svg", name)
+    svg = (tmp_path / "chunks.svg").read_text()
+    kinds = {span.action.kind for row in spans for span in row}
+    colours = [colour for kind in kinds for chunk in range(v) for colour in [_shade(kind, chunk)]]
+    assert len(set(colours)) == len(kinds) * v
+    for text in (f"rank 1: {rank1}", "forward, chunk 1", f"backward, chunk {v}", *map(str.lower, colours)):
+        assert text in svg
+    assert f"chunk {v + 1}" not in svg
+
+
+def size_in_inches(path: Path) -> tuple[float, float]:
+    """Of a png drawn with 150 pixels an inch."""
+    header = path.read_bytes()[16:24]
+    return int.from_bytes(header[:4], "big") / 150, int.from_bytes(header[4:], "big") / 150
+
+
+def test_a_large_picture_stays_within_bounds(tmp_path: Path) -> None:
+    for p, m, expected in ((2, 4, (12, 2.64)), (2, 100, (12, 2.64)), (2, 256, (24, 2.64)), (64, 4, (12, 15.8))):
+        draw_timeline([("", simulate(one_f_one_b(p, m)).spans)], tmp_path / "picture.png")
+        assert size_in_inches(tmp_path / "picture.png") == pytest.approx(expected, abs=0.02)
+
+
+def test_numbers_are_left_out_where_they_do_not_fit(tmp_path: Path) -> None:
+    for m, shown in (24, True), (240, False):
+        draw_timeline([("", simulate(gpipe(1, m), 1, 1).spans)], tmp_path / "numbers.svg")
+        assert ("<!-- 23 -->" in (tmp_path / "numbers.svg").read_text()) is shown
 
 
 def test_a_picture_of_nothing_is_written(tmp_path: Path) -> None:

@@ -6,18 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import pipeshard.schedule.program as program_module
 from pipeshard.errors import ConfigurationError
+from pipeshard.schedule.action import Action, Kind
 from pipeshard.schedule.communicate import add_communication
-from pipeshard.schedule.program import SCHEDULES, Action, Kind, Program, forward_only, make_program
+from pipeshard.schedule.program import Program, forward_only, make_program, num_chunks
 from tests.schedule.legality import check
 
 F, B, W = Kind.F, Kind.B, Kind.W
-names = st.sampled_from(sorted(SCHEDULES))
-sizes = st.integers(1, 8), st.integers(1, 24)
 
 
 def replace_rank(program: Program, rank: int, actions: tuple[Action, ...]) -> Program:
@@ -39,27 +36,19 @@ def test_partners_are_each_others(end: Action, other: Action) -> None:
     assert other.partner == end
 
 
-@given(names, *sizes)
-def test_every_schedule_is_complete_and_in_order(name: str, p: int, m: int) -> None:
-    program = make_program(name, p, m)
+def test_forward_only_has_the_forwards_of_the_program_and_nothing_else() -> None:
+    program = forward_only(make_program("zbv", 2, 2))
     check(program)
-    check(add_communication(program))
-    assert (program.name, len(program.ranks), len(program.placement)) == (name, p, p)
-    assert sum(map(len, program.ranks)) == 2 * p * m
+    assert (program.name, program.num_microbatches, program.placement) == ("forward", 2, (0, 1, 1, 0))
+    assert " ".join(map(str, program.ranks[0])) == "F0@0 F1@0 F0@3 F1@3"
+    assert " ".join(map(str, program.ranks[1])) == "F0@1 F0@2 F1@1 F1@2"
+    assert forward_only(add_communication(make_program("zbv", 2, 2))) == program
 
 
-@given(names, *sizes)
-def test_gradients_accumulate_in_the_order_of_the_microbatches(name: str, p: int, m: int) -> None:
-    for actions in make_program(name, p, m).ranks:
-        assert [action.microbatch for action in actions if action.kind is B] == list(range(m))
-
-
-@given(*sizes)
-def test_forward_only_has_nothing_but_forwards(p: int, m: int) -> None:
-    program = forward_only(p, m)
-    check(program)
-    check(add_communication(program))
-    assert program.ranks == tuple(tuple(Action(F, i, r) for i in range(m)) for r in range(p))
+@pytest.mark.parametrize(("name", "weight"), [("gpipe", False), ("interleaved", False), ("zb-h1", True), ("zbv", True)])
+def test_a_program_knows_whether_weight_gradients_are_apart(name: str, weight: bool) -> None:
+    program = make_program(name, 2, 1, 2 if name == "interleaved" else 1)
+    assert (program.has_weight, forward_only(program).has_weight) == (weight, False)
 
 
 def test_1f1b_alternates_after_its_warmup() -> None:
@@ -72,6 +61,30 @@ def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
         make_program("1F1B1", 2, 2)
     with pytest.raises(ConfigurationError, match="unknown schedule 'zzz': known schedules"):
         make_program("zzz", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "chunks"),
+    [("gpipe", 1, 1), ("interleaved", 2, 2), ("interleaved", 5, 5), ("zbv", 1, 2), ("zbv", 2, 2)],
+)
+def test_the_chunks_of_a_rank(name: str, asked: int, chunks: int) -> None:
+    assert num_chunks(name, asked) == chunks
+    assert len(make_program(name, 3, 2, asked).placement) == 3 * chunks
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "message"),
+    [
+        ("interleaved", 1, "'interleaved' needs num_model_chunks >= 2, got 1"),
+        ("zbv", 3, "'zbv' has num_model_chunks=2, got 3"),
+        ("zb-h1", 2, "'zb-h1' has num_model_chunks=1, got 2"),
+        ("1f1b", 0, "'1f1b' has num_model_chunks=1, got 0"),
+    ],
+)
+def test_chunks_that_a_schedule_cannot_have_are_refused(name: str, asked: int, message: str) -> None:
+    for refusing in (lambda: num_chunks(name, asked), lambda: make_program(name, 2, 2, asked)):
+        with pytest.raises(ConfigurationError, match=message):
+            refusing()
 
 
 @pytest.mark.parametrize(("p", "m"), [(0, 4), (2, 0), (-1, 1)])
@@ -104,7 +117,7 @@ def test_check_refuses_an_illegal_order() -> None:
 
 
 def test_check_refuses_wrong_communication() -> None:
-    program = add_communication(forward_only(2, 1))
+    program = add_communication(forward_only(make_program("gpipe", 2, 1)))
     receive, forward = program.ranks[1]
     with pytest.raises(ValueError, match="rank 1 has F0@1 before RecvF0@1"):
         check(replace_rank(program, 1, (forward, receive)))
