@@ -1,16 +1,18 @@
 """Partition: which stage runs each unit call, and what then crosses every boundary."""
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from torch import nn
 
 from pipeshard.errors import PartitionError, TraceError
 from pipeshard.model.dataflow import Dataflow, Use
 from pipeshard.model.taint import Value
+from pipeshard.model.units import recomputes
 
 # What moving one number costs, in floating-point operations: about 5 per byte on a CPU core.
 ELEMENT = 20.0
@@ -50,17 +52,40 @@ class Partition:
         return stages
 
 
-def call_costs(flow: Dataflow, units: Mapping[str, nn.Module], scale: float = 1.0) -> list[float]:
-    """Relative time of forward and backward of each call, in floating-point operations.
+class Cost(NamedTuple):
+    """Time of one unit call: forward, backward but for the weight gradients that can wait, and those."""
 
-    Operators count three times (forward, input gradient, weight gradient); an element made counts as `ELEMENT`
-    operations, and so does each trainable parameter, whose gradient is written and added up: that prices embeddings.
-    `scale` is the size of a microbatch over that of the trace.
+    forward: float
+    backward: float
+    weight: float
+
+
+def cost_of(
+    flops: float,
+    elements: float,
+    parameters: int,
+    waiting_flops: float = 0.0,
+    waiting_parameters: int = 0,
+    recomputed: bool = False,
+) -> Cost:
+    """Relative time of a unit call, in floating-point operations, from the `flops` and `elements` of one forward.
+
+    Both count three times (forward, input gradient, weight gradient), four times where the forward is recomputed; an
+    element made counts as `ELEMENT` operations, and so does each trainable parameter, whose gradient is written and
+    added up: that prices embeddings. Waiting are those of layers whose weight gradient can be put off.
     """
+    once = flops + ELEMENT * elements
+    weight = waiting_flops + 2 * ELEMENT * waiting_parameters
+    return Cost(once, (3 if recomputed else 2) * once + 2 * ELEMENT * parameters - weight, weight)
+
+
+def call_costs(flow: Dataflow, units: Mapping[str, nn.Module], scale: float = 1.0) -> list[float]:
+    """Relative time of forward and backward of each call; `scale` is the size of a microbatch over the trace's."""
     costs = []
     for call in flow.calls:
-        trainable = sum(p.numel() for p in units[call.unit].parameters() if p.requires_grad)
-        costs.append(3 * scale * (call.flops + ELEMENT * call.elements) + 2 * ELEMENT * trainable)
+        unit = units[call.unit]
+        trainable = sum(p.numel() for p in unit.parameters() if p.requires_grad)
+        costs.append(sum(cost_of(scale * call.flops, scale * call.elements, trainable, recomputed=recomputes(unit))))
     return costs
 
 
@@ -80,11 +105,17 @@ def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
     return forbidden
 
 
-def balance(costs: Sequence[float], num_stages: int, forbidden: Mapping[int, str] | None = None) -> list[int]:
+def balance(
+    costs: Sequence[float],
+    num_stages: int,
+    forbidden: Mapping[int, str] | None = None,
+    fits: Callable[[int, int, int], bool] | None = None,
+) -> list[int]:
     """How many consecutive calls each stage gets so that the dearest stage is as cheap as possible.
 
-    Among those, the sum of squares is least. Dynamic programming over (stages, blocks), where a block is a run of
-    calls no cut may divide. Raises PartitionError when there are fewer blocks than stages.
+    Among those partitions, the sum of squares is least. No cut is before a `forbidden` call. `fits(stage, start, end)`
+    says whether a stage may have the calls from start to end (exclusive); of what does not fit, nothing larger does.
+    Raises PartitionError when there are fewer parts that can be cut apart than stages, or nothing fits.
     """
     forbidden = forbidden or {}
     starts = [k for k in range(len(costs)) if k == 0 or k not in forbidden]
@@ -96,27 +127,52 @@ def balance(costs: Sequence[float], num_stages: int, forbidden: Mapping[int, str
         )
     edges = [*starts, len(costs)]
     sums = [0.0, *itertools.accumulate(costs)]
-    prefix = [sums[edge] for edge in edges]
-    n = len(starts)
-    best: list[tuple[float, float]] = [(0.0, 0.0)] + [(float("inf"), float("inf"))] * n
+
+    def cost(stage: int, start: int, end: int) -> float:
+        if fits is not None and not fits(stage, edges[start], edges[end]):
+            return math.inf
+        return sums[edges[end]] - sums[edges[start]]
+
+    dearest, cuts = _divide(len(starts), num_stages, cost, max)
+    if cuts is not None:
+        _, cuts = _divide(len(starts), num_stages, cost, lambda total, c: total + c * c, most=dearest)
+    if cuts is None:
+        raise PartitionError(f"no partition into {num_stages} stages fits")
+    return [edges[b] - edges[a] for a, b in itertools.pairwise(cuts)]
+
+
+def _divide(
+    blocks: int,
+    num_stages: int,
+    cost: Callable[[int, int, int], float],
+    combine: Callable[[float, float], float],
+    most: float = math.inf,
+) -> tuple[float, list[int] | None]:
+    """The least value of `combine` over the stages' costs, and the cuts that have it: 0, ..., `blocks`.
+
+    Dynamic programming over (stages, blocks). `cost(stage, start, end)` is infinite where it cannot be, grows with the
+    run of blocks, and is `most` at most.
+    """
+    best: list[float] = [0.0] + [math.inf] * blocks
     choices: list[list[int]] = []
-    for stage in range(1, num_stages + 1):
-        row, choice = [(float("inf"), float("inf"))] * (n + 1), [0] * (n + 1)
-        for end in range(stage, n + 1):
-            for start in range(end - 1, stage - 2, -1):
-                cost = prefix[end] - prefix[start]
-                if cost > row[end][0]:
+    for stage in range(num_stages):
+        row, choice = [math.inf] * (blocks + 1), [0] * (blocks + 1)
+        for end in range(stage + 1, blocks + 1):
+            for start in range(end - 1, stage - 1, -1):
+                here = cost(stage, start, end)
+                if here > most or here == math.inf or (combine is max and here >= row[end]):
                     break
-                candidate = (max(best[start][0], cost), best[start][1] + cost * cost)
-                if candidate < row[end]:
-                    row[end], choice[end] = candidate, start
+                value = combine(best[start], here)
+                if value < row[end]:
+                    row[end], choice[end] = value, start
         best = row
         choices.append(choice)
-    cuts = [n]
+    if best[blocks] == math.inf:
+        return math.inf, None
+    cuts = [blocks]
     for choice in reversed(choices):
         cuts.append(choice[cuts[-1]])
-    cuts.reverse()
-    return [edges[b] - edges[a] for a, b in itertools.pairwise(cuts)]
+    return best[blocks], cuts[::-1]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,177 @@
+"""The command `pipeshard`: a group, to which each of its commands is added."""
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+from pipeshard.errors import PipeshardError
+
+PARTITIONS = "auto | uniform | parameters | profile | profile:PATH | type:REGEX | 3,4,4,3 (unit calls of each stage)"
+
+
+class _Group(click.Group):
+    """Prints an error that pipeshard raises on purpose as one line."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except PipeshardError as error:
+            click.echo(f"error: {' '.join(str(error).split())}", err=True)
+            ctx.exit(1)
+
+
+@click.group(cls=_Group)
+@click.version_option(package_name="pipeshard")
+def main() -> None:
+    """Pipeline parallelism for Hugging Face models."""
+
+
+@main.command()
+@click.argument("model")
+@click.argument("fields", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--pp", required=True, type=click.IntRange(min=1), help="Number of ranks.")
+@click.option("--microbatches", required=True, type=click.IntRange(min=1), help="Microbatches of a step.")
+@click.option("--microbatch-size", default=1, show_default=True, type=click.IntRange(min=1), help="Samples in each.")
+@click.option("--seq-len", type=click.IntRange(min=1), help="Tokens of a sample. [default: the model's, at most 2048]")
+@click.option("--schedule", help="Show the stages of this schedule. [default: the recommended one]")
+@click.option("--chunks", default=None, type=click.IntRange(min=1), help="Model chunks of a rank, for interleaved.")
+@click.option("--partition", default="auto", show_default=True, help=PARTITIONS)
+@click.option("--device-memory", help="What a rank may take, such as 80GB.")
+@click.option("--optimizer", default="adamw", show_default=True, help="adamw | sgd | none")
+@click.option("--dtype", help="bf16 | fp16 | fp32  [default: the config's, or bf16]")
+@click.option("--recompute", is_flag=True, help="With activation recompute.")
+@click.option("--draw", metavar="PATH", help="Draw the simulated step into this file (png, svg, pdf).")
+@click.option("--json", "json_path", metavar="PATH", help="Write the plan as JSON; - writes it in place of the tables.")
+def plan(
+    model: str,
+    fields: tuple[str, ...],
+    pp: int,
+    microbatches: int,
+    microbatch_size: int,
+    seq_len: int | None,
+    schedule: str | None,
+    chunks: int | None,
+    partition: str,
+    device_memory: str | None,
+    optimizer: str,
+    dtype: str | None,
+    recompute: bool,
+    draw: str | None,
+    json_path: str | None,
+) -> None:
+    """Plan how MODEL trains as a pipeline: what each rank holds and takes, and which schedule is fastest.
+
+    MODEL is a Hugging Face folder, a config.json, or a model type; KEY=VALUE sets fields of its config. No weights are
+    read, nothing is computed but shapes, and no GPU is needed.
+
+    \b
+      pipeshard plan path/to/folder --pp 8 --microbatches 32 --device-memory 80GB
+      pipeshard plan llama hidden_size=8192 num_hidden_layers=80 --pp 16 --microbatches 64
+    """
+    gc.disable()  # importing makes many objects and no garbage
+    with progress("building the model"):
+        from pipeshard.planner.planner import plan as make_plan
+        from pipeshard.planner.source import build
+
+        built = build(model, fields, dtype, recompute)
+    if schedule == "interleaved" and chunks is None:
+        chunks = 2
+    with progress("planning"):
+        made = make_plan(
+            built,
+            None,
+            pp,
+            num_microbatches=microbatches,
+            microbatch_size=microbatch_size,
+            seq_len=seq_len,
+            schedule=schedule,
+            num_model_chunks=chunks or 1,
+            partition=_partition(partition),
+            device_memory=device_memory,
+            optimizer=optimizer,
+        )
+    if json_path == "-":
+        click.echo(made.to_json())
+    else:
+        from pipeshard.planner.table import show
+
+        show(made)
+    if json_path not in (None, "-"):
+        with open(json_path, "w") as file:
+            file.write(made.to_json() + "\n")
+    if draw is not None:
+        with progress("drawing"):
+            made.draw(draw)
+
+
+@main.command("trace-run")
+@click.argument("model")
+@click.argument("fields", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--pp", required=True, type=click.IntRange(min=1), help="Number of ranks: processes of this machine.")
+@click.option("--microbatches", required=True, type=click.IntRange(min=1), help="Microbatches of a step.")
+@click.option("--microbatch-size", default=1, show_default=True, type=click.IntRange(min=1), help="Samples in each.")
+@click.option("--seq-len", default=64, show_default=True, type=click.IntRange(min=1), help="Tokens of a sample.")
+@click.option("--schedule", default="1f1b", show_default=True, help="gpipe | 1f1b | interleaved | zb-h1 | zbv")
+@click.option("--chunks", default=None, type=click.IntRange(min=1), help="Model chunks of a rank, for interleaved.")
+@click.option("--partition", default="auto", show_default=True, help=PARTITIONS)
+@click.option("--p2p", default="broadcast", show_default=True, help="broadcast | isend")
+@click.option("--dtype", default="fp32", show_default=True, help="bf16 | fp16 | fp32")
+@click.option("--draw", metavar="PATH", help="Draw the step as measured, above the simulated one (png, svg, pdf).")
+@click.option("--json", "json_path", metavar="PATH", help="Write the recording as JSON.")
+def trace_run(
+    model: str,
+    fields: tuple[str, ...],
+    pp: int,
+    microbatches: int,
+    microbatch_size: int,
+    seq_len: int,
+    schedule: str,
+    chunks: int | None,
+    partition: str,
+    p2p: str,
+    dtype: str,
+    draw: str | None,
+    json_path: str | None,
+) -> None:
+    """Run steps of MODEL with random weights on --pp processes, and show when each rank did what in the last one.
+
+    MODEL and KEY=VALUE are as for `pipeshard plan`. Every process makes the weights of its own stages only.
+
+    \b
+      pipeshard trace-run llama hidden_size=512 num_hidden_layers=8 --pp 2 --microbatches 8 --draw step.png
+    """
+    with progress("running three steps"):
+        from pipeshard.planner.trial import Trial
+        from pipeshard.schedule import num_chunks
+
+        v = num_chunks(schedule, chunks or (2 if schedule == "interleaved" else 1))
+        plugin = {"schedule": schedule, "num_model_chunks": v, "partition": _partition(partition), "p2p": p2p}
+        recording = Trial(model, fields, pp, microbatches, microbatch_size, seq_len, dtype, plugin).run()
+    click.echo(recording.summary())
+    if json_path is not None:
+        recording.save(json_path)
+    if draw is not None:
+        recording.draw(draw, title=f"{model}, {schedule}, {microbatches} microbatches")
+
+
+def _partition(text: str) -> str | list[int] | list[str]:
+    """Lists are written with commas: numbers of unit calls, or units to cut after."""
+    entries = [entry.strip() for entry in text.split(",")]
+    if all(entry.isdigit() for entry in entries):
+        return [int(entry) for entry in entries]
+    return entries if len(entries) > 1 and not text.startswith(("type:", "profile:")) else text
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Say on a terminal what is going on."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"{what} ..."):
+        yield

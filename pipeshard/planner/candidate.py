@@ -1,0 +1,179 @@
+"""Candidate: a model cut and simulated for one schedule."""
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import nn
+
+from pipeshard.model.dataflow import Dataflow
+from pipeshard.model.partition import Boundary, Cost, boundaries, forbidden_cuts, held_parameters
+from pipeshard.model.policy import Policy
+from pipeshard.planner.costs import of_stages
+from pipeshard.planner.fit import fit
+from pipeshard.planner.memory import Footprint, Memory, alive_at_peak, tensor_bytes
+from pipeshard.planner.plan import Crossing, Estimate, StagePlan
+from pipeshard.schedule.program import Program
+from pipeshard.schedule.simulate import simulate
+
+SHOWN = 5  # names in the short form of a stage's units
+
+
+@dataclass(eq=False)
+class Subject:
+    """What is planned, and what is known of it: the cost of each unit call, and what runs of calls take."""
+
+    model: nn.Module
+    flow: Dataflow
+    costs: Sequence[Cost]
+    footprint: Footprint
+    policy: type[Policy]
+    partition: str | Sequence[int] | Sequence[str]
+    optimizer: str
+    limit: int | None
+    policies: dict[tuple[str, tuple[int, ...]], Policy] = field(default_factory=dict)
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The model's, by their first name."""
+        return dict(self.model.named_parameters())
+
+    def cut(self, partition: str | Sequence[int] | Sequence[str], placement: tuple[int, ...]) -> Policy:
+        """The policy that cuts the model so; schedules of one placement share it."""
+        key = str(partition), placement
+        if key not in self.policies:
+            ranks, costs = max(placement) + 1, [sum(cost) for cost in self.costs]
+            made = self.policy(self.model, self.flow, 0, ranks, partition, placement=placement, costs=costs)
+            self.policies[key] = made
+        return self.policies[key]
+
+
+class Candidate:
+    """The model, cut into the stages of `program`.
+
+    Raises PartitionError where that is not possible. A partition that is given by name is changed where a rank would
+    take more than the limit, if one that fits is found.
+    """
+
+    def __init__(self, subject: Subject, program: Program, num_model_chunks: int) -> None:
+        self.subject, self.program, self.num_model_chunks = subject, program, num_model_chunks
+        self.cut(subject.partition)
+        limit, by_name = subject.limit, isinstance(subject.partition, str)
+        if limit is not None and by_name and not self.fits:
+            weights = self.policy.weights(len(program.placement))
+            counts = fit(program, weights, forbidden_cuts(subject.flow), subject.footprint, limit)
+            if counts is not None:
+                self.cut(counts)
+
+    def cut(self, partition: str | Sequence[int] | Sequence[str]) -> None:
+        """Cut the model so, and find out what each rank takes."""
+        subject, placement = self.subject, self.program.placement
+        self.policy = subject.cut(partition, placement)
+        self.counts = [self.policy.stages.count(stage) for stage in range(len(placement))]
+        runs = list(itertools.pairwise([0, *itertools.accumulate(self.counts)]))
+        self.kept = [subject.footprint.activations(*run) for run in runs]
+        self.alive: dict[int, int] = {}
+        for actions in self.program.ranks:
+            self.alive |= alive_at_peak(actions, self.kept)
+        self.recomputed = [subject.footprint.recomputed(*run) for run in runs]
+        self.memory = [
+            Memory.of(
+                [subject.parameters[name] for name in held],
+                subject.optimizer,
+                sum(self.alive[s] * self.kept[s] for s, at in enumerate(placement) if at == rank),
+                max(self.recomputed[s] for s, at in enumerate(placement) if at == rank),
+            )
+            for rank, held in enumerate(self.policy.held)
+        ]
+
+    @property
+    def fits(self) -> bool | None:
+        limit = self.subject.limit
+        return None if limit is None else all(memory.total <= limit for memory in self.memory)
+
+    def estimate(self, unit: float) -> Estimate:
+        """How long a step takes, in this unit."""
+        costs = [Cost(*(part / unit for part in cost)) for cost in of_stages(self.subject.costs, self.counts)]
+        forward, backward, weight = map(list, zip(*costs, strict=True))
+        if not self.program.has_weight:
+            backward, weight = [b + w for b, w in zip(backward, weight, strict=True)], [0.0] * len(weight)
+        simulation = simulate(self.program, forward, backward, weight)
+        return Estimate(
+            self.program.name,
+            self.num_model_chunks,
+            simulation.makespan,
+            simulation.bubble,
+            tuple(self.counts),
+            tuple(self.memory),
+            self.fits,
+        )
+
+    def stages(self, unit: float) -> tuple[StagePlan, ...]:
+        """Each stage, with times in this unit."""
+        subject, policy, placement = self.subject, self.policy, self.program.placement
+        parts = len(placement)
+        held = held_parameters(subject.model, subject.flow, policy.stages, policy.units, parts)
+        crossing = boundaries(subject.flow, policy.stages, parts)
+        costs = of_stages(subject.costs, self.counts)
+        ends = list(itertools.accumulate(self.counts))
+        stages = []
+        for s, rank in enumerate(placement):
+            earlier = set().union(*(held[other] for other in range(s) if placement[other] == rank))
+            own = [subject.parameters[name] for name in held[s] - earlier]
+            enters = _crossings(subject.flow, crossing[s])
+            is_message = s > 0 and placement[s - 1] != rank
+            calls = [call.unit for call in subject.flow.calls[ends[s] - self.counts[s] : ends[s]]]
+            stages.append(
+                StagePlan(
+                    stage=s,
+                    rank=rank,
+                    units=in_short(calls),
+                    calls=self.counts[s],
+                    parameters=sum(subject.parameters[name].numel() for name in held[s]),
+                    forward=costs[s].forward / unit,
+                    backward=costs[s].backward / unit,
+                    weight=costs[s].weight / unit,
+                    memory=Memory.of(own, subject.optimizer, self.alive[s] * self.kept[s], self.recomputed[s]),
+                    alive=self.alive[s],
+                    kept=self.kept[s],
+                    enters=enters,
+                    received=sum(value.bytes for value in enters) if is_message else 0,
+                    returned=sum(value.bytes for value in enters if value.gradient) if is_message else 0,
+                )
+            )
+        return tuple(stages)
+
+
+def _crossings(flow: Dataflow, boundary: Boundary) -> tuple[Crossing, ...]:
+    crossings = []
+    for value in boundary.values:
+        spec, unit = flow.spec(value), flow.calls[value.call].unit
+        dtype = str(spec.dtype).removeprefix("torch.")
+        crossings.append(Crossing(unit, spec.shape, dtype, tensor_bytes(spec), value in boundary.gradients))
+    return tuple(crossings)
+
+
+def in_short(names: Sequence[str]) -> str:
+    """Names in a row, where those that only differ in a number that counts up are one: embed, layers.0-11, norm."""
+    groups: list[tuple[str, str, int, int]] = []  # what is before the number, after it, the first and the last one
+    for name in names:
+        before, number, after = _numbered(name)
+        if groups and number >= 0 and groups[-1][:2] == (before, after) and groups[-1][3] + 1 == number:
+            groups[-1] = (*groups[-1][:3], number)
+        else:
+            groups.append((before, after, number, number))
+    shown = [
+        before + ("" if first < 0 else f"{first}" if first == last else f"{first}-{last}") + after
+        for before, after, first, last in groups
+    ]
+    if len(shown) > SHOWN:
+        return f"{shown[0]} ... {shown[-1]}"
+    return ", ".join(shown)
+
+
+def _numbered(name: str) -> tuple[str, int, str]:
+    """A name around its last number that stands alone between dots: ("layers.", 3, ".attention")."""
+    found = re.fullmatch(r"(|.*\.)(\d+)((?:\.[^.]*[^.\d][^.]*)*)", name)
+    return (found[1], int(found[2]), found[3]) if found else (name, -1, "")

@@ -1,0 +1,148 @@
+"""Plan: how a model would run as a pipeline, as data."""
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from pipeshard.planner.memory import Memory
+from pipeshard.schedule.draw import draw_timeline
+from pipeshard.schedule.program import make_program
+from pipeshard.schedule.simulate import Simulation, simulate
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One value that enters a stage with every microbatch; where `gradient` is true, one of its size goes back."""
+
+    unit: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    gradient: bool
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage, which is one chunk of a rank where ranks have several.
+
+    `units` names its `calls` unit calls in short, `parameters` is their number. `forward`, `backward` and `weight` are
+    the times of F, B and W of one microbatch; where a schedule has no W, its B takes what both take. `memory` is the
+    stage's part of what the rank takes when that takes most: `alive` microbatches keep `kept` bytes each. A parameter
+    that an earlier stage of the rank has too counts there. `enters` comes from the stage before, `received` bytes by
+    message, for which `returned` bytes of gradients go back; both are 0 where that stage is on the same rank.
+    """
+
+    stage: int
+    rank: int
+    units: str
+    calls: int
+    parameters: int
+    forward: float
+    backward: float
+    weight: float
+    memory: Memory
+    alive: int
+    kept: int
+    enters: tuple[Crossing, ...]
+    received: int
+    returned: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One schedule: the time of a step, the idle share of all ranks' time, and what each rank takes.
+
+    `counts` are the unit calls of each stage. `fits` says whether every rank stays within the limit (None: there is
+    none). `problem` says why the model cannot be cut so; then nothing else is known.
+    """
+
+    schedule: str
+    num_model_chunks: int
+    time: float = 0.0
+    bubble: float = 0.0
+    counts: tuple[int, ...] = ()
+    memory: tuple[Memory, ...] = ()
+    fits: bool | None = None
+    problem: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.schedule}, v={self.num_model_chunks}" if self.schedule == "interleaved" else self.schedule
+
+    @property
+    def fullest(self) -> int:
+        """The rank that takes most."""
+        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
+
+    @property
+    def peak(self) -> int:
+        """What that rank takes."""
+        return max(memory.total for memory in self.memory)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model would run on `pp_size` ranks; made by `pipeshard.plan`.
+
+    Sizes are in bytes. Times are in `unit`: "seconds" where units were measured; else "relative": what one microbatch
+    takes in all, divided by p, is 1, so that a step without any idle time takes `num_microbatches`. `stages` are those
+    of `schedule`, which is the `recommended` one (for the `reason` given) unless another was asked for. `counts` may
+    be given to the plugin as `partition`. `limit` is the memory of a device, if one was given.
+    """
+
+    model: str
+    parameters: int
+    pp_size: int
+    num_microbatches: int
+    microbatch: dict[str, tuple[int, ...]]
+    optimizer: str
+    limit: int | None
+    partition: str
+    unit: str
+    schedule: str
+    num_model_chunks: int
+    stages: tuple[StagePlan, ...]
+    schedules: tuple[Estimate, ...]
+    recommended: str
+    reason: str
+
+    @property
+    def estimate(self) -> Estimate:
+        """That of `schedule`."""
+        chosen = self.schedule, self.num_model_chunks
+        return next(e for e in self.schedules if (e.schedule, e.num_model_chunks) == chosen)
+
+    @property
+    def counts(self) -> list[int]:
+        """How many unit calls each stage gets."""
+        return list(self.estimate.counts)
+
+    def simulate(self) -> Simulation:
+        """The time line of a step."""
+        program = make_program(self.schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
+        forward, weight = [s.forward for s in self.stages], [s.weight for s in self.stages]
+        backward = [s.backward for s in self.stages]
+        if not program.has_weight:
+            backward, weight = [b + w for b, w in zip(backward, weight)], [0.0] * len(weight)
+        return simulate(program, forward, backward, weight)
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Draw that into the file `path`, in the format that its suffix names (png, svg, pdf). Needs matplotlib."""
+        label = f"{self.estimate.name}, p={self.pp_size}, m={self.num_microbatches}"
+        relative = "1: the work of a microbatch on one rank" if self.unit == "relative" else ""
+        draw_timeline([(label, self.simulate().spans)], path, f"{self.model}, simulated", relative)
+
+    def to_json(self) -> str:
+        """All of it as JSON text."""
+        return json.dumps(_plain(self) | {"counts": self.counts}, indent=2)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return fields | ({"total": value.total} if isinstance(value, Memory) else {})
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value

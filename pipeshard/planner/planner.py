@@ -1,0 +1,175 @@
+"""The function `plan`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeshard.errors import ConfigurationError, PartitionError, UsageError
+from pipeshard.model.batch import Batch
+from pipeshard.model.dataflow import Dataflow
+from pipeshard.model.made_up import made_up
+from pipeshard.model.media import read_batch
+from pipeshard.model.policy import Policy, find_policy
+from pipeshard.model.tracer import Criterion
+from pipeshard.model.units import recomputes
+from pipeshard.planner.advice import recommend, what_would_help
+from pipeshard.planner.candidate import Candidate, Subject
+from pipeshard.planner.costs import metered, unit_cost
+from pipeshard.planner.memory import Footprint
+from pipeshard.planner.plan import Estimate, Plan
+from pipeshard.planner.profile import Profile, profile_units
+from pipeshard.planner.sizes import parse_bytes
+from pipeshard.schedule.program import SCHEDULES, make_program, num_chunks
+
+LENGTH = 2048  # tokens of a made-up sample, if the model takes as many
+
+
+def plan(
+    model: nn.Module,
+    batch: Any = None,
+    pp_size: int = 2,
+    num_microbatches: int | None = None,
+    microbatch_size: int | None = None,
+    schedule: str | None = None,
+    num_model_chunks: int = 1,
+    partition: str | Sequence[int] | Sequence[str] = "auto",
+    device_memory: str | int | None = None,
+    optimizer: str = "adamw",
+    policy: type[Policy] | None = None,
+    profile: Profile | str | Path | None = None,
+    criterion: Criterion | None = None,
+    seq_len: int | None = None,
+) -> Plan:
+    """How `model` would train on `pp_size` ranks with each schedule, and which one to use.
+
+    Needs no process group and no GPU, and takes any model that `pipeshard.trace` takes, on meta too: nothing is
+    computed but shapes. `batch` is one of the real sizes, cut by `num_microbatches` or `microbatch_size` (one of
+    the two) as the plugin does; without a batch, one is made up of `num_microbatches` with `microbatch_size` samples
+    (by default 1) each, of `seq_len` tokens (by default as many as the model takes, at most 2048).
+
+    Args:
+        schedule: the one whose stages are shown, with its `num_model_chunks`; by default the recommended one.
+        partition: as for the plugin. By name, it is changed where a rank would take more than `device_memory`.
+        device_memory: what a rank has, such as "80GB" or a number of bytes.
+        optimizer: "adamw" (two states a parameter), "sgd" (with momentum: one) or "none"; a state is as large as its
+            parameter.
+        profile: measured units (a Profile or its file) instead of estimates; `partition="profile"` measures them here
+            and now, "profile:PATH" unless that file is there.
+        policy, criterion: as for the plugin.
+
+    Raises PartitionError where the schedule asked for, or every one, is impossible or needs more than `device_memory`;
+    ConfigurationError for arguments that cannot work; TraceError for a model that cannot be cut.
+    """
+    if not isinstance(pp_size, int) or pp_size < 1:
+        raise ConfigurationError(f"pp_size={pp_size!r}: the number of stages is a positive integer")
+    chosen = None if schedule is None else (schedule, num_chunks(schedule, num_model_chunks))
+    limit = None if device_memory is None else parse_bytes(device_memory)
+    microbatch, m = _microbatch(model, batch, num_microbatches, microbatch_size, seq_len)
+    flow, meter = metered(model, microbatch, criterion)
+    if flow.loss is None:
+        raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
+    units = [model.get_submodule(call.unit) for call in flow.calls]
+    measured = _profile(profile, partition, model, flow, microbatch)
+    costs = measured.times if measured else [unit_cost(*call) for call in zip(units, meter.works, strict=True)]
+    unit = 1.0 if measured else sum(map(sum, costs)) / pp_size or 1.0
+    recomputed = any(map(recomputes, units))
+    plain = metered(model, microbatch, criterion, recompute=False)[1] if recomputed else None
+    footprint = Footprint(model, flow, meter, optimizer, plain)
+    subject = Subject(model, flow, costs, footprint, policy or find_policy(model), partition, optimizer, limit)
+
+    tried = [_tried(subject, name, pp_size, m, v) for name, v in _schedules(chosen, num_model_chunks)]
+    candidates = {(c.program.name, c.num_model_chunks): c for c in tried if isinstance(c, Candidate)}
+    estimates = [c.estimate(unit) if isinstance(c, Candidate) else c for c in tried]
+    impossible = next((e for e in estimates if e.problem and chosen in (None, (e.schedule, e.num_model_chunks))), None)
+    if impossible and (chosen or not candidates):
+        raise PartitionError(impossible.problem)
+    best, reason = recommend(estimates, limit)
+    if best.fits is False:  # none does: that which takes least is the nearest to it
+        best = min((e for e in estimates if not e.problem), key=lambda e: e.peak)
+    shown = candidates[chosen or (best.schedule, best.num_model_chunks)]
+    if shown.fits is False:
+        rank = max(range(pp_size), key=lambda rank: shown.memory[rank].total)
+        raise PartitionError(
+            f"with schedule {shown.program.name!r}, rank {rank} of {pp_size} needs {shown.memory[rank]}, and "
+            f"device_memory is {device_memory}: no partition was found that fits. What would help: "
+            f"{what_would_help(shown, estimates, recomputed)}"
+        )
+    return Plan(
+        model=type(model).__name__,
+        parameters=sum(p.numel() for p in model.parameters()),
+        pp_size=pp_size,
+        num_microbatches=m,
+        microbatch={path: tuple(tensor.shape) for path, tensor in microbatch.tensors.items()},
+        optimizer=optimizer,
+        limit=limit,
+        partition=partition if isinstance(partition, str) else ", ".join(map(str, partition)),
+        unit="seconds" if measured else "relative",
+        schedule=shown.program.name,
+        num_model_chunks=shown.num_model_chunks,
+        stages=shown.stages(unit),
+        schedules=tuple(estimates),
+        recommended=best.name,
+        reason=reason,
+    )
+
+
+def _tried(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | Estimate:
+    """The model cut for this schedule, or an estimate that says why it cannot be."""
+    try:
+        return Candidate(subject, make_program(name, p, m, v), v)
+    except PartitionError as error:
+        return Estimate(name, v, problem=str(error))
+
+
+def _schedules(chosen: tuple[str, int] | None, num_model_chunks: int) -> list[tuple[str, int]]:
+    """Every schedule with its chunks a rank: the interleaved one with two, and as many as asked for."""
+    wanted = {2, num_model_chunks} - {1} | ({chosen[1]} if chosen and chosen[0] == "interleaved" else set())
+    names = [(name, v) for name in SCHEDULES for v in (sorted(wanted) if name == "interleaved" else [1])]
+    return [(name, num_chunks(name, v)) for name, v in names]
+
+
+def _microbatch(
+    model: nn.Module, batch: Any, num_microbatches: int | None, microbatch_size: int | None, seq_len: int | None
+) -> tuple[Batch, int]:
+    """The first microbatch, and how many there are."""
+    sizes = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size, "seq_len": seq_len}
+    for name, value in sizes.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigurationError(f"{name}={value!r} is no positive integer")
+    if batch is None:
+        if num_microbatches is None:
+            raise ConfigurationError("without a batch, num_microbatches says how many microbatches a step has")
+        config = getattr(model, "config", None)
+        length = seq_len or min(getattr(config, "max_position_embeddings", None) or LENGTH, LENGTH)
+        return read_batch(model, made_up(model, microbatch_size or 1, length)), num_microbatches
+    if (num_microbatches is None) == (microbatch_size is None):
+        raise ConfigurationError(
+            f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size}: with a batch, give exactly "
+            "one of the two"
+        )
+    microbatches = read_batch(model, batch).split(num_microbatches, microbatch_size)
+    return microbatches[0], len(microbatches)
+
+
+def _profile(
+    profile: Profile | str | Path | None,
+    partition: str | Sequence[int] | Sequence[str],
+    model: nn.Module,
+    flow: Dataflow,
+    microbatch: Batch,
+) -> Profile | None:
+    """The measured times, if they are asked for."""
+    kind, _, path = partition.partition(":") if isinstance(partition, str) else ("", "", "")
+    if profile is None and kind == "profile":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        profile = path if path and Path(path).exists() else profile_units(model, flow, microbatch, device)
+        if path and isinstance(profile, Profile):
+            profile.save(path)
+    if isinstance(profile, str | Path):
+        profile = Profile.load(profile)
+    if profile is not None:
+        profile.check(model, flow, microbatch)
+    return profile

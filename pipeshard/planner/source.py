@@ -1,0 +1,114 @@
+"""Source: the model that a command names, built without memory."""
+
+import contextlib
+import difflib
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig
+
+from pipeshard.errors import ConfigurationError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# What a config without an architecture is taken for, the first that it can be.
+TASKS = ("CausalLM", "ImageTextToText", "ImageClassification", "CTC", "SequenceClassification")
+
+
+def build(source: str, fields: Sequence[str] = (), dtype: str | None = None, recompute: bool = False) -> nn.Module:
+    """The model of a Hugging Face folder, a config.json, or a model type, on meta and in training mode.
+
+    `fields` are `key=value` for the config, values as in JSON or plain text. Without `dtype` ("bf16", "fp16", "fp32")
+    it is the config's, or else bf16. Raises ConfigurationError for what is not there or unknown.
+    """
+    config = _config(source, dict(map(_field, fields)))
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigurationError(f"dtype={dtype!r} is unknown: use one of {list(DTYPES)}")
+    chosen = DTYPES[dtype] if dtype else getattr(config, "dtype", None) or torch.bfloat16
+    with torch.device("meta"), _quiet():
+        model: Any = _class_of(config)._from_config(config, dtype=chosen)
+        if recompute and not getattr(model, "supports_gradient_checkpointing", False):
+            raise ConfigurationError(f"{type(model).__name__} has no activation recompute: leave --recompute out")
+        if recompute:
+            model.gradient_checkpointing_enable()
+    trained: nn.Module = model.train()
+    return trained
+
+
+def _config(source: str, fields: dict[str, Any]) -> Any:
+    path = Path(source)
+    try:
+        if path.exists():
+            config, unknown = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **fields)
+            unknown = unknown.keys() & fields.keys()
+        else:
+            config = AutoConfig.for_model(source, **fields)
+            known = AutoConfig.for_model(source)
+            unknown = {key for key in fields if not hasattr(known, key)}
+    except Exception as error:
+        raise ConfigurationError(_what(source, path, error)) from error
+    if unknown:
+        key = min(unknown)
+        close = difflib.get_close_matches(key, [name for name in config.to_dict() if name not in fields], n=2)
+        hint = f": did you mean {' or '.join(close)}?" if close else ""
+        raise ConfigurationError(f"{type(config).__name__} has no {key}{hint}")
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # any will do
+    return config
+
+
+def _what(source: str, path: Path, error: Exception) -> str:
+    if path.exists():
+        return f"{source} has no config of a model: {type(error).__name__}: {error}"
+    types = list(transformers.CONFIG_MAPPING.keys())
+    if source in types:
+        return f"{source} cannot have these fields: {type(error).__name__}: {error}"
+    close = difflib.get_close_matches(source, types, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else "llama, gpt2, t5, vit, ..."
+    return f"{source} is no folder, no config.json and no model type of transformers ({hint})"
+
+
+def _field(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise ConfigurationError(f"{text!r} is no field of a config: write key=value, such as hidden_size=4096")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        named = {"True": True, "False": False, "None": None}
+        return key, named.get(value, value)
+
+
+def _class_of(config: Any) -> Any:
+    """The architecture that the config names, or the first of the tasks that there is a model of its kind for."""
+    for name in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    first = ("Seq2SeqLM", "SpeechSeq2Seq") if getattr(config, "is_encoder_decoder", False) else ("MaskedLM",)
+    for task in (*first, *TASKS):
+        mapping = getattr(transformers, f"AutoModelFor{task}")._model_mapping
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise ConfigurationError(
+        f"transformers has no model with a loss for {type(config).__name__}: name one in its architectures, or call "
+        "pipeshard.plan(model, batch, ..., criterion=...)"
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' remarks on what is no matter here."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,146 @@
+"""Partitions: balanced, by name and by type, and within a memory limit, against all that there are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeshard import trace
+from pipeshard.errors import ConfigurationError, PartitionError
+from pipeshard.model.partition import balance
+from pipeshard.model.policy import Policy
+from pipeshard.planner.fit import fit
+from pipeshard.planner.memory import Footprint, alive_at_peak
+from pipeshard.schedule import make_program, simulate
+from tests import zoo
+
+costs_of_calls = st.lists(st.integers(0, 9), min_size=1, max_size=8)
+
+
+def partitions(calls: int, stages: int) -> Iterator[list[int]]:
+    """All ways to give each stage at least one call."""
+    for cuts in itertools.combinations(range(1, calls), stages - 1):
+        yield [b - a for a, b in itertools.pairwise((0, *cuts, calls))]
+
+
+def runs(counts: Sequence[int]) -> list[tuple[int, int]]:
+    return list(itertools.pairwise((0, *itertools.accumulate(counts))))
+
+
+def value(counts: Sequence[int], costs: Sequence[int]) -> tuple[int, int]:
+    """What is to be least: the dearest stage, then the sum of squares."""
+    sums = [sum(costs[a:b]) for a, b in runs(counts)]
+    return max(sums), sum(s * s for s in sums)
+
+
+@given(costs_of_calls, st.integers(1, 4), st.sets(st.integers(1, 7)))
+def test_a_balanced_partition_is_the_best_of_all(costs: list[int], stages: int, forbidden: set[int]) -> None:
+    reasons = {cut: "they share a value" for cut in forbidden if cut < len(costs)}
+    possible = [
+        counts for counts in partitions(len(costs), stages) if not {start for start, _ in runs(counts)} & set(reasons)
+    ]
+    if not possible:
+        with pytest.raises(PartitionError, match="fewer than pp_size"):
+            balance(costs, stages, reasons)
+        return
+    counts = balance(costs, stages, reasons)
+    assert counts in possible
+    assert value(counts, costs) == min(value(other, costs) for other in possible)
+
+
+@dataclass
+class Calls:
+    """A footprint in which calls share nothing."""
+
+    parameters: list[int]
+    kept: list[int]
+
+    def static(self, start: int, end: int) -> int:
+        return sum(self.parameters[start:end])
+
+    def activations(self, start: int, end: int) -> int:
+        return sum(self.kept[start:end])
+
+    def recomputed(self, start: int, end: int) -> int:
+        return 0
+
+
+def needs(program: Any, counts: Sequence[int], calls: Calls) -> int:
+    """What the rank that takes most takes."""
+    sizes = [calls.activations(*run) for run in runs(counts)]
+    total = 0
+    for actions in program.ranks:
+        alive = alive_at_peak(actions, sizes)
+        total = max(total, sum(calls.static(*runs(counts)[s]) + n * sizes[s] for s, n in alive.items()))
+    return total
+
+
+PIPELINES = [("1f1b", 3, 1), ("gpipe", 2, 1), ("zb-h1", 4, 1), ("interleaved", 2, 2), ("zbv", 2, 2)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.sampled_from(PIPELINES))
+def test_a_partition_that_fits_is_the_best_of_those_that_do(data: st.DataObject, kind: tuple[str, int, int]) -> None:
+    name, p, v = kind
+    program = make_program(name, p, data.draw(st.integers(1, 5)), v)
+    size = data.draw(st.integers(p * v, 8))
+    numbers = st.lists(st.integers(0, 9), min_size=size, max_size=size)
+    costs, calls = data.draw(numbers), Calls(data.draw(numbers), data.draw(numbers))
+    limit = data.draw(st.integers(1, 80))
+    fitting = [counts for counts in partitions(size, p * v) if needs(program, counts, calls) <= limit]
+    found = fit(program, costs, {}, cast(Footprint, calls), limit)
+    assert (found is None) == (not fitting)
+    if found is not None:
+        assert needs(program, found, calls) <= limit
+        assert value(found, costs) == min(value(other, costs) for other in fitting)
+
+
+@given(st.data())
+def test_what_is_alive_at_the_peak_is_what_the_simulator_counts(data: st.DataObject) -> None:
+    name, v = data.draw(st.sampled_from([("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 3), ("zbv", 2)]))
+    p = data.draw(st.integers(1, 4))
+    program = make_program(name, p, data.draw(st.integers(1, 9)), v)
+    sizes = [data.draw(st.integers(1, 9)) for _ in program.placement]
+    peaks = simulate(program).peak_memory(sizes)
+    for actions, peak in zip(program.ranks, peaks, strict=True):
+        assert sum(n * sizes[stage] for stage, n in alive_at_peak(actions, sizes).items()) == peak
+
+
+def cut(partition: Any, stages: int = 2, **options: Any) -> list[int]:
+    model, data = zoo.build("gpt2"), zoo.batch("gpt2")
+    policy = Policy(model, trace(model, data), 0, stages, partition, **options)
+    return [policy.stages.count(stage) for stage in range(stages)]
+
+
+def test_units_of_a_type_are_spread_evenly() -> None:
+    assert cut("type:block") == [4, 4]  # wte, wpe and two of four blocks; the other two, norm and head
+    assert cut("type:GPT2Block|Embedding", 3) == [2, 2, 4]
+    assert cut("type:^gpt2", 4) == [3, 1, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("partition", "error", "message"),
+    [
+        ("type:Bert", PartitionError, r"matches 0 unit calls.*Conv1D|matches 0 unit calls.*GPT2Block"),
+        ("type:LayerNorm", PartitionError, "matches 1 unit calls, which is too few for 2 stages"),
+        ("type:(", ConfigurationError, "no regular expression"),
+        ("type:", ConfigurationError, "is unknown"),
+        ("typo", ConfigurationError, "partition='typo' is unknown"),
+        ("profile", ConfigurationError, "measured costs"),
+    ],
+)
+def test_what_no_unit_is_partitioned_by_is_refused(partition: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        cut(partition)
+
+
+def test_known_costs_are_what_auto_and_profile_go_by() -> None:
+    costs = [0.0, 0.0, 9.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    assert cut("auto", costs=costs)[0] == cut("profile", costs=costs)[0] == 3
+    assert cut("uniform", costs=costs) == [4, 4]

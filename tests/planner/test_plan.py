@@ -1,0 +1,240 @@
+"""Plans: their numbers against calculations by hand and real runs, for several architectures, on meta and not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeshard import plan
+from pipeshard.errors import BatchError, ConfigurationError, PartitionError, UsageError
+from pipeshard.model.units import find_units
+from pipeshard.planner.advice import recommend
+from pipeshard.planner.candidate import in_short
+from pipeshard.planner.memory import Memory
+from pipeshard.planner.plan import Estimate, Plan
+from pipeshard.planner.sizes import format_bytes, parse_bytes
+from tests import zoo
+from tests.planner.saved import saved_bytes
+
+P, M, ROWS, LENGTH = 2, 4, 8, 12
+HIDDEN = ROWS // M * LENGTH * 32 * 4  # bytes of the hidden states of a microbatch
+
+
+def planned(name: str, model: nn.Module | None = None, p: int = P, **options: Any) -> Plan:
+    return plan(model or zoo.build(name), zoo.batch(name, ROWS, LENGTH), p, num_microbatches=M, **options)
+
+
+def test_memory_by_hand() -> None:
+    model = zoo.build("llama")
+    found = planned("llama", model, schedule="1f1b")
+    units = find_units(model)
+    run = saved_bytes(model, zoo.batch("llama", ROWS // M, LENGTH))
+    ends = list(itertools.accumulate(found.counts))
+    for stage, (start, end) in zip(found.stages, zip([0, *ends], ends)):
+        parameters = 4 * sum(p.numel() for unit in list(units.values())[start:end] for p in unit.parameters())
+        memory = stage.memory
+        assert (memory.parameters, memory.gradients, memory.optimizer) == (parameters, parameters, 2 * parameters)
+        assert stage.parameters == parameters / 4
+        assert stage.kept == pytest.approx(run(start, end), rel=0.05)
+        assert stage.alive == P - stage.rank  # 1F1B
+        assert memory.activations == stage.alive * stage.kept
+    assert found.estimate.memory == tuple(stage.memory for stage in found.stages)
+    gpipe = planned("llama", model, schedule="gpipe")
+    assert [stage.alive for stage in gpipe.stages] == [M, M]
+
+
+def test_what_crosses_is_the_hidden_states_and_their_gradient() -> None:
+    first, second = planned("llama", schedule="zb-h1").stages
+    assert (first.received, first.returned, first.enters) == (0, 0, ())
+    assert (second.received, second.returned) == (HIDDEN, HIDDEN)
+    (value,) = second.enters
+    assert (value.shape, value.dtype, value.gradient) == ((ROWS // M, LENGTH, 32), "float32", True)
+    assert f"{first.units}, " in f"model.embed_tokens, model.layers.0-{first.calls - 2}, "
+
+
+def test_nothing_crosses_between_the_chunks_of_one_rank() -> None:
+    stages = planned("llama", schedule="zbv").stages
+    assert [stage.rank for stage in stages] == [0, 1, 1, 0]
+    assert [stage.received for stage in stages] == [0, HIDDEN, 0, HIDDEN]
+    assert len(stages[2].enters) == 1
+
+
+def test_a_tied_embedding_is_held_by_both_ends_and_once_by_a_rank() -> None:
+    embedding = zoo.VOCABULARY * 32 * 4
+    apart = planned("llama-tied", schedule="1f1b").estimate.memory
+    whole = sum(4 * p.numel() for p in zoo.build("llama-tied").parameters())
+    assert sum(memory.parameters for memory in apart) == whole + embedding
+    together = planned("llama-tied", schedule="zbv")
+    assert sum(memory.parameters for memory in together.estimate.memory) == whole
+    assert sum(stage.memory.parameters for stage in together.stages) == whole
+    assert together.stages[3].parameters * 4 > together.stages[3].memory.parameters
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])
+def test_times_are_those_of_the_simulation(schedule: str) -> None:
+    found = planned("llama", schedule=schedule, num_model_chunks=2 if schedule == "interleaved" else 1)
+    assert sum(s.forward + s.backward + s.weight for s in found.stages) == pytest.approx(P)
+    simulation = found.simulate()
+    assert found.estimate.time == pytest.approx(simulation.makespan)
+    assert found.estimate.bubble == pytest.approx(simulation.bubble)
+    assert found.estimate.time >= M  # a step without idle time
+    peaks = simulation.peak_memory([stage.kept for stage in found.stages])
+    assert tuple(memory.activations for memory in found.estimate.memory) == peaks
+
+
+def test_every_schedule_is_estimated_with_the_chunks_asked_for() -> None:
+    found = planned("gpt2", schedule="interleaved", num_model_chunks=3)
+    assert [e.name for e in found.schedules] == [
+        *("gpipe", "1f1b", "interleaved, v=2", "interleaved, v=3", "zb-h1", "zbv")
+    ]
+    assert len(found.stages) == 3 * P and found.counts == list(found.estimate.counts)
+    fast = min(found.schedules, key=lambda e: e.time)
+    assert found.recommended in {e.name for e in found.schedules if e.time <= fast.time * 1.03}
+
+
+def test_a_schedule_for_which_there_are_too_few_units_is_named() -> None:
+    found = planned("llama", p=4)
+    problems = {e.name: e.problem for e in found.schedules if e.problem}
+    assert problems.keys() == {"interleaved, v=2", "zbv"}
+    assert "7 unit calls" in problems["zbv"]
+    with pytest.raises(PartitionError, match="7 unit calls"):
+        planned("llama", p=4, schedule="zbv")
+    with pytest.raises(PartitionError, match="Use pp_size <= 7"):
+        planned("llama", p=9)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "t5", "mixtral", "vit"])
+def test_a_plan_for_a_model_on_meta_is_the_same(name: str) -> None:
+    with torch.device("meta"):
+        blank = zoo.build(name)
+    real, on_meta = planned(name), planned(name, blank)
+    assert on_meta == real
+    assert sum(found.parameters for found in real.stages) >= real.parameters
+    assert all(estimate.memory and not estimate.problem for estimate in real.schedules)
+
+
+def test_values_that_bypass_stages_are_in_the_messages() -> None:
+    stages = planned("t5", schedule="interleaved", num_model_chunks=3).stages
+    assert {value.unit for value in stages[-1].enters} >= {"encoder.final_layer_norm"}
+    assert stages[-1].received > stages[1].received
+
+
+def test_json_has_all_of_it() -> None:
+    found = planned("gpt2", device_memory="1GB")
+    data = json.loads(found.to_json())
+    assert data["counts"] == found.counts and data["reason"] == found.reason
+    assert data["stages"][0]["memory"]["total"] == found.stages[0].memory.total
+    assert [e["fits"] for e in data["schedules"]] == [True] * 5
+    assert data["microbatch"]["input_ids"] == [2, LENGTH]
+
+
+def test_a_limit_moves_cuts_and_chooses_the_schedule() -> None:
+    model = zoo.build("llama", layers=8)
+    free = planned("llama", model, schedule="1f1b")
+    limit = free.estimate.peak - 1
+    tight = planned("llama", model, schedule="1f1b", device_memory=limit)
+    assert tight.counts != free.counts and tight.estimate.peak <= limit
+    assert tight.estimate.time >= free.estimate.time
+    chosen = planned("llama", model, device_memory=limit)
+    assert chosen.estimate.fits and chosen.recommended in {e.name for e in chosen.schedules if e.fits}
+    assert any(e.fits is False for e in chosen.schedules)
+
+
+def test_what_does_not_fit_is_refused_with_numbers_and_remedies() -> None:
+    with pytest.raises(PartitionError) as error:
+        planned("llama", schedule="gpipe", device_memory="480kB")
+    message = str(error.value)
+    assert "with schedule 'gpipe', rank" in message and "device_memory is 480kB" in message
+    assert "optimizer" in message and "schedule 1f1b" in message and "recompute" in message
+    with pytest.raises(PartitionError, match="alone take at least 3 ranks"):
+        planned("llama", device_memory="230kB", optimizer="adamw")
+    assert planned("llama", device_memory="340kB", optimizer="none", schedule="1f1b").estimate.fits
+    with pytest.raises(PartitionError, match="no partition was found"):
+        planned("llama", partition=[3, 4], schedule="1f1b", device_memory="300kB")
+
+
+def test_recomputation_is_counted_once_a_rank() -> None:
+    model = zoo.build("llama")
+    plain = planned("llama", model, schedule="zbv")
+    model.gradient_checkpointing_enable()
+    again = planned("llama", model, schedule="zbv")
+    layer = plain.stages[1].kept  # one layer, and nothing else
+    assert plain.stages[1].memory.recomputed == 0
+    assert again.stages[1].memory.recomputed == layer - again.stages[1].kept
+    assert again.estimate.memory[1].recomputed == layer - again.stages[1].kept
+    assert again.estimate.peak < plain.estimate.peak
+
+
+def test_batches_are_cut_as_the_plugin_does_or_made_up() -> None:
+    model = zoo.build("gpt2")
+    batch = zoo.batch("gpt2", rows=7)
+    by_size = plan(model, batch, 2, microbatch_size=2)
+    assert by_size.num_microbatches == 4 and by_size.microbatch["input_ids"] == (2, 12)
+    made_up = plan(model, None, 2, num_microbatches=3, microbatch_size=5)
+    assert made_up.num_microbatches == 3 and made_up.microbatch["input_ids"] == (5, 64)  # all positions it has
+    assert plan(model, None, 2, num_microbatches=3, seq_len=9).microbatch["labels"] == (1, 9)
+    image = plan(zoo.build("vit"), None, 2, num_microbatches=3, microbatch_size=5)
+    assert image.microbatch == {"pixel_values": (5, 3, 16, 16), "labels": (5,)}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"pp_size": 0}, ConfigurationError, "pp_size=0"),
+        ({"num_microbatches": None}, ConfigurationError, "exactly one of the two"),
+        ({"microbatch_size": 2}, ConfigurationError, "exactly one of the two"),
+        ({"num_microbatches": 0}, ConfigurationError, "no positive integer"),
+        ({"batch": None, "num_microbatches": None}, ConfigurationError, "without a batch, num_microbatches"),
+        ({"schedule": "1f1v"}, ConfigurationError, "unknown schedule"),
+        ({"schedule": "zb-h1", "num_model_chunks": 2}, ConfigurationError, "num_model_chunks=1"),
+        ({"optimizer": "lion"}, ConfigurationError, "optimizer='lion' is unknown"),
+        ({"device_memory": "much"}, ConfigurationError, "device_memory='much' is no size"),
+        ({"batch": {"input_ids": torch.zeros(4, 6, dtype=torch.int64)}}, UsageError, "no loss to train on"),
+        ({"profile": "nowhere.json"}, ConfigurationError, "nowhere.json is no profile"),
+        ({"batch": {}}, BatchError, "no tensor"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"batch": zoo.batch("llama"), "pp_size": 2, "num_microbatches": 2, **options}
+    with pytest.raises(error, match=message):
+        plan(zoo.build("llama"), **arguments)
+
+
+def estimate(schedule: str, time: float, peak: int = 1, fits: bool | None = None, v: int = 1) -> Estimate:
+    return Estimate(schedule, v, time, 0.1, (1,), (Memory(peak),), fits)
+
+
+def test_recommended_is_the_fastest_that_fits_and_the_simpler_of_near_ties() -> None:
+    def best(*estimates: Estimate, limit: int | None = None) -> str:
+        return recommend(estimates, limit)[0].name
+
+    assert best(estimate("1f1b", 10), estimate("zbv", 8)) == "zbv"
+    assert best(estimate("zbv", 10), estimate("1f1b", 10.2)) == "1f1b"
+    assert best(estimate("gpipe", 10), estimate("1f1b", 10)) == "1f1b"
+    assert best(estimate("1f1b", 10, fits=True), estimate("zbv", 8, fits=False), limit=5) == "1f1b"
+    assert best(estimate("interleaved", 9, v=4), estimate("interleaved", 9.1, v=2)) == "interleaved, v=2"
+    assert best(estimate("zbv", 8), Estimate("zb-h1", 1, problem="too few units")) == "zbv"
+    reason = recommend([estimate("1f1b", 100), estimate("zbv", 98)], None)[1]
+    assert reason.startswith("1f1b: simpler than zbv, which would be 2.0% faster")
+
+
+def test_sizes_are_read_and_written() -> None:
+    assert [parse_bytes(size) for size in ("80GB", "1.5 GiB", 7, "7")] == [80 * 10**9, 3 * 2**29, 7, 7]
+    assert [format_bytes(n) for n in (0, 999, 1000, 9994, 99_940, 999_499, 999_500, 80 * 10**9, 2 * 10**15)] == [
+        *("0 B", "999 B", "1.00 kB", "9.99 kB", "99.9 kB", "999 kB", "1.00 MB", "80.0 GB", "2000 TB")
+    ]
+    for wrong in ("", "GB", "-3GB", "0", "12 parsecs"):
+        with pytest.raises(ConfigurationError, match="is no size"):
+            parse_bytes(wrong)
+
+
+def test_units_in_short() -> None:
+    assert in_short(["embed", *(f"model.layers.{k}" for k in range(12)), "norm"]) == "embed, model.layers.0-11, norm"
+    assert in_short(["h.3.attn", "h.4.attn", "h.4.mlp"]) == "h.3-4.attn, h.4.mlp"
+    assert in_short([f"h.{k}.{part}" for k in range(4) for part in ("attn", "mlp")]) == "h.0.attn ... h.3.mlp"
+    assert in_short(["layer.0", "layer.0", "layer.2"]) == "layer.0, layer.0, layer.2"

@@ -1,0 +1,164 @@
+"""Profiles: units timed on the device, kept in a file, refused for something else, and what is planned by them."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeshard import plan, trace
+from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.model.policy import Policy
+from pipeshard.planner import Profile, profile_units
+from tests import zoo
+
+H = 16
+
+
+class Slow(nn.Module):
+    """A layer that takes as many milliseconds as it is told, forward and backward."""
+
+    def __init__(self, forward: int, backward: int = 0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+        self.ms = forward, backward
+
+    def forward(self, x: Tensor, options: Any = None) -> Tensor:
+        time.sleep(self.ms[0] / 1000)
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: time.sleep(self.ms[1] / 1000))
+        return y
+
+
+class Model(nn.Module):
+    """An embedding, layers, and a head, which are called with something else than tensors too."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, H)
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(H, 11)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x, options={"place": "middle", "scale": [1.0, x.detach()]})
+        return {"loss": nn.functional.cross_entropy(self.head(x).view(-1, 11), labels.view(-1))}
+
+
+def batch(rows: int = 2, length: int = 6) -> dict[str, Tensor]:
+    ids = torch.arange(rows * length).view(rows, length) % 11
+    return {"input_ids": ids, "labels": ids}
+
+
+def profile(model: nn.Module, data: dict[str, Tensor] | None = None, **options: Any) -> Profile:
+    data = batch() if data is None else data
+    return profile_units(model, trace(model, data), data, "cpu", **options)
+
+
+def test_times_are_those_of_each_unit() -> None:
+    model = Model(Slow(20), Slow(1, backward=40), Slow(20))
+    found = profile(model)
+    assert found.units == ("embed", "layers.0", "layers.1", "layers.2", "head")
+    _, slow, back, again, _ = found.times
+    assert 0.02 <= slow.forward < 0.04 and slow.backward < 0.02
+    assert back.forward < 0.02 and 0.04 <= back.backward < 0.08
+    assert again == slow  # of one kind, and timed once
+    assert found.device == "cpu" and found.microbatch == {"input_ids": (2, 6), "labels": (2, 6)}
+
+
+def test_a_weight_gradient_has_a_time_of_its_own() -> None:
+    wide = Model(nn.Linear(512, 512, bias=False))
+    wide.embed, wide.head = nn.Embedding(11, 512), nn.Linear(512, 11)
+    wide.layers[0].forward = lambda x, options: nn.functional.linear(x, wide.layers[0].weight)  # is no plain layer
+    plain = zoo.build("gpt2")
+    times = profile(plain, zoo.batch("gpt2")).times[2]
+    assert times.weight > 0.05 * times.backward
+    assert profile(wide).times[1].weight < 0.05 * profile(wide).times[1].backward
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "t5", "vit", "mixtral"])
+def test_the_model_is_as_it_was(name: str) -> None:
+    model = zoo.build(name).eval()
+    before = copy.deepcopy(model.state_dict())
+    numbers = torch.random.get_rng_state()
+    found = profile(model, zoo.batch(name))
+    assert not found.estimated and all(cost.forward > 0 for cost in found.times)
+    assert all(parameter.grad is None for parameter in model.parameters()) and not model.training
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(torch.random.get_rng_state(), numbers)
+
+
+def test_a_model_on_meta_is_timed_with_made_up_weights() -> None:
+    with torch.device("meta"):
+        model = zoo.build("llama")
+    assert all(cost.forward > 0 for cost in profile(model, zoo.batch("llama")).times)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+class Picky(nn.Linear):
+    """Runs by shape, and on real weights only."""
+
+    def forward(self, x: Tensor, options: Any = None) -> Tensor:
+        if x.device.type != "meta" and x.abs().max() > 0.5:
+            raise ValueError("these are no activations of mine")
+        return super().forward(x)
+
+
+def test_what_does_not_run_gets_its_share_of_the_others_with_a_warning() -> None:
+    model = Model(nn.Linear(H, H), Picky(H, H))
+    model.layers[0].forward = lambda x, options: nn.functional.linear(x, model.layers[0].weight)
+    with pytest.warns(UserWarning, match=r"unit layers.1 \(Picky\) does not run.*no activations of mine"):
+        found = profile(model)
+    assert found.estimated == ("layers.1",)
+    total = sum(map(sum, found.times))
+    assert 0.05 * total < sum(found.times[2]) < 0.8 * total
+
+
+def test_a_model_of_which_nothing_runs_cannot_be_profiled() -> None:
+    failing = mock.patch("pipeshard.planner.stopwatch.Stopwatch.median", side_effect=ValueError)
+    with failing, warnings.catch_warnings(action="ignore"), pytest.raises(UsageError, match="could be timed"):
+        profile(zoo.build("gpt2"), zoo.batch("gpt2"))
+
+
+def test_a_profile_survives_its_file_and_is_refused_for_something_else(tmp_path: Path) -> None:
+    data = zoo.batch("gpt2")
+    model = zoo.build("gpt2")
+    found = profile(model, data)
+    found.save(tmp_path / "profile.json")
+    loaded = Profile.load(tmp_path / "profile.json")
+    assert loaded == found
+    flow = trace(model, data)
+    assert loaded.costs(flow) == [sum(cost) for cost in found.times]
+    with pytest.raises(ConfigurationError, match=r"its unit calls differ.*measured on cpu with torch"):
+        loaded.costs(trace(zoo.build("llama"), zoo.batch("llama")))
+    with pytest.raises(ConfigurationError, match=r"model classes differ .LlamaForCausalLM, not GPT2LMHeadModel"):
+        plan(zoo.build("llama"), zoo.batch("llama"), 2, num_microbatches=1, profile=loaded)
+    with pytest.raises(ConfigurationError, match=r"microbatches differ .input_ids is \(4, 12\), not \(8, 12\)"):
+        plan(model, data, 2, num_microbatches=2, profile=loaded)
+    (tmp_path / "other.json").write_text('{"model": 3}')
+    with pytest.raises(ConfigurationError, match="is no profile"):
+        Profile.load(tmp_path / "other.json")
+
+
+def test_plans_and_policies_go_by_measured_times(tmp_path: Path) -> None:
+    model = Model(*(Slow(1) for _ in range(3)), Slow(20))
+    found = profile(model)
+    policy = Policy(model, trace(model, batch()), 0, 2, "profile", costs=found.costs(trace(model, batch())))
+    assert [policy.stages.count(stage) for stage in (0, 1)] == [4, 2]
+    path = tmp_path / "profile.json"
+    made = plan(model, batch(8), 2, num_microbatches=4, partition=f"profile:{path}", schedule="1f1b")
+    assert made.unit == "seconds" and made.counts == [4, 2]
+    assert made.stages[1].forward >= 0.02 and made.estimate.time >= 4 * 0.02
+    kept = Profile.load(path)
+    again = plan(model, batch(8), 2, num_microbatches=4, partition=f"profile:{path}", schedule="1f1b")
+    assert again == made and kept.microbatch["input_ids"] == (2, 6)
+    assert plan(model, batch(8), 2, num_microbatches=4, profile=str(path)).unit == "seconds"

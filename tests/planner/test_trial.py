@@ -1,0 +1,33 @@
+"""Tests of `pipeshard trace-run`: real steps on processes of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from pipeshard.cli import main
+from pipeshard.runtime.recording import Recording
+from pipeshard.schedule import add_communication, make_program
+
+MODEL = ["gpt2", "n_embd=32", "n_layer=4", "n_head=4", "vocab_size=61", "n_positions=32"]
+
+
+def test_a_step_is_run_recorded_and_drawn(tmp_path: Path) -> None:
+    sizes = ["--pp", "2", "--microbatches", "3", "--seq-len", "8", "--schedule", "zbv", "--partition", "profile"]
+    files = ["--draw", str(tmp_path / "step.svg"), "--json", str(tmp_path / "step.json")]
+    result = CliRunner().invoke(main, ["trace-run", *MODEL, *sizes, *files])
+    assert result.exit_code == 0, result.output
+    assert "bubble" in result.output and "slowest is rank" in result.output
+    assert Recording.load(tmp_path / "step.json").program == add_communication(make_program("zbv", 2, 3))
+    assert (tmp_path / "step.svg").stat().st_size > 10_000
+
+
+def test_what_cannot_run_is_one_line() -> None:
+    wrong = ["trace-run", *MODEL, "--pp", "2", "--microbatches", "3", "--schedule", "zbx"]
+    result = CliRunner().invoke(main, wrong)
+    assert result.exit_code == 1
+    assert result.output.startswith("error: unknown schedule 'zbx': did you mean 'zbv'?")
+    result = CliRunner().invoke(main, ["trace-run", *MODEL, "--pp", "1", "--microbatches", "1", "--partition", "2,3"])
+    assert result.exit_code == 1
+    assert "partition [2, 3] does not give each of 1 stages" in result.output and "Traceback" not in result.output

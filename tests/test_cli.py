@@ -1,0 +1,104 @@
+"""Tests of the command `pipeshard plan`: a model by folder, config or type, planned, shown, drawn and written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipeshard.cli import main
+from tests import zoo
+
+MODEL = [
+    "llama",
+    "hidden_size=32",
+    "intermediate_size=64",
+    "num_hidden_layers=4",
+    "num_attention_heads=4",
+    "vocab_size=64",
+]
+SIZES = ["--pp", "2", "--microbatches", "4", "--seq-len", "16"]
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["plan", *arguments])
+
+
+def test_a_model_type_is_planned_and_shown() -> None:
+    result = invoke(*MODEL, *SIZES)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0].startswith("LlamaForCausalLM, ") and lines[0].endswith(" parameters, on 2 ranks")
+    assert lines[1] == "4 microbatches of input_ids 1×16, attention_mask 1×16, labels 1×16"
+    assert max(map(len, lines)) <= 120
+    assert "recommended" in result.output
+    assert all(name in result.output for name in ("gpipe", "1f1b", "interleaved, v=2", "zb-h1", "zbv"))
+
+
+def test_the_stages_of_a_schedule_are_shown_drawn_and_written(tmp_path: Path) -> None:
+    files = ["--draw", str(tmp_path / "step.svg"), "--json", str(tmp_path / "plan.json")]
+    result = invoke(*MODEL, *SIZES, "--schedule", "interleaved", "--microbatch-size", "3", "--dtype", "fp32", *files)
+    assert result.exit_code == 0, result.output
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert (plan["schedule"], plan["num_model_chunks"], len(plan["stages"])) == ("interleaved", 2, 4)
+    assert plan["microbatch"]["input_ids"] == [3, 16]
+    held = [stage["memory"]["parameters"] for stage in plan["stages"]]
+    assert sum(held) == 4 * plan["parameters"]
+    drawn = (tmp_path / "step.svg").read_text()
+    assert drawn.startswith("<?xml") and len(drawn) > 10_000
+
+
+def test_json_takes_the_place_of_the_tables() -> None:
+    result = invoke(*MODEL, *SIZES, "--json", "-", "--partition", "3,4")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["counts"] == [3, 4]
+
+
+def test_a_folder_and_a_config_are_the_same_model(tmp_path: Path) -> None:
+    zoo.build("gpt2").save_pretrained(tmp_path)
+    of_folder, of_config = (invoke(str(path), *SIZES, "--json", "-") for path in (tmp_path, tmp_path / "config.json"))
+    assert of_folder.exit_code == of_config.exit_code == 0, of_folder.output + of_config.output
+    assert of_folder.output == of_config.output
+    assert json.loads(of_folder.output)["model"] == "GPT2LMHeadModel"
+
+
+def test_what_does_not_fit_is_refused_and_recompute_counted() -> None:
+    result = invoke(*MODEL, *SIZES, "--device-memory", "100kB")
+    assert result.exit_code == 1
+    assert result.output.startswith("error: with schedule") and "needs" in result.output
+    kept = {}
+    for options in ((), ("--recompute",)):
+        plan = json.loads(invoke(*MODEL, *SIZES, "--schedule", "1f1b", "--json", "-", *options).output)
+        kept[options] = sum(stage["kept"] for stage in plan["stages"])
+    assert kept["--recompute",] < kept[()] / 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lama", *SIZES], "error: lama is no folder, no config.json and no model type of transformers (did you mean"),
+        (["llama", "hidden=64", *SIZES], "error: LlamaConfig has no hidden: did you mean hidden_act or hidden_size?"),
+        (["llama", "hidden_size", *SIZES], "error: 'hidden_size' is no field of a config: write key=value"),
+        ([*MODEL, *SIZES, "--schedule", "zbw"], "error: unknown schedule 'zbw': did you mean 'zbv'?"),
+        ([*MODEL, *SIZES, "--dtype", "int8"], "error: dtype='int8' is unknown: use one of"),
+        ([*MODEL, *SIZES, "--partition", "evenly"], "error: partition='evenly' is unknown: use one of"),
+        ([*MODEL, "--pp", "9", "--microbatches", "4"], "error: "),
+        ([*MODEL, *SIZES, "--device-memory", "much"], "error: device_memory='much' is no size"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(arguments: list[str], message: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert result.output.startswith(message)
+    assert result.output.count("\n") == 1
+
+
+def test_the_command_is_installed() -> None:
+    command = os.path.join(os.path.dirname(sys.executable), "pipeshard")
+    shown = subprocess.run([command, "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "plan " in shown and "trace-run " in shown
