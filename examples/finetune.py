@@ -18,6 +18,8 @@ from rich.console import Console
 
 from models import MAKERS, missing_package
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+
 
 def main() -> int:
     args = parse(sys.argv[1:])
@@ -38,7 +40,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--steps", type=_count, default=30, help="optimizer steps")
     add("--pp", type=_count, default=2, help="pipeline stages, one process each")
     add("--microbatches", type=_count, default=4, help="microbatches that each batch is cut into")
-    add("--schedule", choices=("gpipe", "1f1b"), default="1f1b", help="order of forward and backward passes")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="order of forward and backward passes")
     add("--batch-size", type=_count, default=8, help="samples in a batch")
     add("--sequence-length", type=_count, default=64, help="tokens in a sample")
     add("--lr", type=float, default=1e-4, help="highest learning rate")

@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import math
 import os
 import statistics
 import time
@@ -25,13 +24,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from models import make_folder
 from pipeshard import PipelinePlugin
 from pipeshard.errors import PipeshardError
-from pipeshard.schedule import Kind, Simulation, Span, draw_timeline, make_program, simulate
+from pipeshard.runtime.recording import Recording
 from text import Samples
 
 PROMPT = "This module provides"
 NEW_TOKENS = 40
-
-Rows = Sequence[Sequence[Span]]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,14 +57,20 @@ def _run(args: argparse.Namespace, console: Console) -> None:
     model.train()
 
     training, held_out = _divided(samples, args.batch_size)
-    plugin = PipelinePlugin(pp_size=args.pp, num_microbatches=args.microbatches, schedule=args.schedule, max_norm=1.0)
+    plugin = PipelinePlugin(
+        pp_size=args.pp,
+        num_microbatches=args.microbatches,
+        schedule=args.schedule,
+        num_model_chunks=2 if args.schedule == "interleaved" else 1,
+        max_norm=1.0,
+    )
     dataloader = plugin.prepare_dataloader(training, batch_size=args.batch_size, shuffle=True, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, args.steps))
     booster = Booster(plugin=plugin)
     boosted = booster.boost(model, optimizer, _criterion, dataloader, scheduler)
     unseen = [_evaluate(booster, boosted[0], held_out)]
-    losses, rows = _train(args, console, plugin, booster, *boosted)
+    losses, recording = _train(args, console, plugin, booster, *boosted)
     unseen.append(_evaluate(booster, boosted[0], held_out))
 
     folder = args.output / "model"
@@ -76,7 +79,8 @@ def _run(args: argparse.Namespace, console: Console) -> None:
         return
     tokenizer.save_pretrained(folder)
     _plot_losses(losses, unseen, args.output / "loss.png")
-    _draw_timelines(args, rows, args.output / "timeline.png")
+    title = f"{args.model}, {args.schedule}, {args.microbatches} microbatches"
+    recording.draw(args.output / "timeline.png", title=title)
     _print_sample(console, "after", AutoModelForCausalLM.from_pretrained(folder), tokenizer)
     console.print(f"loss on held-out text: {unseen[0]:.3f} before, {unseen[1]:.3f} after {args.steps} steps")
     console.print(f"wrote {args.output}/loss.png, {args.output}/timeline.png, {folder}/")
@@ -129,10 +133,9 @@ def _train(
     criterion: Any,
     dataloader: Any,
     scheduler: Any,
-) -> tuple[list[float], Rows]:
-    """All steps. Returns the loss of each, and each rank's spans in the last one."""
+) -> tuple[list[float], Recording]:
+    """All steps. Returns the loss of each, and how the last one ran."""
     losses: list[float] = []
-    rows: Rows = []
     batches = _endless(dataloader)
     tokens = args.batch_size * args.sequence_length * (dist.get_world_size() // args.pp)
     with _Meter(console, args.steps) as meter:
@@ -144,34 +147,17 @@ def _train(
             optimizer.zero_grad()
             seconds = time.perf_counter() - start
             losses.append(float(out["loss"]))
-            rows = plugin.timeline()
+            recording = plugin.recording()
             meter.advance(
                 f"loss {losses[-1]:.3f}  {tokens / seconds:.0f} tokens/s  {1000 * seconds:.0f} ms/step  "
-                f"bubble {_bubble(rows):.0%} (simulated {_simulate(args, rows).bubble:.0%})"
+                f"bubble {recording.bubble:.0%} (simulated {recording.simulation().bubble:.0%})"
             )
-    return losses, rows
+    return losses, recording
 
 
 def _endless(dataloader: Any) -> Iterator[Any]:
     for _ in itertools.count():
         yield from dataloader
-
-
-def _bubble(rows: Rows) -> float:
-    """The share of all ranks' time, from the first span's start to the last one's end, in which nothing ran."""
-    spans = list(itertools.chain(*rows))
-    makespan = max(span.end for span in spans) - min(span.start for span in spans)
-    return 1 - math.fsum(span.end - span.start for span in spans) / (len(rows) * makespan)
-
-
-def _simulate(args: argparse.Namespace, rows: Rows) -> Simulation:
-    """The same program on paper, each F and B taking what it took that stage on average."""
-    forward, backward = ([_mean(row, kind) for row in rows] for kind in (Kind.F, Kind.B))
-    return simulate(make_program(args.schedule, args.pp, args.microbatches), forward=forward, backward=backward)
-
-
-def _mean(row: Sequence[Span], kind: Kind) -> float:
-    return statistics.fmean(span.end - span.start for span in row if span.action.kind is kind)
 
 
 class _Meter:
@@ -227,9 +213,3 @@ def _plot_losses(losses: Sequence[float], unseen: Sequence[float], path: Path) -
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
-
-
-def _draw_timelines(args: argparse.Namespace, rows: Rows, path: Path) -> None:
-    """The last step as measured, above the simulated one."""
-    panels = [("measured", rows), ("simulated", _simulate(args, rows).spans)]
-    draw_timeline(panels, path, title=f"{args.model}, {args.schedule}, {args.microbatches} microbatches")

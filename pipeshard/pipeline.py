@@ -1,8 +1,10 @@
-"""Pipeline: one rank's stage of a boosted model, ready to run steps."""
+"""Pipeline: one rank's stages of a boosted model, ready to run steps."""
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +13,9 @@ from colossalai.interface import ModelWrapper
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pipeshard.errors import BatchError, UsageError
+from pipeshard.errors import BatchError, ConfigurationError, UsageError
 from pipeshard.model.batch import Batch
+from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.materialize import InitWeights, initialize
 from pipeshard.model.media import read_batch
 from pipeshard.model.names import flatten_with_names
@@ -22,22 +25,25 @@ from pipeshard.model.trace import trace
 from pipeshard.model.tracer import Criterion
 from pipeshard.model.units import containers, recomputes
 from pipeshard.model.untouched import without_cache
+from pipeshard.planner.profile import Profile, profile_units
 from pipeshard.runtime.agreement import agree, gather, share_scalar
+from pipeshard.runtime.clock import offsets
+from pipeshard.runtime.deferral import Deferral
 from pipeshard.runtime.gradients import Tie, TieSync
 from pipeshard.runtime.interpreter import Interpreter
 from pipeshard.runtime.p2p import make_p2p
+from pipeshard.runtime.recording import Recording
 from pipeshard.runtime.stage import Microbatch, Stage
 from pipeshard.runtime.step import StepPlanner
 from pipeshard.schedule.communicate import add_communication
 from pipeshard.schedule.program import Program, forward_only, make_program
-from pipeshard.schedule.simulate import Span
 
 if TYPE_CHECKING:
     from pipeshard.plugin import PipelinePlugin
 
 
 class Pipeline:
-    """Shards `model` to this rank's stage and runs steps of it; made by every rank at the same time."""
+    """Shards `model` to this rank's stages and runs steps of them; made by every rank at the same time."""
 
     def __init__(self, plugin: "PipelinePlugin", model: nn.Module, sample: Batch, criterion: Criterion | None) -> None:
         manager = plugin.stage_manager
@@ -48,13 +54,17 @@ class Pipeline:
         self.ranks: list[int] = plugin.pg_mesh.get_ranks_in_group(self.group)
         self.program = lru_cache(self._program)
         self.steps = 0  # training steps so far
+        self.last: Program | None = None  # what ran last
+        self._clocks: list[float] = []
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # of the whole model
         self.cached = without_cache(model)  # configs to be given their cache back
         flow = trace(model, sample, criterion)
         size = plugin.microbatch_size or max(1, sample.rows // (plugin.num_microbatches or 1))
         scale = next(iter(sample.tensors.values())).numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1])
         policy = plugin.policy or find_policy(model)
-        self.policy = policy(model, flow, self.rank, self.num_stages, plugin.partition, scale, self.device)
+        placement = make_program(plugin.schedule, self.num_stages, 1, plugin.num_model_chunks).placement
+        where = self.rank, self.num_stages, plugin.partition, scale, self.device
+        self.policy = policy(model, flow, *where, placement=placement, costs=self._measured(flow, sample))
         self.containers = containers(model, self.policy.units)
         self.planner = StepPlanner(model, self.policy)
         self.planner.remember(flow, criterion)
@@ -64,10 +74,13 @@ class Pipeline:
         self.blank = set() if sharder.init_weights else sharder.on_meta  # on all stages: names without values so far
         self.ties = TieSync(self._ties(shared))
         self.ties.share_values()
-        self.stage = Stage(model, self.policy.replay, self.rank, is_last=self.rank == self.num_stages - 1)
-        placement = tuple(range(self.num_stages))
+        if plugin.compile:
+            self.policy.compile(**(plugin.compile if isinstance(plugin.compile, dict) else {}))
+        self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
+        last = len(placement) - 1
+        self.stages = [Stage(model, self.policy.replay, s, s == last, self.deferral) for s in self.policy.chunks]
         p2p = make_p2p(plugin.p2p, self.ranks, placement, self.device)
-        self.interpreter = Interpreter({self.rank: self.stage}, placement, p2p, self.device)
+        self.interpreter = Interpreter({stage.index: stage for stage in self.stages}, placement, p2p, self.device)
 
     def held_parameters(self) -> dict[nn.Parameter, str]:
         """The parameters this stage holds, and their first names."""
@@ -101,49 +114,79 @@ class Pipeline:
         synchronize: bool,
     ) -> dict[str, Any]:
         batches = batch.split(self.plugin.num_microbatches, self.plugin.microbatch_size)
-        microbatches = self.planner.plan(batches, criterion, return_outputs, self.plugin.loss_reduction == "token")
-        if train and microbatches[0].route.flow.loss is None:
+        planned = self.planner.plan(batches, criterion, return_outputs, self.plugin.loss_reduction == "token")
+        if train and planned[0][0].route.flow.loss is None:
             raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
         if train and not self.trainable:
             raise UsageError(
                 "there is nothing to train: every parameter was frozen when the model was boosted (a PeftModel that "
                 "was loaded without is_trainable=True?). Evaluate under torch.no_grad()"
             )
-        self.stage.begin(microbatches, criterion, train, return_outputs)
+        for stage, microbatches in zip(self.stages, planned, strict=True):
+            stage.begin(microbatches, criterion, train, return_outputs)
         if train:
             self.ties.begin()
         try:
-            self.last = self.program(len(microbatches), train)
-            self.interpreter.run(self.last.ranks[self.rank])
+            self.last = program = self.program(len(batches), train)
+            with self.deferral.installed() if program.has_weight else nullcontext():
+                self.interpreter.run(program.ranks[self.rank])
         finally:
-            self.stage.alive.clear()
+            for stage in self.stages:
+                stage.end()
         if train:
             self.steps += 1
             self.ties.finish(synchronize)
-        loss = share_scalar(self.stage.loss, self.ranks[-1], self.group, self.device) if return_loss else None
-        outputs = None
-        if return_outputs and self.stage.is_last:
-            outputs = _merged(self.stage.outputs, microbatches, loss)
-        self.stage.outputs = []
+        end, source = self.stages[-1], self.ranks[self.policy.placement[-1]]  # the last stage is the last of its rank
+        loss = share_scalar(end.loss, source, self.group, self.device) if return_loss else None
+        outputs = _merged(end.outputs, planned[-1], loss) if return_outputs and end.is_last else None
+        end.outputs = []
         return {"loss": loss, "outputs": outputs}
 
-    def timeline(self) -> list[list[Span]]:
-        """The spans of the last step on every rank, from the first start on."""
-        computed = [[action for action in actions if action.kind.is_compute] for actions in self.last.ranks]
-        times = torch.zeros(max(map(len, computed)), 2, dtype=torch.float64)
+    def recording(self) -> Recording:
+        """The last step on every rank; all of them call it."""
+        if self.last is None:
+            raise UsageError("there is nothing recorded before a step: call booster.execute_pipeline first")
+        clocks = self._clocks = self._clocks or offsets(self.group)
+        lengths = [sum(action.kind.is_compute for action in actions) for actions in self.last.ranks]
+        times = torch.zeros(max(lengths) + self.num_stages, 2, dtype=torch.float64)
         for k, span in enumerate(self.interpreter.spans):
-            times[k, 0], times[k, 1] = span.start, span.end
-        tables = gather(times, self.group)
-        tables -= tables[:, 0, 0].min().item()
-        return [[Span(a, *t) for a, t in zip(actions, table)] for actions, table in zip(computed, tables.tolist())]
+            times[k, 0], times[k, 1] = span.start - clocks[self.rank], span.end - clocks[self.rank]
+        for other, seconds in self.interpreter.waited.items():
+            times[max(lengths) + other, 0] = seconds
+        tables = gather(times, self.group).tolist()
+        waited = [[seconds for seconds, _ in table[max(lengths) :]] for table in tables]
+        return Recording.of(self.last, [table[:n] for table, n in zip(tables, lengths)], waited, self.steps - 1)
 
     def _program(self, num_microbatches: int, train: bool) -> Program:
-        make = make_program(self.plugin.schedule, self.num_stages, num_microbatches)
-        return add_communication(make if train else forward_only(self.num_stages, num_microbatches))
+        plugin = self.plugin
+        program = make_program(plugin.schedule, self.num_stages, num_microbatches, plugin.num_model_chunks)
+        return add_communication(program if train else forward_only(program))
 
     def _init_weights(self) -> InitWeights:
         """What Booster loads right after `configure` is not drawn before."""
         return False if getattr(self.model, "_pretrained", None) else self.plugin.init_weights
+
+    def _measured(self, flow: Dataflow, sample: Batch) -> list[float] | None:
+        """With partition="profile" the seconds of each unit call, the same on every rank: the median of theirs."""
+        kind, _, file = str(self.plugin.partition).partition(":")
+        if kind != "profile":
+            return None
+        failure: Exception | None = None
+        seconds = torch.full((len(flow.calls),), math.nan, dtype=torch.float64)
+        try:
+            microbatch = sample.split(self.plugin.num_microbatches, self.plugin.microbatch_size)[0]
+            known = bool(file) and Path(file).exists()
+            profile = Profile.load(file) if known else profile_units(self.model, flow, microbatch, self.device)
+            profile.check(self.model, flow, microbatch)
+            seconds = torch.tensor(profile.costs(flow), dtype=torch.float64)
+        except Exception as error:
+            failure = error
+        of_ranks = gather(seconds, self.group)
+        if of_ranks.isnan().any():
+            raise failure or ConfigurationError("partition='profile' failed on another stage: the reason is there")
+        if file and not known and self.rank == 0:
+            profile.save(file)
+        return of_ranks.median(dim=0).values.tolist()
 
     def draw(self, names: Sequence[str]) -> None:
         """Give the blank parameters of these names what `init_weights` draws; every rank names the same."""

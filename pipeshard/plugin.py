@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from colossalai.booster.plugin.pp_plugin_base import PipelinePluginBase
 from colossalai.checkpoint_io import CheckpointIO
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
@@ -19,34 +19,37 @@ from pipeshard.checkpoint.io import PipelineCheckpointIO
 from pipeshard.checkpoint.lora import enable_lora, refuse_blank_adapters
 from pipeshard.checkpoint.pretrained import blank_model
 from pipeshard.dataloader import ResumableDataLoader
-from pipeshard.errors import BatchError, ConfigurationError, UsageError
+from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.mesh import ProcessGroupMesh
 from pipeshard.model.batch import Batch
+from pipeshard.model.made_up import made_up
 from pipeshard.model.materialize import InitWeights
 from pipeshard.model.media import read_batch
-from pipeshard.model.names import without_adapters
 from pipeshard.model.policy import Policy
 from pipeshard.model.tracer import Criterion
 from pipeshard.pipeline import Pipeline, PipelineModel
 from pipeshard.runtime.optimizer import PipelineOptimizer
 from pipeshard.runtime.p2p import P2P, check_p2p
-from pipeshard.schedule.program import make_program
-from pipeshard.schedule.simulate import Span
+from pipeshard.runtime.recording import Recording
+from pipeshard.schedule.program import make_program, num_chunks
 from pipeshard.stage_manager import PipelineStageManager
 
 LOSS_REDUCTIONS = ("token", "microbatch")
 
 
 class PipelinePlugin(PipelinePluginBase):
-    """Trains a model across `pp_size` processes, each of which holds one stage.
+    """Trains a model across `pp_size` processes, each of which holds one stage, or several chunks of the model.
 
     Args:
         pp_size: p, the number of stages; the world has as many processes.
         num_microbatches, microbatch_size: exactly one of the two; how each batch is cut along its samples.
-        schedule: "1f1b" or "gpipe".
+        schedule: "1f1b", "gpipe", "interleaved", "zb-h1" or "zbv". With the last two, the weight gradients of linear
+            and embedding layers are computed apart, while a stage would wait.
+        num_model_chunks: v, the chunks of the model on each process, for "interleaved"; "zbv" always has two.
         p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
-        partition: "auto" (by cost), "uniform", "parameters", how many unit calls each stage gets, or the names of the
-            units to cut after.
+        partition: "auto" (by cost), "uniform", "parameters", "type:REGEX" (equally many units whose class matches),
+            "profile" (by measured time; "profile:PATH" keeps it in a file), how many unit calls each of the p·v stages
+            gets, or the names of the units to cut after.
         policy: a Policy class for this model; by default the one registered for it.
         init_weights: for what is on meta (built under `torch.device("meta")`, or accelerate's `init_empty_weights`).
             True draws it by the architecture's own rule, False leaves it to `booster.load_model`, a function is called
@@ -56,6 +59,8 @@ class PipelinePlugin(PipelinePluginBase):
         max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`; 0 does not.
         loss_reduction: "token" makes the loss that of the whole batch, the mean over its valid labels;
             "microbatch" averages the microbatches' losses as they are.
+        compile: True, or options of torch.compile: each held unit is compiled by itself, and units of one class once.
+            Not with "zb-h1" and "zbv", which split the backward of layers.
 
     Raises ConfigurationError for arguments that cannot work, on every rank.
     """
@@ -66,6 +71,7 @@ class PipelinePlugin(PipelinePluginBase):
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
         schedule: str = "1f1b",
+        num_model_chunks: int = 1,
         p2p: str | type[P2P] = "broadcast",
         partition: str | Sequence[int] | Sequence[str] = "auto",
         policy: type[Policy] | None = None,
@@ -73,10 +79,18 @@ class PipelinePlugin(PipelinePluginBase):
         init_weights: InitWeights = True,
         max_norm: float = 0.0,
         loss_reduction: str = "token",
+        compile: bool | dict[str, Any] = False,
     ) -> None:
         super().__init__()
         _check_sizes(pp_size, num_microbatches, microbatch_size)
-        make_program(schedule, 1, 1)
+        if not isinstance(num_model_chunks, int) or num_model_chunks < 1:
+            raise ConfigurationError(f"num_model_chunks={num_model_chunks!r} is no positive integer")
+        chunks = num_chunks(schedule, num_model_chunks)
+        if compile and make_program(schedule, 1, 1, chunks).has_weight:
+            raise ConfigurationError(
+                f"compile={compile!r} does not go with schedule={schedule!r}: a compiled backward cannot leave out its "
+                "weight gradients. Use '1f1b', 'interleaved' or 'gpipe'"
+            )
         if loss_reduction not in LOSS_REDUCTIONS:
             raise ConfigurationError(f"loss_reduction={loss_reduction!r} is unknown: use one of {LOSS_REDUCTIONS}")
         if policy is not None and not (isinstance(policy, type) and issubclass(policy, Policy)):
@@ -84,11 +98,12 @@ class PipelinePlugin(PipelinePluginBase):
         if not (isinstance(init_weights, bool) or callable(init_weights)):
             raise ConfigurationError(f"init_weights={init_weights!r} is none of True, False, and a function")
         self.pp_size, self.num_microbatches, self.microbatch_size = pp_size, num_microbatches, microbatch_size
-        self.schedule, self.p2p, self.partition = schedule, check_p2p(p2p), partition
+        self.schedule, self.num_model_chunks = schedule, chunks
+        self.p2p, self.partition = check_p2p(p2p), partition
         self.policy, self.dry_run_input, self.init_weights = policy, dry_run_input, init_weights
-        self.max_norm, self.loss_reduction = max_norm, loss_reduction
+        self.max_norm, self.loss_reduction, self.compile = max_norm, loss_reduction, compile
         self.pg_mesh = ProcessGroupMesh(pp_size)
-        self.stage_manager = PipelineStageManager(self.pg_mesh, pipeline_axis=0)
+        self.stage_manager = PipelineStageManager(self.pg_mesh, 0, chunks > 1, schedule == "zbv", chunks)
         self.device = _device()
         self._pipeline: Pipeline | None = None
         self._synchronize = True
@@ -195,18 +210,34 @@ class PipelinePlugin(PipelinePluginBase):
         """
         return ResumableDataLoader(dataset, batch_size, shuffle, seed, **options)
 
-    def timeline(self) -> list[list[Span]]:
-        """When each rank ran each F and B of the last step, in seconds; every rank has to call it."""
+    def recording(self) -> Recording:
+        """When each rank ran each action of the last step, and whom it waited for; every rank has to call it.
+
+        `plugin.recording().summary()` is one line about the step; `draw(path)` shows it above its simulation. On a GPU
+        these are times at which work was handed to it, except for a step inside `with plugin.measuring():`.
+        """
         if self._pipeline is None:
-            raise UsageError("there is no timeline before booster.boost and a step")
-        return self._pipeline.timeline()
+            raise UsageError("there is nothing recorded before booster.boost and a step")
+        return self._pipeline.recording()
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Inside, every action of a step waits until the GPU is done with it, so that its times are the device's."""
+        if self._pipeline is None:
+            raise UsageError("there is nothing to measure before booster.boost")
+        interpreter = self._pipeline.interpreter
+        interpreter.synchronous = self.device.type == "cuda"
+        try:
+            yield
+        finally:
+            interpreter.synchronous = False
 
     def _sample(self, model: nn.Module, dataloader: DataLoader[Any] | None) -> Batch:
         """The batch to trace with: `dry_run_input`, the dataset's first samples, or one made up for the model."""
         data = self.dry_run_input
         if data is None and dataloader is not None:
             data = _first_samples(dataloader)
-        return read_batch(model, _made_up(model) if data is None else data)
+        return read_batch(model, made_up(model) if data is None else data)
 
 
 def _check_sizes(pp_size: int, num_microbatches: int | None, microbatch_size: int | None) -> None:
@@ -245,24 +276,3 @@ def _first_samples(dataloader: DataLoader[Any]) -> Any:
         if getattr(dataloader, "batch_size", None) is None:  # the dataset's entries are batches
             return collate(dataset[0])
         return collate([dataset[k] for k in range(min(len(dataset), dataloader.batch_size or 1))])
-
-
-def _made_up(model: nn.Module) -> dict[str, Tensor]:
-    """A batch with zeros for what the model's signature and config say that it takes."""
-    main: Any = getattr(model, "main_input_name", None)
-    config: Any = getattr(model, "config", None)
-    if main == "input_ids":
-        ids = torch.zeros(2, 8, dtype=torch.int64)
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        if type(without_adapters(model)[1]).__name__.endswith("SequenceClassification"):
-            batch["labels"] = ids[:, 0]
-        return batch
-    if main == "pixel_values" and hasattr(config, "image_size"):
-        size = config.image_size
-        height, width = size if isinstance(size, Sequence) else (size, size)
-        pixels = torch.zeros(2, getattr(config, "num_channels", 3), height, width)
-        return {"pixel_values": pixels, "labels": torch.zeros(2, dtype=torch.int64)}
-    raise BatchError(
-        f"what {type(model).__name__} takes (main input {main!r}) cannot be made up: pass "
-        "PipelinePlugin(dry_run_input=<a batch>), or a dataloader over an indexable dataset to booster.boost"
-    )

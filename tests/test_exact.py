@@ -15,17 +15,24 @@ from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences, parameter_
 
 MICROBATCHES = (1, 2, 3, 8)
 THOROUGH = ("gpt2", "t5")
+CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2}
 TRANSPORTS = [("1f1b", "broadcast"), ("gpipe", "broadcast"), ("1f1b", "isend"), ("gpipe", "isend")]
 
 
-def three_steps(name: str, schedule: str, p2p: str) -> None:
+def layers(name: str, schedule: str, p: int) -> int:
+    """Enough for every stage, and no more: rounding errors grow with depth. T5 has twice as many."""
+    return 4 if CHUNKS[schedule] * p < 7 or name == "t5" else 6
+
+
+def three_steps(name: str, schedule: str, p2p: str, microbatches: tuple[int, ...] = MICROBATCHES) -> None:
     """For every m: one step's loss and gradients in fp32, then three clipped AdamW steps."""
     p = dist.get_world_size()
-    for m in MICROBATCHES:
-        model = zoo.build(name)
+    for m in microbatches:
+        model = zoo.build(name, layers=layers(name, schedule, p))
         unsplit = Unsplit(copy.deepcopy(model), max_norm=0.5)
         data = zoo.batch(name)
-        split = Split(model, p, data, num_microbatches=m, schedule=schedule, p2p=p2p, max_norm=0.5)
+        options: Any = {"schedule": schedule, "num_model_chunks": CHUNKS[schedule], "p2p": p2p}
+        split = Split(model, p, data, num_microbatches=m, max_norm=0.5, **options)
         for seed in range(3):
             data = zoo.batch(name, seed=seed)
             # Once parameters were updated by norms that are sums in another order, losses are not equal to the bit.
@@ -49,14 +56,23 @@ def transports(name: str, p: int) -> list[tuple[str, str]]:
     return TRANSPORTS[::3] if (p + list(zoo.MODELS).index(name)) % 2 else TRANSPORTS[1:3]
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize(
+    ("name", "p"), [(name, p) for name in zoo.MODELS for p in (1, 2, 3, 4) if p != 3 or name in THOROUGH]
+)
 def test_three_steps(pool: Pool, name: str, p: int) -> None:
     for schedule, p2p in transports(name, p):
         pool.run(three_steps, p, name, schedule, p2p, timeout=120)
 
 
-def ragged(name: str) -> None:
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_three_steps_of_chunks_and_split_backwards(pool: Pool, name: str, p: int) -> None:
+    for k, schedule in enumerate(("interleaved", "zb-h1", "zbv")):
+        m = (3, 8, 1)[(p + k + list(zoo.MODELS).index(name)) % 3]
+        pool.run(three_steps, p, name, schedule, "broadcast" if k else "isend", (m,), timeout=120)
+
+
+def ragged(name: str, schedule: str) -> None:
     """All that is uneven, in one run of one split model, against the whole batch at once.
 
     In fp64, so that another order of sums is no excuse; the heads themselves compute the loss in fp32.
@@ -65,13 +81,14 @@ def ragged(name: str) -> None:
     # Grouped matrix products know no fp64, and Gemma 2's soft-capped masks overflow in it, unsplit too.
     dtype = torch.float32 if name in ("mixtral", "gemma2") else torch.float64
     tolerance = 1e-6 if dtype is torch.float64 else 1e-5
-    model = zoo.build(name, dtype)
+    model = zoo.build(name, dtype, layers=layers(name, schedule, p))
     unsplit = Unsplit(copy.deepcopy(model), max_norm=0.5)
-    split = Split(model, p, zoo.batch(name, dtype=dtype), microbatch_size=2, max_norm=0.5)
+    options: Any = {"schedule": schedule, "num_model_chunks": CHUNKS[schedule]}
+    split = Split(model, p, zoo.batch(name, dtype=dtype), microbatch_size=2, max_norm=0.5, **options)
 
     def check(data: Any, what: str) -> None:
         found = differences(split, unsplit, data, tolerance)
-        assert not found, f"{name} p={p}, {what}: {found}"
+        assert not found, f"{name} p={p} {schedule}, {what}: {found}"
 
     def evaluate(data: Any, what: str) -> None:
         unsplit.model.eval()
@@ -80,7 +97,7 @@ def ragged(name: str) -> None:
             reference = unsplit.model(**data)
         out = split.evaluate(data, return_outputs=True)
         assert float(out["loss"]) == pytest.approx(float(reference.loss), rel=tolerance), what
-        if dist.get_rank() == p - 1:
+        if dist.get_rank() == split.model.pipeline.policy.placement[-1]:
             assert type(out["outputs"]) is type(reference), what
             assert torch.allclose(out["outputs"].logits, reference.logits, rtol=tolerance, atol=tolerance), what
         else:
@@ -118,4 +135,8 @@ def ragged(name: str) -> None:
 @pytest.mark.parametrize("p", [1, 2, 4])
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_ragged(pool: Pool, name: str, p: int) -> None:
-    pool.run(ragged, p, name, timeout=120)
+    """Every schedule for one tied and one untied model, else in turn."""
+    names = list(CHUNKS)
+    turn = names[(2 * p + list(zoo.MODELS).index(name)) % len(names)]
+    for schedule in names if p == 2 and name in ("gpt2", "llama") else [turn]:
+        pool.run(ragged, p, name, schedule, timeout=120)

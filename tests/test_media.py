@@ -53,7 +53,7 @@ def one_step(name: str) -> list[str]:
         whole = unsplit(**data).loss
     if abs(float(expected / whole) - 1) > 1e-5:
         found.append(f"loss of the parts {expected.item()!r}, of the batch {whole.item()!r}")
-    for microbatch in split.model.pipeline.stage.microbatches:
+    for microbatch in split.model.pipeline.stages[0].microbatches:
         media = microbatch.batch.tensors["input_features" if name in SOUNDS else "pixel_values"]
         if any(media.stride()) != (rank == 0 or name in LOOKED_AT):
             found.append(f"on stage {rank} media take {'no ' * (not any(media.stride()))}memory")

@@ -32,56 +32,66 @@ ENCODER = {
 }
 
 
-def _gpt2() -> nn.Module:
+def _with(sizes: dict[str, Any], layers: int) -> dict[str, Any]:
+    return {**sizes, "num_hidden_layers": layers}
+
+
+def _gpt2(layers: int) -> nn.Module:
     dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     special = {"bos_token_id": 1, "eos_token_id": 2}
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=64, **dropout, **special
+        vocab_size=VOCABULARY, n_embd=32, n_layer=layers, n_head=4, n_positions=64, **dropout, **special
     )
     return transformers.GPT2LMHeadModel(config)
 
 
-def _t5() -> nn.Module:
-    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}
+def _t5(layers: int) -> nn.Module:
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": layers - 1, "num_heads": 4}
     config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, tie_word_embeddings=True)
     return transformers.T5ForConditionalGeneration(config)
 
 
-def _vit() -> nn.Module:
-    config = transformers.ViTConfig(**ENCODER, image_size=16, patch_size=4, num_labels=5)
+def _vit(layers: int) -> nn.Module:
+    config = transformers.ViTConfig(**_with(ENCODER, layers), image_size=16, patch_size=4, num_labels=5)
     return transformers.ViTForImageClassification(config)
 
 
-def _bert() -> nn.Module:
-    config = transformers.BertConfig(**ENCODER, vocab_size=VOCABULARY, max_position_embeddings=64)
+def _bert(layers: int) -> nn.Module:
+    config = transformers.BertConfig(**_with(ENCODER, layers), vocab_size=VOCABULARY, max_position_embeddings=64)
     return transformers.BertForMaskedLM(config)
 
 
-def _gemma2() -> nn.Module:
-    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**TINY, head_dim=8, sliding_window=4))
+def _gemma2(layers: int) -> nn.Module:
+    return transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**_with(TINY, layers), head_dim=8, sliding_window=4)
+    )
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS: dict[str, Callable[[int], nn.Module]] = {
     "gpt2": _gpt2,
-    "llama-tied": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, tie_word_embeddings=True)),
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, tie_word_embeddings=False)),
-    "granite": lambda: transformers.GraniteForCausalLM(
-        transformers.GraniteConfig(**TINY, embedding_multiplier=12.0, tie_word_embeddings=True)
+    "llama-tied": lambda layers: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**_with(TINY, layers), tie_word_embeddings=True)
+    ),
+    "llama": lambda layers: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**_with(TINY, layers), tie_word_embeddings=False)
+    ),
+    "granite": lambda layers: transformers.GraniteForCausalLM(
+        transformers.GraniteConfig(**_with(TINY, layers), embedding_multiplier=12.0, tie_word_embeddings=True)
     ),
     "bert": _bert,
     "t5": _t5,
     "gemma2": _gemma2,
-    "mixtral": lambda: transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2)
+    "mixtral": lambda layers: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**_with(TINY, layers), num_local_experts=4, num_experts_per_tok=2)
     ),
     "vit": _vit,
 }
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, layers: int = 4) -> nn.Module:
     """A model of the zoo, the same for the same seed, in training mode (no dropout)."""
     torch.manual_seed(seed)
-    model = MODELS[name]().to(dtype).train()
+    model = MODELS[name](layers).to(dtype).train()
     if name == "t5":
         model.config.use_cache = False
     return model

@@ -55,7 +55,8 @@ class Dataflow:
     `outputs` are the tensor leaves of the model's output: (path, use, spec). `written` are values that are changed
     in place after they were made. `decisions` are lines of glue that decide in Python on an activation, `consulted`
     the leaves of the batch it decides on, or writes to, `watched` those among them whose values are part of what the
-    Dataflow is for: sizes of images, and masks that select.
+    Dataflow is for: sizes of images, and masks that select. `glue_random` is whether glue draws random numbers,
+    `python_random` whether anything draws from `random` or numpy's generator.
     """
 
     calls: tuple[Call, ...]
@@ -66,6 +67,8 @@ class Dataflow:
     consulted: frozenset[str]
     watched: frozenset[str]
     axes: Axes
+    glue_random: bool = True
+    python_random: bool = False
 
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:

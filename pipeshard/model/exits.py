@@ -1,6 +1,7 @@
 """Exits: the ways by which values leave a unit call: its result, forward hooks inside it, mappings it fills."""
 
 import functools
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -32,6 +33,8 @@ class Part(NamedTuple):
 
 
 RESULT = Source()
+
+logger = logging.getLogger("pipeshard")
 
 
 def answer(unit: nn.Module, parts: Sequence[Part], leaves: Sequence[Any], arguments: Any) -> Any:
@@ -103,11 +106,19 @@ def _added(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _tell(unit: nn.Module, path: str, result: Any) -> None:
-    """Call the forward hooks of a module inside a unit as if it had just returned `result`."""
+    """Call the forward hooks of a module inside a unit as if it had just returned `result`.
+
+    There are no arguments to tell: a hook that fails for want of them is passed over, here as in the trace.
+    """
     module = unit.get_submodule(path)
     for key, hook in list(module._forward_hooks.items()):
         arguments: tuple[Any, ...] = ((), {}) if key in module._forward_hooks_with_kwargs else ((),)
-        if hook(module, *arguments, result) is not None:
+        try:
+            changed = hook(module, *arguments, result) is not None
+        except Exception as error:
+            logger.debug("a forward hook on %s, inside a unit of another stage, failed: %r", path, error)
+            continue
+        if changed:
             raise TraceError(
                 f"a forward hook on {path} ({type(module).__name__}), inside a unit, changes its result: do that in "
                 "the module's forward, so that the stages which do not run the module need not know"

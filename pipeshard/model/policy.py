@@ -17,17 +17,26 @@ from pipeshard.model.names import without_adapters
 from pipeshard.model.partition import Partition, balance, call_costs, forbidden_cuts, held_parameters
 from pipeshard.model.replay import Replay
 from pipeshard.model.units import find_units, intercept
-
-PARTITIONS = ("auto", "uniform", "parameters")
+from pipeshard.model.weights import weights
 
 
 class Policy:
     """The four questions a sharder asks, answered for one stage of one model.
 
     Override a method for what the trace cannot know; most architectures need no policy of their own. `partition` is
-    "auto" (by cost), "uniform" (equally many units), "parameters", how many unit calls each stage gets, or the units
-    to cut after. `scale` is the size of a microbatch over that of the trace. `expects` is what the policy takes for
-    granted of the layers; where the trace finds something else, TraceError says so.
+    "auto" (by cost), "uniform" (equally many units), "parameters", "profile" (by cost as measured), "type:REGEX"
+    (equally many units whose class has a name that the expression matches, in any case), how many unit calls each
+    stage gets, or the units to cut after. `scale` is the size of a microbatch over that of the trace; `costs` are those
+    of the unit calls where they are known better than from it. `placement` says on which of the
+    `num_stages` processes each part of the model is, where a process has several chunks of it; by default it is one
+    part each. `expects` is what the policy takes for granted of the layers; where the trace finds something else,
+    TraceError says so.
+
+    Attributes:
+        stage: this process's place among `num_stages`, its rank in the pipeline.
+        chunks: the parts of the model that it runs, by their place in the model.
+        partition: the part that runs each unit call; `stages` the same as numbers, one for each call of `flow`.
+        held: the names of the parameters that each process holds.
     """
 
     expects: ClassVar[Chain | None] = None
@@ -41,23 +50,29 @@ class Policy:
         partition: str | Sequence[int] | Sequence[str] = "auto",
         scale: float = 1.0,
         device: torch.device | None = None,
+        placement: Sequence[int] | None = None,
+        costs: Sequence[float] | None = None,
     ) -> None:
         self.model, self.flow, self.stage, self.num_stages = model, flow, stage, num_stages
-        self.partition_by, self.scale = partition, scale
+        self.placement = tuple(range(num_stages) if placement is None else placement)
+        self.chunks = [part for part, at in enumerate(self.placement) if at == stage]
+        self.partition_by, self.scale, self.known_costs = partition, scale, costs
         self.units = find_units(model)
         self.refuse_decisions(flow)
         self.refuse_unexpected(flow)
-        counts = self.distribute_layers(len(flow.calls), num_stages)
-        if len(counts) != num_stages or sum(counts) != len(flow.calls) or min(counts) < 1:
+        parts = len(self.placement)
+        counts = self.distribute_layers(len(flow.calls), parts)
+        if len(counts) != parts or sum(counts) != len(flow.calls) or min(counts) < 1:
+            chunks = f" ({parts // num_stages} chunks for each of {num_stages} processes)" if parts > num_stages else ""
             raise PartitionError(
-                f"partition {list(counts)} does not give each of {num_stages} stages at least one of the model's "
+                f"partition {list(counts)} does not give each of {parts} stages{chunks} at least one of the model's "
                 f"{len(flow.calls)} unit calls: {[call.unit for call in flow.calls]}"
             )
         self.partition = Partition.of(flow, counts)
         self.stages = self.partition.of_calls(flow)
         self._refuse_forbidden(counts)
-        self.held = held_parameters(model, flow, self.stages, self.units, num_stages)
-        running = {call.unit for call, s in zip(flow.calls, self.stages, strict=True) if s == stage}
+        self.held = self._merged(held_parameters(model, flow, self.stages, self.units, parts))
+        running = {call.unit for call, part in zip(flow.calls, self.stages, strict=True) if part in self.chunks}
         self.replay = Replay(self.units, frozenset(running), stage, device or torch.device("cpu"))
 
     def refuse_decisions(self, flow: Dataflow) -> None:
@@ -94,22 +109,20 @@ class Policy:
 
     def costs(self) -> list[float]:
         """Relative time of each unit call."""
-        return call_costs(self.flow, self.units, self.scale)
+        return call_costs(self.flow, self.units, self.scale) if self.known_costs is None else list(self.known_costs)
+
+    def weights(self, num_stages: int) -> list[float]:
+        """Of each unit call, what a partition that is given by name makes as equal as possible on the stages."""
+        if str(self.partition_by).startswith("profile") and self.known_costs is None:
+            raise ConfigurationError("partition='profile' goes by measured costs: pass costs=profile.costs(flow)")
+        units = [self.units[call.unit] for call in self.flow.calls]
+        return weights(str(self.partition_by), units, self.costs, num_stages)
 
     def distribute_layers(self, num_layers: int, num_stages: int) -> list[int]:
         """How many of the `num_layers` unit calls, in their order, each stage runs."""
-        by, forbidden = self.partition_by, forbidden_cuts(self.flow)
+        by = self.partition_by
         if isinstance(by, str):
-            if by not in PARTITIONS:
-                raise ConfigurationError(f"partition={by!r} is unknown: use one of {PARTITIONS}, or a list")
-            weights = {
-                "auto": self.costs,
-                "uniform": lambda: [1.0] * num_layers,
-                "parameters": lambda: [
-                    float(sum(p.numel() for p in self.units[c.unit].parameters())) for c in self.flow.calls
-                ],
-            }[by]()
-            return balance(weights, num_stages, forbidden)
+            return balance(self.weights(num_stages), num_stages, forbidden_cuts(self.flow))
         if all(isinstance(entry, int) for entry in by):
             return [int(entry) for entry in by]
         return self._counts_after([str(entry) for entry in by])
@@ -133,13 +146,26 @@ class Policy:
         """The stage to ask for the present value of a parameter (by its first name) or a buffer: of those that hold it
         or run its unit the first; for a buffer of no unit the last, which alone runs all of the glue."""
         holders = [stage for stage, held in enumerate(self.held) if name in held]
-        running = [stage for (unit, _), stage in self.partition.stages.items() if name.startswith(f"{unit}.")]
-        return min(holders or running, default=self.num_stages - 1)
+        parts = [part for (unit, _), part in self.partition.stages.items() if name.startswith(f"{unit}.")]
+        return min(holders or [self.placement[part] for part in parts], default=self.placement[-1])
 
     def replace_forward(self) -> None:
         """Make held units run and the others replay."""
         for interception in intercept(self.units):
             interception.handler = self.replay
+
+    def compile(self, **options: Any) -> None:
+        """Let torch.compile compile each held unit by itself; units of one class share what is compiled."""
+        held = {name: unit for name, unit in self.units.items() if name in self.replay.held}
+        for interception in intercept(held):
+            interception.compiled = torch.compile(interception.original, **options)
+
+    def _merged(self, parts: Sequence[set[str]]) -> list[set[str]]:
+        """What each process holds, of what the parts it runs hold."""
+        held: list[set[str]] = [set() for _ in range(self.num_stages)]
+        for at, names in zip(self.placement, parts, strict=True):
+            held[at] |= names
+        return held
 
     def _counts_after(self, names: list[str]) -> list[int]:
         ends = sorted(self._calls_of(name, "partition")[-1] + 1 for name in names)

@@ -13,8 +13,9 @@ import torch
 class Randomness:
     """Seeds all generators by (seed, step, microbatch, place in the forward), so that a mask is the same for every p.
 
-    A place is a unit call, or the glue before one: each stage that runs it draws what the unsplit model would. Torch,
-    `random` and numpy are seeded alike, because models draw from all three (dropout, layerdrop, masked features).
+    A place is a unit call, or the glue before one: each stage that runs it draws what the unsplit model would. Torch is
+    always seeded, for dropout; `random` and numpy, which take longer, where `python` says that the model draws from
+    them (layerdrop, masked features).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,6 +23,7 @@ class Randomness:
         if device.type == "cuda":
             self.generators.append(torch.cuda.default_generators[device.index])
         self._key = (0, 0, 0)
+        self.python = True
 
     @contextmanager
     def step(self, seed: int, step: int) -> Iterator[None]:
@@ -47,5 +49,12 @@ class Randomness:
         number = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
         for generator in self.generators:
             generator.manual_seed(number)
-        random.seed(number)
-        np.random.seed(number)
+        if self.python:
+            random.seed(number)
+            np.random.seed(number)
+
+
+def python_state() -> tuple[object, ...]:
+    """Changes when `random` or numpy's generator is drawn from."""
+    of_numpy = np.random.get_state(legacy=False)
+    return random.getstate(), str(of_numpy["state"]["key"].tobytes()), of_numpy["state"]["pos"]

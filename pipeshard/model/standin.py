@@ -1,6 +1,8 @@
 """Stand-ins: throw-away tensors in the place of real ones while a model is traced."""
 
 import math
+import mmap
+import sys
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.model.shapes import TensorSpec
+
+# Memory that is never touched is not to be counted: a stand-in may be larger than the machine has.
+_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linux" else 0)  # 0x4000: MAP_NORESERVE
 
 
 class _StandIn(torch.autograd.Function):
@@ -22,7 +27,8 @@ def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
     """Zeros whose memory the system gives only where glue touches it: those of a large model are mostly passed on."""
     if device.type != "cpu" or 0 in spec.shape:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-    untouched = torch.from_numpy(np.zeros(math.prod(spec.shape) * spec.dtype.itemsize, dtype=np.uint8))
+    size = math.prod(spec.shape) * spec.dtype.itemsize
+    untouched = torch.from_numpy(np.frombuffer(mmap.mmap(-1, size, flags=_FLAGS), dtype=np.uint8))
     return torch.empty(0, dtype=spec.dtype).set_(untouched.untyped_storage()).resize_(spec.shape)
 
 

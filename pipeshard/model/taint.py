@@ -72,6 +72,7 @@ class Taint(TorchDispatchMode):
         self.consulted: set[str] = set()  # inputs whose values Python saw
         self.shaping: set[str] = set()  # inputs whose values made the shape of something
         self.met: set[Tag] = set()
+        self.drawn = False  # whether glue drew random numbers of torch
         self.flops = self.elements = 0
         self.is_checking = False
         self._alive: list[Any] = []  # storages: a freed one's address would be used again
@@ -97,6 +98,7 @@ class Taint(TorchDispatchMode):
         tags = self.of(inputs) if func._overloadpacket not in SHAPED else NOTHING
         if tags and (deciding := self.of(_deciding(func, args))):
             self.decide(deciding, shaping=func._overloadpacket not in SCALAR)
+        self.drawn |= self.inside is None and torch.Tag.nondeterministic_seeded in func.tags
         result = self._run(func, args, kwargs, inputs)
         outputs = list(_tensors(result if isinstance(result, tuple | list) else (result,)))
         if self.inside is not None:

@@ -17,8 +17,9 @@ from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.model.batch import Batch
 from pipeshard.model.dataflow import Call, Dataflow, Use
 from pipeshard.model.exits import Exits, Part, answer, listened
+from pipeshard.model.meter import Meter, Visit
 from pipeshard.model.names import flatten_with_names
-from pipeshard.model.randomness import Randomness
+from pipeshard.model.randomness import Randomness, python_state
 from pipeshard.model.shapes import Axes, TensorSpec
 from pipeshard.model.standin import blank_state, copy_to, is_trainable, stand_in
 from pipeshard.model.taint import Hidden, Input, Reading, Tag, Taint, Used, Value
@@ -44,19 +45,23 @@ class _Kind:
     met: frozenset[Tag]
     flops: int
     elements: int
+    visit: Visit | None
 
 
 class Tracer:
-    """Runs the glue of one model; remembers the kinds of its units from run to run."""
+    """Runs the glue of one model; remembers the kinds of its units from run to run. A `meter` listens to every run."""
 
-    def __init__(self, model: nn.Module, criterion: Criterion | None, sample: Batch) -> None:
-        self.model, self.criterion = model, criterion
+    def __init__(
+        self, model: nn.Module, criterion: Criterion | None, sample: Batch, meter: Meter | None = None
+    ) -> None:
+        self.model, self.criterion, self.meter = model, criterion, meter
         self.units = find_units(model)
         tensors = (*model.parameters(), *sample.tensors.values())
         self.device = next(t.device for t in tensors if not t.is_meta)
         self.kinds: dict[Any, _Kind] = {}
-        self.names = {name: _kind_name(unit) for name, unit in self.units.items()}
+        self.names = {name: kind_name(unit) for name, unit in self.units.items()}
         self.reuse = True
+        self.python_random = False
 
     def run(self, batch: Batch) -> Dataflow:
         """One run of the glue; shapes are those of `batch`, without slopes."""
@@ -78,9 +83,12 @@ class Tracer:
             stack.enter_context(Randomness(self.device).step(0, 0))
             stack.enter_context(handled(self.units, self._answer))
             stack.enter_context(torch.enable_grad())  # whether a result requires grad is part of it
+            if self.meter:
+                stack.enter_context(self.meter.running(self.taint))
             stack.enter_context(self.taint)
             stack.enter_context(Reading(self.taint))
             stack.enter_context(self._sealing())
+            state = python_state()
             try:
                 output = batch.call(self.model)
             except (_SeenOutside, TraceError):
@@ -94,6 +102,7 @@ class Tracer:
                     "the model takes, pass dry_run_input=<a batch>"
                 ) from error
             loss = loss_of(output, self.criterion, batch)
+            self.python_random |= python_state() != state  # by a unit of a kind too, which runs once for all
         named, _ = flatten_with_names(output)
         outputs = tuple(
             (name, Use.of(self.taint.of([leaf])), TensorSpec.of(leaf))
@@ -111,7 +120,8 @@ class Tracer:
         consulted = frozenset(self.taint.consulted | changed)
         small = {path for path in consulted if batch.tensors[path].numel() <= SMALL * batch.rows}
         watched = frozenset(self.taint.shaping | small)
-        return Dataflow(tuple(self.calls), used, outputs, written, decisions, consulted, watched, Axes((), (), (), ()))
+        axes, random = Axes((), (), (), ()), (self.taint.drawn or self.python_random, self.python_random)
+        return Dataflow(tuple(self.calls), used, outputs, written, decisions, consulted, watched, axes, *random)
 
     @contextlib.contextmanager
     def _sealing(self) -> Iterator[None]:
@@ -147,7 +157,7 @@ class Tracer:
         leaves, tree = tree_flatten((args, kwargs))
         tags = taint.of(leaves)
         use = self._use(tags)
-        key = (self.names[unit], str(tree), tuple(map(_describe, leaves)))
+        key = (self.names[unit], str(tree), tuple(map(describe, leaves)))
         kind = self.kinds.get(key) if self.reuse else None
         if kind is None:
             kind = self._visit(unit, original, leaves, tree)
@@ -165,6 +175,8 @@ class Tracer:
                 leaf = stand_in(leaf, self.device)
                 taint.mark(leaf, frozenset({Value(index, position)}), home=Value(index, position))
             result.append(leaf)
+        if self.meter and kind.visit:
+            self.meter.add(kind.visit, leaves, tree, result)
         return answer(self.units[unit], kind.parts, result, (args, kwargs))
 
     def _visit(self, unit: str, forward: Callable[..., Any], leaves: list[Any], tree: TreeSpec) -> _Kind:
@@ -178,7 +190,7 @@ class Tracer:
                 raise TraceError(
                     f"unit {unit} ({type(self.units[unit]).__name__}) does not run: {type(error).__name__}: {error} "
                     f"(by shape alone: {type(on_meta).__name__}: {on_meta}). Its inputs were "
-                    f"{[_describe(leaf) for leaf in leaves]}"
+                    f"{[describe(leaf) for leaf in leaves]}"
                 ) from error
 
     def _visit_on(
@@ -199,16 +211,19 @@ class Tracer:
                 untouched(module),
                 stateless._reparametrize_module(module, own),
                 Exits(module, listened(module), silent=True) as exits,
+                self.meter.visit(module, inputs) if self.meter else contextlib.nullcontext() as visit,
             ):
                 results = exits.run(forward, args, kwargs)
         finally:
             taint.inside, changed = None, taint.written
             taint.homes, taint.written = homes, written
         flat = [(source, *tree_flatten(content)) for source, content in results]
+        if visit is not None:
+            Meter.end(visit, [t for _, leaves, _ in flat for t in leaves])
         parts = tuple(Part(source, tree) for source, _, tree in flat)
         specs = tuple(TensorSpec.of(t) if isinstance(t, Tensor) else t for _, leaves, _ in flat for t in leaves)
         met = frozenset(taint.met) - taint.of(module.parameters())
-        return _Kind(parts, specs, tuple(value.leaf for value in changed), met, taint.flops, taint.elements)
+        return _Kind(parts, specs, tuple(value.leaf for value in changed), met, taint.flops, taint.elements, visit)
 
     def _lent(self, leaf: Any, device: torch.device) -> Any:
         """An argument for a visit: a copy, and of a mapping one whose entries tell when they are read."""
@@ -240,7 +255,7 @@ def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | 
     return loss
 
 
-def _kind_name(module: nn.Module) -> Any:
+def kind_name(module: nn.Module) -> Any:
     """What two units share if their results have the same shapes for the same inputs."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     flags = tuple(
@@ -258,7 +273,8 @@ def _is_setting(value: Any) -> bool:
     return isinstance(value, bool | int | str)
 
 
-def _describe(leaf: Any) -> Any:
+def describe(leaf: Any) -> Any:
+    """What an argument has in common with others for which a unit returns the same shapes."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     return leaf if isinstance(leaf, bool | int | float | str | torch.dtype | None) else type(leaf)

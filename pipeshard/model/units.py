@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -88,25 +88,28 @@ class Interception:
 
     It is set on the instance, so the unit keeps its class, its hooks and its activation checkpointing. Checkpointing is
     inside `forward` since transformers 5; before, it is around the call of the unit, and `Recomputation` moves it.
+    `compiled` runs instead of the original where it is given.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.original: Callable[..., Any] = module.forward
+        self.compiled: Callable[..., Any] | None = None
         self.handler: Handler | None = None
         self.checkpoint: Callable[..., Any] | None = None
         functools.update_wrapper(self, self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        original, self.checkpoint = self._recomputed(self.checkpoint), None
+        forward = self.compiled or self.original
+        if self.checkpoint is not None:
+            forward, self.checkpoint = _recomputed(forward, self.checkpoint), None
         if self.handler is None:
-            return original(*args, **kwargs)
-        return self.handler(self.name, original, args, kwargs)
+            return forward(*args, **kwargs)
+        return self.handler(self.name, forward, args, kwargs)
 
-    def _recomputed(self, checkpoint: Callable[..., Any] | None) -> Callable[..., Any]:
-        if checkpoint is None:
-            return self.original
-        return lambda *args, **kwargs: checkpoint(functools.partial(self.original, **kwargs), *args)
+
+def _recomputed(forward: Callable[..., Any], checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: checkpoint(functools.partial(forward, **kwargs), *args)
 
 
 class Recomputation:
@@ -143,14 +146,19 @@ def intercept(units: Mapping[str, nn.Module]) -> list[Interception]:
 
 @contextmanager
 def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
-    """Let `handler` answer the units' calls inside this context; afterwards everything is as it was."""
+    """Let `handler` answer the units' calls inside this context; afterwards everything is as it was.
+
+    Compiled units run as they were written: tracing shapes is no reason to compile for them.
+    """
     before = {name: module.__dict__.get("forward") for name, module in units.items()}
     interceptions = intercept(units)
     handlers = [interception.handler for interception in interceptions]
     for interception in interceptions:
         interception.handler = handler
+    compiled = any(interception.compiled for interception in interceptions)
     try:
-        yield
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            yield
     finally:
         for interception, previous in zip(interceptions, handlers, strict=True):
             interception.handler = previous

@@ -1,15 +1,19 @@
 """Interpreter: runs one rank's actions of a Program on its stages."""
 
+import contextlib
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
+from pipeshard.runtime.buffers import Buffers
 from pipeshard.runtime.p2p import P2P
 from pipeshard.runtime.stage import Stage
-from pipeshard.schedule.program import Action, Kind
+from pipeshard.schedule.action import Action, Kind
 from pipeshard.schedule.simulate import Span
 
 
@@ -17,20 +21,25 @@ class Interpreter:
     """Does what each action says, in order; never waits for a send, and for a receive only where it is needed.
 
     `stages` are this rank's by index, `placement[s]` is the rank of stage s. After `run`, `spans` has the start and
-    end of every compute action in seconds of `time.perf_counter`, waiting apart.
+    end of every compute action in seconds of `time.perf_counter`, waiting apart, and `waited` the seconds spent on
+    waiting for each other rank. On a GPU these are times of its queue being filled, unless `synchronous` makes every
+    action wait for the device. Under torch.profiler each action is a range of its own name.
     """
 
     def __init__(self, stages: Mapping[int, Stage], placement: Sequence[int], p2p: P2P | None, device: torch.device):
         self.stages, self.placement, self.device = stages, placement, device
-        self.p2p = p2p
+        self.p2p, self.synchronous = p2p, False
         self.spans: list[Span] = []
+        self.waited: defaultdict[int, float] = defaultdict(float)
+        self._buffers = Buffers(device)
         self._incoming: dict[Action, tuple[list[Tensor], list[dist.Work]]] = {}
         self._outgoing: dict[Action, list[Tensor]] = {}
-        self._sends: list[tuple[dist.Work, Tensor]] = []
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         compute, receive, send = self._compute, self._receive, self._send
         self._do: dict[Kind, Callable[[Action], None]] = {
             Kind.F: compute,
             Kind.B: compute,
+            Kind.W: compute,
             Kind.RECV_F: receive,
             Kind.RECV_B: receive,
             Kind.SEND_F: send,
@@ -38,24 +47,37 @@ class Interpreter:
         }
 
     def run(self, actions: Iterable[Action]) -> None:
-        self.spans = []
+        self.spans, self.waited = [], defaultdict(float)
+        profiled = torch._C._autograd._profiler_enabled()
         try:
             for action in actions:
-                self._do[action.kind](action)
+                with record_function(str(action)) if profiled else contextlib.nullcontext():
+                    self._do[action.kind](action)
+                self._let_go_of_sent()
             for work, _ in self._sends:
                 work.wait()
         finally:
             self._incoming.clear()
             self._outgoing.clear()
             self._sends.clear()
+            self._buffers.trim()
 
     def _compute(self, action: Action) -> None:
-        forward, i, stage = action.kind is Kind.F, action.microbatch, self.stages[action.stage]
-        taken = self._take(action)
+        kind, i, stage = action.kind, action.microbatch, self.stages[action.stage]
+        taken = self._take(action) if kind is not Kind.W else []
         start = time.perf_counter()
-        made = stage.forward(i, taken) if forward else stage.backward(i, taken)
+        made: list[Tensor] = []
+        if kind is Kind.F:
+            made = stage.forward(i, taken)
+        elif kind is Kind.B:
+            made = stage.backward(i, taken)
+        else:
+            stage.weight(i)
+        if self.synchronous:
+            torch.cuda.synchronize(self.device)
         self.spans.append(Span(action, start, time.perf_counter()))
-        self._outgoing[action] = made
+        if made:
+            self._outgoing[action] = made
 
     def _take(self, action: Action) -> list[Tensor]:
         """The input of a compute action: received, or left by a neighbouring stage on this rank."""
@@ -64,8 +86,10 @@ class Interpreter:
         if message not in self._incoming:
             return self._outgoing.pop(Action(action.kind, action.microbatch, message.partner.stage), [])
         tensors, works = self._incoming.pop(message)
+        start = time.perf_counter()
         for work in works:
             work.wait()
+        self.waited[self.placement[message.partner.stage]] += time.perf_counter() - start
         return tensors
 
     def _receive(self, action: Action) -> None:
@@ -73,7 +97,7 @@ class Interpreter:
         stage = self.stages[action.stage]
         specs = stage.entering if action.kind is Kind.RECV_F else stage.returning
         source = self.placement[action.partner.stage]
-        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in specs(action.microbatch)]
+        tensors = [self._buffers.take(shape, dtype) for shape, dtype in specs(action.microbatch)]
         works = [self.p2p.receive(_bytes(tensor), source) for tensor in tensors]
         self._incoming[action] = tensors, works
 
@@ -81,8 +105,13 @@ class Interpreter:
         assert self.p2p is not None
         compute = Kind.F if action.kind is Kind.SEND_F else Kind.B
         destination = self.placement[action.partner.stage]
-        for tensor in self._outgoing.pop(Action(compute, action.microbatch, action.stage)):
+        for tensor in self._outgoing.pop(Action(compute, action.microbatch, action.stage), []):
             self._sends.append((self.p2p.send(_bytes(tensor), destination), tensor))
+
+    def _let_go_of_sent(self) -> None:
+        while self._sends and self._sends[0][0].is_completed():
+            work, _ = self._sends.popleft()
+            work.wait()  # at once, or with the error that ended it
 
 
 def _bytes(tensor: Tensor) -> Tensor:

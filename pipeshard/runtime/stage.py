@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from pipeshard.errors import UsageError
@@ -13,6 +14,7 @@ from pipeshard.model.batch import Batch
 from pipeshard.model.replay import Replay, Route
 from pipeshard.model.taint import Value
 from pipeshard.model.tracer import Criterion, loss_of
+from pipeshard.runtime.deferral import Deferral, Gradients
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,25 @@ class Microbatch:
         return spec.at(self.deltas), spec.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """What a backward needs of its forward: the leaves that entered and are to get a gradient, and where the graph of
+    each value that left begins (None: it has no graph). The values themselves are free once they are sent."""
+
+    entered: list[Tensor]
+    left: list[GradientEdge | None]
+    loss: Tensor | None
+
+
 class Stage:
-    """Runs the model as stage `index` does: `forward` and `backward` of microbatch i, in any legal order.
+    """Runs the model as stage `index` does: `forward`, `backward` and `weight` of microbatch i, in any legal order.
 
     The last stage computes the loss: `loss` sums it over the microbatches, and `outputs` keeps the model's outputs if
-    they are wanted.
+    they are wanted. Where `deferral` is installed, `backward` leaves weight gradients to `weight`.
     """
 
-    def __init__(self, model: nn.Module, replay: Replay, index: int, is_last: bool) -> None:
-        self.model, self.replay, self.index, self.is_last = model, replay, index, is_last
+    def __init__(self, model: nn.Module, replay: Replay, index: int, is_last: bool, deferral: Deferral) -> None:
+        self.model, self.replay, self.index, self.is_last, self.deferral = model, replay, index, is_last, deferral
 
     def begin(
         self, microbatches: Sequence[Microbatch], criterion: Criterion | None, train: bool, keep_outputs: bool
@@ -45,7 +57,13 @@ class Stage:
         self.microbatches, self.criterion, self.train, self.keep_outputs = microbatches, criterion, train, keep_outputs
         self.loss: Tensor | None = None
         self.outputs: list[Any] = []
-        self.alive: dict[int, tuple[dict[Value, Tensor], dict[Value, Tensor], Tensor | None]] = {}
+        self.alive: dict[int, Alive] = {}
+        self.pending: dict[int, list[Gradients]] = {}
+
+    def end(self) -> None:
+        """Keep nothing of the step but `loss` and `outputs`."""
+        self.alive.clear()
+        self.pending.clear()
 
     def entering(self, i: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of what `forward(i, ...)` takes."""
@@ -69,23 +87,26 @@ class Stage:
         output, made = self.replay.run(route, microbatch.deltas, received, lambda: microbatch.batch.call(self.model))
         loss = self._loss(output, microbatch) if self.is_last else None
         if self.train:
-            self.alive[i] = received, made, loss
+            entered = [received[value] for value in route.enters.gradients]
+            self.alive[i] = Alive(entered, [_edge(made[value]) for value in route.leaves.gradients], loss)
         return [made[value].detach().contiguous() for value in route.leaves.values]
 
     def backward(self, i: int, returning: Sequence[Tensor]) -> list[Tensor]:
         """Back-propagate the gradients of what `forward(i)` returned; returns those of what it took."""
-        received, made, loss = self.alive.pop(i)
-        microbatch = self.microbatches[i]
+        alive, weight = self.alive.pop(i), self.microbatches[i].weight
+        self.pending[i] = self.deferral.begin()
         if self.is_last:
-            if loss is not None and microbatch.weight != 0:  # no label: no gradient, rather than 0/0
-                loss.backward(torch.full_like(loss, microbatch.weight))
+            if alive.loss is not None and weight != 0:  # no label: no gradient, rather than 0/0
+                alive.loss.backward(torch.full_like(alive.loss, weight))
         else:
-            pairs = zip((made[value] for value in microbatch.route.leaves.gradients), returning, strict=True)
-            needed = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
-            if needed:
-                torch.autograd.backward([tensor for tensor, _ in needed], [gradient for _, gradient in needed])
-        entered = [received[value] for value in microbatch.route.enters.gradients]
-        return [torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in entered]
+            pairs = [(edge, grad) for edge, grad in zip(alive.left, returning, strict=True) if edge is not None]
+            if pairs:
+                torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+        return [torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in alive.entered]
+
+    def weight(self, i: int) -> None:
+        """Add up the weight gradients that `backward(i)` has left."""
+        self.deferral.finish(self.pending.pop(i))
 
     def _loss(self, output: Any, microbatch: Microbatch) -> Tensor | None:
         if self.keep_outputs:
@@ -98,3 +119,7 @@ class Stage:
         share = loss.detach() * microbatch.weight if microbatch.weight != 0 else torch.zeros_like(loss)
         self.loss = share if self.loss is None else self.loss + share
         return loss
+
+
+def _edge(tensor: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(tensor) if tensor.requires_grad else None

@@ -1,9 +1,10 @@
-"""Step plans: for each kind of batch and criterion, the routes of its microbatches through this rank's stage."""
+"""Step plans: for each kind of batch and criterion, the routes of its microbatches through this rank's stages."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from pipeshard.errors import TraceError
 from pipeshard.model.batch import Batch
@@ -13,6 +14,7 @@ from pipeshard.model.policy import Policy
 from pipeshard.model.replay import Route
 from pipeshard.model.trace import trace
 from pipeshard.model.tracer import Criterion
+from pipeshard.model.units import containers
 from pipeshard.runtime.agreement import digests
 from pipeshard.runtime.loss import LossRule, find_loss_rule
 from pipeshard.runtime.stage import Microbatch
@@ -23,34 +25,41 @@ class StepPlanner:
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:
         self.model, self.policy = model, policy
+        self._dropouts = [module for module in containers(model, policy.units) if isinstance(module, _DropoutNd)]
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
         self._found: dict[Any, tuple[Dataflow, tuple[int, ...]]] = {}
-        self._routes: dict[tuple[int, bool], Route] = {}
+        self._routes: dict[tuple[int, bool], list[Route]] = {}
         self._rules: dict[Any, LossRule] = {}
 
     def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
         """Use a Dataflow that was traced already, with the model in the mode it is in."""
         if not flow.watched:
-            self._flows.setdefault((criterion, self.model.training, ()), []).append(flow)
+            self._flows.setdefault(self._mode(criterion, ()), []).append(flow)
         self._watched |= flow.watched
 
     def plan(
         self, batches: Sequence[Batch], criterion: Criterion | None, outputs: bool, exact_loss: bool
-    ) -> list[Microbatch]:
-        """The microbatches with their routes; `exact_loss` weighs them so that the loss is the whole batch's."""
+    ) -> list[list[Microbatch]]:
+        """For each stage of this rank, the microbatches with their routes.
+
+        `exact_loss` weighs them so that the loss is the whole batch's.
+        """
         found = [self._find(batch, criterion) for batch in batches]
         weights = [1.0 / len(batches)] * len(batches)
-        if exact_loss and self.policy.stage == self.policy.num_stages - 1:
+        if exact_loss and self.policy.stage == self.policy.placement[-1]:
             weights = self._rule(found[0][0], batches, criterion).weights(batches)
         routes = [self._route(flow, outputs) for flow, _ in found]
         return [
-            Microbatch(route.feed(batch, self.policy.replay.device), route, deltas, weight)
-            for batch, route, (_, deltas), weight in zip(batches, routes, found, weights, strict=True)
+            [
+                Microbatch(route.feed(batch, self.policy.replay.device), route, deltas, weight)
+                for batch, route, (_, deltas), weight in zip(batches, of_stage, found, weights, strict=True)
+            ]
+            for of_stage in zip(*routes, strict=True)
         ]
 
     def _find(self, batch: Batch, criterion: Criterion | None) -> tuple[Dataflow, tuple[int, ...]]:
-        mode = criterion, self.model.training, digests(batch, self._watched)
+        mode = self._mode(criterion, digests(batch, self._watched))
         shapes = tuple((path, tensor.shape, tensor.dtype) for path, tensor in batch.tensors.items())
         key = (*mode, shapes, batch.others)
         if key not in self._found:
@@ -64,6 +73,11 @@ class StepPlanner:
             self._found[key] = match
         return self._found[key]
 
+    def _mode(self, criterion: Criterion | None, watched: Any) -> tuple[Any, ...]:
+        """What a Dataflow depends on beside the sizes of a batch; glue with dropout draws random numbers."""
+        dropouts = tuple((dropout.p, dropout.training) for dropout in self._dropouts)
+        return criterion, self.model.training, dropouts, watched
+
     def _trace(self, batch: Batch, criterion: Criterion | None) -> tuple[Dataflow, tuple[int, ...]]:
         flow = trace(self.model, batch, criterion, exact=not self._watched.isdisjoint(batch.paths))
         deltas = flow.axes.deltas(batch)
@@ -73,21 +87,22 @@ class StepPlanner:
         assert deltas is not None
         return flow, deltas
 
-    def _route(self, flow: Dataflow, outputs: bool) -> Route:
+    def _route(self, flow: Dataflow, outputs: bool) -> list[Route]:
+        """One for each stage of this rank."""
         key = id(flow), outputs  # flows are kept, so an id stays theirs
         if key not in self._routes:
             stages = self.policy.partition.of_calls(flow)
             self.policy.refuse_decisions(flow)
             self._refuse_released(flow, stages, outputs)
-            crossing = boundaries(flow, stages, self.policy.num_stages, outputs)
-            self._routes[key] = Route.of(flow, stages, self.policy.stage, crossing, outputs)
+            crossing = boundaries(flow, stages, len(self.policy.placement), outputs)
+            self._routes[key] = [Route.of(flow, stages, stage, crossing, outputs) for stage in self.policy.chunks]
         return self._routes[key]
 
     def _refuse_released(self, flow: Dataflow, stages: Sequence[int], outputs: bool) -> None:
         """Glue may take another way with another batch, and read a parameter that its stage has released."""
         uses = [(call.reads, stage) for call, stage in zip(flow.calls, stages, strict=True)]
-        for use, stage in [*uses, (flow.needed(outputs), self.policy.num_stages - 1)]:
-            released = sorted(use.parameters - self.policy.held[stage])
+        for use, stage in [*uses, (flow.needed(outputs), len(self.policy.placement) - 1)]:
+            released = sorted(use.parameters - self.policy.held[self.policy.placement[stage]])
             if released:
                 raise TraceError(
                     f"with this batch the model reads {released[0]} outside of its unit, on stage {stage}, which does "

@@ -28,7 +28,7 @@ SEED = 7
 def on_meta(name: str, empty: bool = False) -> nn.Module:
     """A model of the zoo without memory; with `empty` only its parameters are."""
     with init_empty_weights(include_buffers=False) if empty else torch.device("meta"):
-        model = zoo.MODELS[name]()
+        model = zoo.MODELS[name](4)
     if name == "t5":
         model.config.use_cache = False
     return model.train()

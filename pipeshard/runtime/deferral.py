@@ -1,0 +1,162 @@
+"""Deferral: the weight gradients of linear and embedding layers, put off from B to W."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
+
+from pipeshard.model.units import Interception
+
+Gradients = tuple[tuple[nn.Parameter | None, Callable[[], Tensor]], ...]
+
+
+class Deferral:
+    """Makes layers of `modules` leave out their weight gradients in a backward pass, and makes up for it on demand.
+
+    While `installed`, a layer whose class computes exactly `nn.Linear`, `nn.Embedding` or transformers' `Conv1D` puts
+    what its weight gradient is made of on the list of the backward pass that runs (see `begin`), and `finish` computes
+    them with the kernels and in the order of autograd's own. All other parameters, and weights with hooks of their own,
+    get their gradients in the backward pass itself (the split of Qi et al. 2023, arXiv:2401.10241, by layer).
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.layers = {module: kind for module in modules if (kind := kind_of(module)) is not None}
+        self._pending: list[Gradients] = []
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the layers defer; afterwards their forwards are what they were."""
+        undo: list[tuple[Any, str, Any]] = []
+        for module, kind in self.layers.items():
+            own = module.__dict__.get("forward")
+            at: Any = own if isinstance(own, Interception) else module
+            attribute = "original" if at is own else "forward"
+            plain = getattr(at, attribute)
+            if getattr(plain, "__func__", None) is type(module).forward:  # else somebody has put another one there
+                undo.append((at, attribute, at.__dict__.get(attribute)))
+                setattr(at, attribute, _Deferred(self, module, kind, plain))
+        try:
+            yield
+        finally:
+            for at, attribute, before in undo:
+                if before is None:
+                    del at.__dict__[attribute]
+                else:
+                    setattr(at, attribute, before)
+            self._pending = []
+
+    def begin(self) -> list[Gradients]:
+        """The list that backward passes fill from now on."""
+        self._pending = []
+        return self._pending
+
+    def add(self, *gradients: tuple[nn.Parameter | None, Callable[[], Tensor]]) -> None:
+        self._pending.append(gradients)
+
+    @staticmethod
+    def finish(pending: list[Gradients]) -> None:
+        """Compute what is on the list, in its order, and add it up in `.grad`; memory is given back on the way."""
+        pending.reverse()
+        with torch.no_grad():
+            while pending:
+                for parameter, gradient in pending.pop():
+                    if parameter is None or not parameter.requires_grad:
+                        continue
+                    if parameter.grad is None:
+                        parameter.grad = gradient()
+                    else:
+                        parameter.grad += gradient()
+
+
+class _Deferred:
+    """The forward of one layer while its weight gradient is put off."""
+
+    def __init__(self, deferral: Deferral, module: nn.Module, kind: Any, plain: Callable[..., Any]) -> None:
+        self.deferral, self.module, self.kind, self.plain = deferral, module, kind, plain
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.module.weight  # type: ignore[assignment]
+        bias: Tensor | None = getattr(self.module, "bias", None)
+        if not torch.is_grad_enabled() or not (_deferrable(weight) and (bias is None or _deferrable(bias))):
+            return self.plain(x)
+        if torch.is_autocast_enabled(x.device.type) or x.numel() == 0:  # autocast's casts are autograd's to undo
+            return self.plain(x)
+        return self.kind.apply(x, weight, bias, self.module, self.deferral)
+
+
+def _deferrable(parameter: Tensor) -> bool:
+    """A plain trainable leaf to whose gradient nobody listens."""
+    if not parameter.requires_grad or not parameter.is_leaf:
+        return False
+    return not (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+class _Linear(torch.autograd.Function):
+    """y = x Wᵀ + b."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, module: Any, deferral: Deferral) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.deferral = weight, bias, deferral
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        rows, entered = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        ctx.deferral.add((ctx.weight, lambda: rows.t().mm(entered)), (ctx.bias, lambda: rows.sum(0)))
+        returned = rows.mm(ctx.weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        return returned, None, None, None, None
+
+
+class _Conv1D(torch.autograd.Function):
+    """y = x W + b, as in GPT-2."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, module: Any, deferral: Deferral) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.deferral = weight, bias, deferral
+        return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        rows, entered = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        ctx.deferral.add((ctx.weight, lambda: entered.t().mm(rows)), (ctx.bias, lambda: rows.sum(0)))
+        returned = rows.mm(ctx.weight.t()).view(x.shape) if ctx.needs_input_grad[0] else None
+        return returned, None, None, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    """y = W[x]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, module: Any, deferral: Deferral) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.module, ctx.deferral = weight, module, deferral
+        return F.embedding(x, weight, module.padding_idx)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        padding = -1 if ctx.module.padding_idx is None else ctx.module.padding_idx
+        rows = ctx.weight.shape[0]
+        ctx.deferral.add((ctx.weight, lambda: torch.ops.aten.embedding_dense_backward(grad, x, rows, padding, False)))
+        return None, None, None, None, None
+
+
+_KINDS: dict[Any, Any] = {nn.Linear.forward: _Linear, Conv1D.forward: _Conv1D, nn.Embedding.forward: _Embedding}
+
+
+def kind_of(module: nn.Module) -> Any:
+    """How the weight gradient of this layer is put off; None where it is not."""
+    special = [getattr(module, option, None) for option in ("max_norm", "sparse", "scale_grad_by_freq")]
+    return None if any(special) else _KINDS.get(type(module).forward)

@@ -1,0 +1,120 @@
+"""Recording: when each rank did what in one real step, beside the simulation of the same program."""
+
+import json
+import math
+import os
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pipeshard.errors import ConfigurationError
+from pipeshard.schedule import Action, Kind, Program, Simulation, Span, draw_timeline, simulate
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One step as it was measured. Times are in seconds from the first start on, on one clock for all ranks.
+
+    Attributes:
+        program: what ran, messages included.
+        spans: the compute actions of each rank.
+        waited: `waited[r][q]` is how long rank r waited for messages of rank q.
+        step: the number of the step, from 0.
+    """
+
+    program: Program
+    spans: tuple[tuple[Span, ...], ...]
+    waited: tuple[tuple[float, ...], ...]
+    step: int
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end."""
+        return max((row[-1].end for row in self.spans if row), default=0.0)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The time each rank spent in compute actions."""
+        return tuple(math.fsum(span.end - span.start for span in row) for row in self.spans)
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of all rank-time, 0 to 1."""
+        return max(0.0, 1 - math.fsum(self.busy) / (len(self.spans) * self.makespan)) if self.makespan else 0.0
+
+    def cost(self, kind: Kind) -> tuple[float, ...]:
+        """What an action of this kind took each stage, as a median over its microbatches; 0 where there is none."""
+        times: list[list[float]] = [[] for _ in self.program.placement]
+        for row in self.spans:
+            for span in row:
+                if span.action.kind is kind:
+                    times[span.action.stage].append(span.end - span.start)
+        return tuple(statistics.median(of_stage) if of_stage else 0.0 for of_stage in times)
+
+    def simulation(self) -> Simulation:
+        """The same program on paper, where each action takes its stage's median and messages take no time."""
+        return simulate(self.program, self.cost(Kind.F), self.cost(Kind.B), self.cost(Kind.W))
+
+    def summary(self) -> str:
+        """One line: `step 12: 5.61 s, bubble 20.4 % (simulated 20.1 %), slowest is rank 1 (4.47 s), ...`."""
+        busy = self.busy
+        slowest = max(range(len(busy)), key=busy.__getitem__)
+        line = (
+            f"step {self.step}: {_seconds(self.makespan)}, bubble {self.bubble:.1%} "
+            f"(simulated {self.simulation().bubble:.1%}), slowest is rank {slowest} ({_seconds(busy[slowest])} busy)"
+        )
+        waits = [(wait, rank, other) for rank, row in enumerate(self.waited) for other, wait in enumerate(row)]
+        longest, rank, other = max(waits)
+        return f"{line}, longest wait: rank {rank} for rank {other} ({_seconds(longest)})" if longest > 0 else line
+
+    def draw(self, path: str | os.PathLike[str], title: str = "") -> None:
+        """The step as measured above the simulated one, as a picture; its suffix names the format. Needs matplotlib."""
+        draw_timeline([("measured", self.spans), ("simulated", self.simulation().spans)], path, title=title)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON, for `load`."""
+        program = self.program
+        content: dict[str, Any] = {"schedule": program.name, "num_microbatches": program.num_microbatches}
+        content |= {"placement": program.placement, "step": self.step, "waited": self.waited}
+        content["program"] = [[str(action) for action in actions] for actions in program.ranks]
+        content["times"] = [[[span.start, span.end] for span in row] for row in self.spans]
+        Path(path).write_text(json.dumps(content))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `save` wrote. Raises ConfigurationError for anything else."""
+        try:
+            content = json.loads(Path(path).read_text())
+            ranks = tuple(tuple(map(_action, actions)) for actions in content["program"])
+            sizes = content["schedule"], content["num_microbatches"], tuple(content["placement"])
+            spans = _spans(Program(*sizes, ranks), content["times"])
+            return cls(Program(*sizes, ranks), spans, tuple(map(tuple, content["waited"])), content["step"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigurationError(f"{path} is no recording of a step: {type(error).__name__}: {error}") from error
+
+    @classmethod
+    def of(cls, program: Program, times: Sequence[Any], waited: Sequence[Any], step: int) -> Self:
+        """From (start, end) of each compute action of each rank, on one clock."""
+        start = min((row[0][0] for row in times if len(row)), default=0.0)
+        shifted = [[(a - start, b - start) for a, b in row] for row in times]
+        return cls(program, _spans(program, shifted), tuple(map(tuple, waited)), step)
+
+
+def _spans(program: Program, times: Sequence[Sequence[tuple[float, float]]]) -> tuple[tuple[Span, ...], ...]:
+    computed = ([action for action in actions if action.kind.is_compute] for actions in program.ranks)
+    return tuple(
+        tuple(Span(action, *time) for action, time in zip(row, of_rank, strict=True))
+        for row, of_rank in zip(computed, times, strict=True)
+    )
+
+
+def _action(text: str) -> Action:
+    kind, microbatch, stage = re.fullmatch(r"([A-Za-z]+)(\d+)@(\d+)", text).groups()  # type: ignore[union-attr]
+    return Action(Kind(kind), int(microbatch), int(stage))
+
+
+def _seconds(time: float) -> str:
+    return f"{time:.3g} s" if time >= 1 else f"{1e3 * time:.3g} ms"

@@ -1,0 +1,151 @@
+"""Tests of the deferral: weight gradients that come later are the ones of autograd, to the bit, each exactly once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+from pipeshard.runtime.deferral import Deferral
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 8, padding_idx=0)
+        self.first = nn.Linear(8, 12)
+        self.conv = Conv1D(6, 12)
+        self.norm = nn.LayerNorm(6)
+        self.last = nn.Linear(6, 17, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.conv(torch.tanh(self.first(self.embed(ids))))
+        return self.last(self.norm(hidden)).square().mean()
+
+
+def layers() -> Layers:
+    torch.manual_seed(0)
+    model = Layers()
+    nn.init.normal_(model.conv.bias)
+    return model
+
+
+def ids(seed: int) -> Tensor:
+    return torch.randint(0, 17, (3, 5), generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_same(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+    for name, gradient in expected.items():
+        other = found[name]
+        assert (gradient is None) == (other is None), name
+        assert gradient is None or other is None or torch.equal(gradient, other), name
+
+
+def test_two_microbatches_bitwise() -> None:
+    model, plain = layers(), layers()
+    deferral = Deferral(model.modules())
+    assert set(deferral.layers) == {model.embed, model.first, model.conv, model.last}
+    with deferral.installed():
+        losses = [model(ids(seed)) for seed in range(2)]
+        pending = []
+        for loss in losses:
+            pending.append(deferral.begin())
+            loss.backward()
+        deferred = {"embed.weight", "first.weight", "first.bias", "conv.weight", "conv.bias", "last.weight"}
+        assert {name for name, grad in gradients(model).items() if grad is None} == deferred
+        for of_one in pending:
+            deferral.finish(of_one)
+    for seed in range(2):
+        plain(ids(seed)).backward()
+    assert_same(gradients(model), gradients(plain))
+    assert "forward" not in model.first.__dict__
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_layers_defer_too(reentrant: bool) -> None:
+    model, plain = layers(), layers()
+    deferral = Deferral(model.modules())
+    with deferral.installed():
+        hidden = model.embed(ids(0))
+        pending = deferral.begin()
+        checkpoint(lambda x: model.conv(model.first(x)).square().mean(), hidden, use_reentrant=reentrant).backward()
+        assert model.first.weight.grad is None
+        deferral.finish(pending)
+    plain.conv(plain.first(plain.embed(ids(0)))).square().mean().backward()
+    assert_same(gradients(model), gradients(plain))
+
+
+def _frozen(model: Layers) -> Any:
+    model.first.weight.requires_grad_(False)
+
+
+def _listened(model: Layers) -> Any:
+    model.first.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def _accumulated(model: Layers) -> Any:
+    def double(parameter: Tensor) -> None:
+        parameter.grad = 2 * parameter.grad
+
+    model.first.weight.register_post_accumulate_grad_hook(double)
+
+
+def _renormed(model: Layers) -> Any:
+    model.embed.max_norm = 0.5
+
+
+def _parametrized(model: Layers) -> Any:
+    nn.utils.parametrizations.weight_norm(model.first)
+
+
+def _own_forward(model: Layers) -> Any:
+    plain = model.first.forward
+    model.first.forward = lambda x: 3 * plain(x)
+
+
+@pytest.mark.parametrize("special", [_frozen, _listened, _accumulated, _renormed, _parametrized, _own_forward])
+def test_what_cannot_be_put_off_is_done_at_once(special: Any) -> None:
+    model, plain = layers(), layers()
+    special(model)
+    special(plain)
+    deferral = Deferral(model.modules())
+    with deferral.installed():
+        loss, pending = model(ids(0)), deferral.begin()
+        loss.backward()
+        deferral.finish(pending)
+    plain(ids(0)).backward()
+    assert_same(gradients(model), gradients(plain))
+
+
+def test_under_autocast_and_without_gradients_layers_are_plain() -> None:
+    model, plain = layers(), layers()
+    deferral = Deferral(model.modules())
+    with deferral.installed(), torch.autocast("cpu", torch.bfloat16):
+        loss, pending = model(ids(0)), deferral.begin()
+        loss.backward()
+        assert not pending
+    with torch.autocast("cpu", torch.bfloat16):
+        plain(ids(0)).backward()
+    assert_same(gradients(model), gradients(plain))
+    with deferral.installed(), torch.no_grad():
+        assert torch.equal(model(ids(1)), copy.deepcopy(plain)(ids(1)))
+
+
+def test_a_list_gives_its_memory_back() -> None:
+    model = layers()
+    deferral = Deferral(model.modules())
+    with deferral.installed():
+        loss, pending = model(ids(0)), deferral.begin()
+        loss.backward()
+        assert len(pending) == 4
+        deferral.finish(pending)
+        assert not pending

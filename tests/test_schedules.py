@@ -1,0 +1,227 @@
+"""Schedules on real processes: gradients, memory and messages of chunks and of split backwards."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeshard import PipelinePlugin
+from pipeshard.errors import ConfigurationError
+from pipeshard.runtime.deferral import Deferral
+from pipeshard.runtime.stage import Stage
+from pipeshard.schedule import Action, make_program, simulate
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import Split, Unsplit, differences
+
+M = 4
+
+
+def split_of(name: str, schedule: str, m: int = M, **options: Any) -> Split:
+    chunks = 2 if schedule == "interleaved" else 1
+    p = dist.get_world_size()
+    return Split(
+        zoo.build(name), p, zoo.batch(name), num_microbatches=m, schedule=schedule, num_model_chunks=chunks, **options
+    )
+
+
+def gradients(name: str, schedule: str) -> dict[str, Tensor | None]:
+    split = split_of(name, schedule)
+    split.backward(zoo.batch(name))
+    return {key: p.grad for key, p in split.held.items()}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
+def test_putting_weight_gradients_off_changes_no_bit(pool: Pool, name: str) -> None:
+    for plain, deferred in zip(pool.run(gradients, 2, name, "1f1b"), pool.run(gradients, 2, name, "zb-h1")):
+        assert plain.keys() == deferred.keys()
+        for key, gradient in plain.items():
+            assert torch.equal(gradient, deferred[key]), key
+
+
+def ties(schedule: str) -> list[str]:
+    return [tie.name for tie in split_of("gpt2", schedule).model.pipeline.ties.ties]
+
+
+def test_in_a_v_a_tied_embedding_is_one_parameter_of_one_rank(pool: Pool) -> None:
+    assert pool.run(ties, 2, "zbv") == [[], []]
+    assert pool.run(ties, 2, "1f1b") == [["transformer.wte.weight"]] * 2
+
+
+def peak(schedule: str) -> int:
+    """The most microbatches, counted once a stage, of which this rank keeps what a layer's weight gradient needs."""
+    split = split_of("llama", schedule, m=8)
+    alive, most = [0], [0]
+
+    def enter(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and args:
+            alive[0] += 1
+            most[0] = max(most[0], alive[0])
+            weakref.finalize(args[0].untyped_storage(), lambda: alive.__setitem__(0, alive[0] - 1))
+
+    policy = split.model.pipeline.policy
+    for stage in policy.chunks:  # one layer of each: the input of its last linear layer lives from F to W
+        layers = [c.unit for c, s in zip(policy.flow.calls, policy.stages) if s == stage and ".layers." in c.unit]
+        policy.units[layers[0]].mlp.down_proj.register_forward_hook(enter)
+    split.backward(zoo.batch("llama"))
+    assert alive[0] == 0
+    return most[0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv"])
+def test_no_more_activations_live_than_simulated(pool: Pool, schedule: str) -> None:
+    program = make_program(schedule, 2, 8, 2 if schedule == "interleaved" else 1)
+    assert tuple(pool.run(peak, 2, schedule)) == simulate(program).peak_activations
+
+
+def weight_left_out() -> Any:
+    return mock.patch.object(Deferral, "finish", lambda self, pending: pending.clear())
+
+
+def weight_twice() -> Any:
+    def twice(self: Stage, i: int) -> None:
+        pending = self.pending.pop(i)
+        Deferral.finish(list(pending))
+        Deferral.finish(pending)
+
+    return mock.patch.object(Stage, "weight", twice)
+
+
+def weight_of_another() -> Any:
+    """B leaves its list under the number of the microbatch before."""
+    backward = Stage.backward
+
+    def wrong(self: Stage, i: int, returning: Any) -> Any:
+        before = self.pending.pop(i - 1, None)
+        made = backward(self, i, returning)
+        if before is not None:
+            self.pending[i - 1] = self.pending[i]
+        return made
+
+    return mock.patch.object(Stage, "backward", wrong)
+
+
+def chunks_swapped() -> Any:
+    """The second chunk of each rank takes the first one's microbatches in another order."""
+    begin = Stage.begin
+
+    def swapped(self: Stage, microbatches: Any, *rest: Any) -> None:
+        begin(self, microbatches[::-1] if self.is_last else microbatches, *rest)
+
+    return mock.patch.object(Stage, "begin", swapped)
+
+
+def mutated(schedule: str, mutation: Callable[[], Any]) -> list[str]:
+    model = zoo.build("llama")
+    unsplit = Unsplit(copy.deepcopy(model))
+    with mutation():
+        split = split_of("llama", schedule)
+        return differences(split, unsplit, zoo.batch("llama"), num_microbatches=M)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mutation"),
+    [
+        ("zb-h1", weight_left_out),
+        ("zb-h1", weight_twice),
+        ("zbv", weight_of_another),
+        ("zbv", chunks_swapped),
+        ("interleaved", chunks_swapped),
+    ],
+)
+def test_a_mutation_is_seen(pool: Pool, schedule: str, mutation: Callable[[], Any]) -> None:
+    found = [difference for rank in pool.run(mutated, 2, schedule, mutation) for difference in rank]
+    assert any("gradients differ" in difference for difference in found), found
+
+
+def compiled() -> list[str]:
+    model = zoo.build("llama")
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = split_of("llama", "interleaved", m=2, compile={"backend": "aot_eager"})
+    found = differences(split, unsplit, zoo.batch("llama"), 1e-5)
+    found += differences(split, unsplit, zoo.batch("llama", length=9, seed=1), 1e-5)
+    units = split.model.pipeline.policy.replay.held
+    interceptions = [split.model.unwrap().get_submodule(name).forward for name in units]
+    assert all(interception.compiled is not None for interception in interceptions)
+    return found
+
+
+def test_compiled_units_have_the_same_gradients(pool: Pool) -> None:
+    assert pool.run(compiled, 2, timeout=120) == [[], []]
+
+
+def refused(**options: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        PipelinePlugin(pp_size=1, num_microbatches=2, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "interleaved"}, "needs num_model_chunks >= 2"),
+        ({"schedule": "1f1b", "num_model_chunks": 2}, "has num_model_chunks=1, got 2"),
+        ({"schedule": "zbv", "num_model_chunks": 3}, "has num_model_chunks=2, got 3"),
+        ({"num_model_chunks": 0}, "no positive integer"),
+        ({"schedule": "zb-h1", "compile": True}, "does not go with schedule='zb-h1'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(pool: Pool, options: dict[str, Any], message: str) -> None:
+    assert message in pool.run(refused, 1, **options)[0]
+
+
+def with_a_hook_that_wants_arguments() -> list[str]:
+    """A hook of one's own inside a unit does not change how the loss is made, though no argument is there to try it."""
+    model = zoo.build("llama")
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=M)
+    for layer in split.model.unwrap().model.layers:
+        layer.mlp.register_forward_hook(lambda module, args, output: args[0] is None or None)
+    return differences(split, unsplit, zoo.batch("llama"), num_microbatches=M)
+
+
+def test_a_hook_that_wants_arguments_leaves_the_loss_as_it_is(pool: Pool) -> None:
+    assert pool.run(with_a_hook_that_wants_arguments, 2) == [[], []]
+
+
+def recorded(schedule: str, path: str) -> tuple[str, Any]:
+    split = split_of("llama", schedule)
+    split.backward(zoo.batch("llama"))
+    recording = split.plugin.recording()
+    if dist.get_rank() == 0:
+        recording.save(path)
+    return recording.summary(), recording
+
+
+def test_a_step_is_recorded_alike_on_every_rank(pool: Pool, tmp_path: Any) -> None:
+    from pipeshard.runtime.recording import Recording
+
+    path = tmp_path / "step.json"
+    (line, first), (_, second) = pool.run(recorded, 2, "zbv", str(path))
+    assert first == second == Recording.load(path)
+    assert [[span.action for span in row] for row in first.spans] == [
+        [action for action in actions if action.kind.is_compute] for actions in first.program.ranks
+    ]
+    ends = {span.action: span.end for row in first.spans for span in row}
+    starts = {span.action: span.start for row in first.spans for span in row}
+    for actions in first.program.ranks:  # one clock: nothing starts before what it needs is done elsewhere
+        for action in filter(lambda a: a.kind.is_compute, actions):
+            for kind, stage in first.program.needs(action.kind, action.stage):
+                needed = Action(kind, action.microbatch, stage)
+                made = needed if kind.is_compute else action._replace(stage=needed.partner.stage)
+                assert starts[action] >= ends[made]
+    assert line.startswith("step 0: ") and "bubble" in line and "slowest is rank" in line
+    assert 0 <= first.bubble < 1 and first.simulation().makespan <= first.makespan
+    first.draw(tmp_path / "step.png", "zbv")
+    assert (tmp_path / "step.png").stat().st_size > 10_000
+    path.write_text('{"schedule": "x"}')
+    with pytest.raises(ConfigurationError, match="no recording of a step"):
+        Recording.load(path)
