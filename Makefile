@@ -4,7 +4,8 @@
 # make lint    ruff and mypy alone
 # make parity  trains every architecture of transformers split and unsplit, and writes docs/parity.md; RESUME=1 goes on
 #              where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6
-# make bench   measures the memory of a rank while a model is materialized, saved and loaded
+# make bench   measures speed beside other pipelines (ROUNDS rounds; they get environments of their own) and memory, and
+#              writes docs/benchmarks.md; PART=work measures one part of: work overhead lengths memory partition replay
 # make clean   removes outputs and caches; .venv and .venv-4.57 stay
 
 PYTHON       ?= python3
@@ -13,6 +14,8 @@ STEPS        ?= 30
 PP           ?= 2
 MICROBATCHES ?= 4
 SCHEDULE     ?= 1f1b
+ROUNDS       ?= 9
+PART         ?= work overhead lengths memory partition replay
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -26,7 +29,7 @@ $(OLD)/installed: TRANSFORMERS := transformers==4.57.6
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test lint parity parity-4.57 bench clean
+.PHONY: help setup setup-peers train test lint parity parity-4.57 bench clean
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -53,6 +56,25 @@ $(STAMP) $(OLD)/installed: pyproject.toml Makefile
 	@touch $@
 	@echo "setup: done"
 
+# What is measured beside pipeshard, each with the versions it works with.
+setup-peers: .venv-deepspeed/installed .venv-colossalai/installed
+
+.venv-deepspeed/installed: Makefile
+	@echo "setup: installing deepspeed into $(@D)"
+	@rm -f $@; test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(PIP) torch==2.13.0 setuptools wheel
+	@$(PIP) transformers==5.23.0 rich
+	@DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed==0.19.8
+	@touch $@
+
+.venv-colossalai/installed: Makefile
+	@echo "setup: installing colossalai and the transformers that it is made for into $(@D)"
+	@rm -f $@; test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(PIP) torch==2.13.0
+	@$(PIP) transformers==4.51.3 accelerate peft einops galore_torch psutil rich click packaging bitsandbytes
+	@$(PIP) --no-deps colossalai==0.5.0
+	@touch $@
+
 train: setup
 	@$(BIN)/python examples/finetune.py --model '$(MODEL)' --steps $(STEPS) --pp $(PP) \
 	  --microbatches $(MICROBATCHES) --schedule $(SCHEDULE)
@@ -73,7 +95,8 @@ parity: setup
 parity-4.57: $(OLD)/installed
 	@$(OLD)/bin/python -W ignore -m tests.parity --output docs/parity-4.57.md --at-least 0.95 $(if $(RESUME),--resume)
 
-bench: setup
+bench: setup setup-peers
+	@$(BIN)/python -W ignore -m benchmarks.speed --rounds $(ROUNDS) --part $(PART)
 	@$(BIN)/python -W ignore benchmarks/memory.py
 
 clean:

@@ -1,0 +1,164 @@
+"""Contender: a pair of processes that trains by one library, told by the driver when."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.speed.work import Work
+
+ROOT = Path(__file__).resolve().parents[2]
+LOGS = ROOT / "outputs" / "benchmarks" / "logs"
+RANKS = 2
+PATIENCE = 300.0  # seconds until a contender that does not answer has failed
+
+Batches = Sequence[tuple[int, int | None]]  # (seed, length, or the work's own) of each step
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What to start: the trainer of this module name with these options, by the Python of this environment."""
+
+    name: str
+    trainer: str
+    options: dict[str, Any] = field(default_factory=dict)
+    environment: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def python(self) -> str:
+        return str(ROOT / self.environment / "bin" / "python") if self.environment else sys.executable
+
+
+class ContenderError(Exception):
+    """A contender could not start, failed, or did not answer."""
+
+
+class Pair:
+    """A contender's two live processes, stopped unless `round` is running: the threads of process groups would poll."""
+
+    def __init__(self, contender: Contender, work: Work, label: str = "") -> None:
+        self.contender, self.label = contender, label
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.connections: list[Connection] = []
+        self.logs: list[Path] = []
+        if not os.access(contender.python, os.X_OK):
+            raise ContenderError(f"there is no environment {contender.environment}: make setup-peers")
+        self._scratch = tempfile.TemporaryDirectory(prefix="speed-")
+        try:
+            for rank in range(RANKS):
+                self._start(rank, work)
+            self._answers()
+            self._signal(signal.SIGSTOP)
+        except ContenderError:
+            self.close()
+            raise
+
+    def round(self, batches: Batches) -> list[dict[str, Any]]:
+        """One step for each batch; each rank's answer (see `worker.py`). Raises ContenderError."""
+        try:
+            self._signal(signal.SIGCONT)
+            for connection in self.connections:
+                connection.send(list(batches))
+            answers = self._answers()
+            self._signal(signal.SIGSTOP)
+            return answers
+        except (ContenderError, OSError) as error:
+            self.close()
+            raise ContenderError(str(error)) from None
+
+    def close(self) -> None:
+        self._signal(signal.SIGCONT)
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._scratch.cleanup()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            process.send_signal(number)  # nothing happens to one that has ended
+
+    def _start(self, rank: int, work: Work) -> None:
+        contender = self.contender
+        LOGS.mkdir(parents=True, exist_ok=True)
+        slug = re.sub(r"\W+", "-", f"{contender.name} {self.label} {work}")
+        self.logs.append(LOGS / f"{slug}-{rank}.log")
+        ours, theirs = socket.socketpair()
+        order = {
+            "trainer": contender.trainer,
+            "options": contender.options,
+            "work": asdict(work),
+            "rank": rank,
+            "size": RANKS,
+            "store": f"{self._scratch.name}/store",
+        }
+        worker = ("-W", "ignore", "-m", "benchmarks.speed.worker")
+        with self.logs[-1].open("wb") as log:
+            self.processes.append(
+                subprocess.Popen(
+                    [contender.python, *worker, str(theirs.fileno()), json.dumps(order)],
+                    cwd=ROOT,
+                    env=_environment(rank) | contender.variables,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+        theirs.close()
+        self.connections.append(Connection(ours.detach()))
+
+    def _answers(self) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + PATIENCE
+        answers: list[dict[str, Any]] = []
+        for rank, connection in enumerate(self.connections):
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                raise ContenderError(f"no answer of rank {rank} after {PATIENCE:.0f} s (see {self.logs[rank]})")
+            try:
+                answers.append(connection.recv())
+            except (EOFError, ConnectionResetError):
+                answers.append({"error": self._epitaph(rank), "at": 0.0})
+        failed = [answer for answer in answers if "error" in answer]
+        if failed:  # the first to fail has the reason; the other lost its connection
+            first = min(failed, key=lambda answer: answer["at"])
+            raise ContenderError(first["error"].strip().splitlines()[0][:200])
+        return answers
+
+    def _epitaph(self, rank: int) -> str:
+        """How a process ended that said nothing: its exit status, and the last it printed."""
+        code = self.processes[rank].wait()
+        lines = self.logs[rank].read_text(errors="replace").strip().splitlines()
+        return f"rank {rank} died ({code}): {lines[-1] if lines else 'without a word'}"
+
+
+def _environment(rank: int) -> dict[str, str]:
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "DS_ACCELERATOR": "cpu",
+        # Memory that was freed stays with the process, for all alike: page faults are much of the noise.
+        "MALLOC_MMAP_THRESHOLD_": str(2**32),
+        "MALLOC_TRIM_THRESHOLD_": str(2**36),
+        # DeepSpeed reads these even where torch.distributed has been started already.
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+    }

@@ -1,0 +1,68 @@
+"""Work that is mostly overhead: many tiny microbatches, so that what a library does around them shows."""
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Sequence
+
+from rich.progress import Progress
+
+from benchmarks.speed.lanes import Lane, Outcome, Rounds, failures
+from benchmarks.speed.parts import Effort
+from benchmarks.speed.parts.work import COLOSSALAI, TORCH, UNSPLIT, batches, ours, spread
+from benchmarks.speed.section import FAILED, Bar, Section, Table, milliseconds
+from benchmarks.speed.work import Work
+
+TEXT = """\
+A llama of hidden size 64 and 8 layers, 64 microbatches of 1 or 2 samples of 32 tokens: a forward pass of a stage
+takes few milliseconds, most of it not in matrix products. "Times 1F1B" is the contender's time over that of
+pipeshard's 1F1B in the same round, median and quartiles: above 1, that is faster. torch's stages are a bare loop over
+the layers, which leaves out what the model's own forward does around them (masks, mostly); pipeshard runs that forward,
+on every stage. "compiled" is `compile=True`, and for torch a call of `compile()` on each layer."""
+
+OURS = ours("1f1b")
+MINE = [OURS, ours("gpipe"), ours("1f1b", compile=True), ours("gpipe", compile=True)]
+TORCH_COMPILED = dataclasses.replace(TORCH, name=f"{TORCH.name} compiled", options={"compiled": True})
+BARS = {COLOSSALAI.name: 1.5, TORCH.name: 1.0}  # how many times pipeshard's least time they should take at least
+
+
+def run(effort: Effort, progress: Progress) -> Section:
+    tables, bars, failed, raw = [], [], [], {}
+    for microbatch in (1, 2):
+        work = Work(hidden=64, heads=4, vocabulary=512, length=32, microbatch=microbatch, microbatches=64)
+        if effort.quick:
+            work = work.having(microbatches=8)
+        steps = 1 if effort.quick else 3
+        contenders = [*MINE, TORCH, TORCH_COMPILED, COLOSSALAI, UNSPLIT]
+        lanes = [Lane(contender, functools.partial(batches, steps=steps)) for contender in contenders]
+        outcomes = Rounds(work, lanes, effort.rounds, progress).run()
+        label = f"{work} of {microbatch} sample{'s' if microbatch > 1 else ''}"
+        tables.append(_table(label, outcomes))
+        times = {name: statistics.median(outcome.seconds) for name, outcome in outcomes.items() if outcome.seconds}
+        mine = [contender.name for contender in MINE if contender.name in times]
+        best = min(mine, key=lambda name: times[name], default="")
+        for name, bar in BARS.items():
+            if best and (ratios := against(best, name, outcomes)):
+                ratio = statistics.median(ratios)
+                bars.append(Bar(f"{label}: {name} takes {ratio:.2f} times {best}'s time, at least {bar}", ratio >= bar))
+        failed += [f"{label}: {failure}" for failure in failures(lanes, outcomes)]
+        raw[label] = {name: vars(outcome) for name, outcome in outcomes.items()}
+    return Section("Overhead", TEXT, tables, bars, failed, raw)
+
+
+def against(reference: str, name: str, outcomes: dict[str, Outcome]) -> list[float]:
+    """The time of one contender over that of another, round by round."""
+    return [a / b for a, b in zip(outcomes[name].seconds, outcomes[reference].seconds)]
+
+
+def _table(title: str, outcomes: dict[str, Outcome]) -> Table:
+    rows: list[Sequence[str]] = []
+    for name, outcome in outcomes.items():
+        if not outcome.seconds:
+            rows.append([name, FAILED, "", "", ""])
+        else:
+            ratios = against(OURS.name, name, outcomes) or [float("nan")]
+            (low, middle, high), (under, ratio, over) = spread(outcome.seconds), spread(ratios)
+            row = [name, milliseconds(middle), f"{milliseconds(low)} to {milliseconds(high)}"]
+            rows.append([*row, f"{ratio:.2f}", f"{under:.2f} to {over:.2f}"])
+    return Table(title, ["contender", "ms/step", "quartiles", "times 1F1B", "quartiles"], rows)

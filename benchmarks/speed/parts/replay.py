@@ -1,0 +1,85 @@
+"""What a stage's forward costs for each unit that is on another stage."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from rich.progress import Progress
+from torch import Tensor, nn
+
+from benchmarks.speed.parts import Effort
+from benchmarks.speed.parts.work import spread
+from benchmarks.speed.section import Bar, Section, Table
+from pipeshard import trace
+from pipeshard.model.media import read_batch
+from pipeshard.model.partition import boundaries
+from pipeshard.model.policy import Policy
+from pipeshard.model.replay import Route
+
+TEXT = """\
+The forward of a last stage that holds the last of few, or of many, layers. A unit that is not there costs the
+difference, divided by the number of layers: the call itself, finding its place, and a tensor in its result's place."""
+
+FEW, MANY = 4, 68
+WIDTH = 16
+BAR = 10e-6  # seconds
+
+
+def run(effort: Effort, progress: Progress) -> Section:
+    repeats = 20 if effort.quick else 200
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    task = progress.add_task("replay", total=effort.rounds * repeats)
+    forwards = {layers: last_stage(layers) for layers in (FEW, MANY)}
+    costs = []
+    for _ in range(effort.rounds):
+        times: dict[int, list[float]] = {layers: [] for layers in forwards}
+        for _ in range(repeats):
+            for layers, forward in forwards.items():
+                start = time.perf_counter()
+                forward()
+                times[layers].append(time.perf_counter() - start)
+            progress.advance(task)
+        few, many = map(statistics.median, times.values())
+        costs.append((many - few) / (MANY - FEW))
+    torch.set_num_threads(threads)
+    progress.remove_task(task)
+    low, middle, high = (f"{1e6 * cost:.1f}" for cost in spread(costs))
+    table = Table("layers in a row", ["", "µs", "quartiles"], [["a unit on another stage", middle, f"{low} to {high}"]])
+    cost = statistics.median(costs)
+    bar = Bar(f"a unit on another stage costs {1e6 * cost:.1f} µs, below {1e6 * BAR:.0f}", cost < BAR)
+    return Section("Replay", TEXT, [table], [bar], raw={"costs": costs})
+
+
+class Layers(nn.Module):
+    """Linear layers in a row."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.mean()}
+
+
+def last_stage(layers: int) -> Callable[[], None]:
+    """Its forward of one microbatch, without a graph."""
+    model, data = Layers(layers), {"x": torch.ones(2, WIDTH)}
+    batch, flow = read_batch(model, data), trace(model, data)
+    policy = Policy(model, flow, 1, 2, [layers - 1, 1])
+    crossing = boundaries(flow, policy.stages, 2)
+    route, deltas = Route.of(flow, policy.stages, 1, crossing), flow.axes.deltas(batch)
+    assert deltas is not None
+    specs = [flow.spec(value) for value in crossing[1].values]
+    received = {value: torch.zeros(spec.at(deltas)) for value, spec in zip(crossing[1].values, specs)}
+    fed = route.feed(batch, policy.replay.device)
+    policy.replace_forward()
+
+    def forward() -> None:
+        with torch.no_grad():
+            policy.replay.run(route, deltas, received, lambda: fed.call(model))
+
+    return forward

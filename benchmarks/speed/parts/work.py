@@ -1,0 +1,106 @@
+"""The same work by every contender, as a ratio to the limit of 1F1B."""
+
+import functools
+import statistics
+from typing import Any
+
+from rich.progress import Progress
+
+from benchmarks.speed.contender import Batches, Contender
+from benchmarks.speed.lanes import Lane, Outcome, Rounds, failures, loss_errors
+from benchmarks.speed.limits import CHUNKS, limit
+from benchmarks.speed.parts import Effort
+from benchmarks.speed.section import FAILED, Section, Table, milliseconds
+from benchmarks.speed.work import Work
+
+TEXT = """\
+Each contender trains the same model on the same batches with AdamW in fp32, p = 2, the layers cut in the middle.
+Times are a step's, medians over the rounds with their quartiles. The limit is the schedule's makespan, simulated
+with the stages' own F, B and W as measured in the same round, plus the optimizer's step; messages, ties and Python
+cost nothing in it. "1F1B's limit" is the bars' unit. One process is the unsplit model with gradient accumulation,
+two copies of it at once, one on each core: two ranks share memory bandwidth and clock, too."""
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+
+
+def ours(schedule: str, **options: Any) -> Contender:
+    """pipeshard, its layers cut into equal parts."""
+    chunks = CHUNKS.get(schedule, 1)
+    if schedule == "interleaved":
+        options["num_model_chunks"] = chunks
+    name = f"pipeshard {schedule}" + (" isend" if options.get("p2p") == "isend" else "")
+    name += " compiled" if options.get("compile") else ""
+    return Contender(name, "pipeshard", {"schedule": schedule, "stages": 2 * chunks, **options})
+
+
+TORCH = Contender("torch 1F1B", "torch")
+DEEPSPEED = Contender("DeepSpeed", "deepspeed", {}, ".venv-deepspeed")
+COLOSSALAI = Contender("ColossalAI", "colossalai", {}, ".venv-colossalai")
+UNSPLIT = Contender("one process", "unsplit")
+LIMIT = Contender("limit", "limit")
+CONTENDERS = [*map(ours, SCHEDULES), ours("1f1b", p2p="isend"), TORCH, DEEPSPEED, COLOSSALAI, UNSPLIT, LIMIT]
+
+
+def run(effort: Effort, progress: Progress) -> Section:
+    works = [Work(family, microbatches=m) for family in ("llama", "gpt2") for m in (8, 4)]
+    if effort.quick:
+        works = [work.having(hidden=112, length=32) for work in works[::3]]
+    tables, failed, raw = [], [], {}
+    for work in works:
+        steps = 8 // work.microbatches  # of each turn: as many tokens for every m
+        lanes = [Lane(contender, functools.partial(batches, steps=steps)) for contender in CONTENDERS]
+        outcomes = Rounds(work, lanes, effort.rounds, progress).run()
+        ratios = against_limit(work, outcomes)
+        tables.append(_table(work, lanes, outcomes, ratios))
+        failed += [f"{work}: {failure}" for failure in failures(lanes, outcomes)]
+        raw[str(work)] = {"ratios": ratios, "outcomes": {name: vars(outcome) for name, outcome in outcomes.items()}}
+    return Section("The same work", TEXT, tables, (), failed, raw)
+
+
+def batches(k: int, steps: int) -> Batches:
+    """Those of round k: seeds that no other round has."""
+    return [(k * steps + step + 1, None) for step in range(steps)]
+
+
+def against_limit(work: Work, outcomes: dict[str, Outcome]) -> dict[str, list[float]]:
+    """Each contender's time over 1F1B's limit, round by round."""
+    limits = [limit("1f1b", work.microbatches, report) for report in outcomes[LIMIT.name].reports]
+    others = {name: outcome for name, outcome in outcomes.items() if name != LIMIT.name}
+    return {name: [a / b for a, b in zip(outcome.seconds, limits)] for name, outcome in others.items()}
+
+
+def spread(values: list[float]) -> tuple[float, float, float]:
+    """Quartiles: low, median, high."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _table(work: Work, lanes: list[Lane], outcomes: dict[str, Outcome], ratios: dict[str, list[float]]) -> Table:
+    reports = outcomes[LIMIT.name].reports
+    wrong = loss_errors(lanes, outcomes)
+    rows = []
+    for name, outcome in outcomes.items():
+        if name == LIMIT.name:
+            continue
+        if not outcome.seconds:
+            rows.append([name, FAILED, *[""] * 5])
+            continue
+        low, middle, high = spread(outcome.seconds)
+        row = [name, milliseconds(middle), f"{milliseconds(low)} to {milliseconds(high)}"]
+        if ratios[name]:
+            schedule = name.split()[1] if name.startswith("pipeshard") else "1f1b"
+            own = statistics.median(limit(schedule, work.microbatches, report) for report in reports)
+            over = "" if name == UNSPLIT.name else f"{milliseconds(own)}"
+            low, middle, high = spread(ratios[name])
+            row += [over, f"{middle:.3f}", f"{low:.3f} to {high:.3f}"]
+        rows.append([*row, *[""] * (6 - len(row)), f"{wrong[name]:.0e}"])
+    columns = ["contender", "ms/step", "quartiles", "own limit (ms)", "over 1F1B's", "quartiles", "loss differs by"]
+    title = f"{work}: {work.samples}×{work.length} tokens, {parameters(work):.0f} M parameters"
+    return Table(title, columns, rows)
+
+
+def parameters(work: Work) -> float:
+    """In millions."""
+    return sum(parameter.numel() for parameter in work.model().parameters()) / 1e6
