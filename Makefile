@@ -2,6 +2,7 @@
 # make train   fine-tunes SmolLM2-135M through a pipeline of PP processes; make train STEPS=3 is the short form
 # make test    ruff, mypy, pytest
 # make lint    ruff and mypy alone
+# make exact   every model of the tests with every schedule, transport and number of microbatches, against the unsplit one
 # make parity  trains every architecture of transformers split and unsplit, and writes docs/parity.md; RESUME=1 goes on
 #              where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6
 # make bench   measures speed beside other pipelines (ROUNDS rounds; they get environments of their own) and memory, and
@@ -29,7 +30,7 @@ $(OLD)/installed: TRANSFORMERS := transformers==4.57.6
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train test lint parity parity-4.57 bench clean
+.PHONY: help setup setup-peers train test lint exact parity parity-4.57 bench clean
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -88,6 +89,9 @@ lint: setup
 test: lint
 	@echo "test: pytest"
 	@$(BIN)/python -m pytest
+
+exact: setup
+	@EXACT=all $(BIN)/python -m pytest tests/test_exact.py
 
 parity: setup
 	@$(BIN)/python -W ignore -m tests.parity --output docs/parity.md $(if $(RESUME),--resume)

@@ -72,3 +72,19 @@ def repeated() -> list[float]:
     split = Split(with_dropout(zoo.build("gpt2")), 2, zoo.batch("gpt2"), num_microbatches=2)
     data: Any = zoo.batch("gpt2")
     return [float(split.backward(data)["loss"]) for _ in range(STEPS)]
+
+
+def test_dropout_that_is_turned_on_later_is_seen(pool: Pool) -> None:
+    expected = pool.run(turned_on_later, 1)[0]
+    assert expected[0] != expected[1]
+    assert [pool.run(turned_on_later, p)[0] for p in (2, 4)] == [expected] * 2
+
+
+def turned_on_later() -> list[float]:
+    """The loss of one batch without dropout, and with."""
+    model = zoo.build("gpt2")
+    split = Split(model, dist.get_world_size(), zoo.batch("gpt2"), num_microbatches=2)
+    torch.manual_seed(0)
+    before = float(split.backward(zoo.batch("gpt2"))["loss"])
+    with_dropout(model)
+    return [before, float(split.backward(zoo.batch("gpt2"))["loss"])]

@@ -247,6 +247,19 @@ def test_nothing_changes_in_the_model_and_no_random_number_is_drawn() -> None:
     assert {n: d.keys() for n, d in after.items()} == {n: d.keys() for n, d in before.items()}
 
 
+def test_random_numbers_that_glue_draws_are_noted() -> None:
+    for name, drawn in (("gpt2", True), ("llama", False)):  # GPT-2 has a dropout after its embeddings
+        model = zoo.build(name)
+        assert not trace(model, zoo.batch(name)).glue_random
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.1
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.1
+        assert trace(model, zoo.batch(name)).glue_random is drawn
+        assert not trace(model.eval(), zoo.batch(name)).glue_random
+
+
 def test_a_unit_that_does_not_run_by_shape_runs_on_throw_away_values() -> None:
     class Deciding(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Work that is mostly overhead: many tiny microbatches, so that what a library does around them shows."""
 
 import dataclasses
-import functools
 import statistics
 from collections.abc import Sequence
 
@@ -14,7 +13,7 @@ from benchmarks.speed.section import FAILED, Bar, Section, Table, milliseconds
 from benchmarks.speed.work import Work
 
 TEXT = """\
-A llama of hidden size 64 and 8 layers, 64 microbatches of 1 or 2 samples of 32 tokens: a forward pass of a stage
+A llama of hidden size 64 and 8 layers, 64 microbatches of one sample of 32 tokens: a forward pass of a stage
 takes few milliseconds, most of it not in matrix products. "Times 1F1B" is the contender's time over that of
 pipeshard's 1F1B in the same round, median and quartiles: above 1, that is faster. torch's stages are a bare loop over
 the layers, which leaves out what the model's own forward does around them (masks, mostly); pipeshard runs that forward,
@@ -27,27 +26,19 @@ BARS = {COLOSSALAI.name: 1.5, TORCH.name: 1.0}  # how many times pipeshard's lea
 
 
 def run(effort: Effort, progress: Progress) -> Section:
-    tables, bars, failed, raw = [], [], [], {}
-    for microbatch in (1, 2):
-        work = Work(hidden=64, heads=4, vocabulary=512, length=32, microbatch=microbatch, microbatches=64)
-        if effort.quick:
-            work = work.having(microbatches=8)
-        steps = 1 if effort.quick else 3
-        contenders = [*MINE, TORCH, TORCH_COMPILED, COLOSSALAI, UNSPLIT]
-        lanes = [Lane(contender, functools.partial(batches, steps=steps)) for contender in contenders]
-        outcomes = Rounds(work, lanes, effort.rounds, progress).run()
-        label = f"{work} of {microbatch} sample{'s' if microbatch > 1 else ''}"
-        tables.append(_table(label, outcomes))
-        times = {name: statistics.median(outcome.seconds) for name, outcome in outcomes.items() if outcome.seconds}
-        mine = [contender.name for contender in MINE if contender.name in times]
-        best = min(mine, key=lambda name: times[name], default="")
-        for name, bar in BARS.items():
-            if best and (ratios := against(best, name, outcomes)):
-                ratio = statistics.median(ratios)
-                bars.append(Bar(f"{label}: {name} takes {ratio:.2f} times {best}'s time, at least {bar}", ratio >= bar))
-        failed += [f"{label}: {failure}" for failure in failures(lanes, outcomes)]
-        raw[label] = {name: vars(outcome) for name, outcome in outcomes.items()}
-    return Section("Overhead", TEXT, tables, bars, failed, raw)
+    work = Work(hidden=64, heads=4, vocabulary=512, length=32, microbatch=1, microbatches=8 if effort.quick else 64)
+    contenders = [*MINE, TORCH, TORCH_COMPILED, COLOSSALAI, UNSPLIT]
+    lanes = [Lane(contender, lambda k: batches(k, 1 if effort.quick else 3)) for contender in contenders]
+    outcomes = Rounds(work, lanes, effort.rounds, progress).run()
+    times = {name: statistics.median(outcome.seconds) for name, outcome in outcomes.items() if outcome.seconds}
+    best = min((contender.name for contender in MINE if contender.name in times), key=lambda name: times[name])
+    bars = []
+    for name, bar in BARS.items():
+        if ratios := against(best, name, outcomes):
+            ratio = statistics.median(ratios)
+            bars.append(Bar(f"{name} takes {ratio:.2f} times {best}'s time, at least {bar}", ratio >= bar))
+    raw = {name: vars(outcome) for name, outcome in outcomes.items()}
+    return Section("Overhead", TEXT, [_table(str(work), outcomes)], bars, failures(lanes, outcomes), raw)
 
 
 def against(reference: str, name: str, outcomes: dict[str, Outcome]) -> list[float]:

@@ -10,7 +10,7 @@ from benchmarks.speed.contender import Batches, Contender
 from benchmarks.speed.lanes import Lane, Outcome, Rounds, failures, loss_errors
 from benchmarks.speed.limits import CHUNKS, limit
 from benchmarks.speed.parts import Effort
-from benchmarks.speed.section import FAILED, Section, Table, milliseconds
+from benchmarks.speed.section import FAILED, Bar, Section, Table, milliseconds
 from benchmarks.speed.work import Work
 
 TEXT = """\
@@ -38,23 +38,26 @@ DEEPSPEED = Contender("DeepSpeed", "deepspeed", {}, ".venv-deepspeed")
 COLOSSALAI = Contender("ColossalAI", "colossalai", {}, ".venv-colossalai")
 UNSPLIT = Contender("one process", "unsplit")
 LIMIT = Contender("limit", "limit")
-CONTENDERS = [*map(ours, SCHEDULES), ours("1f1b", p2p="isend"), TORCH, DEEPSPEED, COLOSSALAI, UNSPLIT, LIMIT]
+PEERS = [TORCH, DEEPSPEED, COLOSSALAI]
+LEADS = {8: 0.05, 4: 0.10}  # of the best schedule on any peer's 1F1B, by the number of microbatches
+CONTENDERS = [*map(ours, SCHEDULES), ours("1f1b", p2p="isend"), *PEERS, UNSPLIT, LIMIT]
 
 
 def run(effort: Effort, progress: Progress) -> Section:
     works = [Work(family, microbatches=m) for family in ("llama", "gpt2") for m in (8, 4)]
     if effort.quick:
         works = [work.having(hidden=112, length=32) for work in works[::3]]
-    tables, failed, raw = [], [], {}
+    tables, bars, failed, raw = [], [], [], {}
     for work in works:
         steps = 8 // work.microbatches  # of each turn: as many tokens for every m
         lanes = [Lane(contender, functools.partial(batches, steps=steps)) for contender in CONTENDERS]
         outcomes = Rounds(work, lanes, effort.rounds, progress).run()
         ratios = against_limit(work, outcomes)
         tables.append(_table(work, lanes, outcomes, ratios))
+        bars += bars_of(str(work), ratios, LEADS[work.microbatches])
         failed += [f"{work}: {failure}" for failure in failures(lanes, outcomes)]
         raw[str(work)] = {"ratios": ratios, "outcomes": {name: vars(outcome) for name, outcome in outcomes.items()}}
-    return Section("The same work", TEXT, tables, (), failed, raw)
+    return Section("The same work", TEXT, tables, bars, failed, raw)
 
 
 def batches(k: int, steps: int) -> Batches:
@@ -67,6 +70,29 @@ def against_limit(work: Work, outcomes: dict[str, Outcome]) -> dict[str, list[fl
     limits = [limit("1f1b", work.microbatches, report) for report in outcomes[LIMIT.name].reports]
     others = {name: outcome for name, outcome in outcomes.items() if name != LIMIT.name}
     return {name: [a / b for a, b in zip(outcome.seconds, limits)] for name, outcome in others.items()}
+
+
+def bars_of(work: str, ratios: dict[str, list[float]], lead: float) -> list[Bar]:
+    """1F1B beside the limit and the fastest peer, the best schedule's `lead` on that, broadcast beside isend."""
+    middle = {name: statistics.median(values) for name, values in ratios.items() if values}
+    mine = [name for name in map(_name, SCHEDULES) if name in middle]
+    peers = [contender.name for contender in PEERS if contender.name in middle]
+    plain, isend = _name("1f1b"), ours("1f1b", p2p="isend").name
+    if not peers or plain not in middle or isend not in middle:
+        return []
+    peer, best = (min(names, key=lambda name: middle[name]) for names in (peers, mine))
+    off, behind = middle[plain] - 1, middle[plain] / middle[peer] - 1
+    ahead, dearer = 1 - middle[best] / middle[peer], middle[plain] / middle[isend] - 1
+    return [
+        Bar(f"{work}: 1F1B is {off:+.1%} off the limit, at most 5%", off <= 0.05),
+        Bar(f"{work}: 1F1B takes {behind:+.1%} beside {peer}, the fastest peer, at most 0%", behind <= 0),
+        Bar(f"{work}: {best} is {ahead:.1%} faster than that, at least {lead:.0%}", ahead >= lead),
+        Bar(f"{work}: broadcast takes {dearer:+.1%} beside isend, at most 3%", dearer <= 0.03),
+    ]
+
+
+def _name(schedule: str) -> str:
+    return ours(schedule).name
 
 
 def spread(values: list[float]) -> tuple[float, float, float]:

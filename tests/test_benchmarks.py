@@ -1,0 +1,54 @@
+"""A sample of `make bench`: contenders train alike, and one that does not is named."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from rich.progress import Progress
+
+from benchmarks.speed.contender import Contender
+from benchmarks.speed.lanes import Lane, Rounds, failures, loss_errors
+from benchmarks.speed.limits import limit
+from benchmarks.speed.parts import Effort, replay
+from benchmarks.speed.parts.work import LIMIT, TORCH, against_limit, batches, ours
+from benchmarks.speed.report import write
+from benchmarks.speed.section import Section, Table
+from benchmarks.speed.work import Work
+
+WORK = Work("gpt2", hidden=32, heads=4, layers=4, vocabulary=64, length=16, microbatches=4)
+
+
+def test_contenders_train_to_the_same_losses(tmp_path: Path) -> None:
+    missing = Contender("nobody", "torch", environment=".venv-nobody")
+    lanes = [Lane(contender, lambda k: batches(k, 2)) for contender in (ours("zbv"), TORCH, LIMIT, missing)]
+    with Progress(disable=True) as progress:
+        outcomes = Rounds(WORK, lanes, 2, progress).run()
+    assert failures(lanes, outcomes) == [
+        "nobody: did not start: there is no environment .venv-nobody: make setup-peers"
+    ]
+    mine, theirs = (outcomes[name] for name in ("pipeshard zbv", "torch 1F1B"))
+    assert len(mine.seconds) == 2 and len(mine.losses) == len(theirs.losses) == 6
+    assert max(loss_errors(lanes, outcomes).values()) < 1e-5
+    report = outcomes["limit"].reports[0]
+    assert 0 < limit("zbv", 4, report) < limit("gpipe", 4, report)
+    ratios = against_limit(WORK, outcomes)
+    assert len(ratios["pipeshard zbv"]) == 2
+    section = Section("The same work", "", [Table("t", ["a"], [["b"]])], raw={str(WORK): {"ratios": ratios}})
+    section.save(tmp_path / "work.json")
+    write({"work": Section.load(tmp_path / "work.json")}, tmp_path)
+    assert "| b |" in (tmp_path / "benchmarks.md").read_text() and (tmp_path / "benchmarks.svg").stat().st_size > 5000
+
+
+def test_other_losses_are_a_failure() -> None:
+    lanes = [Lane(dataclasses.replace(TORCH, name=name), lambda k: []) for name in ("a", "b", "c")]
+    rounds = Rounds(WORK, lanes, 1, Progress(disable=True))
+    for lane, loss in zip(lanes, (1.0, 1.0, 1.001)):
+        rounds.outcomes[lane.name].losses.append(loss)
+    assert failures(lanes, rounds.outcomes) == ["c: its losses are off by 1.0e-03"]
+
+
+def test_what_a_replayed_unit_costs_is_measured() -> None:
+    with Progress(disable=True) as progress:
+        section = replay.run(Effort(2, True), progress)
+    assert 0 < section.raw["costs"][0] < 1e-3
