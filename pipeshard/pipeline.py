@@ -4,36 +4,33 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from colossalai.interface import ModelWrapper
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import nn
 
-from pipeshard.errors import BatchError, ConfigurationError, UsageError
+from pipeshard.errors import BatchError, UsageError
 from pipeshard.model.batch import Batch
-from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.materialize import InitWeights, initialize
 from pipeshard.model.media import read_batch
-from pipeshard.model.names import flatten_with_names
 from pipeshard.model.policy import find_policy
 from pipeshard.model.sharder import Sharder, is_released
 from pipeshard.model.trace import trace
 from pipeshard.model.tracer import Criterion
 from pipeshard.model.units import containers, recomputes
 from pipeshard.model.untouched import without_cache
-from pipeshard.planner.profile import Profile, profile_units
+from pipeshard.planner.measured import measured_costs
 from pipeshard.runtime.agreement import agree, gather, share_scalar
 from pipeshard.runtime.clock import offsets
 from pipeshard.runtime.deferral import Deferral
 from pipeshard.runtime.gradients import Tie, TieSync
 from pipeshard.runtime.interpreter import Interpreter
+from pipeshard.runtime.outputs import merge
 from pipeshard.runtime.p2p import make_p2p
 from pipeshard.runtime.recording import Recording
-from pipeshard.runtime.stage import Microbatch, Stage
+from pipeshard.runtime.stage import Stage
 from pipeshard.runtime.step import StepPlanner
 from pipeshard.schedule.communicate import add_communication
 from pipeshard.schedule.program import Program, forward_only, make_program
@@ -63,8 +60,10 @@ class Pipeline:
         scale = next(iter(sample.tensors.values())).numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1])
         policy = plugin.policy or find_policy(model)
         placement = make_program(plugin.schedule, self.num_stages, 1, plugin.num_model_chunks).placement
+        cut = plugin.num_microbatches, plugin.microbatch_size
+        costs = measured_costs(str(plugin.partition), model, flow, sample, cut, self.device, self.group)
         where = self.rank, self.num_stages, plugin.partition, scale, self.device
-        self.policy = policy(model, flow, *where, placement=placement, costs=self._measured(flow, sample))
+        self.policy = policy(model, flow, *where, placement=placement, costs=costs)
         self.containers = containers(model, self.policy.units)
         self.planner = StepPlanner(model, self.policy)
         self.planner.remember(flow, criterion)
@@ -138,7 +137,7 @@ class Pipeline:
             self.ties.finish(synchronize)
         end, source = self.stages[-1], self.ranks[self.policy.placement[-1]]  # the last stage is the last of its rank
         loss = share_scalar(end.loss, source, self.group, self.device) if return_loss else None
-        outputs = _merged(end.outputs, planned[-1], loss) if return_outputs and end.is_last else None
+        outputs = merge(end.outputs, planned[-1], loss) if return_outputs and end.is_last else None
         end.outputs = []
         return {"loss": loss, "outputs": outputs}
 
@@ -165,28 +164,6 @@ class Pipeline:
     def _init_weights(self) -> InitWeights:
         """What Booster loads right after `configure` is not drawn before."""
         return False if getattr(self.model, "_pretrained", None) else self.plugin.init_weights
-
-    def _measured(self, flow: Dataflow, sample: Batch) -> list[float] | None:
-        """With partition="profile" the seconds of each unit call, the same on every rank: the median of theirs."""
-        kind, _, file = str(self.plugin.partition).partition(":")
-        if kind != "profile":
-            return None
-        failure: Exception | None = None
-        seconds = torch.full((len(flow.calls),), math.nan, dtype=torch.float64)
-        try:
-            microbatch = sample.split(self.plugin.num_microbatches, self.plugin.microbatch_size)[0]
-            known = bool(file) and Path(file).exists()
-            profile = Profile.load(file) if known else profile_units(self.model, flow, microbatch, self.device)
-            profile.check(self.model, flow, microbatch)
-            seconds = torch.tensor(profile.costs(flow), dtype=torch.float64)
-        except Exception as error:
-            failure = error
-        of_ranks = gather(seconds, self.group)
-        if of_ranks.isnan().any():
-            raise failure or ConfigurationError("partition='profile' failed on another stage: the reason is there")
-        if file and not known and self.rank == 0:
-            profile.save(file)
-        return of_ranks.median(dim=0).values.tolist()
 
     def draw(self, names: Sequence[str]) -> None:
         """Give the blank parameters of these names what `init_weights` draws; every rank names the same."""
@@ -274,23 +251,3 @@ class PipelineModel(ModelWrapper):
             "be called: use booster.execute_pipeline(data_iter, model, criterion, optimizer, return_outputs=True), "
             "under torch.no_grad() for evaluation"
         )
-
-
-def _merged(outputs: list[Any], microbatches: Sequence[Microbatch], loss: Tensor | None) -> Any:
-    """One output, of the class the model returns, for the whole batch: microbatches are put together along the
-    dimension that grows with the number of samples, the loss is the batch's."""
-    flow = microbatches[0].route.flow
-    specs = {path: spec for path, _, spec in flow.outputs}
-    named, tree = flatten_with_names(outputs[0])
-    columns = zip(*(tree_flatten(output)[0] for output in outputs), strict=True)
-    merged = []
-    for (name, first), column in zip(named, columns, strict=True):
-        spec = specs.get(name)
-        dim = next((d for d, slopes in enumerate(spec.slopes) if slopes and slopes[0]), None) if spec else None
-        if name == "['loss']" and loss is not None:
-            merged.append(loss)
-        elif not isinstance(first, Tensor) or len(column) == 1 or first.ndim == 0:
-            merged.append(first)
-        else:
-            merged.append(torch.cat(column, dim=0 if dim is None else dim))
-    return tree_unflatten(merged, tree)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import re
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,17 +16,17 @@ from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.model.batch import Batch
 from pipeshard.model.dataflow import Call, Dataflow, Use
 from pipeshard.model.exits import Exits, Part, answer, listened
+from pipeshard.model.kinds import describe, kind_name
 from pipeshard.model.meter import Meter, Visit
 from pipeshard.model.names import flatten_with_names
 from pipeshard.model.randomness import Randomness, python_state
 from pipeshard.model.shapes import Axes, TensorSpec
-from pipeshard.model.standin import blank_state, copy_to, is_trainable, stand_in
+from pipeshard.model.standin import blank_state, copy_to, stand_in
 from pipeshard.model.taint import Hidden, Input, Reading, Tag, Taint, Used, Value
 from pipeshard.model.units import find_units, handled
 from pipeshard.model.untouched import untouched
 
 SMALL = 4  # numbers a sample in an input of sizes (of images, patches, ...), at most
-PLACE = re.compile(r"(^|_)(idx|id|index|number)$")  # attributes that only say which of many layers this is
 Criterion = Callable[[Any, Any], Tensor]
 
 
@@ -253,28 +252,3 @@ def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | 
             "lambda outputs, inputs: outputs.loss (which is None when the batch has no labels)"
         )
     return loss
-
-
-def kind_name(module: nn.Module) -> Any:
-    """What two units share if their results have the same shapes for the same inputs."""
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    flags = tuple(
-        (name, key, value)
-        for name, child in module.named_modules()
-        for key, value in child.__dict__.items()
-        if _is_setting(value) and not PLACE.search(key)
-    )
-    return type(module), tuple((name, tuple(t.shape), t.dtype, is_trainable(t)) for name, t in tensors), flags
-
-
-def _is_setting(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_setting, value))
-    return isinstance(value, bool | int | str)
-
-
-def describe(leaf: Any) -> Any:
-    """What an argument has in common with others for which a unit returns the same shapes."""
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    return leaf if isinstance(leaf, bool | int | float | str | torch.dtype | None) else type(leaf)
