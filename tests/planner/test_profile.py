@@ -69,20 +69,28 @@ def test_times_are_those_of_each_unit() -> None:
     found = profile(model)
     assert found.units == ("embed", "layers.0", "layers.1", "layers.2", "head")
     _, slow, back, again, _ = found.times
-    assert 0.02 <= slow.forward < 0.04 and slow.backward < 0.02
-    assert back.forward < 0.02 and 0.04 <= back.backward < 0.08
+    assert slow.forward >= 0.02 > slow.backward and back.backward >= 0.04 > back.forward
     assert again == slow  # of one kind, and timed once
     assert found.device == "cpu" and found.microbatch == {"input_ids": (2, 6), "labels": (2, 6)}
 
 
-def test_a_weight_gradient_has_a_time_of_its_own() -> None:
-    wide = Model(nn.Linear(512, 512, bias=False))
-    wide.embed, wide.head = nn.Embedding(11, 512), nn.Linear(512, 11)
-    wide.layers[0].forward = lambda x, options: nn.functional.linear(x, wide.layers[0].weight)  # is no plain layer
-    plain = zoo.build("gpt2")
-    times = profile(plain, zoo.batch("gpt2")).times[2]
-    assert times.weight > 0.05 * times.backward
-    assert profile(wide).times[1].weight < 0.05 * profile(wide).times[1].backward
+class Wide(nn.Module):
+    """A wide layer, called as a layer or not."""
+
+    def __init__(self, called: bool) -> None:
+        super().__init__()
+        self.linear, self.called = nn.Linear(1024, 1024, bias=False), called
+
+    def forward(self, x: Tensor, options: Any) -> Tensor:
+        return self.linear(x) if self.called else nn.functional.linear(x, self.linear.weight)
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_a_weight_gradient_that_can_wait_has_a_time_of_its_own(called: bool) -> None:
+    model = Model(Wide(called))
+    model.embed, model.head = nn.Embedding(11, 1024), nn.Linear(1024, 11)
+    cost = profile(model, batch(16, 16)).times[1]
+    assert (cost.weight > 0.2 * cost.backward) is called
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "t5", "vit", "mixtral"])

@@ -54,7 +54,7 @@ def run(effort: Effort, progress: Progress) -> Section:
         outcomes = Rounds(work, lanes, effort.rounds, progress).run()
         ratios = against_limit(work, outcomes)
         tables.append(_table(work, lanes, outcomes, ratios))
-        bars += bars_of(str(work), ratios, LEADS[work.microbatches])
+        bars += bars_of(work, outcomes)
         failed += [f"{work}: {failure}" for failure in failures(lanes, outcomes)]
         raw[str(work)] = {"ratios": ratios, "outcomes": {name: vars(outcome) for name, outcome in outcomes.items()}}
     return Section("The same work", TEXT, tables, bars, failed, raw)
@@ -72,17 +72,19 @@ def against_limit(work: Work, outcomes: dict[str, Outcome]) -> dict[str, list[fl
     return {name: [a / b for a, b in zip(outcome.seconds, limits)] for name, outcome in others.items()}
 
 
-def bars_of(work: str, ratios: dict[str, list[float]], lead: float) -> list[Bar]:
-    """1F1B beside the limit and the fastest peer, the best schedule's `lead` on that, broadcast beside isend."""
-    middle = {name: statistics.median(values) for name, values in ratios.items() if values}
+def bars_of(work: Work, outcomes: dict[str, Outcome]) -> list[Bar]:
+    """Of median times: 1F1B beside the limit and the fastest peer, the best schedule beside that, and broadcast
+    beside isend."""
+    middle = {name: statistics.median(outcome.seconds) for name, outcome in outcomes.items() if outcome.seconds}
     mine = [name for name in map(_name, SCHEDULES) if name in middle]
     peers = [contender.name for contender in PEERS if contender.name in middle]
     plain, isend = _name("1f1b"), ours("1f1b", p2p="isend").name
-    if not peers or plain not in middle or isend not in middle:
+    if not peers or not {plain, isend, LIMIT.name} <= middle.keys():
         return []
     peer, best = (min(names, key=lambda name: middle[name]) for names in (peers, mine))
-    off, behind = middle[plain] - 1, middle[plain] / middle[peer] - 1
-    ahead, dearer = 1 - middle[best] / middle[peer], middle[plain] / middle[isend] - 1
+    least = statistics.median(limit("1f1b", work.microbatches, report) for report in outcomes[LIMIT.name].reports)
+    off, behind = middle[plain] / least - 1, middle[plain] / middle[peer] - 1
+    ahead, dearer, lead = 1 - middle[best] / middle[peer], middle[plain] / middle[isend] - 1, LEADS[work.microbatches]
     return [
         Bar(f"{work}: 1F1B is {off:+.1%} off the limit, at most 5%", off <= 0.05),
         Bar(f"{work}: 1F1B takes {behind:+.1%} beside {peer}, the fastest peer, at most 0%", behind <= 0),
