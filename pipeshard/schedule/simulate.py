@@ -59,7 +59,7 @@ class Simulation:
 def simulate(
     program: Program, forward: Cost = 1.0, backward: Cost = 2.0, weight: Cost = 0.0, latency: float = 0.0
 ) -> Simulation:
-    """Run `program` on paper, with communication added if it has none.
+    """Run `program` on paper, as it would run with communication if it has none.
 
     `forward`, `backward` and `weight` are the costs of F, B and W: one number, or one for each stage. A rank computes
     one action at a time, in order, once its input is there. Messages never hold up the rank that posts them, but they
@@ -71,9 +71,19 @@ def simulate(
     """
     named = (Kind.F, "forward", forward), (Kind.B, "backward", backward), (Kind.W, "weight", weight)
     costs = {kind: _per_stage(name, cost, len(program.placement)) for kind, name, cost in named}
+    (latency,) = _per_stage("latency", latency, 1)
     with _collector_paused():
-        program = program if program.has_communication else add_communication(program)
-        spans = _Run(program, costs, *_per_stage("latency", latency, 1)).finish()
+        spans = None
+        if not latency and not program.has_communication:
+            # Messages that take no time and are posted in time are there when they are sent, so they need not be run;
+            # but if something waits forever, they tell for what.
+            spans = _Run(program, costs).finish()
+        if spans is None:
+            program = program if program.has_communication else add_communication(program)
+            run = _Run(program, costs, latency)
+            spans = run.finish()
+            if spans is None:
+                raise DeadlockError("\n  ".join([f"program {program.name!r} cannot finish:", *run.stuck()]))
     makespan = max((row[-1].end for row in spans if row), default=0.0)
     busy = tuple(math.fsum(end - start for _, start, end in row) for row in spans)
     bubble = max(0.0, 1 - math.fsum(busy) / (len(spans) * makespan)) if makespan else 0.0
@@ -132,8 +142,9 @@ class _Run:
     the times of what an action needed. On each edge the k-th send meets the k-th receive.
     """
 
-    def __init__(self, program: Program, costs: dict[Kind, tuple[float, ...]], latency: float) -> None:
+    def __init__(self, program: Program, costs: dict[Kind, tuple[float, ...]], latency: float = 0.0) -> None:
         self.program, self.costs, self.latency = program, costs, latency
+        self.has_communication = program.has_communication
         self.spans: list[list[Span]] = [[] for _ in program.ranks]
         self.edges = {ends: _Edge(*ends) for ends in itertools.permutations(range(len(program.ranks)), 2)}
         # All by kind and stage, nested, which is looked up in half the time of a tuple. `times` also by microbatch:
@@ -145,7 +156,10 @@ class _Run:
 
     def _step(self, kind: Kind, stage: int) -> tuple[list[tuple[Step, Times]], Times, float | None]:
         """Of an action: what it needs, with the times of that; its own times; its cost, or None for a message."""
-        needs = [((needed, at), self.times[needed][at]) for needed, at in self.program.needs(kind, stage)]
+        needed = self.program.needs(kind, stage)
+        if not self.has_communication:  # what would be received is there once it is made
+            needed = [(kind, at + PARTNER[k][1]) if k.is_receive else (k, at) for k, at in needed]
+        needs = [((k, at), self.times[k][at]) for k, at in needed]
         return needs, self.times[kind][stage], self.costs[kind][stage] if kind in self.costs else None
 
     def _route(self, kind: Kind, stage: int) -> tuple[_Edge, Posts, Posts, Step, Times] | None:
@@ -160,21 +174,25 @@ class _Run:
         edge = self.edges[here, there]
         return edge, edge.sends, edge.receives, (other, at), self.times[other][at]
 
-    def finish(self) -> tuple[tuple[Span, ...], ...]:
+    def finish(self) -> tuple[tuple[Span, ...], ...] | None:
+        """The spans of each rank; None if the program cannot finish."""
         ranks = [self._rank(rank) for rank in range(len(self.program.ranks))]
-        waits = [next(actions, None) for actions in ranks]
+        self.waits = waits = [next(actions, None) for actions in ranks]
         while runnable := [rank for rank, wait in enumerate(waits) if wait and self._has(wait[1])]:
             for rank in runnable:
                 waits[rank] = next(ranks[rank], None)
-        stuck = [self._stuck(rank, *wait) for rank, wait in enumerate(waits) if wait]
+        left = any(edge.sends or edge.receives for edge in self.edges.values())
+        return None if left or any(waits) else tuple(map(tuple, self.spans))
+
+    def stuck(self) -> list[str]:
+        """After `finish`: who waits for what, and the messages that have one end only."""
+        stuck = [self._stuck(rank, *wait) for rank, wait in enumerate(self.waits) if wait]
         for edge in self.edges.values():
             for send, _ in edge.sends:
                 stuck.append(f"rank {edge.source} posts {send}, which rank {edge.target} does not receive")
             for receive, _ in edge.receives:
                 stuck.append(f"rank {edge.target} posts {receive}, for which rank {edge.source} does not send")
-        if stuck:
-            raise DeadlockError("\n  ".join([f"program {self.program.name!r} cannot finish:", *stuck]))
-        return tuple(map(tuple, self.spans))
+        return stuck
 
     def _has(self, action: Action) -> bool:
         return self.times[action.kind][action.stage][action.microbatch] < math.inf
