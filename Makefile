@@ -101,7 +101,7 @@ parity-4.57: $(OLD)/installed
 
 bench: setup setup-peers
 	@$(BIN)/python -W ignore -m benchmarks.speed --rounds $(ROUNDS) --part $(PART)
-	@$(BIN)/python -W ignore benchmarks/memory.py
+	@$(BIN)/python -W ignore -m benchmarks.memory
 
 clean:
 	rm -rf outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """Memory: the most that a rank takes over what it holds, while a model is materialized, saved and loaded.
 
-`python benchmarks/memory.py [--p 2 4]` builds a llama of 1.1 billion parameters on meta and prints, for each phase, the
+`python -m benchmarks.memory [--p 2 4]` builds a llama of 1.1 billion parameters on meta and prints, for each phase, the
 peak of the resident memory above what the imports take, and its ratio to the bytes of the rank's parameters.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.multiprocessing import Manager
 from torch.multiprocessing.spawn import spawn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.resident import peak, reset_peak
 from pipeshard import PipelinePlugin
 
 SIZES = {
@@ -32,17 +32,6 @@ SIZES = {
     "vocab_size": 32000,
 }
 BAR = 1.10
-
-
-class Peak:
-    """The most resident memory since the last `reset`, in bytes, as Linux counts it."""
-
-    def reset(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")
-
-    def read(self) -> int:
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
 
 
 def boosted(p: int, folder: str | None) -> tuple[Booster, Any]:
@@ -62,17 +51,16 @@ def measure(rank: int, p: int, store: str, folder: str, phases: tuple[str, ...],
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=p, init_method=f"file://{store}")
     import_floor()
-    peak = Peak()
-    peak.reset()
-    floor = peak.read()
+    reset_peak()
+    floor = peak()
     rows = {}
     booster, model = boosted(p, folder if "load" in phases else None)
     held = sum(parameter.nbytes for parameter in model.pipeline.held_parameters())
-    rows[phases[0]] = peak.read() - floor
+    rows[phases[0]] = peak() - floor
     if "save" in phases:
-        peak.reset()
+        reset_peak()
         booster.save_model(model, folder, shard=True)
-        rows["save"] = peak.read() - floor
+        rows["save"] = peak() - floor
     results[rank] = held, rows
     dist.barrier()
     dist.destroy_process_group()

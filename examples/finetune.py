@@ -17,8 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from models import MAKERS, missing_package
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+from pipeshard.schedule import SCHEDULES
 
 
 def main() -> int:

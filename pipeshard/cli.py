@@ -9,7 +9,17 @@ import click
 
 from pipeshard.errors import PipeshardError
 
+# What both commands take.
+MODEL = click.argument("model")
+FIELDS = click.argument("fields", nargs=-1, metavar="[KEY=VALUE]...")
+MICROBATCHES = click.option("--microbatches", required=True, type=click.IntRange(min=1), help="Microbatches of a step.")
+MICROBATCH_SIZE = click.option(
+    "--microbatch-size", default=1, show_default=True, type=click.IntRange(min=1), help="Samples in each."
+)
+CHUNKS = click.option("--chunks", type=click.IntRange(min=1), help="Model chunks of a rank, for interleaved.")
 PARTITIONS = "auto | uniform | parameters | profile | profile:PATH | type:REGEX | 3,4,4,3 (unit calls of each stage)"
+
+PARTITION = click.option("--partition", default="auto", show_default=True, help=PARTITIONS)
 
 
 class _Group(click.Group):
@@ -30,15 +40,15 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("model")
-@click.argument("fields", nargs=-1, metavar="[KEY=VALUE]...")
+@MODEL
+@FIELDS
 @click.option("--pp", required=True, type=click.IntRange(min=1), help="Number of ranks.")
-@click.option("--microbatches", required=True, type=click.IntRange(min=1), help="Microbatches of a step.")
-@click.option("--microbatch-size", default=1, show_default=True, type=click.IntRange(min=1), help="Samples in each.")
+@MICROBATCHES
+@MICROBATCH_SIZE
 @click.option("--seq-len", type=click.IntRange(min=1), help="Tokens of a sample. [default: the model's, at most 2048]")
 @click.option("--schedule", help="Show the stages of this schedule. [default: the recommended one]")
-@click.option("--chunks", default=None, type=click.IntRange(min=1), help="Model chunks of a rank, for interleaved.")
-@click.option("--partition", default="auto", show_default=True, help=PARTITIONS)
+@CHUNKS
+@PARTITION
 @click.option("--device-memory", help="What a rank may take, such as 80GB.")
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw | sgd | none")
 @click.option("--dtype", help="bf16 | fp16 | fp32  [default: the config's, or bf16]")
@@ -77,8 +87,6 @@ def plan(
         from pipeshard.planner.source import build
 
         built = build(model, fields, dtype, recompute)
-    if schedule == "interleaved" and chunks is None:
-        chunks = 2
     with progress("planning"):
         made = make_plan(
             built,
@@ -88,7 +96,7 @@ def plan(
             microbatch_size=microbatch_size,
             seq_len=seq_len,
             schedule=schedule,
-            num_model_chunks=chunks or 1,
+            num_model_chunks=_chunks(schedule, chunks),
             partition=_partition(partition),
             device_memory=device_memory,
             optimizer=optimizer,
@@ -108,15 +116,15 @@ def plan(
 
 
 @main.command("trace-run")
-@click.argument("model")
-@click.argument("fields", nargs=-1, metavar="[KEY=VALUE]...")
+@MODEL
+@FIELDS
 @click.option("--pp", required=True, type=click.IntRange(min=1), help="Number of ranks: processes of this machine.")
-@click.option("--microbatches", required=True, type=click.IntRange(min=1), help="Microbatches of a step.")
-@click.option("--microbatch-size", default=1, show_default=True, type=click.IntRange(min=1), help="Samples in each.")
+@MICROBATCHES
+@MICROBATCH_SIZE
 @click.option("--seq-len", default=64, show_default=True, type=click.IntRange(min=1), help="Tokens of a sample.")
 @click.option("--schedule", default="1f1b", show_default=True, help="gpipe | 1f1b | interleaved | zb-h1 | zbv")
-@click.option("--chunks", default=None, type=click.IntRange(min=1), help="Model chunks of a rank, for interleaved.")
-@click.option("--partition", default="auto", show_default=True, help=PARTITIONS)
+@CHUNKS
+@PARTITION
 @click.option("--p2p", default="broadcast", show_default=True, help="broadcast | isend")
 @click.option("--dtype", default="fp32", show_default=True, help="bf16 | fp16 | fp32")
 @click.option("--draw", metavar="PATH", help="Draw the step as measured, above the simulated one (png, svg, pdf).")
@@ -147,7 +155,7 @@ def trace_run(
         from pipeshard.planner.trial import Trial
         from pipeshard.schedule import num_chunks
 
-        v = num_chunks(schedule, chunks or (2 if schedule == "interleaved" else 1))
+        v = num_chunks(schedule, _chunks(schedule, chunks))
         plugin = {"schedule": schedule, "num_model_chunks": v, "partition": _partition(partition), "p2p": p2p}
         recording = Trial(model, fields, pp, microbatches, microbatch_size, seq_len, dtype, plugin).run()
     click.echo(recording.summary())
@@ -155,6 +163,10 @@ def trace_run(
         recording.save(json_path)
     if draw is not None:
         recording.draw(draw, title=f"{model}, {schedule}, {microbatches} microbatches")
+
+
+def _chunks(schedule: str | None, asked: int | None) -> int:
+    return asked or (2 if schedule == "interleaved" else 1)
 
 
 def _partition(text: str) -> str | list[int] | list[str]:

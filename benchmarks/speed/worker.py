@@ -9,12 +9,12 @@ import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.resident import peak, reset_peak, resident
 from benchmarks.speed.trainers import Trainer
 from benchmarks.speed.work import Work
 
@@ -57,17 +57,12 @@ def _round(work: Work, trainer: Trainer, batches: list[tuple[int, int | None]]) 
     """One step for each (seed, length): when it began and ended, each loss, and the most memory it took beyond the
     start's."""
     data = [work.batch(*batch) for batch in batches]
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    floor = _kilobytes("VmRSS")
+    reset_peak()
+    floor = resident()
     start = time.perf_counter()
     losses = [trainer.step(batch) for batch in data]
     end = time.perf_counter()  # of a clock that all processes share
-    return {"start": start, "end": end, "losses": losses, "memory": (_kilobytes("VmHWM") - floor) * 1024}
-
-
-def _kilobytes(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1])
+    return {"start": start, "end": end, "losses": losses, "memory": peak() - floor}
 
 
 if __name__ == "__main__":

@@ -118,7 +118,6 @@ class Run:
     made: dict[Value, Tensor] = field(default_factory=dict)
     next: int = 0
     inside: bool = False
-    seeds_glue: bool = True
 
 
 class Replay:
@@ -134,7 +133,7 @@ class Replay:
         self, route: Route, deltas: Sequence[int], received: Mapping[Value, Tensor], forward: Callable[[], Any]
     ) -> tuple[Any, dict[Value, Tensor]]:
         """Run `forward` (the whole model) as this stage: its output (None before the last stage), what leaves."""
-        self.active = run = Run(route, deltas, received, route.sizes(deltas), seeds_glue=route.flow.glue_random)
+        self.active = run = Run(route, deltas, received, route.sizes(deltas))
         self.randomness.python = route.flow.python_random
         self.randomness.at(0)
         try:
@@ -178,7 +177,7 @@ class Replay:
                 pairs = enumerate(zip(step.leaves, sizes))
                 leaves = [self._leaf(leaf, size, run, aside=k >= own) for k, (leaf, size) in pairs]
                 result = answer(self.units[unit], step.parts, leaves, (args, kwargs))
-        if run.seeds_glue:
+        if run.route.flow.glue_random:
             self.randomness.at(2 * run.next)  # the glue after this call, on whichever stages it runs
         return result
 

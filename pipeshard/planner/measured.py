@@ -10,7 +10,7 @@ from torch import nn
 from pipeshard.errors import ConfigurationError
 from pipeshard.model.batch import Batch
 from pipeshard.model.dataflow import Dataflow
-from pipeshard.planner.profile import Profile, profile_units
+from pipeshard.planner.profile import find_profile
 from pipeshard.runtime.agreement import gather
 
 
@@ -36,15 +36,13 @@ def measured_costs(
     seconds = torch.full((len(flow.calls),), math.nan, dtype=torch.float64)
     try:
         microbatch = batch.split(*cut)[0]
-        known = bool(file) and Path(file).exists()
-        profile = Profile.load(file) if known else profile_units(model, flow, microbatch, device)
-        profile.check(model, flow, microbatch)
+        profile = find_profile(file, model, flow, microbatch, device)
         seconds = torch.tensor(profile.costs(flow), dtype=torch.float64)
     except Exception as error:
         failure = error
     of_ranks = gather(seconds, group)
     if of_ranks.isnan().any():
         raise failure or ConfigurationError("partition='profile' failed on another stage: the reason is there")
-    if file and not known and group.rank() == 0:
+    if file and group.rank() == 0 and not Path(file).exists():
         profile.save(file)
     return of_ranks.median(dim=0).values.tolist()

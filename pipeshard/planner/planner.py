@@ -20,7 +20,7 @@ from pipeshard.planner.candidate import Candidate, Subject
 from pipeshard.planner.costs import metered, unit_cost
 from pipeshard.planner.memory import Footprint
 from pipeshard.planner.plan import Estimate, Plan
-from pipeshard.planner.profile import Profile, profile_units
+from pipeshard.planner.profile import Profile, find_profile
 from pipeshard.planner.sizes import parse_bytes
 from pipeshard.schedule.program import SCHEDULES, make_program, num_chunks
 
@@ -165,9 +165,10 @@ def _profile(
     kind, _, path = partition.partition(":") if isinstance(partition, str) else ("", "", "")
     if profile is None and kind == "profile":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        profile = path if path and Path(path).exists() else profile_units(model, flow, microbatch, device)
-        if path and isinstance(profile, Profile):
+        profile = find_profile(path, model, flow, microbatch, device)
+        if path and not Path(path).exists():
             profile.save(path)
+        return profile
     if isinstance(profile, str | Path):
         profile = Profile.load(profile)
     if profile is not None:

@@ -120,6 +120,14 @@ def profile_units(
     return profile
 
 
+def find_profile(file: str, model: nn.Module, flow: Dataflow, microbatch: Batch, device: torch.device) -> Profile:
+    """The one in `file`, if there is such a file, or else one that is made now; raises if it is of something else."""
+    known = bool(file) and Path(file).exists()
+    profile = Profile.load(file) if known else profile_units(model, flow, microbatch, device)
+    profile.check(model, flow, microbatch)
+    return profile
+
+
 def _timed(stopwatch: Stopwatch, repeats: int, model: nn.Module) -> Cost | None:
     try:
         return stopwatch.median(repeats)

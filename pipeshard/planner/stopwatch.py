@@ -49,7 +49,7 @@ class Captures(Meter):
         known = next((capture for of_kind, capture in self.kinds if of_kind is visit), None)
         if known is None:
             made_up = frozenset(k for k, leaf in enumerate(arguments) if self._is_made_up(leaf))
-            leaves = [copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf for leaf in arguments]
+            leaves = [_copied(leaf) for leaf in arguments]
             known = Capture(leaves, made_up, tree)
             self.kinds.append((visit, known))
         self.calls.append(known)

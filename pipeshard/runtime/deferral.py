@@ -96,23 +96,37 @@ def _deferrable(parameter: Tensor) -> bool:
     return not (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def _keep(ctx: Any, x: Tensor, weight: Any, bias: Any, deferral: Deferral) -> None:
+    ctx.save_for_backward(x)
+    ctx.weight, ctx.bias, ctx.deferral = weight, bias, deferral
+
+
+def _backward(ctx: Any, grad: Tensor, of_weight: Callable[[Tensor, Tensor], Tensor], matrix: Tensor) -> Any:
+    """That of a product: the input's gradient is `grad` times `matrix`; the weight's waits, and is made by
+    `of_weight` of the rows that came back and of those that entered."""
+    (x,) = ctx.saved_tensors
+    rows, entered = _rows(grad), _rows(x)
+    ctx.deferral.add((ctx.weight, lambda: of_weight(rows, entered)), (ctx.bias, lambda: rows.sum(0)))
+    returned = rows.mm(matrix).view(x.shape) if ctx.needs_input_grad[0] else None
+    return returned, None, None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
 class _Linear(torch.autograd.Function):
     """y = x Wᵀ + b."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, module: Any, deferral: Deferral) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.deferral = weight, bias, deferral
+        _keep(ctx, x, weight, bias, deferral)
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        rows, entered = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        ctx.deferral.add((ctx.weight, lambda: rows.t().mm(entered)), (ctx.bias, lambda: rows.sum(0)))
-        returned = rows.mm(ctx.weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        return returned, None, None, None, None
+        return _backward(ctx, grad, lambda rows, entered: rows.t().mm(entered), ctx.weight)
 
 
 class _Conv1D(torch.autograd.Function):
@@ -120,18 +134,13 @@ class _Conv1D(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, module: Any, deferral: Deferral) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.deferral = weight, bias, deferral
-        return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
+        _keep(ctx, x, weight, bias, deferral)
+        return torch.addmm(bias, _rows(x), weight).view(*x.shape[:-1], weight.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        rows, entered = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        ctx.deferral.add((ctx.weight, lambda: entered.t().mm(rows)), (ctx.bias, lambda: rows.sum(0)))
-        returned = rows.mm(ctx.weight.t()).view(x.shape) if ctx.needs_input_grad[0] else None
-        return returned, None, None, None, None
+        return _backward(ctx, grad, lambda rows, entered: entered.t().mm(rows), ctx.weight.t())
 
 
 class _Embedding(torch.autograd.Function):

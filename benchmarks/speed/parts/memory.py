@@ -10,6 +10,7 @@ from benchmarks.speed.parts import Effort
 from benchmarks.speed.parts.work import LIMIT, TORCH, batches, ours
 from benchmarks.speed.section import Bar, Section, Table
 from benchmarks.speed.work import Work
+from pipeshard.schedule import SCHEDULES
 
 TEXT = """\
 A llama whose activations outweigh its parameters. A row has the most resident memory of a rank during a step beyond
@@ -18,7 +19,6 @@ one is what the forward pass of one microbatch leaves behind on a rank's whole s
 simulator's number counts, from a microbatch's F to its last B or W; schedules with two chunks a rank count halves.
 For this part freed memory goes back to the system at once."""
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 # glibc otherwise keeps what was freed, and a step's peak would be that of all steps before it.
 PROMPT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 

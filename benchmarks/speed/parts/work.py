@@ -13,6 +13,7 @@ from benchmarks.speed.limits import CHUNKS, limit
 from benchmarks.speed.parts import Effort
 from benchmarks.speed.section import FAILED, Bar, Section, Table, milliseconds
 from benchmarks.speed.work import Work
+from pipeshard.schedule import SCHEDULES
 
 TEXT = """\
 Each contender trains the same model on the same batches with AdamW in fp32, p = 2, the layers cut in the middle.
@@ -20,8 +21,6 @@ Times are a step's, medians over the rounds with their quartiles. The limit is t
 with the stages' own F, B and W as measured in the same round, plus the optimizer's step; messages, ties and Python
 cost nothing in it. "1F1B's limit" is the bars' unit. One process is the unsplit model with gradient accumulation,
 two copies of it at once, one on each core: two ranks share memory bandwidth and clock, too."""
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 
 
 def ours(schedule: str, **options: Any) -> Contender:
@@ -68,7 +67,7 @@ def batches(k: int, steps: int) -> Batches:
 
 def against_limit(work: Work, outcomes: dict[str, Outcome]) -> dict[str, list[float]]:
     """Each contender's time over 1F1B's limit, round by round."""
-    limits = [limit("1f1b", work.microbatches, report) for report in outcomes[LIMIT.name].reports]
+    limits = _limits("1f1b", work, outcomes)
     others = {name: outcome for name, outcome in outcomes.items() if name != LIMIT.name}
     return {name: [a / b for a, b in zip(outcome.seconds, limits)] for name, outcome in others.items()}
 
@@ -101,9 +100,14 @@ def bars_of(outcomes: Mapping[Work, dict[str, Outcome]]) -> list[Bar]:
 
 def _medians(work: Work, outcomes: dict[str, Outcome]) -> dict[str, float]:
     """Of each contender's step, and of 1F1B's limit under no name."""
-    limits = [limit("1f1b", work.microbatches, report) for report in outcomes[LIMIT.name].reports]
+    limits = _limits("1f1b", work, outcomes)
     found = {name: outcome.seconds for name, outcome in outcomes.items() if name != LIMIT.name} | {"": limits}
     return {name: statistics.median(values) for name, values in found.items() if values}
+
+
+def _limits(schedule: str, work: Work, outcomes: dict[str, Outcome]) -> list[float]:
+    """Of each round."""
+    return [limit(schedule, work.microbatches, report) for report in outcomes[LIMIT.name].reports]
 
 
 def _name(schedule: str) -> str:
@@ -119,7 +123,6 @@ def spread(values: list[float]) -> tuple[float, float, float]:
 
 
 def _table(work: Work, lanes: list[Lane], outcomes: dict[str, Outcome], ratios: dict[str, list[float]]) -> Table:
-    reports = outcomes[LIMIT.name].reports
     wrong = loss_errors(lanes, outcomes)
     rows = []
     for name, outcome in outcomes.items():
@@ -132,7 +135,7 @@ def _table(work: Work, lanes: list[Lane], outcomes: dict[str, Outcome], ratios: 
         row = [name, milliseconds(middle), f"{milliseconds(low)} to {milliseconds(high)}"]
         if ratios[name]:
             schedule = name.split()[1] if name.startswith("pipeshard") else "1f1b"
-            own = statistics.median(limit(schedule, work.microbatches, report) for report in reports)
+            own = statistics.median(_limits(schedule, work, outcomes))
             over = "" if name == UNSPLIT.name else f"{milliseconds(own)}"
             low, middle, high = spread(ratios[name])
             row += [over, f"{middle:.3f}", f"{low:.3f} to {high:.3f}"]

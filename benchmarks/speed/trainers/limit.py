@@ -5,12 +5,12 @@ Rank r holds the layers of its stage, as two halves (chunks 2r and 2r+1), and ru
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.resident import resident
 from benchmarks.speed.stages import HandStage, causal_loss
 from benchmarks.speed.work import LEARNING_RATE, Batch, Work
 
@@ -65,14 +65,14 @@ class Trainer:
             entering = part["input_ids"]
             if frozen:  # the gradient goes as far as the first layer, whose weights want theirs
                 entering = chunk.embed(entering).requires_grad_(True)
-        before = _resident()
+        before = resident()
         if frozen:
             leaving = _forward(chunk, chunk.run, entering, part)
             gradient = torch.ones_like(leaving)
             self._timed("B", k, lambda: leaving.backward(gradient))
         else:
             leaving = self._timed("F", k, lambda: _forward(chunk, chunk, entering, part))
-            self.activation[k] = _resident() - before
+            self.activation[k] = resident() - before
             gradient = torch.ones_like(leaving)
             self._timed("B+W", k, lambda: leaving.backward(gradient))
 
@@ -86,8 +86,3 @@ class Trainer:
 def _forward(chunk: HandStage, run: Callable[[Tensor], Tensor], entering: Tensor, part: Batch) -> Tensor:
     leaving = run(entering)
     return leaving if chunk.head is None else causal_loss(leaving, part["labels"])
-
-
-def _resident() -> int:
-    """Bytes of memory that this process has in use."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
