@@ -1,7 +1,7 @@
 """Pipeline: one rank's stages of a boosted model, ready to run steps."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from colossalai.interface import ModelWrapper
-from torch import nn
+from torch import Tensor, nn
 
 from pipeshard.errors import BatchError, UsageError
+from pipeshard.grid import DP, TP
 from pipeshard.model.batch import Batch
 from pipeshard.model.materialize import InitWeights, initialize
 from pipeshard.model.media import read_batch
@@ -22,16 +23,18 @@ from pipeshard.model.tracer import Criterion
 from pipeshard.model.units import containers, recomputes
 from pipeshard.model.untouched import without_cache
 from pipeshard.planner.measured import measured_costs
-from pipeshard.runtime.agreement import agree, gather, share_scalar
+from pipeshard.runtime.agreement import agree, gather, share_scalar, share_tensor, sum_scalar
 from pipeshard.runtime.clock import offsets
 from pipeshard.runtime.deferral import Deferral
-from pipeshard.runtime.gradients import Tie, TieSync
+from pipeshard.runtime.gradients import GradientSync, Sharing
 from pipeshard.runtime.interpreter import Interpreter
 from pipeshard.runtime.outputs import merge
 from pipeshard.runtime.p2p import make_p2p
 from pipeshard.runtime.recording import Recording
+from pipeshard.runtime.sharing import sharings
 from pipeshard.runtime.stage import Stage
 from pipeshard.runtime.step import StepPlanner
+from pipeshard.runtime.weights import Weight
 from pipeshard.schedule.communicate import add_communication
 from pipeshard.schedule.program import Program, forward_only, make_program
 
@@ -43,7 +46,7 @@ class Pipeline:
     """Shards `model` to this rank's stages and runs steps of them; made by every rank at the same time."""
 
     def __init__(self, plugin: "PipelinePlugin", model: nn.Module, sample: Batch, criterion: Criterion | None) -> None:
-        manager = plugin.stage_manager
+        manager, self.grid, self.precision = plugin.stage_manager, plugin.grid, plugin.precision
         self.plugin, self.model, self.device, self.criterion = plugin, model, plugin.device, criterion
         self.rank, self.num_stages = manager.stage, manager.num_stages
         group: Any = manager.get_p2p_process_group()
@@ -55,24 +58,27 @@ class Pipeline:
         self._clocks: list[float] = []
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # of the whole model
         self.cached = without_cache(model)  # configs to be given their cache back
-        flow = trace(model, sample, criterion)
+        sample = self.precision.of_batch(sample)
+        with self.precision.seeming(model), self.precision.running():
+            flow = trace(model, sample, criterion)
         size = plugin.microbatch_size or max(1, sample.rows // (plugin.num_microbatches or 1))
         scale = next(iter(sample.tensors.values())).numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1])
         policy = plugin.policy or find_policy(model)
         placement = make_program(plugin.schedule, self.num_stages, 1, plugin.num_model_chunks).placement
         cut = plugin.num_microbatches, plugin.microbatch_size
-        costs = measured_costs(str(plugin.partition), model, flow, sample, cut, self.device, self.group)
+        costs = measured_costs(str(plugin.partition), model, flow, sample, cut, self.device, self.grid.world)
         where = self.rank, self.num_stages, plugin.partition, scale, self.device
         self.policy = policy(model, flow, *where, placement=placement, costs=costs)
         self.containers = containers(model, self.policy.units)
-        self.planner = StepPlanner(model, self.policy)
+        self.planner = StepPlanner(model, self.policy, self.grid.replicas if self.grid.dp_size > 1 else None)
         self.planner.remember(flow, criterion)
         self.seed = self._first_seed()
         sharder = Sharder(model, self.policy, self.device, self._init_weights(), self.seed)
-        shared = sharder.shard()
+        sharder.shard()
         self.blank = set() if sharder.init_weights else sharder.on_meta  # on all stages: names without values so far
-        self.ties = TieSync(self._ties(shared))
-        self.ties.share_values()
+        self._share_values()
+        self.weights = self._weights()
+        self.sync = GradientSync(self._sharings(lambda name: (DP,)))
         if plugin.compile:
             self.policy.compile(**(plugin.compile if isinstance(plugin.compile, dict) else {}))
         self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
@@ -99,9 +105,15 @@ class Pipeline:
         self._refuse_blank()
         self._refuse_recomputed_containers()
         self.policy.replace_forward()  # again: checkpointing may have been enabled since
-        batch, seed = self._next(data_iter, (train, return_outputs, self.model.training))
-        with self.policy.replay.randomness.step(seed, self.steps):
+        batch, seed, rows = self._next(data_iter, (train, return_outputs, self.model.training))
+        first = sum(map(self._num_microbatches, rows[: self.grid.replica]))
+        with self.policy.replay.randomness.step(seed, self.steps, first), self.precision.running():
             return self._run(batch, criterion, train, return_loss, return_outputs, synchronize)
+
+    def sync_grads(self) -> None:
+        """Sum what has piled up under `no_sync`."""
+        self.sync.begin()
+        self.sync.finish(True)
 
     def _run(
         self,
@@ -122,21 +134,21 @@ class Pipeline:
                 "was loaded without is_trainable=True?). Evaluate under torch.no_grad()"
             )
         for stage, microbatches in zip(self.stages, planned, strict=True):
-            stage.begin(microbatches, criterion, train, return_outputs)
+            stage.begin(microbatches, criterion, train, return_outputs, self._scale)
         if train:
-            self.ties.begin()
+            self.sync.begin()
         try:
             self.last = program = self.program(len(batches), train)
             with self.deferral.installed() if program.has_weight else nullcontext():
-                self.interpreter.run(program.ranks[self.rank])
+                self.interpreter.run(program.ranks[self.rank], self.sync.stage_done if train and synchronize else None)
         finally:
             for stage in self.stages:
                 stage.end()
         if train:
             self.steps += 1
-            self.ties.finish(synchronize)
+            self.sync.finish(synchronize)
         end, source = self.stages[-1], self.ranks[self.policy.placement[-1]]  # the last stage is the last of its rank
-        loss = share_scalar(end.loss, source, self.group, self.device) if return_loss else None
+        loss = share_scalar(self._of_replicas(end), source, self.group, self.device) if return_loss else None
         outputs = merge(end.outputs, planned[-1], loss) if return_outputs and end.is_last else None
         end.outputs = []
         return {"loss": loss, "outputs": outputs}
@@ -173,9 +185,9 @@ class Pipeline:
             self.blank -= set(names)
 
     def _first_seed(self) -> int:
-        """That of the first stage's generator: what is drawn must not depend on the stage."""
+        """That of the first rank's generator: what is drawn must not depend on the rank."""
         seed = torch.tensor([torch.initial_seed() % 2**63])
-        return int(gather(seed, self.group)[0])
+        return int(gather(seed, self.grid.world)[0])
 
     def _refuse_blank(self) -> None:
         if self.blank:
@@ -193,8 +205,9 @@ class Pipeline:
                 "boosted: call model.gradient_checkpointing_enable() before booster.boost"
             )
 
-    def _next(self, data_iter: Iterator[Any], mode: tuple[bool, bool, bool]) -> tuple[Batch, int]:
-        """The next batch, compared over the ranks (all of them raise if one has none, or another one), and a seed."""
+    def _next(self, data_iter: Iterator[Any], mode: tuple[bool, bool, bool]) -> tuple[Batch, int, list[int]]:
+        """The next batch, compared over the ranks (all of them raise if one has none, or another one), a seed, and the
+        number of samples of each replica."""
         failure: Exception | None = None
         batch = None
         try:
@@ -202,11 +215,11 @@ class Pipeline:
         except Exception as error:
             failure = error
         try:
-            seed = agree(self.group, batch, mode)
+            seed, rows = agree(self.grid, batch, mode)
         except BatchError as disagreement:
             raise (failure or disagreement) from None
         assert batch is not None
-        return batch, seed
+        return batch, seed, rows
 
     def _read(self, data_iter: Iterator[Any]) -> Batch:
         if not hasattr(data_iter, "__next__"):
@@ -221,16 +234,49 @@ class Pipeline:
                 "the data iterator is empty: make a new one, iter(dataloader), for every epoch, and call "
                 "execute_pipeline len(dataloader) times"
             ) from None
-        return read_batch(self.model, data)
+        return self.precision.of_batch(read_batch(self.model, data))
 
-    def _ties(self, shared: Sequence[dict[int, nn.Parameter]]) -> list[Tie]:
-        """Groups are made by all ranks, for every tie, in one order."""
-        ties = []
-        for (name, stages), parameters in zip(self.policy.shared_names().items(), shared, strict=True):
-            group: Any = self.plugin.stage_manager.init_process_group_by_stages(stages)
-            if self.rank in stages:
-                ties.append(Tie(name, parameters[self.rank], group, self.ranks[stages[0]]))
-        return ties
+    @property
+    def _scale(self) -> float:
+        return self.plugin.scaling.value if self.plugin.scaling is not None else 1.0
+
+    def _num_microbatches(self, rows: int) -> int:
+        """Of a batch with so many samples."""
+        size = self.plugin.microbatch_size
+        return -(-rows // size) if size else min(rows, self.plugin.num_microbatches or 1)
+
+    def _of_replicas(self, end: Stage) -> Tensor | None:
+        """The loss of all replicas' batches together, on the last stage."""
+        if end.is_last and end.loss is not None and self.grid.dp_size > 1:
+            return sum_scalar(end.loss, self.grid.replicas)
+        return end.loss
+
+    def _sharings(self, axes: Callable[[str], Sequence[int]]) -> list[Sharing]:
+        """Which ranks share each parameter along these axes and over the stages that hold it."""
+        holders = {name: [s for s, held in enumerate(self.policy.held) if name in held] for name in self.held}
+        by_parts = self.policy.held_by_parts
+        chunks = self.policy.chunks
+        return sharings(self.grid, self.held, holders, lambda name: [s for s in chunks if name in by_parts[s]], axes)
+
+    def _share_values(self) -> None:
+        """Give every holder of a parameter, and every replica of a buffer, what the first one has."""
+        self.held = {name: parameter for parameter, name in self.held_parameters().items()}
+        for sharing in self._sharings(lambda name: (DP, TP)):
+            for parameter in sharing.parameters.values():
+                share_tensor(parameter.data, sharing.group)
+        for buffer in self.model.buffers():
+            share_tensor(buffer, self.grid.sharing((DP, TP), ()))
+
+    def _weights(self) -> dict[nn.Parameter, Weight]:
+        """What an optimizer is to train for each of the parameters that it may have."""
+        full = self.precision.lower(self.model)
+        stages = {name: sum(name in held for held in self.policy.held) for name in self.held}
+        return {
+            parameter: Weight(
+                name, parameter, stages[name] * self.grid.dp_size * self.grid.tp_size, full.get(parameter)
+            )
+            for name, parameter in self.held.items()
+        }
 
 
 class PipelineModel(ModelWrapper):

@@ -19,29 +19,32 @@ from pipeshard.checkpoint.io import PipelineCheckpointIO
 from pipeshard.checkpoint.lora import enable_lora, refuse_blank_adapters
 from pipeshard.checkpoint.pretrained import blank_model
 from pipeshard.dataloader import ResumableDataLoader
-from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.mesh import ProcessGroupMesh
+from pipeshard.errors import UsageError
+from pipeshard.grid import PP, Grid
 from pipeshard.model.batch import Batch
 from pipeshard.model.made_up import made_up
 from pipeshard.model.materialize import InitWeights
 from pipeshard.model.media import read_batch
 from pipeshard.model.policy import Policy
 from pipeshard.model.tracer import Criterion
+from pipeshard.options import check_chunks, check_kinds, check_microbatches, check_precision, check_replicas
 from pipeshard.pipeline import Pipeline, PipelineModel
 from pipeshard.runtime.optimizer import PipelineOptimizer
 from pipeshard.runtime.p2p import P2P, check_p2p
+from pipeshard.runtime.precision import PRECISIONS, Precision
 from pipeshard.runtime.recording import Recording
-from pipeshard.schedule.program import make_program, num_chunks
+from pipeshard.runtime.scaling import LossScale
 from pipeshard.stage_manager import PipelineStageManager
-
-LOSS_REDUCTIONS = ("token", "microbatch")
 
 
 class PipelinePlugin(PipelinePluginBase):
     """Trains a model across `pp_size` processes, each of which holds one stage, or several chunks of the model.
 
+    The world may have more: `dp_size` replicas of the pipeline, which read different batches, and `tp_size` slices of
+    every stage. Rank 0 is the first slice of the first stage of the first replica; then come slices, stages, replicas.
+
     Args:
-        pp_size: p, the number of stages; the world has as many processes.
+        pp_size: p, the number of stages.
         num_microbatches, microbatch_size: exactly one of the two; how each batch is cut along its samples.
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1" or "zbv". With the last two, the weight gradients of linear
             and embedding layers are computed apart, while a stage would wait.
@@ -59,6 +62,16 @@ class PipelinePlugin(PipelinePluginBase):
         max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`; 0 does not.
         loss_reduction: "token" makes the loss that of the whole batch, the mean over its valid labels;
             "microbatch" averages the microbatches' losses as they are.
+        dp_size: the replicas; by default as many as the world has room for.
+        tp_size: ranks that each stage is sliced over by the architecture's own `tp_plan` (transformers 5).
+        zero_stage: 1 divides the optimizer's state among the replicas, by whole parameters.
+        fsdp: True divides parameters, gradients and the optimizer's state of each held unit among the replicas, by
+            torch's `fully_shard`; parameters are gathered once a step. Not with "zb-h1" and "zbv".
+        precision: "fp32" leaves the model in its own dtype; with "bf16" or "fp16" parameters are in 16 bits, gradients
+            are added up and parameters updated in fp32. "fp16" scales the loss, and leaves a step out on every rank
+            when a gradient overflowed on one.
+        autocast: keep the parameters in fp32, and run forwards under torch.autocast of `precision`.
+        initial_scale: what the loss is scaled with at first, with "fp16".
         compile: True, or options of torch.compile: each held unit is compiled by itself, and units of one class once.
             Not with "zb-h1" and "zbv", which split the backward of layers.
 
@@ -80,31 +93,32 @@ class PipelinePlugin(PipelinePluginBase):
         max_norm: float = 0.0,
         loss_reduction: str = "token",
         compile: bool | dict[str, Any] = False,
+        dp_size: int | None = None,
+        tp_size: int = 1,
+        zero_stage: int = 0,
+        fsdp: bool = False,
+        precision: str = "fp32",
+        autocast: bool = False,
+        initial_scale: float = 2.0**16,
     ) -> None:
         super().__init__()
-        _check_sizes(pp_size, num_microbatches, microbatch_size)
-        if not isinstance(num_model_chunks, int) or num_model_chunks < 1:
-            raise ConfigurationError(f"num_model_chunks={num_model_chunks!r} is no positive integer")
-        chunks = num_chunks(schedule, num_model_chunks)
-        if compile and make_program(schedule, 1, 1, chunks).has_weight:
-            raise ConfigurationError(
-                f"compile={compile!r} does not go with schedule={schedule!r}: a compiled backward cannot leave out its "
-                "weight gradients. Use '1f1b', 'interleaved' or 'gpipe'"
-            )
-        if loss_reduction not in LOSS_REDUCTIONS:
-            raise ConfigurationError(f"loss_reduction={loss_reduction!r} is unknown: use one of {LOSS_REDUCTIONS}")
-        if policy is not None and not (isinstance(policy, type) and issubclass(policy, Policy)):
-            raise ConfigurationError(f"policy={policy!r} is no subclass of pipeshard.Policy")
-        if not (isinstance(init_weights, bool) or callable(init_weights)):
-            raise ConfigurationError(f"init_weights={init_weights!r} is none of True, False, and a function")
+        check_microbatches(num_microbatches, microbatch_size)
+        chunks = check_chunks(schedule, num_model_chunks)
+        check_kinds(policy, init_weights, loss_reduction)
+        check_replicas(zero_stage, fsdp, schedule, chunks, compile)
+        check_precision(precision, autocast)
+        self.grid = Grid(pp_size, dp_size, tp_size)
         self.pp_size, self.num_microbatches, self.microbatch_size = pp_size, num_microbatches, microbatch_size
         self.schedule, self.num_model_chunks = schedule, chunks
         self.p2p, self.partition = check_p2p(p2p), partition
         self.policy, self.dry_run_input, self.init_weights = policy, dry_run_input, init_weights
         self.max_norm, self.loss_reduction, self.compile = max_norm, loss_reduction, compile
-        self.pg_mesh = ProcessGroupMesh(pp_size)
-        self.stage_manager = PipelineStageManager(self.pg_mesh, 0, chunks > 1, schedule == "zbv", chunks)
+        self.zero_stage, self.fsdp = zero_stage, fsdp
+        self.pg_mesh = self.grid.mesh
+        self.stage_manager = PipelineStageManager(self.pg_mesh, PP, chunks > 1, schedule == "zbv", chunks)
         self.device = _device()
+        self.precision = Precision(precision, autocast, self.device)
+        self.scaling = LossScale(initial_scale) if self.precision.scales else None
         self._pipeline: Pipeline | None = None
         self._synchronize = True
 
@@ -120,7 +134,7 @@ class PipelinePlugin(PipelinePluginBase):
         return ["cpu", "cuda"]
 
     def supported_precisions(self) -> list[str]:
-        return ["fp32"]
+        return list(PRECISIONS)
 
     def enable_lora(
         self,
@@ -160,9 +174,8 @@ class PipelinePlugin(PipelinePluginBase):
             boosted = PipelineModel(model, Pipeline(self, model, sample, criterion))
         self._pipeline = boosted.pipeline
         if optimizer is not None and not isinstance(optimizer, PipelineOptimizer):
-            group = self.stage_manager.get_p2p_process_group()
-            held = boosted.pipeline.held_parameters()
-            optimizer = PipelineOptimizer(optimizer, held, boosted.pipeline.ties, group, self.max_norm)
+            weights, sync, zero = boosted.pipeline.weights, boosted.pipeline.sync, self.zero_stage == 1
+            optimizer = PipelineOptimizer(optimizer, weights, sync, self.grid, self.max_norm, self.scaling, zero)
         return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     def execute_pipeline(
@@ -193,12 +206,19 @@ class PipelinePlugin(PipelinePluginBase):
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> Iterator[None]:
-        """Inside, tied gradients stay unsummed; the first step outside sums all that has piled up."""
+        """Inside, gradients stay as this rank has them; the first step outside, or `sync_grads`, sums what has piled up
+        over the replicas and the holders of ties."""
         before, self._synchronize = self._synchronize, False
         try:
             yield
         finally:
             self._synchronize = before
+
+    def sync_grads(self, model: nn.Module | None = None) -> None:
+        """Sum the gradients that have piled up under `no_sync`, without a step; every rank calls it."""
+        if self._pipeline is None:
+            raise UsageError("there are no gradients before booster.boost and a step")
+        self._pipeline.sync_grads()
 
     def prepare_dataloader(
         self, dataset: Dataset[Any], batch_size: int, shuffle: bool = False, seed: int = 1024, **options: Any
@@ -238,24 +258,6 @@ class PipelinePlugin(PipelinePluginBase):
         if data is None and dataloader is not None:
             data = _first_samples(dataloader)
         return read_batch(model, made_up(model) if data is None else data)
-
-
-def _check_sizes(pp_size: int, num_microbatches: int | None, microbatch_size: int | None) -> None:
-    if not isinstance(pp_size, int) or pp_size < 1:
-        raise ConfigurationError(f"pp_size={pp_size!r}: the number of stages is a positive integer")
-    world = dist.get_world_size() if dist.is_initialized() else pp_size
-    if world != pp_size:
-        raise ConfigurationError(
-            f"pp_size={pp_size} but the world has {world} processes: start one process a stage, "
-            f"torchrun --nproc-per-node {pp_size} ..., or use pp_size={world}"
-        )
-    if (num_microbatches is None) == (microbatch_size is None):
-        raise ConfigurationError(
-            f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size}: give exactly one of the two"
-        )
-    for name, value in (("num_microbatches", num_microbatches), ("microbatch_size", microbatch_size)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigurationError(f"{name}={value!r} is no positive integer")
 
 
 def _device() -> torch.device:

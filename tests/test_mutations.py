@@ -9,11 +9,9 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from torch import Tensor
 
 from pipeshard.model.partition import Boundary, boundaries
 from pipeshard.runtime import gradients
-from pipeshard.runtime.gradients import Tie
 from pipeshard.runtime.stage import Stage
 from tests import zoo
 from tests.pool import Pool
@@ -23,23 +21,23 @@ M = 3
 
 
 def no_tie_sync() -> Any:
-    return mock.patch("pipeshard.runtime.gradients.TieSync.finish", lambda self, sync: None)
+    return mock.patch("pipeshard.runtime.gradients.GradientSync.finish", lambda self, sync: None)
 
 
 def ties_averaged() -> Any:
-    summed = gradients._sum
+    summed = gradients._Bucket.finish
 
-    def averaged(tie: Tie) -> Tensor | None:
-        total = summed(tie)
-        return None if total is None else total / tie.group.size()
+    def averaged(self: gradients._Bucket) -> Any:
+        for parameter, total in summed(self):
+            yield parameter, None if total is None else total / self.group.size()
 
-    return mock.patch("pipeshard.runtime.gradients._sum", averaged)
+    return mock.patch("pipeshard.runtime.gradients._Bucket.finish", averaged)
 
 
 def tie_counted_twice() -> Any:
     norm = gradients.grad_norm
     return mock.patch(
-        "pipeshard.runtime.optimizer.grad_norm", lambda parameters, ties, *rest: norm(parameters, [], *rest)
+        "pipeshard.runtime.optimizer.grad_norm", lambda parameters, holders, *rest: norm(parameters, lambda p: 1, *rest)
     )
 
 
@@ -54,7 +52,7 @@ def microbatches_swapped() -> Any:
 
 
 def share_left_out() -> Any:
-    return mock.patch("pipeshard.runtime.loss.LossRule.weights", lambda self, parts: [1.0] * len(parts))
+    return mock.patch("pipeshard.runtime.loss.LossRule.weights", lambda self, parts, *total: [1.0] * len(parts))
 
 
 def bypassing_gradient_dropped() -> Any:

@@ -125,7 +125,7 @@ def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
         "UsageError: this process holds stage . of 2 only.*use booster.execute_pipeline",
         "UsageError: the backward pass of a pipeline is part of booster.execute_pipeline",
         "BatchError: the data iterator is empty: make a new one",
-        r"BatchError: (the data iterator is empty|stage \[1\] of 2 got no usable batch)",
+        r"BatchError: (the data iterator is empty|stage 1 \(of 2 ranks\) got no usable batch)",
         r"BatchError: execute_pipeline takes an iterator of batches, not a list: pass iter\(dataloader\)",
         "BatchError: the batch holds no tensor with a batch dimension, only {'input_ids': 'str'}",
         "BatchError: the batch holds no tensor with a batch dimension, only nothing",

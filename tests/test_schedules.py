@@ -48,7 +48,7 @@ def test_putting_weight_gradients_off_changes_no_bit(pool: Pool, name: str) -> N
 
 
 def ties(schedule: str) -> list[str]:
-    return [tie.name for tie in split_of("gpt2", schedule).model.pipeline.ties.ties]
+    return [name for sharing in split_of("gpt2", schedule).model.pipeline.sync.sharings for name in sharing.parameters]
 
 
 def test_in_a_v_a_tied_embedding_is_one_parameter_of_one_rank(pool: Pool) -> None:

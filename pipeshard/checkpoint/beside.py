@@ -5,13 +5,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from pipeshard.errors import CheckpointError, PipeshardError
-
-T = TypeVar("T")
+from pipeshard.runtime.agreement import gather_objects
 
 
 @contextmanager
@@ -26,13 +24,6 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
     first = next((message for message in gather_objects(mine, group) if message is not None), None)
     if first is not None:
         raise CheckpointError(first) from failure
-
-
-def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """What every rank of `group` has, in their order."""
-    gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
 
 
 def new_folder(target: Path, group: dist.ProcessGroup, mark: str) -> AbstractContextManager[Path]:

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
-from pipeshard.checkpoint.beside import existing, gather_objects, new_folder, together
+from pipeshard.checkpoint.beside import existing, new_folder, together
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.model.ties import first_names
 from pipeshard.pipeline import Pipeline, PipelineModel
+from pipeshard.runtime.agreement import gather_objects
 
 CONFIG = "adapter_config.json"
 

@@ -12,8 +12,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from pipeshard.checkpoint.beside import existing, gather_objects, new_file, new_folder, together
+from pipeshard.checkpoint.beside import existing, new_file, new_folder, together
 from pipeshard.errors import CheckpointError, listed
+from pipeshard.runtime.agreement import gather_objects
 from pipeshard.runtime.optimizer import PipelineOptimizer
 
 DESCRIPTION = "optimizer.pt"  # beside it are the tensors, in the files of torch.distributed.checkpoint

@@ -16,11 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeshard.checkpoint.beside import existing, gather_objects, new_folder, remove, restore, together
+from pipeshard.checkpoint.beside import existing, new_folder, remove, restore, together
 from pipeshard.checkpoint.io import PipelineCheckpointIO, boosted_model
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.errors import CheckpointError
 from pipeshard.pipeline import Pipeline
+from pipeshard.runtime.agreement import gather_objects
 
 logger = logging.getLogger("pipeshard")
 

@@ -36,7 +36,7 @@ class Policy:
         stage: this process's place among `num_stages`, its rank in the pipeline.
         chunks: the parts of the model that it runs, by their place in the model.
         partition: the part that runs each unit call; `stages` the same as numbers, one for each call of `flow`.
-        held: the names of the parameters that each process holds.
+        held: the names of the parameters that each process holds, `held_by_parts` those of each part of the model.
     """
 
     expects: ClassVar[Chain | None] = None
@@ -71,7 +71,8 @@ class Policy:
         self.partition = Partition.of(flow, counts)
         self.stages = self.partition.of_calls(flow)
         self._refuse_forbidden(counts)
-        self.held = self._merged(held_parameters(model, flow, self.stages, self.units, parts))
+        self.held_by_parts = held_parameters(model, flow, self.stages, self.units, parts)
+        self.held = self._merged(self.held_by_parts)
         running = {call.unit for call, part in zip(flow.calls, self.stages, strict=True) if part in self.chunks}
         self.replay = Replay(self.units, frozenset(running), stage, device or torch.device("cpu"))
 

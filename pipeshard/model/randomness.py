@@ -22,15 +22,18 @@ class Randomness:
         self.generators = [torch.default_generator]
         if device.type == "cuda":
             self.generators.append(torch.cuda.default_generators[device.index])
-        self._key = (0, 0, 0)
+        self._key, self._first = (0, 0, 0), 0
         self.python = True
 
     @contextmanager
-    def step(self, seed: int, step: int) -> Iterator[None]:
-        """Inside, forwards draw the numbers of this step; afterwards the user's generators are as they were."""
+    def step(self, seed: int, step: int, first: int = 0) -> Iterator[None]:
+        """Inside, forwards draw the numbers of this step; afterwards the user's generators are as they were.
+
+        `first` is the number of the first microbatch, that of a replica comes after those of the replicas before.
+        """
         states = [generator.get_state() for generator in self.generators]
         python, numpy = random.getstate(), np.random.get_state()
-        self._key = (seed, step, 0)
+        self._key, self._first = (seed, step, first), first
         try:
             yield
         finally:
@@ -41,7 +44,7 @@ class Randomness:
 
     def microbatch(self, i: int) -> None:
         """The next places are of microbatch i."""
-        self._key = (*self._key[:2], i)
+        self._key = (*self._key[:2], self._first + i)
 
     def at(self, place: int) -> None:
         """What is drawn from now on belongs to this place."""

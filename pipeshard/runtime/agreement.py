@@ -2,13 +2,17 @@
 
 import hashlib
 from collections.abc import Collection
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipeshard.errors import BatchError
+from pipeshard.grid import Grid
 from pipeshard.model.batch import Batch
+
+T = TypeVar("T")
 
 SAMPLE = 8192  # numbers of a tensor that enter its digest
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -50,24 +54,28 @@ def gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.stack(gathered).cpu()
 
 
-def agree(group: dist.ProcessGroup, batch: Batch | None, mode: tuple[bool, bool, bool]) -> int:
-    """Compare this step over the ranks of `group`; every rank raises BatchError if they differ.
+def agree(grid: Grid, batch: Batch | None, mode: tuple[bool, bool, bool]) -> tuple[int, list[int]]:
+    """Compare this step over all ranks; every rank raises BatchError if they differ.
 
     `batch` is None on a rank that could get none; `mode` is (backward too, outputs wanted, model in training mode).
-    Returns the seed of the first rank's generator, by which all of them draw random numbers in this step.
+    The ranks of a replica have to have the same batch, all of them the same mode. Returns the seed of the first rank's
+    generator, by which all of them draw random numbers in this step, and how many samples each replica has.
     """
     seed = torch.initial_seed() % 2**63
     mine = [0, 0, 0, *mode, seed] if batch is None else [1, digest(batch), batch.rows, *mode, seed]
-    ranks = gather(torch.tensor(mine), group).tolist()
-    without = [r for r, (has, *_) in enumerate(ranks) if not has]
+    ranks = gather(torch.tensor(mine), grid.world).tolist()
+    without = [grid.place(r) for r, (has, *_) in enumerate(ranks) if not has]
     if without:
         raise BatchError(
-            f"stage{'s' if len(without) > 1 else ''} {without} of {len(ranks)} got no usable batch from the data "
-            "iterator (the reason is in the error there); no stage ran this step"
+            f"{'; '.join(without)} (of {len(ranks)} ranks) got no usable batch from the data iterator (the reason is "
+            "in the error there); no rank ran this step"
         )
-    if len({tuple(rank[:-1]) for rank in ranks}) > 1:
+    each = grid.size // grid.dp_size
+    replicas = [ranks[first : first + each] for first in range(0, len(ranks), each)]
+    same = all(len({tuple(rank[:3]) for rank in replica}) == 1 for replica in replicas)
+    if not same or len({tuple(rank[3:-1]) for rank in ranks}) > 1:
         table = "; ".join(
-            f"stage {r}: {rows} samples (digest {number:014x}), {'training step' if train else 'forward only'}, "
+            f"{grid.place(r)}: {rows} samples (digest {number:014x}), {'training step' if train else 'forward only'}, "
             f"return_outputs={bool(outputs)}, model.{'train' if training else 'eval'}()"
             for r, (_, number, rows, train, outputs, training, _) in enumerate(ranks)
         )
@@ -75,7 +83,14 @@ def agree(group: dist.ProcessGroup, batch: Batch | None, mode: tuple[bool, bool,
             f"the stages of one pipeline must read the same batch in the same mode, but {table}. Give every rank the "
             "same data in the same order: plugin.prepare_dataloader(dataset, batch_size, shuffle, seed) does"
         )
-    return ranks[0][-1]
+    return ranks[0][-1], [replica[0][2] for replica in replicas]
+
+
+def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
+    """What every rank of `group` has, in their order."""
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor | None:
@@ -85,3 +100,20 @@ def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, de
     dist.broadcast(message, source, group=group)
     number, code = message.tolist()
     return torch.tensor(number, dtype=DTYPES[int(code) - 1], device=device) if code else None
+
+
+def sum_scalar(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of a scalar over the ranks of `group`, in its own dtype or fp32, whichever is finer."""
+    total = value.detach().to(device_of(group), torch.promote_types(value.dtype, torch.float32))
+    dist.all_reduce(total, group=group)
+    return total.to(value)
+
+
+def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Give all ranks of `group` the values that the first of them has; sent as bytes, which every backend knows."""
+    if group is None or group.size() == 1 or tensor.numel() == 0:
+        return
+    flat = tensor.detach().reshape(-1).contiguous()
+    message = flat.view(torch.uint8)
+    dist.broadcast(message, dist.get_process_group_ranks(group)[0], group=group)
+    tensor.data.copy_(flat.view_as(tensor))

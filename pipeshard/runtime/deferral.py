@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from pipeshard.model.units import Interception
+from pipeshard.runtime.gradients import grad_dtype
 
 Gradients = tuple[tuple[nn.Parameter | None, Callable[[], Tensor]], ...]
 
@@ -67,10 +68,11 @@ class Deferral:
                 for parameter, gradient in pending.pop():
                     if parameter is None or not parameter.requires_grad:
                         continue
+                    added = gradient().to(grad_dtype(parameter))
                     if parameter.grad is None:
-                        parameter.grad = gradient()
+                        parameter.grad = added
                     else:
-                        parameter.grad += gradient()
+                        parameter.grad += added
 
 
 class _Deferred:

@@ -1,7 +1,7 @@
-"""Gradients: summed over the holders of a tie, counted once in the norm, clipped alike everywhere."""
+"""Gradients: added up over the ranks that share a parameter, counted once in the norm, clipped alike everywhere."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,103 +9,171 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard.runtime.agreement import device_of
+from pipeshard.runtime.local import local, local_grad, set_local_grad
+
+BUCKET = 25 * 2**20  # bytes of gradients that are reduced in one message
 
 
 @dataclass(frozen=True)
-class Tie:
-    """One parameter that several stages hold; `group` are their ranks, `owner` the global rank of the first."""
+class Sharing:
+    """Parameters, by name, that all ranks of `group` hold: the stages of a tie, the replicas of data parallelism, or
+    both. `stages` are those of this rank that use them; a `tie` is reduced last."""
 
-    name: str
-    parameter: nn.Parameter
+    parameters: Mapping[str, nn.Parameter]
     group: dist.ProcessGroup
-    owner: int
-
-    @property
-    def owned(self) -> bool:
-        return dist.get_rank() == self.owner
+    stages: frozenset[int] = frozenset()
+    tie: bool = False
 
 
-class TieSync:
-    """Sums each tie's gradient over its holders, exactly once for every part of it.
+class GradientSync:
+    """Sums each shared gradient over the ranks that hold it, exactly once for every part of it.
 
     `p.grad` is made of a part that was summed before and of what this rank added since. Only the latter is reduced,
     so gradients may pile up over several steps, with or without `no_sync`, and are right after each synced one.
+    Gradients travel in buckets, each as soon as the stages that use it are done with the step.
     """
 
-    def __init__(self, ties: Sequence[Tie]) -> None:
-        self.ties = list(ties)
-        self._summed: dict[str, Tensor] = {}
+    def __init__(self, sharings: Sequence[Sharing]) -> None:
+        self.sharings = list(sharings)
+        self.buckets = [bucket for sharing in self.sharings for bucket in _buckets(sharing)]
+        self.parameters = [parameter for sharing in self.sharings for parameter in sharing.parameters.values()]
+        self._summed: dict[nn.Parameter, Tensor] = {}
+        self._done: set[int] = set()
 
     def share_values(self) -> None:
-        """Give every holder the owner's value."""
-        for tie in self.ties:
-            dist.broadcast(tie.parameter.data, tie.owner, group=tie.group)
+        """Give every holder the value that the first one has."""
+        for sharing in self.sharings:
+            first = dist.get_process_group_ranks(sharing.group)[0]
+            for parameter in sharing.parameters.values():
+                dist.broadcast(local(parameter.data), first, group=sharing.group)
 
     def begin(self) -> None:
         """Set the summed part aside, so that `p.grad` gathers this rank's own part alone."""
-        for tie in self.ties:
-            if tie.parameter.grad is None:  # zero_grad
-                self._summed.pop(tie.name, None)
-            elif tie.name in self._summed and self._summed[tie.name] is tie.parameter.grad:
-                tie.parameter.grad = None
+        self._done.clear()
+        for bucket in self.buckets:
+            bucket.work = None  # of a step that failed
+        for parameter in self.parameters:
+            before = local_grad(parameter)
+            if before is None:  # zero_grad
+                self._summed.pop(parameter, None)
+            elif self._summed.get(parameter) is before:
+                set_local_grad(parameter, None)
+
+    def stage_done(self, stage: int) -> None:
+        """Start to reduce what no stage of this rank adds to any more; what is tied over stages waits for `finish`."""
+        self._done.add(stage)
+        for bucket in self.buckets:
+            if not bucket.tie and bucket.work is None and bucket.stages <= self._done:
+                bucket.start()
 
     def finish(self, sync: bool) -> None:
         """Sum the own parts over the holders and add what was set aside; without `sync` they stay apart.
 
-        A frozen tie has none, and costs nothing.
+        What is frozen has none, and costs nothing.
         """
-        for tie in self.ties:
-            if not tie.parameter.requires_grad:
-                continue
-            summed = self._summed.get(tie.name)
-            if not sync:
-                if tie.parameter.grad is None:
-                    tie.parameter.grad = summed
-                continue
-            total = _sum(tie)
-            if total is not None and summed is not None:
-                total += summed
-            tie.parameter.grad = total if total is not None else summed
-            if tie.parameter.grad is not None:
-                self._summed[tie.name] = tie.parameter.grad
+        if not sync:
+            for parameter, before in self._summed.items():
+                if parameter.grad is None:
+                    set_local_grad(parameter, before)
+            return
+        for bucket in self.buckets:
+            if bucket.work is None:
+                bucket.start()
+        for bucket in self.buckets:
+            for parameter, added in bucket.finish():
+                summed = self._summed.get(parameter)
+                total = summed if added is None else added if summed is None else added.add_(summed)
+                set_local_grad(parameter, total)
+                if (kept := local_grad(parameter)) is not None:
+                    self._summed[parameter] = kept
 
     def reset(self) -> None:
         self._summed.clear()
 
 
-def _sum(tie: Tie) -> Tensor | None:
-    """The gradient summed over the holders; a holder without one adds zeros, and None if no holder has one."""
-    parameter = tie.parameter
-    flat = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
-    if parameter.grad is not None:
-        flat[:-1] = parameter.grad.reshape(-1)
-        flat[-1] = 1
-    dist.all_reduce(flat, group=tie.group)
-    return flat[:-1].view_as(parameter) if flat[-1] > 0 else None
+class _Bucket:
+    """Some parameters of one Sharing, whose gradients are of one dtype, and travel as one flat tensor."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], sharing: Sharing) -> None:
+        self.parameters, self.group, self.stages, self.tie = parameters, sharing.group, sharing.stages, sharing.tie
+        self.trained: list[nn.Parameter] = []
+        self.flat = torch.empty(0)
+        self.work: dist.Work | None = None
+
+    def start(self) -> None:
+        """A holder without a gradient sends zeros; at the end are counts of those that have one."""
+        self.trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        if not self.trained:
+            return
+        gradients = [local_grad(parameter) for parameter in self.trained]
+        sizes, first = [local(p).numel() for p in self.trained], self.trained[0]
+        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=grad_dtype(first), device=local(first).device)
+        for part, gradient, parameter in zip(
+            self.flat[: sum(sizes)].split(sizes), gradients, self.trained, strict=True
+        ):
+            if gradient is not None:
+                part.copy_(gradient.reshape(-1))
+                set_local_grad(parameter, None)
+        self.flat[sum(sizes) :] = torch.tensor([float(gradient is not None) for gradient in gradients])
+        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+
+    def finish(self) -> Iterable[tuple[nn.Parameter, Tensor | None]]:
+        """Each parameter with its gradient summed over the holders, or None if no holder has one."""
+        if self.work is None:
+            return
+        self.work.wait()
+        flat, self.flat, self.work = self.flat, torch.empty(0), None
+        shapes = [local(parameter).shape for parameter in self.trained]
+        *parts, counts = flat.split([*map(math.prod, shapes), len(shapes)])
+        for parameter, part, shape, count in zip(self.trained, parts, shapes, counts.tolist(), strict=True):
+            yield parameter, part.view(shape) if count else None
+
+
+def _buckets(sharing: Sharing) -> list[_Bucket]:
+    """The last parameters first, which is about the order in which backward passes complete their gradients."""
+    kinds: dict[torch.dtype, list[list[nn.Parameter]]] = {}
+    for name in sorted(sharing.parameters) if sharing.tie else reversed(list(sharing.parameters)):
+        parameter = sharing.parameters[name]
+        lists = kinds.setdefault(grad_dtype(parameter), [[]])
+        if lists[-1] and sum(local(p).numel() for p in lists[-1]) * grad_dtype(parameter).itemsize >= BUCKET:
+            lists.append([])
+        lists[-1].append(parameter)
+    return [_Bucket(parameters, sharing) for lists in kinds.values() for parameters in lists]
+
+
+def grad_dtype(parameter: Tensor) -> torch.dtype:
+    """That in which the gradient is kept: it may be another than the parameter's."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def grad_norm(
-    parameters: Iterable[nn.Parameter], ties: Sequence[Tie], group: dist.ProcessGroup, norm_type: float = 2.0
+    parameters: Iterable[nn.Parameter],
+    holders: Callable[[nn.Parameter], int],
+    group: dist.ProcessGroup,
+    norm_type: float = 2.0,
 ) -> Tensor:
-    """The norm of all gradients of the model, over all stages, a tie once: by its owner."""
-    counted_elsewhere = {tie.parameter for tie in ties if not tie.owned}
-    held = list(parameters)
-    gradients = [p.grad for p in held if p.grad is not None and p not in counted_elsewhere]
-    device, dtype = device_of(group), _at_least_fp32(held[0]).dtype if held else torch.float32
-    norms = [torch.linalg.vector_norm(_at_least_fp32(g), norm_type).to(device) for g in gradients]
-    norm = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros((), dtype=dtype, device=device)]), norm_type)
+    """The norm of all gradients of the model, over all ranks of `group`; `holders` says how many of them have the
+    same gradient of a parameter, each of which counts for its part."""
+    gradients = [(p, gradient) for p in parameters if (gradient := local_grad(p)) is not None]
+    device = device_of(group)
+    dtype = torch.float64 if any(g.dtype is torch.float64 for _, g in gradients) else torch.float32
+    norms = [torch.linalg.vector_norm(_at_least_fp32(g), norm_type).to(device).double() for _, g in gradients]
     if math.isinf(norm_type):
+        norm = torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=device)]).max()
         dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
-        return norm
-    power = norm.double() ** norm_type
+        return norm.to(dtype)
+    powers = [norm**norm_type / holders(p) for norm, (p, _) in zip(norms, gradients, strict=True)]
+    power = torch.stack([*powers, torch.zeros((), dtype=torch.float64, device=device)]).sum()
     dist.all_reduce(power, group=group)
-    return (power ** (1.0 / norm_type)).to(norm.dtype)
+    return (power ** (1.0 / norm_type)).to(dtype)
 
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale the gradients so that their norm is `max_norm` at most, as torch.nn.utils.clip_grad_norm_ does."""
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_([p.grad for p in parameters if p.grad is not None] or [torch.zeros(())], coefficient)
+    gradients = [gradient for p in parameters if (gradient := local_grad(p)) is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, coefficient)
 
 
 def _at_least_fp32(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -46,14 +46,18 @@ class Interpreter:
             Kind.SEND_B: send,
         }
 
-    def run(self, actions: Iterable[Action]) -> None:
+    def run(self, actions: Sequence[Action], stage_done: Callable[[int], None] | None = None) -> None:
+        """Run them all; `stage_done` is told each stage whose last backward is through, as soon as it is."""
         self.spans, self.waited = [], defaultdict(float)
+        ends = {action.stage: action for action in actions if action.kind in (Kind.B, Kind.W)} if stage_done else {}
         profiled = torch._C._autograd._profiler_enabled()
         try:
             for action in actions:
                 with record_function(str(action)) if profiled else contextlib.nullcontext():
                     self._do[action.kind](action)
                 self._let_go_of_sent()
+                if stage_done and ends.get(action.stage) is action:
+                    stage_done(action.stage)
             for work, _ in self._sends:
                 work.wait()
         finally:

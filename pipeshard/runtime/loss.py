@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,21 +30,23 @@ class LossRule:
     """The batch's loss is the sum of the microbatches' losses, each times its count over the batch's.
 
     The count is that of valid labels (entries of `path` from column `shift` on that are not `ignore`), or of samples
-    where `path` is None. With `summed` the losses add up as they are.
+    where `path` is None. With `summed` the losses add up as they are, with `each` every microbatch counts one.
     """
 
     path: str | None = None
     shift: int = 0
     ignore: int = -100
     summed: bool = False
+    each: bool = False
 
-    def weights(self, microbatches: Sequence[Batch]) -> list[float]:
-        """What each microbatch's loss counts in the batch's; 0 for one without a valid label."""
-        if self.summed:
-            return [1.0] * len(microbatches)
-        counts = self.counts(microbatches)
-        total = sum(counts)
-        return [count / total if total else 0.0 for count in counts]
+    def weights(self, microbatches: Sequence[Batch], total: Callable[[int], int] = lambda count: count) -> list[float]:
+        """What each microbatch's loss counts in the batch's; 0 for one without a valid label.
+
+        `total` makes of the count of these microbatches that of the whole batch, of which others may have a part.
+        """
+        counts = [1] * len(microbatches) if self.summed or self.each else self.counts(microbatches)
+        whole = total(sum(counts))
+        return [1.0 if self.summed else count / whole if whole else 0.0 for count in counts]
 
     def gives(self, whole: Tensor, parts: Sequence[Tensor], microbatches: Sequence[Batch]) -> bool:
         """Whether the parts' losses make the whole's by this rule, as far as their dtype can tell."""
@@ -58,6 +60,9 @@ class LossRule:
         labels = [microbatch.tensors[self.path] for microbatch in microbatches]
         valid = [(label[..., self.shift :] if label.ndim > 1 else label).ne(self.ignore).sum() for label in labels]
         return [int(count) for count in torch.stack(valid).tolist()]
+
+
+EACH = LossRule(each=True)
 
 
 def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None) -> LossRule:

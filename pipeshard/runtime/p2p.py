@@ -4,12 +4,14 @@ import inspect
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipeshard.errors import ConfigurationError
+from pipeshard.runtime.agreement import gather_objects
 
 Edge = tuple[int, int]
 
@@ -18,14 +20,25 @@ class P2P(ABC):
     """Point-to-point messages of one pipeline; subclass it to bring another transport.
 
     `ranks[r]` is the global rank of rank r of the pipeline and `edges` are the (source, destination) pairs, sorted,
-    that will be used, in pipeline ranks. Every rank constructs it at the same time, so groups may be made here.
-    Messages of one edge arrive in the order they were sent. Tensors come contiguous, flat and as bytes (uint8), and
-    both ends know their size. Neither call may wait for the other end: they return something whose `wait()` does.
+    that will be used, in pipeline ranks. Every rank constructs it at the same time, so groups may be made here, by
+    `new_group`, since there may be other pipelines beside this one. Messages of one edge arrive in the order they were
+    sent. Tensors come contiguous, flat and as bytes (uint8), and both ends know their size. Neither call may wait for
+    the other end: they return something whose `wait()` does.
     """
 
     def __init__(self, ranks: Sequence[int], edges: Sequence[Edge], device: torch.device) -> None:
         self.ranks, self.edges, self.device = list(ranks), list(edges), device
         self.rank = self.ranks.index(dist.get_rank())
+
+    @staticmethod
+    def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A new group of these global ranks; all ranks of the world make one of as many of their own pipeline's."""
+        found: Any = None
+        world: Any = dist.group.WORLD
+        for members in sorted({tuple(other) for other in gather_objects(list(ranks), world)}):
+            group = dist.new_group(list(members))
+            found = group if list(members) == list(ranks) else found
+        return found
 
     @abstractmethod
     def send(self, tensor: Tensor, destination: int) -> dist.Work:
@@ -41,7 +54,7 @@ class BroadcastP2P(P2P):
 
     def __init__(self, ranks: Sequence[int], edges: Sequence[Edge], device: torch.device) -> None:
         super().__init__(ranks, edges, device)
-        self.groups = {edge: dist.new_group([self.ranks[r] for r in sorted(edge)]) for edge in self.edges}
+        self.groups = {edge: self.new_group([self.ranks[r] for r in sorted(edge)]) for edge in self.edges}
         for source, destination in self.edges:  # connections are made now, in one order, not amid a schedule
             if self.rank in (source, destination):
                 self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device), source, destination).wait()
@@ -62,7 +75,7 @@ class ISendP2P(P2P):
 
     def __init__(self, ranks: Sequence[int], edges: Sequence[Edge], device: torch.device) -> None:
         super().__init__(ranks, edges, device)
-        self.group = dist.new_group(self.ranks)
+        self.group = self.new_group(self.ranks)
 
     def send(self, tensor: Tensor, destination: int) -> dist.Work:
         return _started(dist.isend(tensor, self.ranks[destination], group=self.group))

@@ -52,9 +52,16 @@ class Stage:
         self.model, self.replay, self.index, self.is_last, self.deferral = model, replay, index, is_last, deferral
 
     def begin(
-        self, microbatches: Sequence[Microbatch], criterion: Criterion | None, train: bool, keep_outputs: bool
+        self,
+        microbatches: Sequence[Microbatch],
+        criterion: Criterion | None,
+        train: bool,
+        keep_outputs: bool,
+        scale: float = 1.0,
     ) -> None:
+        """Get ready for a step; gradients are to be those of the loss times `scale`."""
         self.microbatches, self.criterion, self.train, self.keep_outputs = microbatches, criterion, train, keep_outputs
+        self.scale = scale
         self.loss: Tensor | None = None
         self.outputs: list[Any] = []
         self.alive: dict[int, Alive] = {}
@@ -97,7 +104,7 @@ class Stage:
         self.pending[i] = self.deferral.begin()
         if self.is_last:
             if alive.loss is not None and weight != 0:  # no label: no gradient, rather than 0/0
-                alive.loss.backward(torch.full_like(alive.loss, weight))
+                alive.loss.backward(torch.full_like(alive.loss, weight * self.scale))
         else:
             pairs = [(edge, grad) for edge, grad in zip(alive.left, returning, strict=True) if edge is not None]
             if pairs:

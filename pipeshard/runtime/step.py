@@ -1,12 +1,15 @@
 """Step plans: for each kind of batch and criterion, the routes of its microbatches through this rank's stages."""
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from pipeshard.errors import TraceError
+from pipeshard.errors import BatchError, TraceError
 from pipeshard.model.batch import Batch
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.partition import boundaries
@@ -15,16 +18,16 @@ from pipeshard.model.replay import Route
 from pipeshard.model.trace import trace
 from pipeshard.model.tracer import Criterion
 from pipeshard.model.units import containers
-from pipeshard.runtime.agreement import digests
-from pipeshard.runtime.loss import LossRule, find_loss_rule
+from pipeshard.runtime.agreement import digests, gather
+from pipeshard.runtime.loss import EACH, LossRule, find_loss_rule
 from pipeshard.runtime.stage import Microbatch
 
 
 class StepPlanner:
     """Knows the way of every batch it has seen; a new sequence length is arithmetic, a new structure is a trace."""
 
-    def __init__(self, model: nn.Module, policy: Policy) -> None:
-        self.model, self.policy = model, policy
+    def __init__(self, model: nn.Module, policy: Policy, replicas: dist.ProcessGroup | None = None) -> None:
+        self.model, self.policy, self.replicas = model, policy, replicas
         self._dropouts = [module for module in containers(model, policy.units) if isinstance(module, _DropoutNd)]
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
@@ -43,12 +46,13 @@ class StepPlanner:
     ) -> list[list[Microbatch]]:
         """For each stage of this rank, the microbatches with their routes.
 
-        `exact_loss` weighs them so that the loss is the whole batch's.
+        `exact_loss` weighs them so that the loss is the whole batch's, to which all replicas have a part.
         """
         found = [self._find(batch, criterion) for batch in batches]
-        weights = [1.0 / len(batches)] * len(batches)
-        if exact_loss and self.policy.stage == self.policy.placement[-1]:
-            weights = self._rule(found[0][0], batches, criterion).weights(batches)
+        weights = [1.0] * len(batches)  # only the last stage has a loss to weigh
+        if self.policy.stage == self.policy.placement[-1]:
+            rule = self._rule(found[0][0], batches, criterion) if exact_loss else EACH
+            weights = rule.weights(batches, lambda count: self._total(count, rule))
         routes = [self._route(flow, outputs) for flow, _ in found]
         return [
             [
@@ -109,9 +113,22 @@ class StepPlanner:
                     "not hold it: pass dry_run_input=<a batch of this kind> to PipelinePlugin"
                 )
 
+    def _total(self, count: int, rule: LossRule) -> int:
+        """The sum of a count over the replicas."""
+        if self.replicas is None:
+            return count
+        table = gather(torch.tensor([count, zlib.crc32(repr(rule).encode())]), self.replicas)
+        if len(set(table[:, 1].tolist())) > 1:
+            raise BatchError(
+                f"this replica's loss is made of its microbatches' by {rule}, that of others by another rule: give all "
+                "replicas batches of one kind, with labels or without"
+            )
+        return int(table[:, 0].sum())
+
     def _rule(self, flow: Dataflow, batches: Sequence[Batch], criterion: Criterion | None) -> LossRule:
-        if len(batches) == 1 or flow.loss is None:
-            return LossRule(summed=len(batches) == 1)
+        alone = len(batches) == 1 and self.replicas is None
+        if alone or flow.loss is None:
+            return LossRule(summed=alone)
         key = criterion, self.model.training, batches[0].paths, batches[0].others
         if key not in self._rules:
             sample = batches[0].to(self.policy.replay.device)

@@ -1,0 +1,74 @@
+"""Options: the plugin's arguments, refused by name where they cannot work."""
+
+from typing import Any
+
+from pipeshard.errors import ConfigurationError
+from pipeshard.model.policy import Policy
+from pipeshard.runtime.precision import PRECISIONS
+from pipeshard.schedule.program import make_program, num_chunks
+
+LOSS_REDUCTIONS = ("token", "microbatch")
+
+
+def check_microbatches(num_microbatches: int | None, microbatch_size: int | None) -> None:
+    if (num_microbatches is None) == (microbatch_size is None):
+        raise ConfigurationError(
+            f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size}: give exactly one of the two"
+        )
+    for name, value in (("num_microbatches", num_microbatches), ("microbatch_size", microbatch_size)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigurationError(f"{name}={value!r} is no positive integer")
+
+
+def check_chunks(schedule: str, num_model_chunks: int) -> int:
+    """The number of chunks of each rank."""
+    if not isinstance(num_model_chunks, int) or num_model_chunks < 1:
+        raise ConfigurationError(f"num_model_chunks={num_model_chunks!r} is no positive integer")
+    return num_chunks(schedule, num_model_chunks)
+
+
+def splits_backward(schedule: str, chunks: int) -> bool:
+    """Whether weight gradients are computed apart."""
+    return make_program(schedule, 1, 1, chunks).has_weight
+
+
+def check_kinds(policy: Any, init_weights: Any, loss_reduction: str) -> None:
+    if loss_reduction not in LOSS_REDUCTIONS:
+        raise ConfigurationError(f"loss_reduction={loss_reduction!r} is unknown: use one of {LOSS_REDUCTIONS}")
+    if policy is not None and not (isinstance(policy, type) and issubclass(policy, Policy)):
+        raise ConfigurationError(f"policy={policy!r} is no subclass of pipeshard.Policy")
+    if not (isinstance(init_weights, bool) or callable(init_weights)):
+        raise ConfigurationError(f"init_weights={init_weights!r} is none of True, False, and a function")
+
+
+def check_replicas(zero_stage: int, fsdp: bool, schedule: str, chunks: int, compile: Any) -> None:
+    """ZeRO and FSDP, beside a pipeline."""
+    if zero_stage in (2, 3):
+        raise ConfigurationError(
+            f"zero_stage={zero_stage}: a pipeline adds up gradients over the microbatches of a step, so each stage "
+            "would reduce and scatter them m times to keep only a part. Use zero_stage=1, which keeps a part of the "
+            "optimizer's state, or fsdp=True, which keeps a part of the parameters too and reduces once a step"
+        )
+    if zero_stage not in (0, 1):
+        raise ConfigurationError(f"zero_stage={zero_stage!r} is unknown: use 0 or 1")
+    if fsdp and zero_stage:
+        raise ConfigurationError(
+            "zero_stage=1 and fsdp=True: fsdp=True shards the optimizer's state already, drop zero_stage"
+        )
+    if compile and splits_backward(schedule, chunks):
+        raise ConfigurationError(
+            f"compile={compile!r} does not go with schedule={schedule!r}: a compiled backward cannot leave out its "
+            "weight gradients. Use '1f1b', 'interleaved' or 'gpipe'"
+        )
+    if fsdp and splits_backward(schedule, chunks):
+        raise ConfigurationError(
+            f"fsdp=True does not go with schedule={schedule!r}: weight gradients that are put off would miss the "
+            "gathered parameters. Use '1f1b', 'interleaved' or 'gpipe', or zero_stage=1"
+        )
+
+
+def check_precision(precision: str, autocast: bool) -> None:
+    if precision not in PRECISIONS:
+        raise ConfigurationError(f"precision={precision!r} is unknown: use one of {list(PRECISIONS)}")
+    if autocast and precision == "fp32":
+        raise ConfigurationError("autocast=True computes in 16 bits: give precision='bf16' or 'fp16' with it")

@@ -1,0 +1,41 @@
+"""Local: what this rank has of a tensor that is sliced over ranks, and all there is of any other."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, which shares its memory; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def local_grad(parameter: nn.Parameter) -> Tensor | None:
+    return None if parameter.grad is None else local(parameter.grad)
+
+
+def set_local_grad(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    parameter.grad = gradient if gradient is None else like(gradient, parameter)
+
+
+def like(part: Tensor, tensor: Tensor) -> Tensor:
+    """`part`, sliced as `tensor` is."""
+    if not isinstance(tensor, DTensor) or isinstance(part, DTensor):
+        return part
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a sliced tensor, gathered from the ranks that have its slices; all of them call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def slice_like(value: Tensor, tensor: Tensor) -> Tensor:
+    """This rank's part of `value`, a whole tensor, sliced as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return value
+    placed: Any = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    return local(placed)

@@ -1,0 +1,85 @@
+"""Precision: parameters or operators in 16 bits, beside values and gradients in fp32."""
+
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from pipeshard.model.batch import Batch
+from pipeshard.model.sharder import is_released
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """`name` is "fp32" (the model stays as it is), "bf16" or "fp16".
+
+    In 16 bits the parameters are of this type, their gradients are added up in fp32 over the microbatches, and the
+    optimizer updates fp32 values of them (Micikevicius et al. 2018, arXiv:1710.03740). With `autocast` the parameters
+    stay in fp32, and torch.autocast decides for each operator.
+    """
+
+    def __init__(self, name: str, autocast: bool, device: torch.device) -> None:
+        self.dtype, self.device = PRECISIONS[name], device
+        self.autocasts = autocast and self.dtype is not None
+        self.lowers = self.dtype is not None and not autocast
+        self.scales = self.dtype is torch.float16
+
+    def running(self) -> AbstractContextManager[object]:
+        """Around forwards."""
+        return torch.autocast(self.device.type, self.dtype) if self.autocasts else nullcontext()
+
+    @contextmanager
+    def seeming(self, model: nn.Module) -> Iterator[None]:
+        """Inside, parameters that are to be lowered have their later dtype, and no values: to be traced."""
+        before = {tensor: tensor.data for tensor in self._lowered(model)}
+        for tensor, data in before.items():
+            tensor.data = torch.zeros((), dtype=self.dtype, device=data.device).expand(data.shape)
+        try:
+            yield
+        finally:
+            for tensor, data in before.items():
+                tensor.data = data
+
+    def lower(self, model: nn.Module) -> dict[nn.Parameter, Tensor]:
+        """Lower the parameters of a stage for good; returns the fp32 values of those that are trained."""
+        full: dict[nn.Parameter, Tensor] = {}
+        for tensor in self._lowered(model):
+            data = tensor.data
+            if is_released(tensor):
+                tensor.data = torch.zeros((), dtype=self.dtype, device=data.device).expand(data.shape)
+                continue
+            tensor.data = data.to(self.dtype)
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                full[tensor] = data.float() if data.dtype is self.dtype else data
+                tensor.grad, tensor.grad_dtype = None, torch.float32
+        return full
+
+    def of_batch(self, batch: Batch) -> Batch:
+        """Images, sounds and the like in the model's precision; what is compared with its output as it is."""
+        if not self.lowers:
+            return batch
+
+        def lowered(path: str, leaf: Tensor, dim: int | None) -> Tensor:
+            is_target = "label" in path or "target" in path
+            return leaf.to(self.dtype) if leaf.dtype is torch.float32 and not is_target else leaf
+
+        return batch.map(lowered)
+
+    def _lowered(self, model: nn.Module) -> list[Tensor]:
+        """Floating parameters, and the statistics beside them (of batch norms), but for what the architecture keeps."""
+        if not self.lowers:
+            return []
+        kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ()) if self.scales else set()
+        pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(kept)) or r"(?!)")
+        found: dict[Tensor, None] = {}
+        for path, module in model.named_modules():
+            own = dict(module.named_parameters(recurse=False))
+            if own and not pattern.search(path):
+                tensors: list[Tensor] = [p for name, p in own.items() if not pattern.search(f"{path}.{name}")]
+                tensors += module.buffers(recurse=False)
+                found.update((t, None) for t in tensors if t.dtype in (torch.float32, self.dtype))
+        return list(found)

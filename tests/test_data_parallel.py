@@ -1,0 +1,64 @@
+"""Data parallelism: replicas of a pipeline on parts of a batch train as one process does on all of it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import Split, Unsplit, differences, parameter_error
+
+SCHEDULES = {"1f1b": 1, "interleaved": 2, "zbv": 2}
+
+
+def part(data: Any, replica: int, rows: list[int]) -> Any:
+    """The samples of one replica, which has `rows[replica]` of them."""
+    first = sum(rows[:replica])
+    return {name: value[first : first + rows[replica]] for name, value in data.items()}
+
+
+def split_of(name: str, p: int, model: Any, **options: Any) -> Split:
+    options = {"num_microbatches": 2, "max_norm": 0.5, **options}
+    return Split(model, p, part(zoo.batch(name), 0, [4, 4]), **options)
+
+
+def replicas(name: str, p: int, schedule: str = "1f1b", steps: int = 5, **options: Any) -> None:
+    """Some AdamW steps on batches whose labels, and at last whose samples, are spread unevenly over the replicas."""
+    model = zoo.build(name, layers=4 if SCHEDULES[schedule] == 1 else 6)
+    unsplit = Unsplit(copy.deepcopy(model), max_norm=0.5)
+    split = split_of(name, p, model, schedule=schedule, num_model_chunks=SCHEDULES[schedule], **options)
+    grid = split.plugin.grid
+    assert (grid.dp_size, grid.pp_size) == (dist.get_world_size() // p, p)
+    for seed in range(steps):
+        rows = [4, 4] if seed < 2 else [5, 3]
+        data = zoo.batch(name, seed=seed)
+        reference = unsplit.backward(data)
+        loss = split.backward(part(data, grid.replica, rows))["loss"]
+        found = differences_of(split, unsplit, loss, reference, 1e-6 if seed == 0 else 1e-5)
+        assert not found, f"{name} {schedule} step {seed}: {found}"
+        unsplit.step()
+        split.step()
+        assert split.optimizer.get_grad_norm() == pytest.approx(float(unsplit.norm), rel=1e-5)
+    assert parameter_error(split, unsplit.model) < 1e-5
+
+
+def differences_of(split: Split, unsplit: Unsplit, loss: Any, reference: Any, tolerance: float) -> list[str]:
+    """What `differences` finds after a backward of both."""
+    ours = mock.patch.object(split, "backward", lambda data: {"loss": loss})
+    with ours, mock.patch.object(unsplit, "backward", lambda data: reference):
+        return differences(split, unsplit, None, tolerance)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+def test_replicas_of_a_pipeline(pool: Pool, name: str, schedule: str) -> None:
+    pool.run(replicas, 4, name, 2, schedule)
+
+
+def test_replicas_without_a_pipeline(pool: Pool) -> None:
+    pool.run(replicas, 2, "gpt2", 1)
