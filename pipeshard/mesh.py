@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeshard.errors import ConfigurationError
 
@@ -43,12 +43,18 @@ class ProcessGroupMesh:
         self.shape: Coordinate = size
         self.rank = dist.get_rank()
         # The first device that has a backend: the configuration is like "cpu:gloo,cuda:gloo", or "cuda:nccl".
-        self._device_mesh = init_device_mesh(dist.get_backend_config().split(":")[0], size)
+        names = tuple(f"axis{axis}" for axis in range(len(size)))
+        kind = dist.get_backend_config().split(":")[0]
+        self._device_mesh = init_device_mesh(kind, size, mesh_dim_names=names)
         # By ranks and backend. The keys are the same on every rank, so that all agree on what is yet to be made.
         self._groups: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup | None] = {}
         for axis in range(len(size)):
             for ranks in self._ranks_along(axis, None):
                 self._groups[ranks, None] = self._device_mesh.get_group(axis) if self.rank in ranks else None
+
+    def along(self, *axes: int) -> DeviceMesh:
+        """torch's own mesh of the ranks that differ from this one on these axes alone, in the order of the axes."""
+        return self._device_mesh[tuple(f"axis{axis}" for axis in sorted(_axis(axis, self.shape) for axis in axes))]
 
     def size(self, dim: int | None = None) -> int | Coordinate:
         """Ranks along axis `dim`, or the whole shape."""

@@ -1,7 +1,7 @@
 """Pipeline: one rank's stages of a boosted model, ready to run steps."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from colossalai.interface import ModelWrapper
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeshard.errors import BatchError, UsageError
 from pipeshard.grid import DP, TP
@@ -18,6 +19,7 @@ from pipeshard.model.materialize import InitWeights, initialize
 from pipeshard.model.media import read_batch
 from pipeshard.model.policy import find_policy
 from pipeshard.model.sharder import Sharder, is_released
+from pipeshard.model.ties import kept_tied
 from pipeshard.model.trace import trace
 from pipeshard.model.tracer import Criterion
 from pipeshard.model.units import containers, recomputes
@@ -26,6 +28,7 @@ from pipeshard.planner.measured import measured_costs
 from pipeshard.runtime.agreement import agree, gather, share_scalar, share_tensor, sum_scalar
 from pipeshard.runtime.clock import offsets
 from pipeshard.runtime.deferral import Deferral
+from pipeshard.runtime.fsdp import ShardedUnits
 from pipeshard.runtime.gradients import GradientSync, Sharing
 from pipeshard.runtime.interpreter import Interpreter
 from pipeshard.runtime.outputs import merge
@@ -77,8 +80,10 @@ class Pipeline:
         sharder.shard()
         self.blank = set() if sharder.init_weights else sharder.on_meta  # on all stages: names without values so far
         self._share_values()
-        self.weights = self._weights()
-        self.sync = GradientSync(self._sharings(lambda name: (DP,)))
+        full = self.precision.lower(model, but=self._in_units() if plugin.fsdp else set())
+        self.sharded = self._shard_units() if plugin.fsdp and self.grid.dp_size > 1 else None
+        self.weights = self._weights(full)
+        self.sync = GradientSync(self._sharings(self._added_along), self.sharded)
         if plugin.compile:
             self.policy.compile(**(plugin.compile if isinstance(plugin.compile, dict) else {}))
         self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
@@ -135,7 +140,7 @@ class Pipeline:
             )
         for stage, microbatches in zip(self.stages, planned, strict=True):
             stage.begin(microbatches, criterion, train, return_outputs, self._scale)
-        if train:
+        if train or self.sharded is not None:
             self.sync.begin()
         try:
             self.last = program = self.program(len(batches), train)
@@ -144,9 +149,9 @@ class Pipeline:
         finally:
             for stage in self.stages:
                 stage.end()
-        if train:
-            self.steps += 1
-            self.sync.finish(synchronize)
+        self.steps += train
+        if train or self.sharded is not None:
+            self.sync.finish(train and synchronize)
         end, source = self.stages[-1], self.ranks[self.policy.placement[-1]]  # the last stage is the last of its rank
         loss = share_scalar(self._of_replicas(end), source, self.group, self.device) if return_loss else None
         outputs = merge(end.outputs, planned[-1], loss) if return_outputs and end.is_last else None
@@ -267,16 +272,39 @@ class Pipeline:
         for buffer in self.model.buffers():
             share_tensor(buffer, self.grid.sharing((DP, TP), ()))
 
-    def _weights(self) -> dict[nn.Parameter, Weight]:
-        """What an optimizer is to train for each of the parameters that it may have."""
-        full = self.precision.lower(self.model)
-        stages = {name: sum(name in held for held in self.policy.held) for name in self.held}
-        return {
-            parameter: Weight(
-                name, parameter, stages[name] * self.grid.dp_size * self.grid.tp_size, full.get(parameter)
+    def _in_units(self) -> set[nn.Parameter]:
+        """The parameters of held units that glue does not read."""
+        reads = [call.reads for call in self.policy.flow.calls] + [self.policy.flow.needed(outputs=True)]
+        of_glue = {self.held[name] for use in reads for name in use.parameters if name in self.held}
+        return {p for unit in self.policy.get_held_layers() for p in unit.parameters()} - of_glue
+
+    def _shard_units(self) -> ShardedUnits:
+        policy = self.policy
+        units = {name: unit for name, unit in policy.units.items() if name in policy.replay.held}
+        used = {
+            name: frozenset(
+                s for (unit, _), s in policy.partition.stages.items() if unit == name and s in policy.chunks
             )
-            for name, parameter in self.held.items()
+            for name in units
         }
+        dtype = self.precision.dtype if self.precision.lowers else None
+        apart = set(self.held.values()) - self._in_units()
+        with kept_tied(self.model):
+            return ShardedUnits(units, used, self.grid.mesh.along(DP), dtype, apart)
+
+    def _added_along(self, name: str) -> tuple[int, ...]:
+        """Along which axes of the grid the ranks' own gradients of a parameter are still to be added up."""
+        return () if self.sharded is not None and isinstance(self.held[name], DTensor) else (DP,)
+
+    def _weights(self, full: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Weight]:
+        """What an optimizer is to train for each of the parameters that it may have, sliced since or not."""
+        before, now, weights = self.held, dict(self.model.named_parameters()), {}
+        self.held = {name: now[name] for name in before}
+        for name, parameter in before.items():
+            holders = sum(name in held for held in self.policy.held) * self.grid.tp_size
+            holders *= self.grid.dp_size if DP in self._added_along(name) else 1
+            weights[parameter] = weights[now[name]] = Weight(name, now[name], holders, full.get(parameter))
+        return weights
 
 
 class PipelineModel(ModelWrapper):

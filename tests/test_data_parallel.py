@@ -62,3 +62,11 @@ def test_replicas_of_a_pipeline(pool: Pool, name: str, schedule: str) -> None:
 
 def test_replicas_without_a_pipeline(pool: Pool) -> None:
     pool.run(replicas, 2, "gpt2", 1)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+@pytest.mark.parametrize("options", [{"zero_stage": 1}, {"fsdp": True}], ids=["zero", "fsdp"])
+def test_divided_over_the_replicas(pool: Pool, name: str, options: dict[str, Any]) -> None:
+    pool.run(replicas, 4, name, 2, "1f1b", **options)
+    pool.run(replicas, 4, name, 2, "interleaved", 3, **options)
+    pool.run(replicas, 2, name, 1, "1f1b", 3, **options)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipeshard import PipelinePlugin
 from pipeshard.model.media import read_batch
 from pipeshard.model.sharder import is_released
+from pipeshard.runtime.local import whole
 
 LEARNING_RATE = 1e-3
 
@@ -114,11 +115,11 @@ def gradient_error(split: Split, unsplit: nn.Module) -> float:
         if (expected is None) != (parameter.grad is None):
             return float("inf")
         if expected is not None:
-            error = float((parameter.grad - expected).norm()) / max(float(expected.norm()), floor)
+            error = float((whole(parameter.grad) - expected).norm()) / max(float(expected.norm()), floor)
             worst = max(worst, error if error == error else float("inf"))
     return worst
 
 
 def parameter_error(split: Split, unsplit: nn.Module) -> float:
     reference = dict(unsplit.named_parameters())
-    return max(float((p - reference[name]).detach().abs().max()) for name, p in split.held.items())
+    return max(float((whole(p) - reference[name]).detach().abs().max()) for name, p in split.held.items())

@@ -1,6 +1,7 @@
 """Ties: parameters that are one tensor under several names, found by identity."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -16,6 +17,21 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def first_names(model: nn.Module) -> dict[str, str]:
     """The first name of the parameter that each name stands for."""
     return {name: names[0] for names in names_of(model).values() for name in names}
+
+
+@contextmanager
+def kept_tied(model: nn.Module) -> Iterator[None]:
+    """Where a parameter is replaced inside, under one of its names, all of its names have the new one afterwards."""
+    before = dict(model.named_parameters(remove_duplicate=False))
+    groups = names_of(model).values()
+    yield
+    after = dict(model.named_parameters(remove_duplicate=False))
+    for names in groups:
+        new = next((after[name] for name in names if after[name] is not before[name]), None)
+        if new is not None:
+            for name in names:
+                path, _, key = name.rpartition(".")
+                model.get_submodule(path)._parameters[key] = new
 
 
 def analyze_tied_weights(

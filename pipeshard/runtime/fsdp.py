@@ -1,6 +1,6 @@
 """FSDP: the held units of a stage, each divided among the replicas by torch's fully_shard."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -8,16 +8,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, UsageError
 
 
 class ShardedUnits:
     """`units` divided among the ranks of `mesh`; those that share a parameter, as one.
 
-    A unit's parameters are gathered in its first forward of a step, stay whole for all microbatches, and are let go of
-    at the step's end. Gradients pile up whole, and are reduced and scattered once, when the unit's stage is done with
-    the step (as torch.distributed.pipelining does it): `used[name]` are the stages of this rank that run a unit.
-    Parameters in `apart`, which glue reads too, stay whole.
+    Parameters are gathered at the beginning of a step, stay whole for all microbatches, and are let go of at its end.
+    Gradients pile up whole, and are reduced and scattered once, when the unit's stage is done with the step: `used` has
+    the stages of this rank that run each unit. Torch's own hooks, which would do that around every call of a unit, are
+    taken off; what they would call is called here, as in torch.distributed.pipelining. Parameters in `apart`, which
+    glue reads too, stay whole.
     """
 
     def __init__(
@@ -28,59 +29,79 @@ class ShardedUnits:
         dtype: torch.dtype | None,
         apart: set[nn.Parameter],
     ) -> None:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
-        self.groups: list[tuple[FSDPModule, frozenset[int]]] = []
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise ConfigurationError(f"fsdp=True needs torch 2.13 or newer, this is torch {torch.__version__}")
+        options: Any = {"mesh": mesh, "reshard_after_forward": False}
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
+        self.groups: list[tuple[Any, frozenset[int]]] = []
         for names in _sharing(units):
-            modules = [units[name] for name in names if any(p not in apart for p in units[name].parameters())]
-            if not modules:
-                continue
-            whole: Any = modules if len(modules) > 1 else modules[0]
-            ignored = apart & {p for module in modules for p in module.parameters()}
-            fully_shard(whole, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=ignored or None)
-            first: Any = modules[0]
-            first.set_force_sum_reduction_for_comms(True)
-            first.set_gradient_divide_factor(1.0)
-            if not hasattr(first, "set_reduce_scatter_unused_params"):
-                raise ConfigurationError(f"fsdp=True needs torch 2.13 or newer, this is {torch.__version__}")
-            first.set_reduce_scatter_unused_params(True)
-            self.groups.append((first, frozenset().union(*(used[name] for name in names))))
+            modules = [units[name] for name in names]
+            if any(p not in apart for module in modules for p in module.parameters()):
+                ignored = apart & {p for module in modules for p in module.parameters()}
+                fully_shard(modules if len(modules) > 1 else modules[0], ignored_params=ignored or None, **options)
+                self.groups.append((modules[0], frozenset().union(*(used[name] for name in names))))
+        self.root: Any = fully_shard(_Root(units.values()), ignored_params=apart or None, **options)
+        for module, _ in self.groups:
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+            module.set_reduce_scatter_unused_params(True)
+        for module in (self.root, *(module for module, _ in self.groups)):
+            _state(module)._pre_forward_hook_handle.remove()
+            getattr(_state(module), "_post_forward_hook_handle", module).remove()
+        _state(self.root)._lazy_init()
         self._done: set[int] = set()
-        self._waiting: list[tuple[FSDPModule, frozenset[int]]] = []
-        self._hold()
+        self._waiting: list[tuple[Any, frozenset[int]]] = []
 
     def begin(self) -> None:
+        """Gather the parameters."""
         self._done, self._waiting = set(), list(self.groups)
+        handles = [module.unshard(async_op=True) for module, _ in self.groups]
+        for handle in handles:
+            handle.wait()
 
     def stage_done(self, stage: int) -> None:
         """Reduce and scatter the gradients of the units that no stage of this rank runs any more."""
         self._done.add(stage)
-        for group in [group for group in self._waiting if group[1] <= self._done]:
-            self._waiting.remove(group)
-            self._reduce(group[0])
+        self._reduce([group for group in self._waiting if group[1] <= self._done])
 
     def finish(self, sync: bool) -> None:
         """After a step: reduce what is left, if it is to be, and let go of whole parameters."""
-        for module, _ in self._waiting if sync else ():
-            self._reduce(module)
-        self._waiting = []
+        if sync:
+            self._reduce(list(self._waiting))
+            self.root.set_is_last_backward(True)
+            _state(self.root)._root_post_backward_final_callback()
         for module, _ in self.groups:
             module.reshard()
 
-    def _reduce(self, module: FSDPModule) -> None:
-        module.set_is_last_backward(True)
-        module.set_requires_gradient_sync(True)
-        state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
-        for group in state._fsdp_param_groups:
-            group.post_backward()
-        state._root_post_backward_final_callback()
-        self._hold(module)
+    def reset(self) -> None:
+        """Forget the gradients that were not reduced."""
+        for module, _ in self.groups:
+            for group in _state(module)._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
 
-    def _hold(self, *modules: FSDPModule) -> None:
-        """Until further notice, backward passes keep what they add up to themselves."""
-        for module in modules or [module for module, _ in self.groups]:
-            module.set_is_last_backward(False)
-            module.set_reshard_after_backward(False)
-            module.set_requires_gradient_sync(False)
+    def _reduce(self, groups: list[tuple[Any, frozenset[int]]]) -> None:
+        for module, stages in groups:
+            self._waiting.remove((module, stages))
+            for group in _state(module)._fsdp_param_groups:
+                group.post_backward()
+
+
+class _Root(nn.Module):
+    """The units around which torch keeps what they have in common."""
+
+    def __init__(self, units: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(units)
+
+    def forward(self) -> None:
+        raise UsageError("the units of a stage are called one by one")
+
+
+def _state(module: Any) -> Any:
+    return fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 def _sharing(units: Mapping[str, nn.Module]) -> list[list[str]]:
@@ -93,5 +114,3 @@ def _sharing(units: Mapping[str, nn.Module]) -> list[list[str]]:
             names, parameters = group[0] + names, group[1] | parameters
         groups.append((names, parameters))
     return [names for names, _ in groups]
-
-

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard.runtime.agreement import device_of
+from pipeshard.runtime.fsdp import ShardedUnits
 from pipeshard.runtime.local import local, local_grad, set_local_grad
 
 BUCKET = 25 * 2**20  # bytes of gradients that are reduced in one message
@@ -30,11 +31,12 @@ class GradientSync:
 
     `p.grad` is made of a part that was summed before and of what this rank added since. Only the latter is reduced,
     so gradients may pile up over several steps, with or without `no_sync`, and are right after each synced one.
-    Gradients travel in buckets, each as soon as the stages that use it are done with the step.
+    Gradients travel in buckets, each as soon as the stages that use it are done with the step. Those of `sharded` units
+    are reduced and scattered by these, and summed here over the stages of a tie alone.
     """
 
-    def __init__(self, sharings: Sequence[Sharing]) -> None:
-        self.sharings = list(sharings)
+    def __init__(self, sharings: Sequence[Sharing], sharded: ShardedUnits | None = None) -> None:
+        self.sharings, self.sharded = list(sharings), sharded
         self.buckets = [bucket for sharing in self.sharings for bucket in _buckets(sharing)]
         self.parameters = [parameter for sharing in self.sharings for parameter in sharing.parameters.values()]
         self._summed: dict[nn.Parameter, Tensor] = {}
@@ -49,6 +51,8 @@ class GradientSync:
 
     def begin(self) -> None:
         """Set the summed part aside, so that `p.grad` gathers this rank's own part alone."""
+        if self.sharded is not None:
+            self.sharded.begin()
         self._done.clear()
         for bucket in self.buckets:
             bucket.work = None  # of a step that failed
@@ -61,6 +65,8 @@ class GradientSync:
 
     def stage_done(self, stage: int) -> None:
         """Start to reduce what no stage of this rank adds to any more; what is tied over stages waits for `finish`."""
+        if self.sharded is not None:
+            self.sharded.stage_done(stage)
         self._done.add(stage)
         for bucket in self.buckets:
             if not bucket.tie and bucket.work is None and bucket.stages <= self._done:
@@ -71,6 +77,8 @@ class GradientSync:
 
         What is frozen has none, and costs nothing.
         """
+        if self.sharded is not None:
+            self.sharded.finish(sync)
         if not sync:
             for parameter, before in self._summed.items():
                 if parameter.grad is None:
@@ -88,7 +96,10 @@ class GradientSync:
                     self._summed[parameter] = kept
 
     def reset(self) -> None:
+        """Forget what gradients were made of: they were set to zero."""
         self._summed.clear()
+        if self.sharded is not None:
+            self.sharded.reset()
 
 
 class _Bucket:

@@ -1,7 +1,7 @@
 """Precision: parameters or operators in 16 bits, beside values and gradients in fp32."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -43,10 +43,10 @@ class Precision:
             for tensor, data in before.items():
                 tensor.data = data
 
-    def lower(self, model: nn.Module) -> dict[nn.Parameter, Tensor]:
-        """Lower the parameters of a stage for good; returns the fp32 values of those that are trained."""
+    def lower(self, model: nn.Module, but: Collection[nn.Parameter] = ()) -> dict[nn.Parameter, Tensor]:
+        """Lower the parameters of a stage for good, `but` some; returns the fp32 values of those that are trained."""
         full: dict[nn.Parameter, Tensor] = {}
-        for tensor in self._lowered(model):
+        for tensor in [tensor for tensor in self._lowered(model) if tensor not in but]:
             data = tensor.data
             if is_released(tensor):
                 tensor.data = torch.zeros((), dtype=self.dtype, device=data.device).expand(data.shape)
