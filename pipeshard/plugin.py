@@ -1,7 +1,7 @@
 """PipelinePlugin: pipeline parallelism behind ColossalAI's Booster."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from pipeshard.model.made_up import made_up
 from pipeshard.model.materialize import InitWeights
 from pipeshard.model.media import read_batch
 from pipeshard.model.policy import Policy
+from pipeshard.model.rows import check_declared, refuse_unknown
 from pipeshard.model.tracer import Criterion
 from pipeshard.pipeline import Pipeline, PipelineModel
 from pipeshard.runtime.optimizer import PipelineOptimizer
@@ -61,6 +62,9 @@ class PipelinePlugin(PipelinePluginBase):
             "microbatch" averages the microbatches' losses as they are.
         compile: True, or options of torch.compile: each held unit is compiled by itself, and units of one class once.
             Not with "zb-h1" and "zbv", which split the backward of layers.
+        batch_dims: for leaves of the batch, by path, the dimension that counts the samples where that is not the first
+            (time-major inputs), or None for what every microbatch gets whole. What is not declared and may be either
+            is found by running the glue both ways; a main input has to be declared.
 
     Raises ConfigurationError for arguments that cannot work, on every rank.
     """
@@ -80,6 +84,7 @@ class PipelinePlugin(PipelinePluginBase):
         max_norm: float = 0.0,
         loss_reduction: str = "token",
         compile: bool | dict[str, Any] = False,
+        batch_dims: Mapping[str, int | None] | None = None,
     ) -> None:
         super().__init__()
         _check_sizes(pp_size, num_microbatches, microbatch_size)
@@ -97,11 +102,13 @@ class PipelinePlugin(PipelinePluginBase):
             raise ConfigurationError(f"policy={policy!r} is no subclass of pipeshard.Policy")
         if not (isinstance(init_weights, bool) or callable(init_weights)):
             raise ConfigurationError(f"init_weights={init_weights!r} is none of True, False, and a function")
+        check_declared(batch_dims)
         self.pp_size, self.num_microbatches, self.microbatch_size = pp_size, num_microbatches, microbatch_size
         self.schedule, self.num_model_chunks = schedule, chunks
         self.p2p, self.partition = check_p2p(p2p), partition
         self.policy, self.dry_run_input, self.init_weights = policy, dry_run_input, init_weights
         self.max_norm, self.loss_reduction, self.compile = max_norm, loss_reduction, compile
+        self.batch_dims = dict(batch_dims or {})
         self.pg_mesh = ProcessGroupMesh(pp_size)
         self.stage_manager = PipelineStageManager(self.pg_mesh, 0, chunks > 1, schedule == "zbv", chunks)
         self.device = _device()
@@ -237,7 +244,10 @@ class PipelinePlugin(PipelinePluginBase):
         data = self.dry_run_input
         if data is None and dataloader is not None:
             data = _first_samples(dataloader)
-        return read_batch(model, made_up(model) if data is None else data)
+        batch = read_batch(model, made_up(model) if data is None else data, self.batch_dims)
+        if data is not None:
+            refuse_unknown(batch.paths, self.batch_dims)
+        return batch
 
 
 def _check_sizes(pp_size: int, num_microbatches: int | None, microbatch_size: int | None) -> None:
