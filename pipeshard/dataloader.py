@@ -145,8 +145,9 @@ class ResumableDataLoader(DataLoader[Any]):
     def _sizes(self) -> dict[str, int | None]:
         """What the number of batches counts: samples, or, of a loader that does not make them itself, batches."""
         n = self._share.replicas
-        together, at_once = (None, n) if self.batch_size is None else (self.batch_size * n, 1)
-        return {"batch_size": together, "batches_at_once": at_once, "samples": self._samples}
+        if self.batch_size is None:
+            return {"batch_size": None, "batches_at_once": n, "samples": self._samples}
+        return {"batch_size": self.batch_size * n, "samples": self._samples}
 
 
 @dataclass
