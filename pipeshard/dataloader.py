@@ -1,17 +1,39 @@
-"""Dataloader: the same batches on every stage, in an order that can be gone on with where it was left."""
+"""Dataloader: the same batches on every stage of a replica, in an order that can be gone on with where it was left."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from pipeshard.errors import CheckpointError, ConfigurationError
+
+logger = logging.getLogger("pipeshard")
+
+WORKERS = 1_000_003  # how far apart the seeds of two replicas' workers are, so that they augment differently
 
 
 class ResumableDataLoader(DataLoader[Any]):
     """A DataLoader whose order depends on the seed and the epoch alone, and which knows its place in it.
+
+    With `num_replicas` n, every step of all replicas together reads `batch_size` x n samples in a row of that order,
+    and this one loads the `replica`-th of n blocks of them: the replicas' batches, one behind the other, are those of
+    one process with n times the batch size. Where fewer are left at the end, each replica gets as many, the first
+    ones one more where they do not divide; fewer samples than replicas are left out, with a warning, and `drop_last`
+    leaves out all of them. So every replica gets equally many batches. A `sampler` of one's own is the order of all
+    replicas; of a `batch_sampler`, or with batch_size=None, each replica gets every n-th batch. A stream (an
+    IterableDataset) is read by every replica, and each keeps its own; with workers, this is so for each worker's copy.
 
     `epoch` counts from 0, `batches` are those that the training loop took of this epoch (workers may be ahead), and
     `remaining` those that it can still take. A loader that was given a `state_dict()` goes on with the next batch; what
@@ -19,23 +41,45 @@ class ResumableDataLoader(DataLoader[Any]):
     a sampler of one's own is seeded here; without one, a sampler must give the same order each time it is asked.
 
     Args:
+        batch_size: the samples of one replica's batch.
         seed: what the order of the samples and the workers' seeds depend on, together with the epoch.
+        replica, num_replicas: which of how many shares of the data this one is.
         options: DataLoader's own. A `generator` among them gives the seed.
 
-    Raises ConfigurationError for a sampler that is to be shuffled.
+    Raises ConfigurationError for a sampler that is to be shuffled, or that already takes a replica's share.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], batch_size: int | None = 1, shuffle: bool = False, seed: int = 1024, **options: Any
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = 1,
+        shuffle: bool = False,
+        seed: int = 1024,
+        *,
+        replica: int = 0,
+        num_replicas: int = 1,
+        **options: Any,
     ) -> None:
+        if not 0 <= replica < num_replicas:
+            raise ConfigurationError(
+                f"replica={replica} of num_replicas={num_replicas}: the first of n is 0, the last n-1"
+            )
         given = options.pop("generator", None)
         self.seed, self.epoch, self.batches = given.initial_seed() if given else seed, 0, 0
         self._begun = False  # whether an iterator of this epoch was made
         self._first: _From | None = None
-        order, workers = torch.Generator(), torch.Generator()  # two: persistent workers are not seeded every epoch
-        self._generators = [order, workers]
+        self._samples = _length(dataset)
+        size = 1 if options.get("batch_sampler") is not None else batch_size or 1  # of a batch, in entries of the order
+        self._share = _Share(size, replica, num_replicas, bool(options.get("drop_last")))
+        order, self._workers = (
+            torch.Generator(),
+            torch.Generator(),
+        )  # two: persistent workers are not seeded every epoch
+        self._generators = [order]
         if isinstance(dataset, IterableDataset):
             options["shuffle"] = shuffle  # which DataLoader refuses
+            if num_replicas > 1:
+                dataset = _StreamShare(dataset, self._share)
         else:
             kind = "batch_sampler" if options.get("batch_sampler") is not None else "sampler"
             sampler: Any = options.get(kind)
@@ -43,11 +87,12 @@ class ResumableDataLoader(DataLoader[Any]):
                 sampler = RandomSampler(dataset, generator=order) if shuffle else SequentialSampler(dataset)  # type: ignore[arg-type]
             elif shuffle:
                 raise ConfigurationError(f"shuffle=True, but the order is that of {kind}=...: give one of the two")
+            _refuse_shares(sampler, num_replicas)
             if getattr(sampler, "generator", self) is None:
                 sampler.generator = order
             self._generators += [g for g in [getattr(sampler, "generator", None)] if isinstance(g, torch.Generator)]
-            self._first = options[kind] = _From(sampler)
-        super().__init__(dataset, batch_size, generator=workers, **options)
+            self._first = options[kind] = _From(sampler, self._share)
+        super().__init__(dataset, batch_size, generator=self._workers, **options)
 
     @property
     def remaining(self) -> int:
@@ -58,11 +103,12 @@ class ResumableDataLoader(DataLoader[Any]):
         if self._begun:
             self.epoch, self.batches = self.epoch + 1, 0
         self._begun = True
+        self._workers.manual_seed(self.seed + self.epoch + WORKERS * self._share.replica)
         for generator in self._generators:
             generator.manual_seed(self.seed + self.epoch)
         if self._first is None:
             return self._counted(islice(super().__iter__(), self.batches, None))
-        self._first.skip = self.batches * (self.batch_size or 1)  # no batch_size: the sampler's entries are batches
+        self._first.skip = self.batches * self._share.step
         return self._counted(super().__iter__())
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -70,39 +116,129 @@ class ResumableDataLoader(DataLoader[Any]):
             self.batches += 1
             yield batch
         self.epoch, self.batches, self._begun = self.epoch + 1, 0, False
+        self._share.told = True  # the end has been seen; workers of the next epoch get a copy of this
 
     def state_dict(self) -> dict[str, int | None]:
-        """The place of the next batch; plain numbers."""
+        """The place of the next batch; plain numbers, the same on every replica."""
         ended = self.batches == _length(self)
         epoch, batches = (self.epoch + 1, 0) if ended else (self.epoch, self.batches)
         return {"seed": self.seed, "epoch": epoch, "batches": batches, **self._sizes()}
 
     def load_state_dict(self, state: dict[str, int | None]) -> None:
-        """Go on there with the next iterator. Raises CheckpointError where data or batch size are not the same."""
-        sizes = {name: state.get(name) for name in self._sizes()}
-        if sizes != self._sizes():
+        """Go on there with the next iterator, with any number of replicas that read as many samples a step together.
+
+        Raises CheckpointError where the data or that number of samples are not the same.
+        """
+        given = {"batches_at_once": 1, **state}  # which states of one replica once lacked
+        sizes, own = {name: given.get(name) for name in self._sizes()}, self._sizes()
+        if sizes != own:
             raise CheckpointError(
-                f"the position in the data was saved with {sizes}, but this dataloader has {self._sizes()}: make it of "
-                "the same data with the same batch size, or go on with a new order by dataloader=None"
+                f"the position in the data was saved with {sizes}, but this dataloader has {own} (batch_size is that "
+                "of all replicas together): make it of the same data with the same batch size, or go on with a new "
+                "order by dataloader=None"
             )
         self.seed, self.epoch, self.batches = (int(state[name] or 0) for name in ("seed", "epoch", "batches"))
+        if self.batches and self.batches == _length(self):  # where other replicas left out less at the end
+            self.epoch, self.batches = self.epoch + 1, 0
         self._begun = False
 
     def _sizes(self) -> dict[str, int | None]:
-        return {"batch_size": self.batch_size, "samples": _length(self.dataset)}
+        """What the number of batches counts: samples, or, of a loader that does not make them itself, batches."""
+        n = self._share.replicas
+        if self.batch_size is None:
+            return {"batch_size": None, "batches_at_once": n, "samples": self._samples}
+        return {"batch_size": self.batch_size * n, "samples": self._samples}
+
+
+@dataclass
+class _Share:
+    """One replica's part of an order: of every `size * replicas` entries in a row, its own block."""
+
+    size: int
+    replica: int
+    replicas: int
+    drop_last: bool
+    told: bool = False  # whether it was said what is left out
+
+    @property
+    def step(self) -> int:
+        """The entries that all replicas read together in one step."""
+        return self.size * self.replicas
+
+    def of(self, entries: Iterable[Any]) -> Iterator[Any]:
+        entries = iter(entries)
+        while together := list(islice(entries, self.step)):
+            if len(together) < self.step and not self._keeps(len(together)):
+                return
+            first = sum(self._block(len(together), replica) for replica in range(self.replica))
+            yield from together[first : first + self._block(len(together), self.replica)]
+
+    def length(self, entries: int) -> int:
+        """How many of so many entries in all are this replica's."""
+        steps, rest = divmod(entries, self.step)
+        return steps * self.size + (self._block(rest, self.replica) if rest and self._keeps(rest) else 0)
+
+    def _keeps(self, rest: int) -> bool:
+        """Whether the last few entries, fewer than a step's, are a batch of every replica."""
+        if rest < self.replicas and not (self.drop_last or self.told):
+            self.told = True
+            logger.warning(
+                "the last %d of an epoch's samples (of whole batches, where the loader makes none) are left out: "
+                "they are fewer than the %d replicas",
+                rest,
+                self.replicas,
+            )
+        return rest >= self.replicas and not self.drop_last
+
+    def _block(self, together: int, replica: int) -> int:
+        return together // self.replicas + (replica < together % self.replicas)
 
 
 class _From(Sampler[Any]):
-    """A sampler without the first `skip` entries that it would give."""
+    """A replica's share of a sampler, without the first `skip` entries that the sampler would give."""
 
-    def __init__(self, sampler: Any) -> None:
-        self.sampler, self.skip = sampler, 0
+    def __init__(self, sampler: Any, share: _Share) -> None:
+        self.sampler, self.share, self.skip = sampler, share, 0
+        _length(self)  # says at once what is left out, if the length is known
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.sampler), self.skip, None)
+        return self.share.of(islice(iter(self.sampler), self.skip, None))
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return self.share.length(len(self.sampler))
+
+
+class _StreamShare(IterableDataset[Any]):
+    """A replica's share of a stream, which a worker reads of its own copy; other attributes are the stream's own."""
+
+    stream: IterableDataset[Any]
+    share: _Share
+
+    def __init__(self, stream: IterableDataset[Any], share: _Share) -> None:
+        self.__dict__.update(stream=stream, share=share)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.share.of(self.stream)
+
+    def __len__(self) -> int:
+        return self.share.length(len(self.stream))  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "stream" not in self.__dict__:  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.stream, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.stream, name, value)  # worker_init_fn may tell each copy what to read
+
+
+def _refuse_shares(sampler: Any, replicas: int) -> None:
+    inner = [sampler, getattr(sampler, "sampler", None)]
+    if replicas > 1 and any(isinstance(one, DistributedSampler) for one in inner):
+        raise ConfigurationError(
+            f"{type(sampler).__name__} already takes one replica's share, of which each of the {replicas} replicas "
+            "would take a share again: pass a sampler of the whole order (or shuffle=True), it is cut here"
+        )
 
 
 def _length(sized: Any) -> int | None:

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from pipeshard.errors import BatchError, UsageError
 from pipeshard.grid import DP, TP
 from pipeshard.model.batch import Batch
+from pipeshard.model.doubts import RowDims
 from pipeshard.model.materialize import InitWeights, initialize
-from pipeshard.model.media import read_batch
 from pipeshard.model.policy import find_policy
 from pipeshard.model.sharder import Sharder, is_released
 from pipeshard.model.ties import kept_tied
@@ -61,6 +61,8 @@ class Pipeline:
         self._clocks: list[float] = []
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # of the whole model
         self.cached = without_cache(model)  # configs to be given their cache back
+        self.row_dims = RowDims(model, plugin.batch_dims)
+        sample = self.row_dims.settle(sample, criterion) if self._cuts else sample
         sample = self.precision.of_batch(sample)
         with self.precision.seeming(model), self.precision.running():
             flow = trace(model, sample, criterion)
@@ -110,7 +112,7 @@ class Pipeline:
         self._refuse_blank()
         self._refuse_recomputed_containers()
         self.policy.replace_forward()  # again: checkpointing may have been enabled since
-        batch, seed, rows = self._next(data_iter, (train, return_outputs, self.model.training))
+        batch, seed, rows = self._next(data_iter, criterion, (train, return_outputs, self.model.training))
         first = sum(map(self._num_microbatches, rows[: self.grid.replica]))
         with self.policy.replay.randomness.step(seed, self.steps, first), self.precision.running():
             return self._run(batch, criterion, train, return_loss, return_outputs, synchronize)
@@ -210,13 +212,15 @@ class Pipeline:
                 "boosted: call model.gradient_checkpointing_enable() before booster.boost"
             )
 
-    def _next(self, data_iter: Iterator[Any], mode: tuple[bool, bool, bool]) -> tuple[Batch, int, list[int]]:
+    def _next(
+        self, data_iter: Iterator[Any], criterion: Criterion | None, mode: tuple[bool, bool, bool]
+    ) -> tuple[Batch, int, list[int]]:
         """The next batch, compared over the ranks (all of them raise if one has none, or another one), a seed, and the
         number of samples of each replica."""
         failure: Exception | None = None
         batch = None
         try:
-            batch = self._read(data_iter)
+            batch = self._read(data_iter, criterion)
         except Exception as error:
             failure = error
         try:
@@ -226,7 +230,12 @@ class Pipeline:
         assert batch is not None
         return batch, seed, rows
 
-    def _read(self, data_iter: Iterator[Any]) -> Batch:
+    @property
+    def _cuts(self) -> bool:
+        """Whether a batch becomes several microbatches, as far as the plugin's arguments tell."""
+        return self.plugin.num_microbatches != 1
+
+    def _read(self, data_iter: Iterator[Any], criterion: Criterion | None) -> Batch:
         if not hasattr(data_iter, "__next__"):
             raise BatchError(
                 f"execute_pipeline takes an iterator of batches, not a {type(data_iter).__name__}: "
@@ -239,7 +248,7 @@ class Pipeline:
                 "the data iterator is empty: make a new one, iter(dataloader), for every epoch, and call "
                 "execute_pipeline len(dataloader) times"
             ) from None
-        return self.precision.of_batch(read_batch(self.model, data))
+        return self.precision.of_batch(self.row_dims.read(data, criterion, self._cuts))
 
     @property
     def _scale(self) -> float:

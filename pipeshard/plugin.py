@@ -1,7 +1,7 @@
 """PipelinePlugin: pipeline parallelism behind ColossalAI's Booster."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from pipeshard.model.made_up import made_up
 from pipeshard.model.materialize import InitWeights
 from pipeshard.model.media import read_batch
 from pipeshard.model.policy import Policy
+from pipeshard.model.rows import check_declared, refuse_unknown
 from pipeshard.model.tracer import Criterion
 from pipeshard.options import check_chunks, check_kinds, check_microbatches, check_precision, check_replicas
 from pipeshard.pipeline import Pipeline, PipelineModel
@@ -74,6 +75,9 @@ class PipelinePlugin(PipelinePluginBase):
         initial_scale: what the loss is scaled with at first, with "fp16".
         compile: True, or options of torch.compile: each held unit is compiled by itself, and units of one class once.
             Not with "zb-h1" and "zbv", which split the backward of layers.
+        batch_dims: for leaves of the batch, by path, the dimension that counts the samples where that is not the first
+            (time-major inputs), or None for what every microbatch gets whole. What is not declared and may be either
+            is found by running the glue both ways; a main input has to be declared.
 
     Raises ConfigurationError for arguments that cannot work, on every rank.
     """
@@ -100,6 +104,7 @@ class PipelinePlugin(PipelinePluginBase):
         precision: str = "fp32",
         autocast: bool = False,
         initial_scale: float = 2.0**16,
+        batch_dims: Mapping[str, int | None] | None = None,
     ) -> None:
         super().__init__()
         check_microbatches(num_microbatches, microbatch_size)
@@ -107,13 +112,14 @@ class PipelinePlugin(PipelinePluginBase):
         check_kinds(policy, init_weights, loss_reduction)
         check_replicas(zero_stage, fsdp, schedule, chunks, compile)
         check_precision(precision, autocast)
+        check_declared(batch_dims)
         self.grid = Grid(pp_size, dp_size, tp_size)
         self.pp_size, self.num_microbatches, self.microbatch_size = pp_size, num_microbatches, microbatch_size
         self.schedule, self.num_model_chunks = schedule, chunks
         self.p2p, self.partition = check_p2p(p2p), partition
         self.policy, self.dry_run_input, self.init_weights = policy, dry_run_input, init_weights
         self.max_norm, self.loss_reduction, self.compile = max_norm, loss_reduction, compile
-        self.zero_stage, self.fsdp = zero_stage, fsdp
+        self.zero_stage, self.fsdp, self.batch_dims = zero_stage, fsdp, dict(batch_dims or {})
         self.pg_mesh = self.grid.mesh
         self.stage_manager = PipelineStageManager(self.pg_mesh, PP, chunks > 1, schedule == "zbv", chunks)
         self.device = _device()
@@ -228,7 +234,8 @@ class PipelinePlugin(PipelinePluginBase):
         It knows its position: `save_training_state(..., dataloader=...)` keeps it, also within an epoch. `options` are
         DataLoader's own: drop_last, num_workers, collate_fn, ...
         """
-        return ResumableDataLoader(dataset, batch_size, shuffle, seed, **options)
+        place = {"replica": self.grid.replica, "num_replicas": self.grid.dp_size}
+        return ResumableDataLoader(dataset, batch_size, shuffle, seed, **place, **options)
 
     def recording(self) -> Recording:
         """When each rank ran each action of the last step, and whom it waited for; every rank has to call it.
@@ -257,7 +264,10 @@ class PipelinePlugin(PipelinePluginBase):
         data = self.dry_run_input
         if data is None and dataloader is not None:
             data = _first_samples(dataloader)
-        return read_batch(model, made_up(model) if data is None else data)
+        batch = read_batch(model, made_up(model) if data is None else data, self.batch_dims)
+        if data is not None:
+            refuse_unknown(batch.paths, self.batch_dims)
+        return batch
 
 
 def _device() -> torch.device:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.errors import CheckpointError, ConfigurationError
@@ -26,8 +34,23 @@ class Numbers(Dataset[int]):
 
 
 class Stream(IterableDataset[int]):
+    first, count = 0, 10
+
     def __iter__(self) -> Iterator[int]:
-        return iter(range(10))
+        return iter(range(self.first, self.first + self.count))
+
+
+class Sharded(Stream):
+    """A stream whose workers read different parts of it, by themselves."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(info.id, 26, info.num_workers) if info else range(26))
+
+
+def start_elsewhere(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.first = 100 * worker
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -115,3 +138,116 @@ def test_what_does_not_fit_is_refused() -> None:
         make(shuffle=True, sampler=RandomSampler(Numbers()))
     with pytest.raises(ValueError, match="IterableDataset"):
         make(shuffle=True, dataset=Stream())
+
+
+REPLICAS: dict[str, dict[str, Any]] = {
+    "shuffled": {"shuffle": True},
+    "in order": {},
+    "dropped": {"shuffle": True, "drop_last": True},
+    "workers": {"shuffle": True, "num_workers": 2},
+    "sampler": {"sampler": [7, 3, 3, 1, 0, 21, 2, 9, 8, 12, 11]},
+    "random sampler": {"sampler": RandomSampler(Numbers(), num_samples=19)},
+    "stream": {"dataset": Stream()},
+    "stream, dropped": {"dataset": Stream(), "drop_last": True},
+    "stream, workers": {"dataset": Stream(), "num_workers": 2},
+    "stream of parts": {"dataset": Sharded(), "num_workers": 2},
+    "stream, parted by a function": {"dataset": Stream(), "num_workers": 2, "worker_init_fn": start_elsewhere},
+}
+
+
+def flat(batches: Any) -> list[int]:
+    return [int(number) for batch in batches for number in batch]
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("options", REPLICAS.values(), ids=REPLICAS.keys())
+def test_replicas_together_read_what_one_process_reads(options: dict[str, Any], replicas: int) -> None:
+    whole = epochs(make(batch_size=4 * replicas, **options), 2)
+    loaders = [make(replica=r, num_replicas=replicas, **options) for r in range(replicas)]
+    shares = [epochs(loader, 2) for loader in loaders]
+    for epoch, expected in enumerate(whole):
+        together = list(zip(*(share[epoch] for share in shares), strict=True))  # equally many batches
+        kept = [batch for batch in expected if len(batch) >= replicas]
+        assert [flat(batches) for batches in together] == kept
+        for batches in together:
+            sizes = [len(batch) for batch in batches]
+            assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+    if "dataset" not in options:
+        assert {len(loader) for loader in loaders} == {len(shares[0][0])}
+
+
+def test_the_last_samples_are_spread_and_a_last_few_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def sizes(count: int, **options: Any) -> list[list[int]]:
+        loaders = [make(dataset=Numbers(count), replica=r, num_replicas=3, **options) for r in range(3)]
+        assert len({len(loader) for loader in loaders}) == 1
+        return [[len(batch) for batch in loader] for loader in loaders]
+
+    with caplog.at_level(logging.WARNING, "pipeshard"):
+        assert sizes(19) == [[4, 3], [4, 2], [4, 2]]
+        assert sizes(15) == [[4, 1], [4, 1], [4, 1]]
+        assert sizes(14, drop_last=True) == [[4], [4], [4]]
+        assert not caplog.records
+        assert sizes(14) == [[4], [4], [4]]
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 3 and all(text.startswith("the last 2 of an epoch's samples") for text in told)  # one a replica
+
+
+def test_whole_batches_are_dealt_out_in_turn() -> None:
+    for options in (OPTIONS["batches"], {"batch_size": None, "dataset": Numbers(6)}):
+        whole = epochs(make(**options), 1)[0]
+        shares = [epochs(make(**options, replica=r, num_replicas=4), 1)[0] for r in range(4)]
+        assert shares == [[whole[0]], [whole[1]], [whole[2]], [whole[3]]]
+
+
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"dataset": Stream()}], ids=["shuffled", "stream"])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (4, 2), (2, 4)])
+def test_another_number_of_replicas_goes_on(options: dict[str, Any], before: int, after: int) -> None:
+    def replicas(n: int) -> list[ResumableDataLoader]:
+        return [make(batch_size=8 // n, replica=r, num_replicas=n, **options) for r in range(n)]
+
+    expected = [batch.tolist() for batch in make(batch_size=8, **options)]
+    left = replicas(before)
+    iterators = [iter(loader) for loader in left]
+    assert [flat([next(iterator) for iterator in iterators])] == expected[:1]
+    states = [loader.state_dict() for loader in left]
+    assert all(state == states[0] for state in states) and states[0]["batch_size"] == 8
+    others = replicas(after)
+    for other in others:
+        other.load_state_dict(states[0])
+    going_on = [batch for batch in expected[1:] if len(batch) >= after]
+    if "dataset" not in options:
+        assert {other.remaining for other in others} == {len(going_on)}
+    assert [flat(batches) for batches in zip(*others, strict=True)] == going_on
+    with pytest.raises(CheckpointError, match=r"'batch_size': 8.* all replicas together"):
+        make(batch_size=8, replica=1, num_replicas=2, **options).load_state_dict(states[0])
+
+
+def test_states_from_before_there_were_replicas_are_read() -> None:
+    state = {"seed": 3, "epoch": 1, "batches": 2, "batch_size": 4, "samples": 22}
+    expected = epochs(make(shuffle=True), 2)[1][2:]
+    others = [make(shuffle=True, batch_size=2, replica=r, num_replicas=2) for r in range(2)]
+    for other in others:
+        other.load_state_dict(state)
+    assert [flat(batches) for batches in zip(*others, strict=True)] == expected
+    unbatched = {**state, "batch_size": None}
+    make(batch_size=None).load_state_dict(unbatched)
+    with pytest.raises(CheckpointError, match=r"'batches_at_once': 1.*'batches_at_once': 2"):
+        make(batch_size=None, replica=0, num_replicas=2).load_state_dict(unbatched)
+
+
+def test_a_state_at_the_end_for_these_replicas_begins_the_next_epoch() -> None:
+    loader = make(batch_size=2, dataset=Numbers(17), replica=3, num_replicas=4)  # 2 x 8, and one left out
+    loader.load_state_dict({"seed": 3, "epoch": 0, "batches": 2, "batch_size": 8, "samples": 17})
+    assert (loader.epoch, loader.remaining) == (1, 2)
+
+
+def test_replicas_that_cannot_be_are_refused() -> None:
+    for replica, replicas in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ConfigurationError, match=f"replica={replica} of num_replicas={replicas}"):
+            make(replica=replica, num_replicas=replicas)
+    shared = DistributedSampler(Numbers(), num_replicas=2, rank=0)
+    make(sampler=shared)
+    with pytest.raises(ConfigurationError, match="DistributedSampler already takes one replica's share"):
+        make(sampler=shared, replica=0, num_replicas=2)
+    with pytest.raises(ConfigurationError, match="BatchSampler already takes"):
+        make(batch_size=1, batch_sampler=torch.utils.data.BatchSampler(shared, 2, False), num_replicas=2)

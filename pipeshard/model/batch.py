@@ -3,24 +3,27 @@
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from pipeshard.errors import BatchError
+from pipeshard.model.nested import flatten, is_entries, noting, text
+from pipeshard.model.rows import BatchDims, count_rows
 
 
 @dataclass(frozen=True)
 class Batch:
     """One batch as a flat list of leaves.
 
-    `data` is what the model takes: a mapping is passed as keyword arguments, a tuple or list as positional ones, a
-    alone. `rows` is the number of samples; `row_dims[k]` is the dimension of leaf k that counts them, or None
-    for a leaf every microbatch gets whole (a scalar, a (1, 1, s, s) mask, ...). `owners` has, for leaves by path whose
-    dimension 0 (or else the last) counts something else, how many of its entries each sample has, () if that is not
-    known.
+    `data` is what the model takes: a mapping is passed as keyword arguments, a tuple or list as positional ones,
+    anything else alone. `rows` is the number of samples; `row_dims[k]` is the dimension of leaf k that counts them (of
+    a list of one entry a sample: 0), or None for a leaf every microbatch gets whole (a scalar, a (1, 1, s, s) mask,
+    a string, ...). `owners` has, for leaves by path whose dimension 0 (or else the last) counts something else, how
+    many of its entries each sample has, () if that is not known.
     """
 
     leaves: tuple[Any, ...]
@@ -31,19 +34,14 @@ class Batch:
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, data: Any, main_input: str | None = None) -> Self:
-        """Read a batch as a dataloader gives it; `main_input` names the tensor whose dim 0 counts the samples.
+    def of(cls, data: Any, main_input: str | None = None, declared: BatchDims | None = None) -> Self:
+        """Read a batch as a dataloader gives it; `main_input` names the tensor whose dim 0 counts the samples, and
+        `declared` has the dimension that does for the leaves of which it is another one.
 
-        Raises BatchError when there is no tensor in it.
+        Raises BatchError when there is no tensor in it, or a declared dimension does not count the samples.
         """
-        if isinstance(data, Mapping):
-            data = dict(data)  # also a BatchEncoding, which no pytree knows
-        with_paths, tree = tree_flatten_with_path(data if isinstance(data, dict | tuple | list) else (data,))
-        paths = tuple(_name(path) for path, _ in with_paths)
-        leaves = tuple(leaf for _, leaf in with_paths)
-        rows = _rows(paths, leaves, main_input)
-        dims = tuple(_row_dim(path, leaf, rows) for path, leaf in zip(paths, leaves, strict=True))
-        return cls(leaves, paths, tree, rows, dims)
+        paths, leaves, tree = flatten(data)
+        return cls(leaves, paths, tree, *count_rows(paths, leaves, main_input, declared))
 
     @property
     def data(self) -> Any:
@@ -53,11 +51,26 @@ class Batch:
     def tensors(self) -> dict[str, Tensor]:
         return {path: leaf for path, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, Tensor)}
 
+    def by_sample(self, path: str) -> Tensor:
+        """The tensor of this path, with the dimension that counts the samples first."""
+        dim = self.row_dims[self.paths.index(path)]
+        return self.tensors[path].movedim(dim or 0, 0)
+
+    @property
+    def entries(self) -> dict[str, list[Any] | tuple[Any, ...]]:
+        """By path, the lists and tuples of one entry a sample."""
+        leaves = zip(self.paths, self.leaves, self.row_dims, strict=True)
+        return {path: leaf for path, leaf, dim in leaves if is_entries(leaf, dim)}
+
     @property
     def others(self) -> tuple[tuple[str, str], ...]:
-        """What is no tensor, by path, as text."""
-        leaves = zip(self.paths, self.leaves, strict=True)
-        return tuple((path, repr(leaf)) for path, leaf in leaves if not isinstance(leaf, Tensor))
+        """What is no tensor, by path, as text; of what has one entry a sample only that it does."""
+        leaves = zip(self.paths, self.leaves, self.row_dims, strict=True)
+        return tuple(
+            (path, "one entry a sample" if is_entries(leaf, dim) else text(leaf))
+            for path, leaf, dim in leaves
+            if not isinstance(leaf, Tensor)
+        )
 
     def call(self, model: nn.Module | Callable[..., Any]) -> Any:
         """`model` called with this batch."""
@@ -71,12 +84,28 @@ class Batch:
 
     def map(self, fn: Callable[[str, Tensor, int | None], Tensor | None]) -> Self:
         """Each tensor replaced by fn(path, tensor, row dimension)."""
-        leaves: list[Any] = [
+        leaves = tuple(
             fn(path, leaf, dim) if isinstance(leaf, Tensor) else leaf
             for path, leaf, dim in zip(self.paths, self.leaves, self.row_dims, strict=True)
-        ]
-        rows = (leaf.shape[dim] for leaf, dim in zip(leaves, self.row_dims, strict=True) if dim is not None)
-        return replace(self, leaves=tuple(leaves), rows=next(rows))
+        )
+        counting = zip(leaves, self.row_dims, strict=True)
+        rows = (leaf.shape[dim] for leaf, dim in counting if dim is not None and isinstance(leaf, Tensor))
+        return replace(self, leaves=leaves, rows=next(rows))
+
+    def counted(self, dims: BatchDims) -> Self:
+        """The same, where these dimensions of the leaves with these paths count the samples, or none does."""
+        pairs = zip(self.paths, self.row_dims, strict=True)
+        owners = {path: own for path, own in self.owners.items() if path not in dims}
+        return replace(self, row_dims=tuple(dims.get(path, dim) for path, dim in pairs), owners=owners)
+
+    def noting(self, note: Callable[[str], None]) -> Self:
+        """The same, with lists of one entry a sample that call note(path) whenever they are read."""
+        entries = self.entries
+        leaves = (
+            noting(entries[path], partial(note, path)) if path in entries else leaf
+            for path, leaf in zip(self.paths, self.leaves, strict=True)
+        )
+        return replace(self, leaves=tuple(leaves))
 
     def owned(self, owners: Mapping[str, tuple[int, ...]]) -> Self:
         """The same, where dimension 0 of some leaves counts what `owners` says."""
@@ -123,41 +152,18 @@ class Batch:
             return leaf if dim is None else select(leaf, dim, list(rows))
 
         owners = {path: tuple(own[row] for row in rows) for path, own in self.owners.items() if own}
-        return replace(self.map(pick), owners=owners)
+        leaves = (
+            type(leaf)(leaf[row] for row in rows) if is_entries(leaf, dim) else leaf
+            for leaf, dim in zip(self.leaves, self.row_dims, strict=True)
+        )
+        return replace(replace(self, leaves=tuple(leaves)).map(pick), owners=owners)
 
     def _entries(self, path: str, owners: tuple[int, ...], row: int) -> range:
         if not owners:
             raise BatchError(
                 f"{path} has {self.tensors[path].shape[0]} entries for {self.rows} samples, and the placeholder tokens "
-                "in input_ids do not tell which belong to which: use one microbatch, or give every sample as many"
+                "in input_ids do not tell which belong to which: use one microbatch, give every sample as many, or say "
+                "which dimension counts the samples by PipelinePlugin(batch_dims=...)"
             )
         first = sum(owners[:row])
         return range(first, first + owners[row])
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    """`['labels']` of a mapping is the name labels; anything deeper keeps its key string."""
-    key = getattr(path[0], "key", None) if len(path) == 1 else None
-    return key if isinstance(key, str) else keystr(path)
-
-
-def _rows(paths: tuple[str, ...], leaves: tuple[Any, ...], main_input: str | None) -> int:
-    tensors = {p: leaf for p, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor) and leaf.ndim > 0}
-    if not tensors:
-        kinds = {path: type(leaf).__name__ for path, leaf in zip(paths, leaves, strict=True)}
-        raise BatchError(
-            f"the batch holds no tensor with a batch dimension, only {kinds or 'nothing'}: "
-            "a batch is a mapping, a tuple or a list of tensors whose first dimension counts the samples"
-        )
-    main = tensors[main_input] if main_input in tensors else next(iter(tensors.values()))
-    if main.shape[0] == 0:
-        raise BatchError(f"the batch is empty: {main_input or next(iter(tensors))} has shape {tuple(main.shape)}")
-    return main.shape[0]
-
-
-def _row_dim(path: str, leaf: Any, rows: int) -> int | None:
-    if not isinstance(leaf, Tensor) or leaf.ndim == 0:
-        return None
-    if path == "position_ids" and leaf.ndim == 3 and leaf.shape[1] == rows:  # (3, b, s): one plane per rotary axis
-        return 1
-    return 0 if leaf.shape[0] == rows else None

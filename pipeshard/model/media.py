@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeshard.model.batch import Batch
+from pipeshard.model.rows import BatchDims
 
 # How the inputs of one kind are named, and what the config calls their placeholder token.
 NAMES = {
@@ -18,25 +19,28 @@ TOKENS = "{}_token_id", "{}_token_index"
 SIZES = "_thw", "_sizes", "_shapes", "_hws"  # ends of the names of inputs that have one row of sizes an image
 
 
-def read_batch(model: nn.Module, data: Any) -> Batch:
+def read_batch(model: nn.Module, data: Any, declared: BatchDims | None = None) -> Batch:
     """A batch for `model` as a dataloader gives it, with the media of each sample.
+
+    `declared` has, by path, the dimension that counts the samples (None: every microbatch gets the leaf whole).
 
     Processors pile the images of all samples up: a dimension counts images, or patches of all of them. Whose they are
     is said by a leaf of counts (`num_local_patches`), or by each sample's number of placeholder tokens.
     """
-    batch = Batch.of(data, getattr(model, "main_input_name", None))
-    ids = batch.tensors.get("input_ids")
+    batch = Batch.of(data, getattr(model, "main_input_name", None), declared)
+    ids = batch.by_sample("input_ids") if "input_ids" in batch.tensors else None
+    ids = ids if ids is not None and ids.ndim == 2 else None
     owners: dict[str, tuple[int, ...]] = {}
     for kind in NAMES:
         token = _token(getattr(model, "config", None), kind)
-        tokens = ids.eq(token).sum(1).tolist() if ids is not None and ids.ndim == 2 and token is not None else []
+        tokens = ids.eq(token).sum(1).tolist() if ids is not None and token is not None else []
         leaves = {path: leaf for path, leaf in batch.tensors.items() if _kind(path) == kind and leaf.ndim > 0}
         piled = {path: () for path, leaf in leaves.items() if leaf.is_floating_point() and len(leaf) != batch.rows}
         owners |= piled | _by_tokens(leaves, tokens) | _by_counts(leaves, batch)
     labels = batch.tensors.get("labels")
     if labels is not None and labels.ndim == 2 and len(labels) > batch.rows and not len(labels) % batch.rows:
         owners["labels"] = (len(labels) // batch.rows,) * batch.rows  # one row for each codebook of a sample
-    return batch.owned(owners)
+    return batch.owned({path: own for path, own in owners.items() if path not in (declared or {})})
 
 
 def _kind(path: str) -> str | None:

@@ -10,7 +10,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 def flatten_with_names(tree: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
     """Each leaf with its name (such as "['logits']"), in torch's order, and what `tree_unflatten` takes."""
     leaves, spec = tree_flatten(tree)
-    paths, _ = tree_flatten_with_path(_as_dicts(tree))
+    paths, _ = tree_flatten_with_path(as_dicts(tree))
     return [(keystr(path), leaf) for (path, _), leaf in zip(paths, leaves, strict=True)], spec
 
 
@@ -21,10 +21,10 @@ def without_adapters(model: nn.Module) -> tuple[str, nn.Module]:
     return f"{path}." if path else "", base
 
 
-def _as_dicts(tree: Any) -> Any:
+def as_dicts(tree: Any) -> Any:
     """Model outputs, which are ordered dicts, as plain ones: before version 5, transformers told torch no names."""
     return tree_map(
-        lambda node: _as_dicts(dict(node)) if isinstance(node, OrderedDict) else node,
+        lambda node: as_dicts(dict(node)) if isinstance(node, OrderedDict) else node,
         tree,
         is_leaf=lambda node: isinstance(node, OrderedDict),
     )

@@ -71,7 +71,8 @@ class Axes:
                 opens = leaf.ndim == 2 and size > 1  # (b, s): token ids, masks, labels, raw audio
                 if opens:
                     groups.setdefault(key, [])
-                if key in groups and (opens or axis == 1 or not leaf.is_floating_point() or "mask" in path):
+                beside = 0 if dims[path] == 1 else 1  # of (b, s, h) or (s, b, h): the axis s
+                if key in groups and (opens or axis == beside or not leaf.is_floating_point() or "mask" in path):
                     groups[key].append((path, axis))
         return cls(
             tuple(tuple(group) for group in groups.values()),

@@ -78,6 +78,8 @@ class Tracer:
         for path, leaf in batch.tensors.items():
             self.taint.mark(leaf, self.taint.of([leaf]) | {Input(path)})
         versions = {path: leaf._version for path, leaf in batch.tensors.items()}
+        noted: set[str] = set()
+        batch = batch.noting(noted.add)
         with contextlib.ExitStack() as stack:
             stack.enter_context(Randomness(self.device).step(0, 0))
             stack.enter_context(handled(self.units, self._answer))
@@ -98,7 +100,8 @@ class Tracer:
                 raise TraceError(
                     f"tracing {type(self.model).__name__} failed{last}: {type(error).__name__}: {error}. "
                     f"The batch has {shapes}; if that is not what "
-                    "the model takes, pass dry_run_input=<a batch>"
+                    "the model takes, pass dry_run_input=<a batch>, and where another dimension than the first counts "
+                    "the samples, batch_dims={<name>: <dimension>}"
                 ) from error
             loss = loss_of(output, self.criterion, batch)
             self.python_random |= python_state() != state  # by a unit of a kind too, which runs once for all
@@ -118,7 +121,7 @@ class Tracer:
         written, decisions = frozenset(self.taint.written), tuple(self.taint.decisions)
         consulted = frozenset(self.taint.consulted | changed)
         small = {path for path in consulted if batch.tensors[path].numel() <= SMALL * batch.rows}
-        watched = frozenset(self.taint.shaping | small)
+        watched = frozenset(self.taint.shaping | small | noted)
         axes, random = Axes((), (), (), ()), (self.taint.drawn or self.python_random, self.python_random)
         return Dataflow(tuple(self.calls), used, outputs, written, decisions, consulted, watched, axes, *random)
 

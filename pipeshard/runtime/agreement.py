@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeshard.errors import BatchError
 from pipeshard.grid import Grid
 from pipeshard.model.batch import Batch
+from pipeshard.model.nested import text
 
 T = TypeVar("T")
 
@@ -20,12 +21,15 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 def digests(batch: Batch, paths: Collection[str]) -> tuple[bytes, ...]:
     """A hash of all values of each of these leaves that the batch has."""
-    tensors = [batch.tensors[path] for path in sorted(paths) if path in batch.tensors]
-    return tuple(hashlib.blake2b(_bytes(tensor), digest_size=12).digest() for tensor in tensors)
+    tensors, entries = batch.tensors, batch.entries
+    values = [_bytes(tensors[path]) for path in sorted(paths) if path in tensors]
+    values += [text(entries[path]).encode() for path in sorted(paths) if path in entries]
+    return tuple(hashlib.blake2b(value, digest_size=12).digest() for value in values)
 
 
 def digest(batch: Batch) -> int:
-    """A number that differs between batches: 56 bits of a hash of names, shapes, dtypes and (a sample of) values."""
+    """A number that differs between batches: 56 bits of a hash of names, shapes, dtypes and (a sample of) values,
+    and of what is no tensor as text."""
     state = hashlib.blake2b(digest_size=7)
     for path, tensor in batch.tensors.items():
         state.update(f"{path}{tuple(tensor.shape)}{tensor.dtype}".encode())
@@ -33,6 +37,8 @@ def digest(batch: Batch) -> int:
         if flat.numel() > SAMPLE:
             flat = flat[:: -(-flat.numel() // SAMPLE)]
         state.update(_bytes(flat))
+    for path, other in (*batch.others, *((path, text(entries)) for path, entries in batch.entries.items())):
+        state.update(f"{path}{other}".encode())
     return int.from_bytes(state.digest(), "little")
 
 

@@ -57,7 +57,7 @@ class LossRule:
     def counts(self, microbatches: Sequence[Batch]) -> list[int]:
         if self.path is None:
             return [microbatch.rows for microbatch in microbatches]
-        labels = [microbatch.tensors[self.path] for microbatch in microbatches]
+        labels = [microbatch.by_sample(self.path) for microbatch in microbatches]
         valid = [(label[..., self.shift :] if label.ndim > 1 else label).ne(self.ignore).sum() for label in labels]
         return [int(count) for count in torch.stack(valid).tolist()]
 
@@ -176,7 +176,8 @@ def _label_paths(batch: Batch) -> list[str]:
     integers = [
         path
         for path, dim in zip(batch.paths, batch.row_dims, strict=True)
-        if (dim == 0 or path in batch.owners) and not batch.tensors[path].is_floating_point()
+        if (dim is not None or path in batch.owners) and path in batch.tensors
+        if not batch.tensors[path].is_floating_point()
     ]
     named = [path for path in integers if "label" in path or "target" in path]
     return named or integers[::-1]
@@ -189,11 +190,12 @@ def _padding(model: nn.Module) -> list[int]:
 
 def _with_invalid(batch: Batch, path: str, ignore: int) -> Batch:
     """All labels valid in the first half; in the second the first two columns, or all but the last sample's."""
-    mask = batch.tensors.get("attention_mask")
+    mask = batch.by_sample("attention_mask") if "attention_mask" in batch.tensors else None
 
     def relabel(name: str, leaf: Tensor, dim: int | None) -> Tensor:
         if name != path:
             return leaf
+        leaf = leaf.movedim(dim or 0, 0)
         leaf = torch.where(leaf < 0, 1, leaf) if ignore < 0 else torch.where(leaf == ignore, ignore + 1, leaf)
         if mask is not None and mask.shape == leaf.shape:
             leaf = leaf.masked_fill(mask == 0, ignore)  # some losses leave padding out by the mask
@@ -201,6 +203,6 @@ def _with_invalid(batch: Batch, path: str, ignore: int) -> Batch:
             leaf[ROWS - 1] = ignore
         else:
             leaf[len(leaf) // 2 :, 2:] = ignore
-        return leaf
+        return leaf.movedim(0, dim or 0)
 
     return batch.map(relabel)

@@ -27,5 +27,13 @@ def merge(outputs: list[Any], microbatches: Sequence[Microbatch], loss: Tensor |
         elif not isinstance(first, Tensor) or len(column) == 1 or first.ndim == 0:
             merged.append(first)
         else:
-            merged.append(torch.cat(column, dim=0 if dim is None else dim))
+            merged.append(torch.cat(column, dim=_counting(column, microbatches) if dim is None else dim))
     return tree_unflatten(merged, tree)
+
+
+def _counting(column: Sequence[Tensor], microbatches: Sequence[Microbatch]) -> int:
+    """The dimension that counts the samples in what was traced at one size alone: one that does in the batch, too."""
+    rows = [microbatch.batch.rows for microbatch in microbatches]
+    of_batch = [dim for dim in microbatches[0].batch.row_dims if dim is not None and dim < column[0].ndim]
+    dims = [*dict.fromkeys(of_batch), *range(column[0].ndim)]
+    return next((dim for dim in dims if [tensor.shape[dim] for tensor in column] == rows), 0)

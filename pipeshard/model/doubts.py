@@ -1,0 +1,119 @@
+"""Doubts: leaves of which another dimension than the first may count the samples; the model's own glue tells."""
+
+import itertools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from pipeshard.errors import BatchError
+from pipeshard.model.batch import Batch
+from pipeshard.model.dataflow import Dataflow
+from pipeshard.model.media import read_batch
+from pipeshard.model.rows import BatchDims
+from pipeshard.model.trace import run_on_few
+from pipeshard.model.tracer import Criterion, Tracer
+from pipeshard.model.untouched import untouched
+
+logger = logging.getLogger("pipeshard")
+
+MOST = 4  # doubtful leaves at once: each doubles the ways to read a batch
+
+
+class RowDims:
+    """Reads batches for one model; knows which dimension of each leaf counts the samples, as declared or found.
+
+    In doubt is a tensor whose first dimension does not have as many entries as there are samples, and of whose others
+    just one has. Whether that one counts them, or every microbatch gets the tensor whole, is found when such a leaf
+    is first met: the glue is run on 2, 3 and 5 samples either way, and the way that the model takes is it.
+    """
+
+    def __init__(self, model: nn.Module, declared: BatchDims | None = None) -> None:
+        self.model, self.declared = model, dict(declared or {})
+        self._found: dict[str, int | None] = {}
+        self._unread: set[Any] = set()
+
+    def read(self, data: Any, criterion: Criterion | None = None, is_cut: bool = True) -> Batch:
+        """A batch as a dataloader gives it. One that is not cut into microbatches leaves no doubts.
+
+        Raises BatchError for what cannot be read, and where the model takes a leaf both ways.
+        """
+        batch = read_batch(self.model, data, self.declared)
+        return self.settle(batch, criterion) if is_cut else batch
+
+    def settle(self, batch: Batch, criterion: Criterion | None = None) -> Batch:
+        """The batch with no leaf in doubt; one that neither the model nor the criterion reads stays whole."""
+        tensors = batch.tensors
+        known = {path: dim for path, dim in self._found.items() if path in tensors}
+        fitting = {
+            path: dim
+            for path, dim in known.items()
+            if dim is None or (dim < tensors[path].ndim and tensors[path].shape[dim] == batch.rows)
+        }
+        batch = batch.counted({path: dim for path, dim in fitting.items() if dim is not None})
+        doubts = {path: dim for path, dim in self._doubts(batch).items() if path not in fitting}
+        key = criterion, tuple(doubts.items())
+        if not doubts or batch.rows == 1 or key in self._unread:
+            return batch
+        found = self._find(batch, doubts, criterion)
+        self._found |= found
+        if found.keys() != doubts.keys():
+            self._unread.add((criterion, tuple((path, dim) for path, dim in doubts.items() if path not in found)))
+        return batch.counted({path: dim for path, dim in found.items() if dim is not None})
+
+    def _doubts(self, batch: Batch) -> dict[str, int]:
+        """The leaves in doubt, and which of their dimensions may count the samples."""
+        doubts = {}
+        for path, leaf in batch.tensors.items():
+            dims = [dim for dim, size in enumerate(leaf.shape) if size == batch.rows]
+            is_read = path in self.declared or batch.row_dims[batch.paths.index(path)] is not None
+            owned = bool(batch.owners.get(path)) and path != "labels"  # labels: (s, b), or one row for each codebook
+            if len(dims) == 1 and not (is_read or owned):
+                doubts[path] = dims[0]
+        return doubts
+
+    def _find(self, batch: Batch, doubts: Mapping[str, int], criterion: Criterion | None) -> dict[str, int | None]:
+        if len(doubts) > MOST:
+            raise BatchError(f"{_told(batch, doubts)} Declare which do: {_remedy(doubts)}")
+        tracer = Tracer(self.model, criterion, batch)
+        ways: list[tuple[dict[str, int], Dataflow]] = []
+        with untouched(self.model):
+            for chosen in itertools.product((True, False), repeat=len(doubts)):
+                cut = {path: dim for (path, dim), yes in zip(doubts.items(), chosen, strict=True) if yes}
+                flow = run_on_few(tracer, batch.counted(cut))
+                if flow is not None:
+                    ways.append((cut, flow))
+        if not ways:
+            logger.warning(
+                "%s The model runs neither way, so every microbatch gets them whole. Declare which dimension counts "
+                "the samples, or None: %s",
+                _told(batch, doubts),
+                _remedy(doubts),
+            )
+            return dict.fromkeys(doubts)
+        read = [path for path in doubts if any(_reads(flow, path) for _, flow in ways)]
+        both = {path: doubts[path] for path in read if len({path in cut for cut, _ in ways}) > 1}
+        if both:
+            raise BatchError(
+                f"{_told(batch, both)} The model runs both if that is cut with the samples and if every "
+                f"microbatch gets it whole: declare which is meant, {_remedy(both)}"
+            )
+        cut, _ = ways[0]
+        return {path: cut.get(path) for path in read}
+
+
+def _reads(flow: Dataflow, path: str) -> bool:
+    uses = [*(call.reads for call in flow.calls), *(use for _, use, _ in flow.outputs)]
+    uses += [flow.loss] if flow.loss is not None else []
+    return path in flow.consulted or any(path in use.inputs for use in uses)
+
+
+def _told(batch: Batch, doubts: Mapping[str, int]) -> str:
+    each = [f"dimension {dim} of {path} {tuple(batch.tensors[path].shape)}" for path, dim in doubts.items()]
+    return f"There are {batch.rows} samples, and {', '.join(each)} may count them, or not."
+
+
+def _remedy(paths: Mapping[str, int]) -> str:
+    cut, whole = dict(paths), dict.fromkeys(paths)
+    return f"PipelinePlugin(batch_dims={cut}) or batch_dims={whole}"

@@ -1,0 +1,152 @@
+"""Nested: a batch of mappings, sequences and dataclasses as flat leaves with readable paths."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    GetAttrKey,
+    MappingKey,
+    TreeSpec,
+    keystr,
+    register_pytree_node,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+)
+
+from pipeshard.errors import BatchError
+from pipeshard.model.names import as_dicts
+
+READS = "__getitem__ __iter__ __len__ __contains__ __reversed__ __eq__ __lt__ __add__ __mul__ __repr__ count index copy"
+
+
+def flatten(data: Any) -> tuple[tuple[str, ...], tuple[Any, ...], TreeSpec]:
+    """The leaves of what a dataloader gives, their paths, and the tree that `tree_unflatten` puts them back into.
+
+    What is no mapping, tuple or list becomes a tuple of that one thing. A leaf is a tensor, a list or tuple without
+    any tensor in it (of strings, of one number a sample), or whatever else is no container. Dataclasses, mappings
+    that torch does not know and objects that have tensors as attributes are looked into, and are put together again
+    in their own class, without calling `__init__` or `__post_init__`; torch's pytree knows their classes from then on.
+
+    The path of an entry of the mapping, or a field of the dataclass, that the batch is, is its name; anything deeper
+    is written as Python reads it: ['inputs']['ids'], .inputs.ids.
+    """
+    if isinstance(data, Mapping):
+        data = dict(data)  # also a BatchEncoding: a model gets keyword arguments of it anyway
+    wrapped = not isinstance(data, dict | tuple | list)
+    if wrapped:
+        data = (data,)
+    leaves, tree = tree_flatten(data, is_leaf=_is_leaf)
+    named, _ = tree_flatten_with_path(as_dicts(data), is_leaf=_is_leaf)
+    paths = (path[1:] if wrapped and len(path) > 1 else path for path, _ in named)
+    return tuple(map(_name, paths)), tuple(leaves), tree
+
+
+def is_entries(leaf: Any, dim: int | None = 0) -> bool:
+    """Whether a leaf that is no tensor is a list or tuple that may have one entry a sample."""
+    return type(leaf) in (list, tuple) and dim is not None
+
+
+def text(leaf: Any) -> str:
+    """What is no tensor, the same text in every process: without addresses, and sets in one order."""
+    shown = sorted(map(repr, leaf)) if isinstance(leaf, set | frozenset) else leaf
+    return f"{type(leaf).__name__} {re.sub(r' at 0x[0-9a-f]+', '', repr(shown))}"
+
+
+def noting(entries: Sequence[Any], note: Callable[[], None]) -> Any:
+    """A list or tuple equal to `entries` that calls `note` whenever it is read."""
+    noted = _NOTED[type(entries)](entries)
+    noted.note = note
+    return noted
+
+
+def _noted(base: Any) -> Any:
+    def reader(name: str) -> Any:
+        original = getattr(base, name)
+
+        def read(self: Any, *args: Any) -> Any:
+            self.note()
+            return original(self, *args)
+
+        return read
+
+    return type(f"Noted{base.__name__}", (base,), {name: reader(name) for name in READS.split() if hasattr(base, name)})
+
+
+_NOTED: dict[type, Any] = {base: _noted(base) for base in (list, tuple)}
+
+
+def _is_leaf(node: Any) -> bool:
+    """Asked of every node before torch looks up how to take it apart, so this is where a new class is made known."""
+    cls = type(node)
+    if cls in (list, tuple):
+        return not any(isinstance(leaf, Tensor) for leaf in tree_leaves(node, is_leaf=_is_dead_end))
+    if cls not in SUPPORTED_NODES and not isinstance(node, Tensor | type):
+        if isinstance(node, Mapping):
+            _register_mapping(node)
+        elif is_dataclass(node) or isinstance(node, SimpleNamespace) or _holds_tensors(node):
+            _register(cls, _attributes, _rebuilt, GetAttrKey)
+    return False
+
+
+def _is_dead_end(node: Any) -> bool:
+    if type(node) not in (list, tuple):
+        _is_leaf(node)
+    return False
+
+
+def _holds_tensors(node: Any) -> bool:
+    """Whether something, no dataclass, has tensors as attributes, and can be put together of its attributes."""
+    cls: Any = type(node)
+    plain = cls.__new__ is object.__new__ and not isinstance(node, nn.Module)
+    return plain and any(isinstance(value, Tensor) for value in getattr(node, "__dict__", {}).values())
+
+
+def _attributes(node: Any) -> dict[str, Any]:
+    """Fields first, in their order, and then what else an instance holds."""
+    names = [field.name for field in fields(node)] if is_dataclass(node) else []
+    held = {name: getattr(node, name) for name in names if hasattr(node, name)}
+    return {**held, **getattr(node, "__dict__", {})}
+
+
+def _rebuilt(cls: Any, attributes: dict[str, Any]) -> Any:
+    node = cls.__new__(cls)
+    for name, value in attributes.items():
+        object.__setattr__(node, name, value)  # a frozen dataclass has no other way
+    return node
+
+
+def _register_mapping(node: Mapping[Any, Any]) -> None:
+    cls: Any = type(node)
+    try:
+        same = dict(cls(dict(node))).keys() == node.keys()
+    except Exception:
+        same = False
+    if not same:
+        raise BatchError(f"the batch holds a {cls.__name__} that cannot be made of a dict: put a dict in its place")
+    _register(cls, dict, lambda cls, items: cls(items), MappingKey)
+
+
+def _register(cls: Any, items: Callable[[Any], dict[Any, Any]], rebuilt: Callable[..., Any], key: Any) -> None:
+    def flat(node: Any) -> tuple[list[Any], Any]:
+        held = items(node)
+        return list(held.values()), tuple(held)
+
+    def with_keys(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        held = items(node)
+        return [(key(name), value) for name, value in held.items()], tuple(held)
+
+    def back(leaves: Any, names: Any) -> Any:
+        return rebuilt(cls, dict(zip(names, leaves, strict=True)))
+
+    register_pytree_node(cls, flat, back, flatten_with_keys_fn=with_keys)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    key = (getattr(path[0], "key", None) or getattr(path[0], "name", None)) if len(path) == 1 else None
+    return key if isinstance(key, str) else keystr(path)

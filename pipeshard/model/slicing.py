@@ -1,0 +1,106 @@
+"""Slicing: the held units of a stage divided over ranks, by the architecture's own plan of tensor parallelism."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipeshard.errors import ConfigurationError
+from pipeshard.model.names import without_adapters
+from pipeshard.model.ties import kept_tied, names_of
+from pipeshard.model.units import Interception
+
+# Of a module between sliced ones, whose own gradients are parts of a sum: transformers adds them up after every
+# backward pass, which is once too often for what piled up before; here it is done once a step.
+PARTIAL = "replicated_with_grad_allreduce"
+HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+def check_plan(model: nn.Module, size: int) -> None:
+    """Raises ConfigurationError for a model that cannot be sliced over `size` ranks."""
+    _, base = without_adapters(model)
+    name = type(base).__name__
+    if not hasattr(base, "_expand_parallel_plan"):
+        raise ConfigurationError(
+            f"tp_size={size}: {name} has no plan of tensor parallelism, which models of transformers 5 have. Use "
+            "tp_size=1, and more stages or fsdp=True"
+        )
+    if base is not model:
+        raise ConfigurationError(f"tp_size={size}: adapters on sliced layers are not supported. Use tp_size=1 with LoRA")
+    if not base.tp_plan:
+        raise ConfigurationError(
+            f"tp_size={size}: {name} comes without a tp_plan. Use tp_size=1, or set model.tp_plan = "
+            '{"layers.*.mlp.up_proj": "colwise", ...} before booster.boost'
+        )
+    config = base.config.get_text_config()
+    for field in HEADS:
+        heads = getattr(config, field, None)
+        if isinstance(heads, int) and heads % size:
+            raise ConfigurationError(f"tp_size={size} does not divide {field}={heads} of {name}: choose one that does")
+
+
+class Slicing:
+    """Slices what `held` (names of parameters) and the plan have in common over the ranks of `mesh`.
+
+    The parameters become DTensors, each rank's slice cut out of the values that it has, and the forwards of the
+    modules those of transformers' parallel layers, which exchange activations. What several names stand for is sliced
+    once, or, where the plan slices it in two ways, stays whole.
+
+    Attributes:
+        partial: the names of whole parameters whose gradients the ranks have to add up.
+    """
+
+    def __init__(self, model: Any, held: Collection[str], units: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
+        from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+        plan: dict[str, str] = model._expand_parallel_plan(model.tp_plan)
+        first = {name: names for names in names_of(model).values() for name in names}
+        whole = {path for names in names_of(model).values() for path in _disagreeing(names, plan)}
+        parameters, modules = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_modules())
+        own = {name for name in plan if name in parameters and first[name][0] in held and _unit_of(name, units)}
+        self.partial = {first[name][0] for name in own if plan[name] == PARTIAL}
+        with kept_tied(model):
+            for name, style in plan.items():
+                path = name.rpartition(".")[0] if name in parameters else name
+                if style == PARTIAL or path in whole or not _unit_of(path, units):
+                    continue
+                layer = ALL_PARALLEL_STYLES[style]
+                if name in own:
+                    key = name.rpartition(".")[2]
+                    layer.validate_param(modules[path], key, mesh, parameter_name=name)
+                    layer.shard_param(modules[path], key, mesh)
+                elif name in modules:
+                    _install(layer, modules[name], mesh)
+
+
+def _install(layer: Any, module: Any, mesh: DeviceMesh) -> None:
+    """Inside the interception of a unit, which has to see what its callers see."""
+    interception = module.__dict__.get("forward")
+    if not isinstance(interception, Interception):
+        layer.install_forward(module, mesh)
+        return
+    module.forward = interception.original
+    layer.install_forward(module, mesh)
+    interception.original, module.forward = module.forward, interception
+
+
+def _unit_of(name: str, units: Mapping[str, nn.Module]) -> bool:
+    return any(f"{name}.".startswith(f"{unit}.") for unit in units)
+
+
+def _disagreeing(names: tuple[str, ...], plan: Mapping[str, str]) -> set[str]:
+    """The modules that have a parameter which the plan slices along different dimensions, or under some names only."""
+    ways = {_dimension(plan.get(name)) for name in names}
+    return {name.rpartition(".")[0] for name in names} if len(ways) > 1 else set()
+
+
+def _dimension(style: str | None) -> str:
+    kinds = ("colwise", "rowwise")
+    if style is None or style.startswith("packed"):
+        return str(style)
+    if style.startswith("embedding"):  # whose rows are the features that a linear layer of the same weight makes
+        return "rows" if style == "embedding_rowwise" else "columns"
+    return next(("rows" if kind == "colwise" else "columns" for kind in kinds if style.startswith(kind)), style)
+
+

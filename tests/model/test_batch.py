@@ -1,0 +1,267 @@
+"""Batches of any structure: read, cut, compared and put together again; which dimension counts the samples."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import namedtuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import BatchEncoding
+from transformers.modeling_outputs import BaseModelOutput
+
+from pipeshard import trace
+from pipeshard.errors import BatchError, ConfigurationError
+from pipeshard.model.batch import Batch
+from pipeshard.model.doubts import RowDims
+from pipeshard.model.rows import check_declared, refuse_unknown
+from pipeshard.runtime.agreement import digest, digests
+
+IDS = torch.arange(20).view(4, 5)
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass(frozen=True)
+class Inputs:
+    ids: Tensor
+    name: str = "a"
+    total: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", self.ids.sum(1))
+
+
+@dataclass
+class Sample:
+    ids: Tensor
+    inner: Inputs | None = None
+    names: list[str] | None = None
+
+
+class Graph:
+    def __init__(self, ids: Tensor) -> None:
+        self.ids, self.kind = ids, "graph"
+
+
+class Stubborn(Mapping[str, Tensor]):
+    """A mapping that nothing can make but itself."""
+
+    def __init__(self, a: Tensor, b: int) -> None:
+        self.a = a
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.a
+
+    def __iter__(self) -> Any:
+        return iter(["a"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def nested() -> dict[str, Any]:
+    return {
+        "ids": IDS,
+        "inner": Sample(IDS + 1, Inputs(IDS + 2), ["p", "q", "r", "s"]),
+        "encoded": [BatchEncoding({"mask": IDS > 3, "text": ["w", "x", "y", "z"]}), None, "constant"],
+        "output": BaseModelOutput(last_hidden_state=IDS.float(), hidden_states=(IDS.float(), IDS.float())),
+        "pair": Pair(IDS, 3),
+        "names": ("e", "f", "g", "h"),
+        "size": (5, 5, 5, 5),
+        "loose": SimpleNamespace(ids=IDS, flag=True),
+        "graph": Graph(IDS),
+        "lengths": [5, 4, 3, 2],
+        "table": [0.5, 1.5],
+    }
+
+
+def test_a_nested_batch_is_cut_and_keeps_its_classes() -> None:
+    second = Batch.of(nested()).split(num_microbatches=2)[1]
+    cut, rows = second.data, slice(2, 4)
+    assert second.rows == 2 and torch.equal(cut["ids"], IDS[rows])
+    assert type(cut["inner"]) is Sample and type(cut["inner"].inner) is Inputs
+    assert torch.equal(cut["inner"].inner.ids, IDS[rows] + 2) and cut["inner"].inner.name == "a"
+    assert torch.equal(cut["inner"].inner.total, (IDS[rows] + 2).sum(1))
+    assert cut["inner"].names == ["r", "s"]
+    encoded, nothing, constant = cut["encoded"]
+    assert type(encoded) is BatchEncoding and encoded.text == ["y", "z"] and torch.equal(encoded.mask, IDS[rows] > 3)
+    assert (nothing, constant) == (None, "constant")
+    assert type(cut["output"]) is BaseModelOutput and len(cut["output"].hidden_states[1]) == 2
+    assert type(cut["pair"]) is Pair and torch.equal(cut["pair"].left, IDS[rows]) and cut["pair"].right == 3
+    assert cut["names"] == ("g", "h") and cut["size"] == (5, 5, 5, 5)
+    assert type(cut["loose"]) is SimpleNamespace and len(cut["loose"].ids) == 2 and cut["loose"].flag
+    assert type(cut["graph"]) is Graph and len(cut["graph"].ids) == 2 and cut["graph"].kind == "graph"
+    assert cut["lengths"] == [3, 2] and cut["table"] == [0.5, 1.5]
+
+
+def test_samples_are_taken_and_moved() -> None:
+    batch = Batch.of(nested())
+    taken = batch.take(torch.tensor([3, 0])).data
+    assert taken["inner"].names == ["s", "p"] and taken["lengths"] == [2, 5]
+    assert torch.equal(taken["encoded"][0]["mask"], IDS[[3, 0]] > 3)
+    moved = batch.to(torch.device("meta")).data
+    assert all(leaf.is_meta for leaf in tree_leaves(moved) if isinstance(leaf, Tensor))
+    assert moved["names"] == ("e", "f", "g", "h") and type(moved["inner"]) is Sample
+
+
+def test_paths_are_readable() -> None:
+    paths = Batch.of(nested()).paths
+    for path in ("ids", "['inner'].inner.total", "['encoded'][0]['mask']", "['output']['hidden_states'][1]", "names"):
+        assert path in paths
+    assert Batch.of(Sample(IDS, Inputs(IDS))).paths[:3] == ("ids", ".inner.ids", ".inner.name")
+    assert Batch.of((IDS, IDS)).paths == ("[0]", "[1]") and Batch.of(IDS).paths == ("[0]",)
+
+
+def test_a_model_is_called_with_the_batch_as_its_kind_says() -> None:
+    def call(data: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return Batch.of(data).call(lambda *args, **kwargs: (args, kwargs))
+
+    assert [type(one) for one in call(Sample(IDS))[0]] == [Sample] and call(Sample(IDS))[1] == {}
+    assert [type(one) for one in call(Graph(IDS))[0]] == [Graph]
+    assert call(BatchEncoding({"ids": IDS}))[1].keys() == {"ids"}
+    assert call(BaseModelOutput(IDS))[1].keys() == {"last_hidden_state"}
+    assert call((IDS, None, "a"))[0][1:] == (None, "a")
+    assert type(Batch.of(Sample(IDS)).for_criterion()) is Sample
+    assert isinstance(Batch.of(IDS).for_criterion(), Tensor)
+
+
+def test_what_is_no_tensor_is_compared_too() -> None:
+    assert digest(Batch.of(nested())) == digest(Batch.of(nested()))  # objects have other addresses
+    seen = {digest(Batch.of(nested()))}
+    for change in ({"names": ("e", "f", "g", "i")}, {"size": (5, 5, 5, 6)}, {"encoded": []}, {"pair": Pair(IDS, 4)}):
+        seen.add(digest(Batch.of({**nested(), **change})))
+    assert len(seen) == 5
+    assert digest(Batch.of({"ids": IDS, "fn": object()})) == digest(Batch.of({"ids": IDS, "fn": object()}))
+    assert Batch.of({"ids": IDS, "names": list("abcd")}).others == Batch.of({"ids": IDS, "names": list("efgh")}).others
+
+
+def test_a_mapping_that_cannot_be_made_again_is_refused() -> None:
+    with pytest.raises(BatchError, match="Stubborn that cannot be made of a dict"):
+        Batch.of({"ids": IDS, "odd": Stubborn(IDS, 1)})
+    with pytest.raises(BatchError, match="holds no tensor"):
+        Batch.of(["a", "b"])
+
+
+class Reader(nn.Module):
+    """Takes ids (b, s) and whatever a test's `glue` makes an addition to the embeddings (b, s, h) of."""
+
+    def __init__(self, glue: Any = None) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(32, 6), nn.ModuleList([nn.Linear(6, 6)]), nn.Linear(6, 32)
+        self.glue = glue
+
+    def forward(self, ids: Tensor, **others: Any) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        if self.glue is not None:
+            x = x + self.glue(others)
+        return {"loss": self.head(self.layers[0](x)).pow(2).mean()}
+
+
+def test_entries_are_watched_only_where_they_are_read() -> None:
+    data = {"ids": IDS, "names": list("abcd")}
+    assert trace(Reader(), data).watched == set()
+    read = trace(Reader(lambda others: len(others["names"][0])), data)
+    assert read.watched == {"names"}
+    names = [Batch.of({**data, "names": list(names)}) for names in ("abcd", "abcd", "abce")]
+    first, same, other = (digests(batch, read.watched) for batch in names)
+    assert first == same != other
+
+
+def found(model: nn.Module, data: Any, declared: Any = None, criterion: Any = None) -> dict[str, int | None]:
+    batch = RowDims(model, declared).read(data, criterion)
+    return dict(zip(batch.paths, batch.row_dims, strict=True))
+
+
+TIME = torch.rand(5, 4)  # (s, b)
+
+
+def test_another_dimension_is_found_where_the_model_takes_it_that_way_alone() -> None:
+    data = {"ids": IDS, "y": TIME}
+    assert found(Reader(lambda others: others["y"].T[..., None]), data) == {"ids": 0, "y": 1}
+    planes = {"ids": IDS, "place": torch.rand(3, 4, 5)}
+    assert found(Reader(lambda others: others["place"].sum(0)[..., None]), planes)["place"] == 1
+    two = {"ids": IDS, "y": TIME, "z": TIME}
+    assert found(Reader(lambda others: (others["y"] + others["z"]).T[..., None]), two) == {"ids": 0, "y": 1, "z": 1}
+
+
+def test_what_every_microbatch_needs_whole_stays_whole() -> None:
+    mask = {"ids": IDS[:, :4], "mask": torch.rand(1, 1, 4, 4)}
+    assert found(Reader(lambda others: others["mask"][0, 0].sum()), mask)["mask"] is None
+    places = {"ids": IDS[:, :4], "places": torch.arange(4)[None]}  # (1, s), s = b
+    assert found(Reader(lambda others: others["places"][..., None]), places) == {"ids": 0, "places": None}
+
+
+def test_a_leaf_is_traced_once_and_one_without_doubt_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    original = RowDims._find
+    monkeypatch.setattr(RowDims, "_find", lambda *args: runs.append(args[2]) or original(*args))
+    dims = RowDims(Reader(lambda others: others["y"].T[..., None]))
+    for length in (5, 7, 4):  # with 4, its first dimension seems to count the samples
+        batch = dims.read({"ids": torch.zeros(4, length, dtype=torch.long), "y": torch.rand(length, 4)})
+        assert batch.row_dims == (0, 1)
+    assert runs == [{"y": 1}]
+    for _ in range(3):
+        RowDims(Reader()).read({"ids": IDS, "size": torch.tensor(3), "mask": torch.rand(1, 1, 5, 5)})
+    unread = RowDims(Reader())
+    for _ in range(2):
+        assert unread.read({"ids": IDS, "y": TIME}).row_dims == (0, None)
+    assert runs == [{"y": 1}] * 2
+
+    def criterion(outputs: Any, inputs: Any) -> Tensor:
+        return outputs["loss"] * (inputs["y"].T * inputs["ids"]).mean()
+
+    assert unread.read({"ids": IDS, "y": TIME}, criterion).row_dims == (0, 1)  # now somebody reads it
+
+
+def test_a_doubt_that_the_model_does_not_settle(caplog: pytest.LogCaptureFixture) -> None:
+    data = {"ids": IDS, "y": TIME}
+    both = Reader(lambda others: others["y"].mean())
+    with pytest.raises(BatchError, match=r"dimension 1 of y \(5, 4\).*batch_dims=\{'y': 1\}\) or .*\{'y': None\}"):
+        found(both, data)
+    assert found(both, data, {"y": None})["y"] is None and found(both, data, {"y": 1})["y"] == 1
+    assert RowDims(both).read(data, is_cut=False).row_dims == (0, None)
+    many = {"ids": IDS, **dict.fromkeys("abcde", TIME)}
+    with pytest.raises(BatchError, match="Declare which do"):
+        found(both, many)
+    with caplog.at_level(logging.WARNING, "pipeshard"):
+        assert found(Reader(lambda others: others["y"].view(77)), data)["y"] is None
+    assert "runs neither way" in caplog.text
+
+
+def test_declared_dimensions() -> None:
+    batch = Batch.of({"x": torch.rand(5, 4, 3), "y": torch.rand(5, 4)}, declared={"x": 1, "y": -1})
+    assert batch.rows == 4 and batch.row_dims == (1, 1)
+    assert [part.data["x"].shape for part in batch.split(3)] == [(5, 2, 3), (5, 1, 3), (5, 1, 3)]
+    sizes = Batch.of({"x": IDS, "sizes": [4, 4, 4, 4], "hw": (7, 7, 7, 7)}, declared={"sizes": None, "hw": 0})
+    assert sizes.row_dims == (0, None, 0)
+    first = {"mask": torch.rand(5, 5), "x": torch.rand(5, 4)}
+    assert Batch.of(first, declared={"mask": None, "x": 1}).rows == 4
+
+
+@pytest.mark.parametrize(
+    ("declared", "what"),
+    [
+        ({"y": 1}, r"dimension 1 of y counts the samples: it has 3, but there are 4 \(dimension 0 of ids\)"),
+        ({"y": 2}, r"dimension 2 of y counts the samples, but it is shape \(4, 3\)"),
+        ({"ids": None, "y": None}, "it has to"),
+        ({"name": 0}, "dimension 0 of name counts the samples, but it is a str"),
+    ],
+)
+def test_a_declaration_that_does_not_fit(declared: dict[str, int | None], what: str) -> None:
+    with pytest.raises(BatchError, match=what):
+        Batch.of({"ids": IDS, "y": torch.rand(4, 3), "name": "a"}, declared=declared)
+
+
+def test_declarations_are_checked() -> None:
+    with pytest.raises(ConfigurationError, match=r"batch_dims has \['z'\].* it has \['ids'\]"):
+        refuse_unknown(("ids",), {"z": 1})
+    for wrong in (["x"], {"x": "1"}, {1: 1}, {"x": True}):
+        with pytest.raises(ConfigurationError, match="no mapping"):
+            check_declared(copy.copy(wrong))

@@ -1,0 +1,140 @@
+"""Batches that are no plain mapping of (b, ...) tensors, through two stages, against the unsplit model."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeshard.errors import BatchError, ConfigurationError
+from tests.messages import assert_told
+from tests.pool import Pool
+from tests.unsplit import Split, gradient_error
+
+H, CLASSES, ROWS = 8, 7, 6
+
+
+@dataclass
+class Speech:
+    """Frames (s, b, h), and beside them a mapping, whose `bias` is (s, b, h) and whose `scale` every sample needs."""
+
+    frames: Tensor
+    beside: dict[str, Any]
+    labels: Tensor
+    names: list[str]
+    table: Tensor
+
+
+class TimeMajor(nn.Module):
+    """A plain module that takes one Speech; one that `listens` looks at its names too."""
+
+    def __init__(self, listens: bool = True) -> None:
+        super().__init__()
+        self.listens = listens
+        self.enter = nn.Linear(H, H)
+        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(3))
+        self.head = nn.Linear(H, CLASSES)
+
+    def forward(self, speech: Speech) -> dict[str, Tensor]:
+        if type(speech) is not Speech:
+            raise TypeError(f"not the class that was given, but {type(speech)}")
+        x = self.enter(speech.frames)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * speech.beside["scale"] + speech.beside["bias"]
+        x = x + speech.table.mean(0)
+        if self.listens:
+            x = x * torch.tensor([float(len(name)) for name in speech.names])[:, None]
+        logits = self.head(x)
+        loss = nn.functional.cross_entropy(logits.reshape(-1, CLASSES), speech.labels.reshape(-1))
+        return {"loss": loss, "logits": logits}
+
+
+def speech(length: int, rows: int = ROWS, seed: int = 0) -> Speech:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(CLASSES, (length, rows), generator=generator)
+    for row in range(rows):
+        labels[1 + (2 * row) % length :, row] = -100  # uneven
+    return Speech(
+        torch.randn(length, rows, H, generator=generator),
+        {"bias": torch.randn(length, rows, H, generator=generator), "scale": 0.5, "kind": None},
+        labels,
+        ["a" * (1 + (row + seed) % 3) for row in range(rows)],
+        torch.randn(ROWS, H, generator=generator),  # its size is that of the samples only by chance
+    )
+
+
+DECLARED = {"frames": 1, "table": None}  # of `bias` and `labels` the trace has to find out
+
+
+def time_major(listens: bool) -> None:
+    torch.manual_seed(0)
+    model = TimeMajor(listens)
+    unsplit = copy.deepcopy(model)
+    split = Split(model, dist.get_world_size(), speech(5), num_microbatches=4, batch_dims=DECLARED)
+    for step, (length, rows) in enumerate(((5, ROWS), (9, ROWS), (ROWS, ROWS), (5, 5), (4, 1))):
+        data = speech(length, rows, step)
+        reference = unsplit(data)
+        reference["loss"].backward()
+        out = split.backward(data, return_outputs=True)
+        assert float(out["loss"]) == pytest.approx(float(reference["loss"].detach()), rel=1e-6), step
+        error = gradient_error(split, unsplit)
+        assert error < 1e-5, (step, error)
+        if out["outputs"] is not None:
+            torch.testing.assert_close(out["outputs"]["logits"], reference["logits"])
+        unsplit.zero_grad()
+        split.optimizer.zero_grad()
+    found = split.model.pipeline.row_dims._found
+    assert found == {".beside['bias']": 1, "labels": 1}
+    flows = [flow for flows in split.model.pipeline.planner._flows.values() for flow in flows]
+    assert listens == any("names" in flow.watched for flow in flows)
+    assert listens or len(flows) == 1  # of what is not read, new values and new sizes are no new trace
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_time_major_dataclass_is_exact(pool: Pool, listens: bool) -> None:
+    pool.run(time_major, 2, listens)
+
+
+def wrong() -> list[str]:
+    """What is declared wrongly, left open or read differently by the ranks; and after all of it an exact step."""
+    torch.manual_seed(0)
+    data, p = speech(5), dist.get_world_size()
+    arguments: list[dict[str, Any]] = [
+        {"batch_dims": {"frames": 1, "lables": 1}},
+        {"batch_dims": {"frames": 0, "labels": 1}},
+        {"batch_dims": {"frames": 3}},
+        {"batch_dims": 1},
+    ]
+    messages = []
+    for given in arguments:
+        with pytest.raises((BatchError, ConfigurationError)) as caught:
+            Split(TimeMajor(), p, data, num_microbatches=2, **given)
+        messages.append(str(caught.value))
+    model = TimeMajor()
+    unsplit = copy.deepcopy(model)
+    split = Split(model, p, data, num_microbatches=2, batch_dims=DECLARED)
+    if dist.get_rank() == 1:
+        data.names[0] += "b"
+    with pytest.raises(BatchError) as caught:
+        split.backward(data)
+    messages.append(str(caught.value))
+    loss = split.backward(speech(5))["loss"]
+    assert float(loss) == pytest.approx(float(unsplit(speech(5))["loss"].detach()), rel=1e-6)
+    return messages
+
+
+def test_a_declaration_that_does_not_fit_is_told_on_every_rank(pool: Pool) -> None:
+    expected = [
+        r"batch_dims has \['lables'\], which the batch does not: it has \['frames', \".beside\['bias'\]\"",
+        r"dimension 1 of labels counts the samples: it has 6, but there are 5 \(dimension 0 of frames\)",
+        r"dimension 3 of frames counts the samples, but it is shape \(5, 6, 8\)",
+        "batch_dims=1 is no mapping",
+        "the stages of one pipeline must read the same batch",
+    ]
+    for messages in pool.run(wrong, 2):
+        assert_told(messages, expected)
