@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from pipeshard.errors import ConfigurationError
 from pipeshard.mesh import ProcessGroupMesh
 
 DP, PP, TP = 0, 1, 2  # the axes of the mesh
+AXES = ("axis0", "axis1", "axis2")  # their names in its DeviceMesh
 
 
 class Grid:
@@ -61,6 +64,14 @@ class Grid:
             [f"replica {replica}"] * (self.dp_size > 1) + [f"stage {stage}"] + [f"slice {piece}"] * (self.tp_size > 1)
         )
         return ", ".join(names)
+
+    @staticmethod
+    def divides(tensor: torch.Tensor, axis: int) -> bool:
+        """Whether the ranks along an axis have different slices of a tensor."""
+        if not isinstance(tensor, DTensor):
+            return False
+        names = tensor.device_mesh.mesh_dim_names or ()
+        return any(name == AXES[axis] and p.is_shard() for name, p in zip(names, tensor.placements, strict=True))
 
     def sharing(self, axes: Sequence[int], stages: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of the ranks that differ from this one on `axes` alone, and on PP too where there are several

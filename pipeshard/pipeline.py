@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from colossalai.interface import ModelWrapper
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from pipeshard.errors import BatchError, UsageError
 from pipeshard.grid import DP, TP
@@ -19,6 +18,7 @@ from pipeshard.model.doubts import RowDims
 from pipeshard.model.materialize import InitWeights, initialize
 from pipeshard.model.policy import find_policy
 from pipeshard.model.sharder import Sharder, is_released
+from pipeshard.model.slicing import Slicing, check_plan
 from pipeshard.model.ties import kept_tied
 from pipeshard.model.trace import trace
 from pipeshard.model.tracer import Criterion
@@ -60,6 +60,8 @@ class Pipeline:
         self.last: Program | None = None  # what ran last
         self._clocks: list[float] = []
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # of the whole model
+        if self.grid.tp_size > 1:
+            check_plan(model, self.grid.tp_size)
         self.cached = without_cache(model)  # configs to be given their cache back
         self.row_dims = RowDims(model, plugin.batch_dims)
         sample = self.row_dims.settle(sample, criterion) if self._cuts else sample
@@ -83,9 +85,13 @@ class Pipeline:
         self.blank = set() if sharder.init_weights else sharder.on_meta  # on all stages: names without values so far
         self._share_values()
         full = self.precision.lower(model, but=self._in_units() if plugin.fsdp else set())
+        self.slicing = (
+            Slicing(model, self.held, self._held_units(), self.grid.mesh.along(TP)) if self.grid.tp_size > 1 else None
+        )
         self.sharded = self._shard_units() if plugin.fsdp and self.grid.dp_size > 1 else None
         self.weights = self._weights(full)
-        self.sync = GradientSync(self._sharings(self._added_along), self.sharded)
+        sliced = [parameter for parameter in self.held.values() if self.grid.divides(parameter, TP)]
+        self.sync = GradientSync(self._sharings(self._added_along), sliced, self.sharded)
         if plugin.compile:
             self.policy.compile(**(plugin.compile if isinstance(plugin.compile, dict) else {}))
         self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
@@ -281,38 +287,42 @@ class Pipeline:
         for buffer in self.model.buffers():
             share_tensor(buffer, self.grid.sharing((DP, TP), ()))
 
+    def _held_units(self) -> dict[str, nn.Module]:
+        return {name: unit for name, unit in self.policy.units.items() if name in self.policy.replay.held}
+
     def _in_units(self) -> set[nn.Parameter]:
         """The parameters of held units that glue does not read."""
         reads = [call.reads for call in self.policy.flow.calls] + [self.policy.flow.needed(outputs=True)]
-        of_glue = {self.held[name] for use in reads for name in use.parameters if name in self.held}
+        now = dict(self.model.named_parameters())
+        of_glue = {now[name] for use in reads for name in use.parameters}
         return {p for unit in self.policy.get_held_layers() for p in unit.parameters()} - of_glue
 
     def _shard_units(self) -> ShardedUnits:
-        policy = self.policy
-        units = {name: unit for name, unit in policy.units.items() if name in policy.replay.held}
-        used = {
-            name: frozenset(
-                s for (unit, _), s in policy.partition.stages.items() if unit == name and s in policy.chunks
-            )
-            for name in units
-        }
+        units = self._held_units()
+        used = {name: frozenset(self._parts_of(name)) for name in units}
         dtype = self.precision.dtype if self.precision.lowers else None
-        apart = set(self.held.values()) - self._in_units()
+        apart = {p for unit in units.values() for p in unit.parameters()} - self._in_units()
         with kept_tied(self.model):
             return ShardedUnits(units, used, self.grid.mesh.along(DP), dtype, apart)
 
+    def _parts_of(self, name: str) -> list[int]:
+        """The virtual stages of this rank that run a unit."""
+        return [s for (unit, _), s in self.policy.partition.stages.items() if unit == name and s in self.policy.chunks]
+
     def _added_along(self, name: str) -> tuple[int, ...]:
         """Along which axes of the grid the ranks' own gradients of a parameter are still to be added up."""
-        return () if self.sharded is not None and isinstance(self.held[name], DTensor) else (DP,)
+        partial = self.slicing is not None and name in self.slicing.partial
+        return (DP,) * (not self.grid.divides(self.held[name], DP)) + (TP,) * partial
 
     def _weights(self, full: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Weight]:
         """What an optimizer is to train for each of the parameters that it may have, sliced since or not."""
         before, now, weights = self.held, dict(self.model.named_parameters()), {}
         self.held = {name: now[name] for name in before}
-        for name, parameter in before.items():
-            holders = sum(name in held for held in self.policy.held) * self.grid.tp_size
-            holders *= self.grid.dp_size if DP in self._added_along(name) else 1
-            weights[parameter] = weights[now[name]] = Weight(name, now[name], holders, full.get(parameter))
+        for name, old in before.items():
+            new, holders = now[name], sum(name in held for held in self.policy.held)
+            for axis, size in ((DP, self.grid.dp_size), (TP, self.grid.tp_size)):
+                holders *= 1 if self.grid.divides(new, axis) else size
+            weights[old] = weights[new] = Weight(name, new, holders, full.get(old))
         return weights
 
 

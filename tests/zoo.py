@@ -88,10 +88,18 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
+# Not for every test: normalizes queries and keys of each head.
+EXTRA: dict[str, Callable[[int], nn.Module]] = {
+    "qwen3": lambda layers: transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**_with(TINY, layers), head_dim=8, tie_word_embeddings=True)
+    )
+}
+
+
 def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, layers: int = 4) -> nn.Module:
     """A model of the zoo, the same for the same seed, in training mode (no dropout)."""
     torch.manual_seed(seed)
-    model = MODELS[name](layers).to(dtype).train()
+    model = {**MODELS, **EXTRA}[name](layers).to(dtype).train()
     if name == "t5":
         model.config.use_cache = False
     return model

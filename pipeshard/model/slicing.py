@@ -1,6 +1,7 @@
 """Slicing: the held units of a stage divided over ranks, by the architecture's own plan of tensor parallelism."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -27,15 +28,17 @@ def check_plan(model: nn.Module, size: int) -> None:
             "tp_size=1, and more stages or fsdp=True"
         )
     if base is not model:
-        raise ConfigurationError(f"tp_size={size}: adapters on sliced layers are not supported. Use tp_size=1 with LoRA")
+        raise ConfigurationError(
+            f"tp_size={size}: adapters on sliced layers are not supported. Use tp_size=1 with LoRA"
+        )
     if not base.tp_plan:
         raise ConfigurationError(
             f"tp_size={size}: {name} comes without a tp_plan. Use tp_size=1, or set model.tp_plan = "
             '{"layers.*.mlp.up_proj": "colwise", ...} before booster.boost'
         )
-    config = base.config.get_text_config()
+    config: Any = base.config
     for field in HEADS:
-        heads = getattr(config, field, None)
+        heads = getattr(config.get_text_config(), field, None)
         if isinstance(heads, int) and heads % size:
             raise ConfigurationError(f"tp_size={size} does not divide {field}={heads} of {name}: choose one that does")
 
@@ -74,15 +77,39 @@ class Slicing:
                     _install(layer, modules[name], mesh)
 
 
+class Sliced:
+    """The forward of a module whose parameters are sliced; traced as it was before."""
+
+    tracing = False
+
+    def __init__(self, plain: Any, sliced: Any) -> None:
+        self.plain, self.sliced = plain, sliced
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.plain if Sliced.tracing else self.sliced)(*args, **kwargs)
+
+
+@contextmanager
+def unsliced() -> Iterator[None]:
+    """Inside, modules run with whole parameters, which the caller puts there."""
+    before, Sliced.tracing = Sliced.tracing, True
+    try:
+        yield
+    finally:
+        Sliced.tracing = before
+
+
 def _install(layer: Any, module: Any, mesh: DeviceMesh) -> None:
     """Inside the interception of a unit, which has to see what its callers see."""
     interception = module.__dict__.get("forward")
-    if not isinstance(interception, Interception):
-        layer.install_forward(module, mesh)
-        return
-    module.forward = interception.original
+    if isinstance(interception, Interception):
+        module.forward = interception.original
+    plain = module.forward
     layer.install_forward(module, mesh)
-    interception.original, module.forward = module.forward, interception
+    if module.forward is not plain:
+        module.forward = Sliced(plain, module.forward)
+    if isinstance(interception, Interception):
+        interception.original, module.forward = module.forward, interception
 
 
 def _unit_of(name: str, units: Mapping[str, nn.Module]) -> bool:
@@ -102,5 +129,3 @@ def _dimension(style: str | None) -> str:
     if style.startswith("embedding"):  # whose rows are the features that a linear layer of the same weight makes
         return "rows" if style == "embedding_rowwise" else "columns"
     return next(("rows" if kind == "colwise" else "columns" for kind in kinds if style.startswith(kind)), style)
-
-

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeshard.model.shapes import TensorSpec
 
@@ -52,7 +53,7 @@ def blank_state(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
     blanks: dict[Tensor, Tensor] = {}
     for _, t in named:
         if t not in blanks:
-            real = t.device == device and not hasattr(t, "pipeshard_trainable")
+            real = t.device == device and not hasattr(t, "pipeshard_trainable") and not isinstance(t, DTensor)
             there = t.detach() if real else torch.zeros(t.shape, dtype=t.dtype, device=device)
             blanks[t] = nn.Parameter(there, is_trainable(t)) if isinstance(t, nn.Parameter) else there.clone()
     return {name: blanks[t] for name, t in named}

@@ -21,6 +21,7 @@ from pipeshard.model.meter import Meter, Visit
 from pipeshard.model.names import flatten_with_names
 from pipeshard.model.randomness import Randomness, python_state
 from pipeshard.model.shapes import Axes, TensorSpec
+from pipeshard.model.slicing import unsliced
 from pipeshard.model.standin import blank_state, copy_to, stand_in
 from pipeshard.model.taint import Hidden, Input, Reading, Tag, Taint, Used, Value
 from pipeshard.model.units import find_units, handled
@@ -211,6 +212,7 @@ class Tracer:
         try:
             with (
                 untouched(module),
+                unsliced(),
                 stateless._reparametrize_module(module, own),
                 Exits(module, listened(module), silent=True) as exits,
                 self.meter.visit(module, inputs) if self.meter else contextlib.nullcontext() as visit,

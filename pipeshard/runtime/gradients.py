@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeshard.runtime.agreement import device_of
 from pipeshard.runtime.fsdp import ShardedUnits
-from pipeshard.runtime.local import local, local_grad, set_local_grad
+from pipeshard.runtime.local import align_grad, local, local_grad, set_local_grad
 
 BUCKET = 25 * 2**20  # bytes of gradients that are reduced in one message
 
@@ -32,11 +32,14 @@ class GradientSync:
     `p.grad` is made of a part that was summed before and of what this rank added since. Only the latter is reduced,
     so gradients may pile up over several steps, with or without `no_sync`, and are right after each synced one.
     Gradients travel in buckets, each as soon as the stages that use it are done with the step. Those of `sharded` units
-    are reduced and scattered by these, and summed here over the stages of a tie alone.
+    are reduced and scattered by these, and summed here over the stages of a tie alone; those of `sliced` parameters are
+    brought into their form.
     """
 
-    def __init__(self, sharings: Sequence[Sharing], sharded: ShardedUnits | None = None) -> None:
-        self.sharings, self.sharded = list(sharings), sharded
+    def __init__(
+        self, sharings: Sequence[Sharing], sliced: Sequence[nn.Parameter] = (), sharded: ShardedUnits | None = None
+    ) -> None:
+        self.sharings, self.sliced, self.sharded = list(sharings), list(sliced), sharded
         self.buckets = [bucket for sharing in self.sharings for bucket in _buckets(sharing)]
         self.parameters = [parameter for sharing in self.sharings for parameter in sharing.parameters.values()]
         self._summed: dict[nn.Parameter, Tensor] = {}
@@ -84,6 +87,8 @@ class GradientSync:
                 if parameter.grad is None:
                     set_local_grad(parameter, before)
             return
+        for parameter in self.sliced:
+            align_grad(parameter)
         for bucket in self.buckets:
             if bucket.work is None:
                 bucket.start()
@@ -116,6 +121,8 @@ class _Bucket:
         self.trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         if not self.trained:
             return
+        for parameter in self.trained:
+            align_grad(parameter)
         gradients = [local_grad(parameter) for parameter in self.trained]
         sizes, first = [local(p).numel() for p in self.trained], self.trained[0]
         self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=grad_dtype(first), device=local(first).device)

@@ -19,6 +19,13 @@ def set_local_grad(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     parameter.grad = gradient if gradient is None else like(gradient, parameter)
 
 
+def align_grad(parameter: nn.Parameter) -> None:
+    """Slice a gradient as its parameter is, where backward has left it whole, or as parts of a sum."""
+    gradient = parameter.grad
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
 def like(part: Tensor, tensor: Tensor) -> Tensor:
     """`part`, sliced as `tensor` is."""
     if not isinstance(tensor, DTensor) or isinstance(part, DTensor):

@@ -54,7 +54,7 @@ class Precision:
             tensor.data = data.to(self.dtype)
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                 full[tensor] = data.float() if data.dtype is self.dtype else data
-                tensor.grad, tensor.grad_dtype = None, torch.float32
+                tensor.grad = None
         return full
 
     def of_batch(self, batch: Batch) -> Batch:

@@ -15,7 +15,10 @@ class Weight:
     values where the parameter itself has them in a lower precision, until an optimizer takes them."""
 
     def __init__(self, name: str, parameter: nn.Parameter, holders: int, full: Tensor | None = None) -> None:
-        self.name, self.parameter, self.holders, self.full = name, parameter, holders, full
+        self.name, self.parameter, self.holders = name, parameter, holders
+        self.full = None if full is None else slice_like(full, parameter)
+        if full is not None:  # gradients are added up in the precision of the values, not of the parameter
+            parameter.grad_dtype = full.dtype
         self.master: nn.Parameter | None = None
 
     def trained(self) -> nn.Parameter:
