@@ -27,7 +27,7 @@ from pipeshard.runtime.clock import offsets
 from pipeshard.runtime.deferral import Deferral
 from pipeshard.runtime.gradients import Tie, TieSync
 from pipeshard.runtime.interpreter import Interpreter
-from pipeshard.runtime.outputs import merge
+from pipeshard.runtime.outputs import Outputs, ReturnOutputs
 from pipeshard.runtime.p2p import make_p2p
 from pipeshard.runtime.recording import Recording
 from pipeshard.runtime.stage import Stage
@@ -65,7 +65,7 @@ class Pipeline:
         where = self.rank, self.num_stages, plugin.partition, scale, self.device
         self.policy = policy(model, flow, *where, placement=placement, costs=costs)
         self.containers = containers(model, self.policy.units)
-        self.planner = StepPlanner(model, self.policy)
+        self.planner = StepPlanner(model, self.policy, plugin.recompute)
         self.planner.remember(flow, criterion)
         self.seed = self._first_seed()
         sharder = Sharder(model, self.policy, self.device, self._init_weights(), self.seed)
@@ -91,7 +91,7 @@ class Pipeline:
         criterion: Criterion | None,
         train: bool,
         return_loss: bool,
-        return_outputs: bool,
+        return_outputs: ReturnOutputs,
         synchronize: bool,
     ) -> dict[str, Any]:
         """One batch, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
@@ -99,9 +99,10 @@ class Pipeline:
         self._refuse_blank()
         self._refuse_recomputed_containers()
         self.policy.replace_forward()  # again: checkpointing may have been enabled since
-        batch, seed = self._next(data_iter, (train, return_outputs, self.model.training))
+        outputs = Outputs(return_outputs)
+        batch, seed = self._next(data_iter, (train, outputs.code, self.model.training))
         with self.policy.replay.randomness.step(seed, self.steps):
-            return self._run(batch, criterion, train, return_loss, return_outputs, synchronize)
+            return self._run(batch, criterion, train, return_loss, outputs, synchronize)
 
     def _run(
         self,
@@ -109,12 +110,15 @@ class Pipeline:
         criterion: Criterion | None,
         train: bool,
         return_loss: bool,
-        return_outputs: bool,
+        outputs: Outputs,
         synchronize: bool,
     ) -> dict[str, Any]:
         batches = batch.split(self.plugin.num_microbatches, self.plugin.microbatch_size)
-        planned = self.planner.plan(batches, criterion, return_outputs, self.plugin.loss_reduction == "token")
-        if train and planned[0][0].route.flow.loss is None:
+        planned = self.planner.plan(batches, criterion, outputs.needed, self.plugin.loss_reduction == "token")
+        flow = planned[-1][0].route.flow
+        for microbatch in planned[-1]:
+            outputs.check(microbatch.route.flow)
+        if train and flow.loss is None:
             raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
         if train and not self.trainable:
             raise UsageError(
@@ -122,7 +126,7 @@ class Pipeline:
                 "was loaded without is_trainable=True?). Evaluate under torch.no_grad()"
             )
         for stage, microbatches in zip(self.stages, planned, strict=True):
-            stage.begin(microbatches, criterion, train, return_outputs)
+            stage.begin(microbatches, criterion, train, outputs)
         if train:
             self.ties.begin()
         try:
@@ -137,9 +141,11 @@ class Pipeline:
             self.ties.finish(synchronize)
         end, source = self.stages[-1], self.ranks[self.policy.placement[-1]]  # the last stage is the last of its rank
         loss = share_scalar(end.loss, source, self.group, self.device) if return_loss else None
-        outputs = merge(end.outputs, planned[-1], loss) if return_outputs and end.is_last else None
-        end.outputs = []
-        return {"loss": loss, "outputs": outputs}
+        if outputs.function:
+            failed = share_scalar(outputs.failed, source, self.group, self.device)
+            if failed is not None:
+                outputs.raise_failure(failed)
+        return {"loss": loss, "outputs": outputs.merged(flow, end.loss) if end.is_last else None}
 
     def recording(self) -> Recording:
         """The last step on every rank; all of them call it."""
@@ -193,7 +199,7 @@ class Pipeline:
                 "boosted: call model.gradient_checkpointing_enable() before booster.boost"
             )
 
-    def _next(self, data_iter: Iterator[Any], mode: tuple[bool, bool, bool]) -> tuple[Batch, int]:
+    def _next(self, data_iter: Iterator[Any], mode: tuple[bool, int, bool]) -> tuple[Batch, int]:
         """The next batch, compared over the ranks (all of them raise if one has none, or another one), and a seed."""
         failure: Exception | None = None
         batch = None

@@ -26,9 +26,11 @@ from pipeshard.model.made_up import made_up
 from pipeshard.model.materialize import InitWeights
 from pipeshard.model.media import read_batch
 from pipeshard.model.policy import Policy
+from pipeshard.model.recompute import Recompute
 from pipeshard.model.tracer import Criterion
 from pipeshard.pipeline import Pipeline, PipelineModel
 from pipeshard.runtime.optimizer import PipelineOptimizer
+from pipeshard.runtime.outputs import ReturnOutputs
 from pipeshard.runtime.p2p import P2P, check_p2p
 from pipeshard.runtime.recording import Recording
 from pipeshard.schedule.program import make_program, num_chunks
@@ -61,6 +63,9 @@ class PipelinePlugin(PipelinePluginBase):
             "microbatch" averages the microbatches' losses as they are.
         compile: True, or options of torch.compile: each held unit is compiled by itself, and units of one class once.
             Not with "zb-h1" and "zbv", which split the backward of layers.
+        recompute: the units that keep no activations and run again in the backward pass: True (all), a share of each
+            stage's units in [0, 1] (repeated layers first), or a list of shares, one for each of the p·v stages.
+        activation_checkpoint_interval: or every k-th unit of the model, where k > 0.
 
     Raises ConfigurationError for arguments that cannot work, on every rank.
     """
@@ -80,6 +85,8 @@ class PipelinePlugin(PipelinePluginBase):
         max_norm: float = 0.0,
         loss_reduction: str = "token",
         compile: bool | dict[str, Any] = False,
+        recompute: bool | float | Sequence[float] = False,
+        activation_checkpoint_interval: int = 0,
     ) -> None:
         super().__init__()
         _check_sizes(pp_size, num_microbatches, microbatch_size)
@@ -102,6 +109,7 @@ class PipelinePlugin(PipelinePluginBase):
         self.p2p, self.partition = check_p2p(p2p), partition
         self.policy, self.dry_run_input, self.init_weights = policy, dry_run_input, init_weights
         self.max_norm, self.loss_reduction, self.compile = max_norm, loss_reduction, compile
+        self.recompute = Recompute.of(recompute, activation_checkpoint_interval, pp_size * chunks)
         self.pg_mesh = ProcessGroupMesh(pp_size)
         self.stage_manager = PipelineStageManager(self.pg_mesh, 0, chunks > 1, schedule == "zbv", chunks)
         self.device = _device()
@@ -172,14 +180,17 @@ class PipelinePlugin(PipelinePluginBase):
         criterion: Criterion | None = None,
         optimizer: Optimizer | None = None,
         return_loss: bool = True,
-        return_outputs: bool = False,
+        return_outputs: ReturnOutputs = False,
     ) -> dict[str, Any]:
         """Run one batch of `data_iter` through the pipeline; every rank calls it with the same batch.
 
         Forward and backward where gradients are enabled and an optimizer is given; the gradients are then in place,
         ties summed. Otherwise (under `torch.no_grad()`, or without an optimizer) forward alone. Returns "loss", a
-        tensor with the same value on every rank, and "outputs", the model's output for the whole batch on the last
-        stage and None elsewhere.
+        tensor with the same value on every rank, and "outputs", on the last stage what `return_outputs` asks for (None
+        elsewhere): with True the model's output for the whole batch, with a field's name or a list of them an output
+        with these only, with "loss" the losses of the microbatches, shape (m,), and with a function
+        `fn(output, microbatch)`, called under no_grad right after each forward of the last stage, the list of its
+        results, one for each microbatch in order. Nothing else of the outputs is kept.
         """
         if not isinstance(model, PipelineModel):
             raise UsageError(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipeshard.errors import BatchError
 from pipeshard.model.batch import Batch
+from pipeshard.runtime.outputs import describe
 
 SAMPLE = 8192  # numbers of a tensor that enter its digest
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -50,10 +51,11 @@ def gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.stack(gathered).cpu()
 
 
-def agree(group: dist.ProcessGroup, batch: Batch | None, mode: tuple[bool, bool, bool]) -> int:
+def agree(group: dist.ProcessGroup, batch: Batch | None, mode: tuple[bool, int, bool]) -> int:
     """Compare this step over the ranks of `group`; every rank raises BatchError if they differ.
 
-    `batch` is None on a rank that could get none; `mode` is (backward too, outputs wanted, model in training mode).
+    `batch` is None on a rank that could get none; `mode` is (backward too, the code of the outputs wanted, model in
+    training mode).
     Returns the seed of the first rank's generator, by which all of them draw random numbers in this step.
     """
     seed = torch.initial_seed() % 2**63
@@ -68,7 +70,7 @@ def agree(group: dist.ProcessGroup, batch: Batch | None, mode: tuple[bool, bool,
     if len({tuple(rank[:-1]) for rank in ranks}) > 1:
         table = "; ".join(
             f"stage {r}: {rows} samples (digest {number:014x}), {'training step' if train else 'forward only'}, "
-            f"return_outputs={bool(outputs)}, model.{'train' if training else 'eval'}()"
+            f"return_outputs={describe(outputs)}, model.{'train' if training else 'eval'}()"
             for r, (_, number, rows, train, outputs, training, _) in enumerate(ranks)
         )
         raise BatchError(
