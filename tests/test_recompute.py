@@ -169,7 +169,9 @@ class Drawing(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * (1 + random.random() + np.random.rand()) * torch.rand(())
+        return (
+            self.inner(x) * (1 + random.random() + np.random.rand()) * torch.rand(())
+        ).tanh()  # of which tanh is kept
 
 
 def drawing() -> str:
