@@ -6,7 +6,7 @@ import copy
 import random
 import weakref
 from collections import Counter
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -33,7 +33,6 @@ from tests.test_randomness import with_dropout
 from tests.unsplit import Split
 
 M = 4
-CHUNKS = {"interleaved": 2, "zbv": 2}
 
 
 def refused(**options: Any) -> str:
@@ -169,9 +168,8 @@ class Drawing(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return (
-            self.inner(x) * (1 + random.random() + np.random.rand()) * torch.rand(())
-        ).tanh()  # of which tanh is kept
+        drawn = (1 + random.random() + np.random.rand()) * torch.rand(())
+        return (self.inner(x) * drawn).tanh()  # a result that the backward pass needs
 
 
 def drawing() -> str:
@@ -309,8 +307,6 @@ def test_compiled_units_are_recomputed_too(pool: Pool) -> None:
 
 class Resident(TorchDispatchMode):
     """Counts the bytes of what was made inside and is still there."""
-
-    live: ClassVar[int] = 0
 
     def __init__(self) -> None:
         super().__init__()
