@@ -31,7 +31,7 @@ from pipeshard.runtime.deferral import Deferral
 from pipeshard.runtime.fsdp import ShardedUnits
 from pipeshard.runtime.gradients import GradientSync, Sharing
 from pipeshard.runtime.interpreter import Interpreter
-from pipeshard.runtime.outputs import merge
+from pipeshard.runtime.outputs import Outputs, ReturnOutputs
 from pipeshard.runtime.p2p import make_p2p
 from pipeshard.runtime.recording import Recording
 from pipeshard.runtime.sharing import sharings
@@ -77,7 +77,8 @@ class Pipeline:
         where = self.rank, self.num_stages, plugin.partition, scale, self.device
         self.policy = policy(model, flow, *where, placement=placement, costs=costs)
         self.containers = containers(model, self.policy.units)
-        self.planner = StepPlanner(model, self.policy, self.grid.replicas if self.grid.dp_size > 1 else None)
+        replicas = self.grid.replicas if self.grid.dp_size > 1 else None
+        self.planner = StepPlanner(model, self.policy, plugin.recompute, replicas)
         self.planner.remember(flow, criterion)
         self.seed = self._first_seed()
         sharder = Sharder(model, self.policy, self.device, self._init_weights(), self.seed)
@@ -110,7 +111,7 @@ class Pipeline:
         criterion: Criterion | None,
         train: bool,
         return_loss: bool,
-        return_outputs: bool,
+        return_outputs: ReturnOutputs,
         synchronize: bool,
     ) -> dict[str, Any]:
         """One batch, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
@@ -118,10 +119,11 @@ class Pipeline:
         self._refuse_blank()
         self._refuse_recomputed_containers()
         self.policy.replace_forward()  # again: checkpointing may have been enabled since
-        batch, seed, rows = self._next(data_iter, criterion, (train, return_outputs, self.model.training))
+        outputs = Outputs(return_outputs)
+        batch, seed, rows = self._next(data_iter, criterion, (train, outputs.code, self.model.training))
         first = sum(map(self._num_microbatches, rows[: self.grid.replica]))
         with self.policy.replay.randomness.step(seed, self.steps, first), self.precision.running():
-            return self._run(batch, criterion, train, return_loss, return_outputs, synchronize)
+            return self._run(batch, criterion, train, return_loss, outputs, synchronize)
 
     def sync_grads(self) -> None:
         """Sum what has piled up under `no_sync`."""
@@ -134,12 +136,15 @@ class Pipeline:
         criterion: Criterion | None,
         train: bool,
         return_loss: bool,
-        return_outputs: bool,
+        outputs: Outputs,
         synchronize: bool,
     ) -> dict[str, Any]:
         batches = batch.split(self.plugin.num_microbatches, self.plugin.microbatch_size)
-        planned = self.planner.plan(batches, criterion, return_outputs, self.plugin.loss_reduction == "token")
-        if train and planned[0][0].route.flow.loss is None:
+        planned = self.planner.plan(batches, criterion, outputs.needed, self.plugin.loss_reduction == "token")
+        flow = planned[-1][0].route.flow
+        for microbatch in planned[-1]:
+            outputs.check(microbatch.route.flow)
+        if train and flow.loss is None:
             raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
         if train and not self.trainable:
             raise UsageError(
@@ -147,7 +152,7 @@ class Pipeline:
                 "was loaded without is_trainable=True?). Evaluate under torch.no_grad()"
             )
         for stage, microbatches in zip(self.stages, planned, strict=True):
-            stage.begin(microbatches, criterion, train, return_outputs, self._scale)
+            stage.begin(microbatches, criterion, train, outputs, self._scale)
         if train or self.sharded is not None:
             self.sync.begin()
         try:
@@ -161,10 +166,13 @@ class Pipeline:
         if train or self.sharded is not None:
             self.sync.finish(train and synchronize)
         end, source = self.stages[-1], self.ranks[self.policy.placement[-1]]  # the last stage is the last of its rank
-        loss = share_scalar(self._of_replicas(end), source, self.group, self.device) if return_loss else None
-        outputs = merge(end.outputs, planned[-1], loss) if return_outputs and end.is_last else None
-        end.outputs = []
-        return {"loss": loss, "outputs": outputs}
+        loss = self._of_replicas(end)
+        total = share_scalar(loss, source, self.group, self.device) if return_loss else None
+        if outputs.function:
+            failed = int(gather(outputs.failed, self.grid.world).max())
+            if failed:
+                outputs.raise_failure(failed - 1)
+        return {"loss": total, "outputs": outputs.merged(flow, loss) if end.is_last else None}
 
     def recording(self) -> Recording:
         """The last step on every rank; all of them call it."""
@@ -219,7 +227,7 @@ class Pipeline:
             )
 
     def _next(
-        self, data_iter: Iterator[Any], criterion: Criterion | None, mode: tuple[bool, bool, bool]
+        self, data_iter: Iterator[Any], criterion: Criterion | None, mode: tuple[bool, int, bool]
     ) -> tuple[Batch, int, list[int]]:
         """The next batch, compared over the ranks (all of them raise if one has none, or another one), a seed, and the
         number of samples of each replica."""

@@ -26,11 +26,13 @@ from pipeshard.model.made_up import made_up
 from pipeshard.model.materialize import InitWeights
 from pipeshard.model.media import read_batch
 from pipeshard.model.policy import Policy
+from pipeshard.model.recompute import Recompute
 from pipeshard.model.rows import check_declared, refuse_unknown
 from pipeshard.model.tracer import Criterion
 from pipeshard.options import check_chunks, check_kinds, check_microbatches, check_precision, check_replicas
 from pipeshard.pipeline import Pipeline, PipelineModel
 from pipeshard.runtime.optimizer import PipelineOptimizer
+from pipeshard.runtime.outputs import ReturnOutputs
 from pipeshard.runtime.p2p import P2P, check_p2p
 from pipeshard.runtime.precision import PRECISIONS, Precision
 from pipeshard.runtime.recording import Recording
@@ -78,6 +80,9 @@ class PipelinePlugin(PipelinePluginBase):
         batch_dims: for leaves of the batch, by path, the dimension that counts the samples where that is not the first
             (time-major inputs), or None for what every microbatch gets whole. What is not declared and may be either
             is found by running the glue both ways; a main input has to be declared.
+        recompute: the units that keep no activations and run again in the backward pass: True (all), a share of each
+            stage's units in [0, 1] (repeated layers first), or a list of shares, one for each of the p·v stages.
+        activation_checkpoint_interval: or every k-th unit of the model, where k > 0.
 
     Raises ConfigurationError for arguments that cannot work, on every rank.
     """
@@ -105,6 +110,8 @@ class PipelinePlugin(PipelinePluginBase):
         autocast: bool = False,
         initial_scale: float = 2.0**16,
         batch_dims: Mapping[str, int | None] | None = None,
+        recompute: bool | float | Sequence[float] = False,
+        activation_checkpoint_interval: int = 0,
     ) -> None:
         super().__init__()
         check_microbatches(num_microbatches, microbatch_size)
@@ -120,6 +127,7 @@ class PipelinePlugin(PipelinePluginBase):
         self.policy, self.dry_run_input, self.init_weights = policy, dry_run_input, init_weights
         self.max_norm, self.loss_reduction, self.compile = max_norm, loss_reduction, compile
         self.zero_stage, self.fsdp, self.batch_dims = zero_stage, fsdp, dict(batch_dims or {})
+        self.recompute = Recompute.of(recompute, activation_checkpoint_interval, pp_size * chunks)
         self.pg_mesh = self.grid.mesh
         self.stage_manager = PipelineStageManager(self.pg_mesh, PP, chunks > 1, schedule == "zbv", chunks)
         self.device = _device()
@@ -191,14 +199,17 @@ class PipelinePlugin(PipelinePluginBase):
         criterion: Criterion | None = None,
         optimizer: Optimizer | None = None,
         return_loss: bool = True,
-        return_outputs: bool = False,
+        return_outputs: ReturnOutputs = False,
     ) -> dict[str, Any]:
         """Run one batch of `data_iter` through the pipeline; every rank calls it with the same batch.
 
         Forward and backward where gradients are enabled and an optimizer is given; the gradients are then in place,
         ties summed. Otherwise (under `torch.no_grad()`, or without an optimizer) forward alone. Returns "loss", a
-        tensor with the same value on every rank, and "outputs", the model's output for the whole batch on the last
-        stage and None elsewhere.
+        tensor with the same value on every rank, and "outputs", on the last stage what `return_outputs` asks for (None
+        elsewhere): with True the model's output for the whole batch, with a field's name or a list of them an output
+        with these only, with "loss" the losses of the microbatches, shape (m,), and with a function
+        `fn(output, microbatch)`, called under no_grad right after each forward of the last stage, the list of its
+        results, one for each microbatch in order. Nothing else of the outputs is kept.
         """
         if not isinstance(model, PipelineModel):
             raise UsageError(

@@ -6,8 +6,11 @@ from functools import cached_property
 from typing import Any, Self
 
 from pipeshard.model.exits import Part
+from pipeshard.model.names import field_of
 from pipeshard.model.shapes import Axes, TensorSpec
 from pipeshard.model.taint import Hidden, Input, Tag, Used, Value
+
+Wanted = bool | frozenset[str]  # of the model's output: all of it, nothing but the loss, or these fields
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class Call:
 
     `leaves` are TensorSpecs and constants, those of all parts in their order. A gradient of the call flows on to
     `differentiated`, those of the values read that come by an argument which requires one. `flops` and `elements`
-    (numbers made by its operators) are those of one forward at the traced size.
+    (numbers made by its operators) are those of one forward at the traced size. `writes` is whether it changes an
+    argument in place.
     """
 
     unit: str
@@ -46,6 +50,7 @@ class Call:
     leaves: tuple[Any, ...]
     flops: int
     elements: int
+    writes: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,9 +106,12 @@ class Dataflow:
         """Whether the value leaves its unit other than by the unit's result."""
         return value.leaf >= self.calls[value.call].parts[0].tree.num_leaves
 
-    def needed(self, outputs: bool = False) -> Use:
-        """What the last stage needs: for the loss, and for every output where asked for or where there is no loss."""
-        uses = [use for _, use, _ in self.outputs] if outputs or self.loss is None else []
+    def needed(self, outputs: Wanted = False) -> Use:
+        """What the last stage needs: for the loss, and for the outputs asked for, or all where there is no loss."""
+        if isinstance(outputs, frozenset):
+            uses = [use for path, use, _ in self.outputs if field_of(path) in outputs]
+        else:
+            uses = [use for _, use, _ in self.outputs] if outputs or self.loss is None else []
         uses += [self.loss] if self.loss is not None else []
         return Use(
             frozenset().union(*(use.values for use in uses)),

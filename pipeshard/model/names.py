@@ -1,5 +1,6 @@
 """Names: of the leaves of a nested value, each its path as text, and of what is inside a model with adapters."""
 
+import re
 from collections import OrderedDict
 from typing import Any
 
@@ -12,6 +13,12 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
     leaves, spec = tree_flatten(tree)
     paths, _ = tree_flatten_with_path(as_dicts(tree))
     return [(keystr(path), leaf) for (path, _), leaf in zip(paths, leaves, strict=True)], spec
+
+
+def field_of(name: str) -> str:
+    """The field of a model's output that the leaf of this name belongs to; "" where the output is no mapping."""
+    match = re.match(r"\['(.*?)'\]", name)
+    return match[1] if match else ""
 
 
 def without_adapters(model: nn.Module) -> tuple[str, nn.Module]:

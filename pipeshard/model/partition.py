@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 from torch import nn
 
 from pipeshard.errors import PartitionError, TraceError
-from pipeshard.model.dataflow import Dataflow, Use
+from pipeshard.model.dataflow import Dataflow, Use, Wanted
 from pipeshard.model.taint import Value
 from pipeshard.model.units import recomputes
 
@@ -183,7 +183,7 @@ class Boundary:
     gradients: tuple[Value, ...]
 
 
-def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: bool = False) -> list[Boundary]:
+def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: Wanted = False) -> list[Boundary]:
     """What crosses into each stage (nothing into stage 0).
 
     A value crosses every boundary between the stage of its call and that of its last reader, the last stage being

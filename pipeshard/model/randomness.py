@@ -3,8 +3,9 @@
 import hashlib
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -46,13 +47,17 @@ class Randomness:
         """The next places are of microbatch i."""
         self._key = (*self._key[:2], self._first + i)
 
-    def at(self, place: int) -> None:
-        """What is drawn from now on belongs to this place."""
+    def at(self, place: int) -> Callable[[], None]:
+        """What is drawn from now on belongs to this place; returns what brings the generators back to it later."""
         key = struct.pack("<4q", *self._key, place)
         number = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
+        self._seed(number, self.python)
+        return partial(self._seed, number, self.python)
+
+    def _seed(self, number: int, python: bool) -> None:
         for generator in self.generators:
             generator.manual_seed(number)
-        if self.python:
+        if python:
             random.seed(number)
             np.random.seed(number)
 

@@ -1,110 +1,24 @@
 """Replay: on a stage, held units run and the others return what their stage sent."""
 
-import bisect
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipeshard.errors import TraceError, UsageError
-from pipeshard.model.batch import Batch
-from pipeshard.model.dataflow import Dataflow
-from pipeshard.model.exits import RESULT, Exits, Part, Source, answer
-from pipeshard.model.partition import Boundary
+from pipeshard.model.exits import RESULT, Exits, Source, answer
 from pipeshard.model.randomness import Randomness
-from pipeshard.model.shapes import TensorSpec
+from pipeshard.model.recompute import recomputes_itself, run_again
+from pipeshard.model.route import Route, Step
 from pipeshard.model.taint import Value
-
-LENGTHS = 64  # batch shapes whose sizes a route keeps
 
 
 class StageDone(BaseException):
     """Leaves the model's forward after the last unit whose result leaves the stage."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one unit call does on this stage.
-
-    `leaves` holds for each leaf of what leaves the unit a constant, a TensorSpec of nothing that matters, or the
-    Value that was received. `keeps` are those later stages or the boundary need, `modules` the ones inside the unit
-    that make some of them, `aside` says whether any leave it other than as its result; `plain` is a unit that nothing
-    leaves but its result, one tensor.
-    """
-
-    unit: str
-    held: bool
-    parts: tuple[Part, ...]
-    leaves: tuple[Any, ...]
-    keeps: tuple[Value, ...] = ()
-    modules: frozenset[str] = frozenset()
-    aside: bool = False
-    plain: bool = False
-
-
-@dataclass(frozen=True)
-class Route:
-    """One stage's way through one Dataflow: a step per unit call, after which one the stage is done, and the leaves of
-    the batch whose values it needs."""
-
-    stage: int
-    steps: tuple[Step, ...]
-    stop: int | None
-    enters: Boundary
-    leaves: Boundary
-    inputs: frozenset[str]
-    flow: Dataflow
-    _sizes: dict[Sequence[int], list[list[tuple[int, ...] | None]]] = field(default_factory=dict, compare=False)
-
-    @classmethod
-    def of(
-        cls, flow: Dataflow, stages: Sequence[int], stage: int, crossing: Sequence[Boundary], outputs: bool = False
-    ) -> Self:
-        nothing = Boundary((), ())
-        enters, leaves = crossing[stage], crossing[stage + 1] if stage + 1 < len(crossing) else nothing
-        received, leaving = set(enters.values), set(leaves.values)
-        steps = []
-        for index, call in enumerate(flow.calls):
-            values = [Value(index, k) for k in range(len(call.leaves))]
-            held = stages[index] == stage
-            result = tuple(v if v in received else leaf for v, leaf in zip(values, call.leaves, strict=True))
-            keeps = tuple(v for v in values if held and v in leaving)
-            ends = list(itertools.accumulate(part.tree.num_leaves for part in call.parts))
-            sources = {call.parts[bisect.bisect_right(ends, value.leaf)].source for value in keeps}
-            makers = frozenset(source.module for source in sources) - {""}
-            plain = len(call.parts) == 1 and call.parts[0].tree.is_leaf()
-            steps.append(Step(call.unit, held, call.parts, result, keeps, makers, bool(sources - {RESULT}), plain))
-        is_last = stage == len(crossing) - 1
-        stop = None if is_last else max((k + 1 for k, step in enumerate(steps) if step.held), default=0)
-        uses = [call.reads for call, s in zip(flow.calls, stages, strict=True) if s == stage]
-        uses += [flow.needed(outputs)] if is_last else []
-        inputs = flow.consulted.union(*(use.inputs for use in uses))
-        return cls(stage, tuple(steps), stop, enters, leaves, inputs, flow)
-
-    def sizes(self, deltas: Sequence[int]) -> list[list[tuple[int, ...] | None]]:
-        """For each step, the shapes of what leaves its unit: those of the leaves that are TensorSpecs."""
-        if deltas not in self._sizes:
-            if len(self._sizes) >= LENGTHS:
-                self._sizes.clear()
-            self._sizes[deltas] = [
-                [leaf.at(deltas) if isinstance(leaf, TensorSpec) else None for leaf in step.leaves]
-                for step in self.steps
-            ]
-        return self._sizes[deltas]
-
-    def feed(self, batch: Batch, device: torch.device) -> Batch:
-        """The batch on the stage's device; of images and the like that it does not need, only the shape is there."""
-
-        def place(path: str, leaf: Tensor, dim: int | None) -> Tensor:
-            if path in self.inputs or not leaf.is_floating_point():
-                return leaf.to(device, non_blocking=True)
-            return torch.full((), float("nan"), dtype=leaf.dtype, device=device).expand(leaf.shape)
-
-        return batch.map(place)
 
 
 @dataclass(slots=True)
@@ -127,6 +41,7 @@ class Replay:
         self.units, self.held, self.stage, self.device = units, held, stage, device
         self.randomness = Randomness(device)
         self.active: Run | None = None
+        self.recomputing = False
         self._blanks: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
     def run(
@@ -151,7 +66,7 @@ class Replay:
     def __call__(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         run = self.active
         if run is None:  # recomputation during backward, or a user's own call
-            if unit in self.held:
+            if unit in self.held or self.recomputing:
                 return original(*args, **kwargs)
             raise UsageError(
                 f"unit {unit} is not on stage {self.stage}: a model split into stages cannot be called directly, "
@@ -182,7 +97,9 @@ class Replay:
         return result
 
     def _run_unit(self, step: Step, run: Run, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self.randomness.at(2 * run.next - 1)
+        draw = self.randomness.at(2 * run.next - 1)
+        if step.again and torch.is_grad_enabled() and not recomputes_itself(self.units[step.unit]):
+            forward = run_again(forward, step.unit, lambda: self._second(draw))
         run.inside = True
         try:
             if step.aside:
@@ -195,6 +112,16 @@ class Replay:
         if step.keeps:
             self._keep(step, results, run)
         return results[0][1]
+
+    @contextmanager
+    def _second(self, draw: Callable[[], None]) -> Iterator[None]:
+        """Around the second run of a unit: units that it calls are part of it, as in the first."""
+        draw()
+        self.recomputing = True
+        try:
+            yield
+        finally:
+            self.recomputing = False
 
     def _leaf(self, leaf: Any, shape: tuple[int, ...] | None, run: Run, aside: bool = False) -> Any:
         if isinstance(leaf, Value):

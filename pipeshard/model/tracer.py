@@ -171,7 +171,8 @@ class Tracer:
             taint.write(leaves[position], frozenset({Hidden(index)}))  # who reads it from here on sees the change
         differentiable = taint.of(t for t in leaves if isinstance(t, Tensor) and t.requires_grad) | kind.met
         differentiated = Use.of(differentiable).values
-        self.calls.append(Call(unit, use, differentiated, kind.parts, kind.leaves, kind.flops, kind.elements))
+        work = kind.flops, kind.elements
+        self.calls.append(Call(unit, use, differentiated, kind.parts, kind.leaves, *work, writes=bool(kind.written)))
         result = []
         for position, leaf in enumerate(kind.leaves):
             if isinstance(leaf, TensorSpec):

@@ -12,6 +12,7 @@ from pipeshard.errors import BatchError
 from pipeshard.grid import Grid
 from pipeshard.model.batch import Batch
 from pipeshard.model.nested import text
+from pipeshard.runtime.outputs import describe
 
 T = TypeVar("T")
 
@@ -60,12 +61,13 @@ def gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.stack(gathered).cpu()
 
 
-def agree(grid: Grid, batch: Batch | None, mode: tuple[bool, bool, bool]) -> tuple[int, list[int]]:
+def agree(grid: Grid, batch: Batch | None, mode: tuple[bool, int, bool]) -> tuple[int, list[int]]:
     """Compare this step over all ranks; every rank raises BatchError if they differ.
 
-    `batch` is None on a rank that could get none; `mode` is (backward too, outputs wanted, model in training mode).
-    The ranks of a replica have to have the same batch, all of them the same mode. Returns the seed of the first rank's
-    generator, by which all of them draw random numbers in this step, and how many samples each replica has.
+    `batch` is None on a rank that could get none; `mode` is (backward too, the code of the outputs wanted, model in
+    training mode). The ranks of a replica have to have the same batch, all of them the same mode. Returns the seed of
+    the first rank's generator, by which all of them draw random numbers in this step, and how many samples each
+    replica has.
     """
     seed = torch.initial_seed() % 2**63
     mine = [0, 0, 0, *mode, seed] if batch is None else [1, digest(batch), batch.rows, *mode, seed]
@@ -82,7 +84,7 @@ def agree(grid: Grid, batch: Batch | None, mode: tuple[bool, bool, bool]) -> tup
     if not same or len({tuple(rank[3:-1]) for rank in ranks}) > 1:
         table = "; ".join(
             f"{grid.place(r)}: {rows} samples (digest {number:014x}), {'training step' if train else 'forward only'}, "
-            f"return_outputs={bool(outputs)}, model.{'train' if training else 'eval'}()"
+            f"return_outputs={describe(outputs)}, model.{'train' if training else 'eval'}()"
             for r, (_, number, rows, train, outputs, training, _) in enumerate(ranks)
         )
         raise BatchError(

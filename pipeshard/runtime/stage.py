@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_map_only
 
 from pipeshard.errors import UsageError
 from pipeshard.model.batch import Batch
-from pipeshard.model.replay import Replay, Route
+from pipeshard.model.replay import Replay
+from pipeshard.model.route import Route
 from pipeshard.model.taint import Value
 from pipeshard.model.tracer import Criterion, loss_of
 from pipeshard.runtime.deferral import Deferral, Gradients
+from pipeshard.runtime.outputs import Outputs
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Alive:
 class Stage:
     """Runs the model as stage `index` does: `forward`, `backward` and `weight` of microbatch i, in any legal order.
 
-    The last stage computes the loss: `loss` sums it over the microbatches, and `outputs` keeps the model's outputs if
-    they are wanted. Where `deferral` is installed, `backward` leaves weight gradients to `weight`.
+    The last stage computes the loss: `loss` sums it over the microbatches, and `outputs` takes what is wanted of the
+    model's outputs. Where `deferral` is installed, `backward` leaves weight gradients to `weight`.
     """
 
     def __init__(self, model: nn.Module, replay: Replay, index: int, is_last: bool, deferral: Deferral) -> None:
@@ -56,19 +57,18 @@ class Stage:
         microbatches: Sequence[Microbatch],
         criterion: Criterion | None,
         train: bool,
-        keep_outputs: bool,
+        outputs: Outputs,
         scale: float = 1.0,
     ) -> None:
         """Get ready for a step; gradients are to be those of the loss times `scale`."""
-        self.microbatches, self.criterion, self.train, self.keep_outputs = microbatches, criterion, train, keep_outputs
+        self.microbatches, self.criterion, self.train, self.outputs = microbatches, criterion, train, outputs
         self.scale = scale
         self.loss: Tensor | None = None
-        self.outputs: list[Any] = []
         self.alive: dict[int, Alive] = {}
         self.pending: dict[int, list[Gradients]] = {}
 
     def end(self) -> None:
-        """Keep nothing of the step but `loss` and `outputs`."""
+        """Keep nothing of the step but `loss`."""
         self.alive.clear()
         self.pending.clear()
 
@@ -116,9 +116,8 @@ class Stage:
         self.deferral.finish(self.pending.pop(i))
 
     def _loss(self, output: Any, microbatch: Microbatch) -> Tensor | None:
-        if self.keep_outputs:
-            self.outputs.append(tree_map_only(Tensor, lambda t: t.detach(), output))
         loss = loss_of(output, self.criterion, microbatch.batch)
+        self.outputs.keep(output, loss, microbatch.batch)
         if loss is None:
             if self.train:
                 raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")

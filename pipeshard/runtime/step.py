@@ -11,10 +11,11 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from pipeshard.errors import BatchError, TraceError
 from pipeshard.model.batch import Batch
-from pipeshard.model.dataflow import Dataflow
+from pipeshard.model.dataflow import Dataflow, Wanted
 from pipeshard.model.partition import boundaries
 from pipeshard.model.policy import Policy
-from pipeshard.model.replay import Route
+from pipeshard.model.recompute import Recompute
+from pipeshard.model.route import Route
 from pipeshard.model.trace import trace
 from pipeshard.model.tracer import Criterion
 from pipeshard.model.units import containers
@@ -26,13 +27,15 @@ from pipeshard.runtime.stage import Microbatch
 class StepPlanner:
     """Knows the way of every batch it has seen; a new sequence length is arithmetic, a new structure is a trace."""
 
-    def __init__(self, model: nn.Module, policy: Policy, replicas: dist.ProcessGroup | None = None) -> None:
-        self.model, self.policy, self.replicas = model, policy, replicas
+    def __init__(
+        self, model: nn.Module, policy: Policy, recompute: Recompute, replicas: dist.ProcessGroup | None = None
+    ) -> None:
+        self.model, self.policy, self.recompute, self.replicas = model, policy, recompute, replicas
         self._dropouts = [module for module in containers(model, policy.units) if isinstance(module, _DropoutNd)]
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
         self._found: dict[Any, tuple[Dataflow, tuple[int, ...]]] = {}
-        self._routes: dict[tuple[int, bool], list[Route]] = {}
+        self._routes: dict[tuple[int, Wanted], list[Route]] = {}
         self._rules: dict[Any, LossRule] = {}
 
     def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
@@ -42,7 +45,7 @@ class StepPlanner:
         self._watched |= flow.watched
 
     def plan(
-        self, batches: Sequence[Batch], criterion: Criterion | None, outputs: bool, exact_loss: bool
+        self, batches: Sequence[Batch], criterion: Criterion | None, outputs: Wanted, exact_loss: bool
     ) -> list[list[Microbatch]]:
         """For each stage of this rank, the microbatches with their routes.
 
@@ -91,7 +94,7 @@ class StepPlanner:
         assert deltas is not None
         return flow, deltas
 
-    def _route(self, flow: Dataflow, outputs: bool) -> list[Route]:
+    def _route(self, flow: Dataflow, outputs: Wanted) -> list[Route]:
         """One for each stage of this rank."""
         key = id(flow), outputs  # flows are kept, so an id stays theirs
         if key not in self._routes:
@@ -99,10 +102,14 @@ class StepPlanner:
             self.policy.refuse_decisions(flow)
             self._refuse_released(flow, stages, outputs)
             crossing = boundaries(flow, stages, len(self.policy.placement), outputs)
-            self._routes[key] = [Route.of(flow, stages, stage, crossing, outputs) for stage in self.policy.chunks]
+            again = [self.recompute.calls(flow, stages, stage, self.policy.units) for stage in self.policy.chunks]
+            self._routes[key] = [
+                Route.of(flow, stages, stage, crossing, outputs, recomputed)
+                for stage, recomputed in zip(self.policy.chunks, again, strict=True)
+            ]
         return self._routes[key]
 
-    def _refuse_released(self, flow: Dataflow, stages: Sequence[int], outputs: bool) -> None:
+    def _refuse_released(self, flow: Dataflow, stages: Sequence[int], outputs: Wanted) -> None:
         """Glue may take another way with another batch, and read a parameter that its stage has released."""
         uses = [(call.reads, stage) for call, stage in zip(flow.calls, stages, strict=True)]
         for use, stage in [*uses, (flow.needed(outputs), len(self.policy.placement) - 1)]:

@@ -15,7 +15,7 @@ from pipeshard import trace
 from pipeshard.model.media import read_batch
 from pipeshard.model.partition import boundaries
 from pipeshard.model.policy import Policy
-from pipeshard.model.replay import Route
+from pipeshard.model.route import Route
 
 TEXT = """\
 The forward of a last stage that holds the last of few, or of many, layers. A unit that is not there costs the

@@ -1,0 +1,192 @@
+"""Outputs: what a step gives of the model's outputs, and that nothing else of them is kept."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeshard.errors import PipeshardError, UsageError
+from pipeshard.model.media import read_batch
+from tests import zoo
+from tests.messages import assert_told
+from tests.pool import Pool
+from tests.unsplit import Split, Unsplit, differences
+
+M = 3
+CHUNKS = {"interleaved": 2}
+
+
+def boosted(schedule: str = "1f1b", name: str = "llama") -> tuple[Split, Any, list[Any], bool]:
+    """The split model, its batch, what the unsplit one makes of the microbatches, and whether this rank is the last."""
+    model, data = zoo.build(name), zoo.batch(name)
+    parts = read_batch(model, data).split(num_microbatches=M)
+    with torch.no_grad():
+        expected = [copy.deepcopy(part.call(model)) for part in parts]
+    options: Any = {"schedule": schedule, "num_model_chunks": CHUNKS.get(schedule, 1)}
+    split = Split(model, dist.get_world_size(), data, num_microbatches=M, **options)
+    return split, data, expected, dist.get_rank() == split.model.pipeline.policy.placement[-1]
+
+
+def every_kind(schedule: str) -> None:
+    split, data, expected, is_last = boosted(schedule)
+    logits = torch.cat([part.logits for part in expected])
+
+    def seen(output: Any, inputs: Any) -> Any:
+        assert not torch.is_grad_enabled() and not output.logits.requires_grad
+        return output.logits.argmax(-1), inputs["labels"], output.loss
+
+    for run in (split.backward, split.evaluate):
+        whole = run(data, return_outputs=True)
+        assert run(data, return_outputs=False)["outputs"] is None
+        one, several = (run(data, return_outputs=what) for what in ("logits", ["logits", "loss"]))
+        losses, results = (run(data, return_outputs=what) for what in ("loss", seen))
+        found = [whole, one, several, losses, results]
+        assert all(torch.equal(out["loss"], whole["loss"]) for out in found)
+        if not is_last:
+            assert all(out["outputs"] is None for out in found)
+            continue
+        assert type(one["outputs"]) is type(several["outputs"]) is type(whole["outputs"])
+        assert list(one["outputs"]) == ["logits"] and sorted(several["outputs"]) == ["logits", "loss"]
+        assert all(torch.equal(out["outputs"].logits, logits) for out in (whole, one, several))
+        assert torch.equal(several["outputs"].loss, whole["loss"])
+        assert torch.equal(losses["outputs"], torch.stack([part.loss for part in expected]))
+        assert len(results["outputs"]) == M
+        rows = 0
+        for (guess, labels, loss), part in zip(results["outputs"], expected, strict=True):
+            assert torch.equal(guess, part.logits.argmax(-1)) and torch.equal(loss, part.loss)
+            assert torch.equal(labels, data["labels"][rows : rows + len(labels)])
+            rows += len(labels)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv"])
+def test_every_kind_of_output(pool: Pool, schedule: str) -> None:
+    for p in (1, 2):
+        pool.run(every_kind, p, schedule)
+
+
+def training() -> list[str]:
+    """Metrics in training: the gradients are those of the unsplit model."""
+    split, data, *_ = boosted()
+    unsplit, backward = Unsplit(zoo.build("llama")), split.backward
+    found = []
+    for what in ("logits", "loss", lambda output, inputs: output.logits.sum()):
+        split.backward = lambda batch, what=what: backward(batch, return_outputs=what)  # type: ignore[method-assign]
+        found += differences(split, unsplit, data, num_microbatches=M)
+    return found
+
+
+def test_asking_for_outputs_changes_no_gradient(pool: Pool) -> None:
+    assert pool.run(training, 2) == [[], []]
+
+
+def alive() -> list[int]:
+    """The most microbatches of which the logits are there when a forward of the last stage has ended."""
+    split, data, _, is_last = boosted()
+    peaks = []
+    for what in (True, "logits", "loss", lambda output, inputs: output.logits.argmax(-1)):
+        living, most = [0], [0]
+
+        def made(module: Any, args: Any, result: Tensor, living: Any = living, most: Any = most) -> None:
+            living[0] += 1
+            most[0] = max(most[0], living[0])
+            weakref.finalize(result.untyped_storage(), lambda: living.__setitem__(0, living[0] - 1))
+
+        split.evaluate(data, return_outputs=what)  # traced by now
+        handle = split.model.unwrap().lm_head.register_forward_hook(made)
+        out = split.evaluate(data, return_outputs=what)
+        handle.remove()
+        assert (out["outputs"] is not None) == is_last
+        peaks += most
+    return peaks
+
+
+def test_only_what_was_asked_for_is_kept(pool: Pool) -> None:
+    *_, last = pool.run(alive, 2)
+    assert last == [M, M, 1, 1]
+
+
+def messages() -> list[int]:
+    """How many values cross for an output with all hidden states: asked for, and not."""
+    split, data, *_ = boosted()
+    split.model.unwrap().config.output_hidden_states = True
+    data = {**data, "output_hidden_states": True}
+    planner = split.model.pipeline.planner
+    counts = []
+    for what in (True, "hidden_states", "logits", "loss"):
+        out = split.evaluate(data, return_outputs=what)["outputs"]
+        if out is not None and what in (True, "hidden_states"):
+            assert all(torch.isfinite(t).all() for t in out.hidden_states)
+        (route,) = [routes[0] for (_, wanted), routes in planner._routes.items() if wanted == _wanted(what)][-1:]
+        counts.append(len(route.leaves.values))
+    return counts
+
+
+def _wanted(what: Any) -> Any:
+    return what if what is True else frozenset([what]) if what != "loss" else False
+
+
+def test_fields_that_nobody_asked_for_are_not_sent(pool: Pool) -> None:
+    every, hidden, logits, loss = pool.run(messages, 2)[0]
+    assert every == hidden > logits == loss == 1
+
+
+def mistakes() -> list[str]:
+    split, data, *_ = boosted()
+    unsplit = Unsplit(zoo.build("llama"))
+    rank = dist.get_rank()
+
+    def fails(output: Any, inputs: Any) -> Any:
+        if inputs["labels"][0, 0] == data["labels"][3, 0]:
+            raise ValueError("no metric")
+
+    unlabelled = {key: tensor for key, tensor in data.items() if key != "labels"}
+    attempts: list[tuple[Any, Any]] = [
+        (data, "logit"),
+        (data, ["logits", "hidden_states", "x"]),
+        (data, []),
+        (data, 3),
+        (data, None),
+        (data, ["logits", 3]),
+        (unlabelled, "loss"),
+        (data, bool(rank)),
+        (data, "logits" if rank else "loss"),
+        (data, "logits" if rank else ["logits", "loss"]),
+        (data, True if rank else fails),
+        (data, fails),
+    ]
+    told = []
+    for batch, what in attempts:
+        with pytest.raises(PipeshardError) as caught:
+            split.evaluate(batch, return_outputs=what)
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+    with pytest.raises(UsageError):
+        split.backward(data, return_outputs=fails)
+    split.optimizer.zero_grad()
+    assert not differences(split, unsplit, data, num_microbatches=M)
+    return told
+
+
+def test_mistakes_are_told_on_every_rank_and_harm_nothing(pool: Pool) -> None:
+    first, last = pool.run(mistakes, 2)
+    expected = [
+        "UsageError: return_outputs asks for 'logit', .* its fields are loss, logits",
+        "UsageError: return_outputs asks for 'hidden_states', 'x', ",
+        r"UsageError: return_outputs=\[\] is none of True, False, a field's name",
+        "UsageError: return_outputs=3 is none of",
+        "UsageError: return_outputs=None is none of",
+        r"UsageError: return_outputs=\['logits', 3\] is none of",
+        "UsageError: return_outputs='loss', but there is none: give the batch labels, or pass a criterion",
+        "BatchError: .*stage 0: .*return_outputs=False, .*stage 1: .*return_outputs=True",
+        "BatchError: .*stage 0: .*return_outputs='loss', .*stage 1: .*return_outputs=fields with digest",
+        "BatchError: .*return_outputs=fields with digest .*return_outputs=fields with digest",
+        "BatchError: .*return_outputs=a function, .*return_outputs=True",
+    ]
+    why = "UsageError: the function given as return_outputs failed on the output of microbatch 1 "
+    assert_told(first, [*expected, rf"{why}\(its error is that of the last stage\)"])
+    assert_told(last, [*expected, rf"{why}\(ValueError: no metric\)"])
