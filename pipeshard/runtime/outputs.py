@@ -27,7 +27,7 @@ class Outputs:
 
     def __init__(self, asked: ReturnOutputs) -> None:
         self.kept: list[Any] = []
-        self.rows: list[int] = []  # samples of each microbatch
+        self.batches: list[Batch] = []
         self.failure: Exception | None = None
         self.function: Callable[[Any, Any], Any] | None = None
         self.needed: Wanted = False
@@ -59,7 +59,7 @@ class Outputs:
 
     def keep(self, output: Any, loss: Tensor | None, batch: Batch) -> None:
         """Take what was asked for of the output and the loss of one microbatch, detached."""
-        self.rows.append(batch.rows)
+        self.batches.append(batch)
         if self.function is not None:
             self._call(self.function, output, batch)
         elif self.code == EACH_LOSS:
@@ -74,7 +74,7 @@ class Outputs:
             return torch.stack(self.kept)
         if self.code in (NOTHING, FUNCTION):
             return self.kept if self.function else None
-        return _merge(self.kept, flow, loss, self.rows)
+        return _merge(self.kept, flow, loss, self.batches)
 
     @property
     def failed(self) -> Tensor:
@@ -127,7 +127,7 @@ def _select(output: Any, fields: Collection[str]) -> Any:
     return type(output)(**{name: content for name, content in output.items() if name in fields})
 
 
-def _merge(outputs: Sequence[Any], flow: Dataflow, loss: Tensor | None, rows: Sequence[int]) -> Any:
+def _merge(outputs: Sequence[Any], flow: Dataflow, loss: Tensor | None, batches: Sequence[Batch]) -> Any:
     """One output, of the class the model returns, for the whole batch: microbatches are put together along the
     dimension that grows with the number of samples, the loss is the batch's."""
     specs = {path: spec for path, _, spec in flow.outputs}
@@ -142,12 +142,13 @@ def _merge(outputs: Sequence[Any], flow: Dataflow, loss: Tensor | None, rows: Se
         elif not isinstance(first, Tensor) or len(column) == 1 or first.ndim == 0:
             merged.append(first)
         else:
-            merged.append(torch.cat(column, dim=_counting(column, rows) if dim is None else dim))
+            merged.append(torch.cat(column, dim=_counting(column, batches) if dim is None else dim))
     return tree_unflatten(merged, tree)
 
 
-def _counting(column: Sequence[Tensor], rows: Sequence[int]) -> int:
+def _counting(column: Sequence[Tensor], batches: Sequence[Batch]) -> int:
     """The dimension that counts the samples in what was traced at one size alone: one that does in the batch, too."""
-    of_batch = [dim for dim in microbatches[0].batch.row_dims if dim is not None and dim < column[0].ndim]
+    rows = [batch.rows for batch in batches]
+    of_batch = [dim for dim in batches[0].row_dims if dim is not None and dim < column[0].ndim]
     dims = [*dict.fromkeys(of_batch), *range(column[0].ndim)]
     return next((dim for dim in dims if [tensor.shape[dim] for tensor in column] == rows), 0)
