@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from tests import zoo
 from tests.pool import Pool
-from tests.unsplit import Split, Unsplit, differences, parameter_error
+from tests.test_randomness import with_dropout
+from tests.unsplit import Split, Unsplit, differences, gradient_error, parameter_error
 
 SCHEDULES = {"1f1b": 1, "interleaved": 2, "zbv": 2}
 
@@ -81,3 +82,78 @@ def test_divided_over_the_replicas(pool: Pool, name: str, options: dict[str, Any
 @pytest.mark.parametrize(("name", "world"), [("llama", 4), ("llama-tied", 4), ("llama-tied", 8), ("qwen3", 4)])
 def test_sliced_stages(pool: Pool, name: str, world: int) -> None:
     pool.run(replicas, world, name, 2, "1f1b", tp_size=2, timeout=120)
+
+
+def accumulating(name: str, options: dict[str, Any]) -> list[list[int]]:
+    """Two batches under no_sync and one after; for each, the sizes of the gradients that were reduced."""
+    model = zoo.build(name)
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = split_of(name, 2, model, max_norm=0.0, **options)
+    reduced: list[list[int]] = []
+    whole, scatter = dist.all_reduce, dist.reduce_scatter_single
+
+    def all_reduce(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
+        reduced[-1] += [tensor.numel()] * (tensor.numel() > 1)
+        return whole(tensor, *arguments, **keywords)
+
+    def reduce_scatter(output: Any, *arguments: Any, **keywords: Any) -> Any:
+        reduced[-1].append(output.numel())
+        return scatter(output, *arguments, **keywords)
+
+    def backward(seed: int) -> None:
+        data = zoo.batch(name, seed=seed)
+        unsplit.backward(data)
+        reduced.append([])
+        with (
+            mock.patch("torch.distributed.all_reduce", all_reduce),
+            mock.patch("torch.distributed.reduce_scatter_single", reduce_scatter),
+        ):
+            split.backward(part(data, split.plugin.grid.replica, [4, 4]))
+
+    with split.booster.no_sync(split.model, split.optimizer):
+        backward(0)
+        backward(1)
+    backward(2)
+    assert (error := gradient_error(split, unsplit.model)) < 1e-6, error
+    with split.booster.no_sync(split.model, split.optimizer):
+        backward(3)
+    reduced.append([])
+    with mock.patch("torch.distributed.all_reduce", all_reduce):
+        split.plugin.sync_grads()
+    assert (error := gradient_error(split, unsplit.model)) < 1e-6, error
+    split.step()
+    unsplit.step()
+    with split.booster.no_sync(split.model, split.optimizer):
+        split.backward(part(zoo.batch(name, seed=4), split.plugin.grid.replica, [4, 4]))
+    split.optimizer.zero_grad()  # of what was not reduced, too
+    backward(5)
+    assert (error := gradient_error(split, unsplit.model)) < 1e-4, error
+    return reduced
+
+
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 1}, {"fsdp": True}], ids=["plain", "zero", "fsdp"])
+def test_nothing_is_reduced_under_no_sync(pool: Pool, options: dict[str, Any]) -> None:
+    for first, second, synced, third, later, last in pool.run(accumulating, 4, "gpt2", options):
+        assert first == second == third == []
+        assert len(synced) == len(last)
+        if "fsdp" not in options:  # one bucket of the stage's own parameters, and one of the tie
+            assert len(synced) == len(later) == 2 and synced == later
+
+
+def dropping() -> dict[str, Any]:
+    """Gradients with dropout, by a pipeline of 2 stages on 2 replicas, or on one with all of the microbatches."""
+    p, m = (2, 2) if dist.get_world_size() == 4 else (2, 4)
+    model = with_dropout(zoo.build("gpt2"))
+    split = split_of("gpt2", p, model, num_microbatches=m)
+    data = {k: v.masked_fill(v == -100, 5) if k == "labels" else v for k, v in zoo.batch("gpt2").items()}
+    torch.manual_seed(7)
+    rows = [8 // split.plugin.grid.dp_size] * split.plugin.grid.dp_size
+    split.backward(part(data, split.plugin.grid.replica, rows))
+    return {name: q.grad for name, q in split.held.items()}
+
+
+def test_dropout_does_not_depend_on_the_replicas(pool: Pool) -> None:
+    four, two = pool.run(dropping, 4), pool.run(dropping, 2)
+    for rank, gradients in enumerate(four):
+        for name, gradient in gradients.items():
+            assert torch.allclose(gradient, two[rank % 2][name], rtol=1e-4, atol=1e-7), name

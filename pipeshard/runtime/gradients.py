@@ -40,7 +40,8 @@ class GradientSync:
         self, sharings: Sequence[Sharing], sliced: Sequence[nn.Parameter] = (), sharded: ShardedUnits | None = None
     ) -> None:
         self.sharings, self.sliced, self.sharded = list(sharings), list(sliced), sharded
-        self.buckets = [bucket for sharing in self.sharings for bucket in _buckets(sharing)]
+        buckets = [bucket for sharing in self.sharings for bucket in _buckets(sharing)]
+        self.buckets = sorted(buckets, key=lambda bucket: bucket.tie)  # in one order on all ranks
         self.parameters = [parameter for sharing in self.sharings for parameter in sharing.parameters.values()]
         self._summed: dict[nn.Parameter, Tensor] = {}
         self._done: set[int] = set()
@@ -83,9 +84,9 @@ class GradientSync:
         if self.sharded is not None:
             self.sharded.finish(sync)
         if not sync:
-            for parameter, before in self._summed.items():
+            for parameter, before in list(self._summed.items()):
                 if parameter.grad is None:
-                    set_local_grad(parameter, before)
+                    self._set(parameter, before)
             return
         for parameter in self.sliced:
             align_grad(parameter)
@@ -96,9 +97,13 @@ class GradientSync:
             for parameter, added in bucket.finish():
                 summed = self._summed.get(parameter)
                 total = summed if added is None else added if summed is None else added.add_(summed)
-                set_local_grad(parameter, total)
-                if (kept := local_grad(parameter)) is not None:
-                    self._summed[parameter] = kept
+                self._set(parameter, total)
+
+    def _set(self, parameter: nn.Parameter, summed: Tensor | None) -> None:
+        """Make this the gradient, and know it again: a DTensor is made of another view of it."""
+        set_local_grad(parameter, summed)
+        if (kept := local_grad(parameter)) is not None:
+            self._summed[parameter] = kept
 
     def reset(self) -> None:
         """Forget what gradients were made of: they were set to zero."""

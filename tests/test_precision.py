@@ -1,0 +1,155 @@
+"""Precision: 16 bits beside fp32 values, and a scale that all ranks agree on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeshard.runtime.local import local
+from tests import zoo
+from tests.pool import Pool
+from tests.test_data_parallel import part
+from tests.unsplit import LEARNING_RATE, Split
+
+M = 4
+
+
+class Reference:
+    """One process with the same arithmetic: 16-bit parameters, gradients added up in fp32, fp32 values updated."""
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        self.model, self.dtype = model, dtype
+        self.values = [p.detach().clone() for p in model.parameters()]
+        model.to(dtype)
+        for value in self.values:
+            value.requires_grad_()
+        self.optimizer = torch.optim.AdamW(self.values, lr=LEARNING_RATE)
+
+    def step(self, data: Any, microbatches: int = M) -> float:
+        from tests.unsplit import valid_labels
+
+        rows = len(data["labels"])
+        parts = [
+            {k: v[i : i + rows // microbatches] for k, v in data.items()} for i in range(0, rows, rows // microbatches)
+        ]
+        counts = [valid_labels(self.model, piece["labels"]) for piece in parts]
+        total = 0.0
+        for value in self.values:
+            value.grad = torch.zeros_like(value)
+        for piece, count in zip(parts, counts, strict=True):
+            if not count:
+                continue
+            loss = self.model(**piece).loss
+            share = count / sum(counts)
+            loss.backward(torch.full_like(loss, share))
+            total += float(loss) * share
+            for value, parameter in zip(self.values, self.model.parameters(), strict=True):
+                assert value.grad is not None
+                if parameter.grad is not None:
+                    value.grad += parameter.grad.float()
+                parameter.grad = None
+        self.optimizer.step()
+        with torch.no_grad():
+            for value, parameter in zip(self.values, self.model.parameters(), strict=True):
+                parameter.copy_(value)
+        return total
+
+
+def bf16(name: str, dp: int, options: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """The losses of 50 steps, and those of one process."""
+    model = zoo.build(name)
+    reference = Reference(copy.deepcopy(model), torch.bfloat16)
+    batches = [zoo.batch(name, seed=seed % 5) for seed in range(50)]
+    rows = [8 // dp] * dp
+    split = Split(
+        model,
+        dist.get_world_size() // dp,
+        part(batches[0], 0, rows),
+        num_microbatches=M // dp,
+        precision="bf16",
+        **options,
+    )
+    for parameter in split.held.values():
+        assert options or parameter.dtype is torch.bfloat16
+    losses, expected = [], []
+    for data in batches:
+        losses.append(float(split.backward(part(data, split.plugin.grid.replica, rows))["loss"]))
+        for parameter in split.held.values():
+            assert parameter.grad is None or local(parameter.grad).dtype is torch.float32
+        split.step()
+        expected.append(reference.step(data))
+    return losses, expected
+
+
+@pytest.mark.parametrize(
+    ("name", "dp", "world", "options"),
+    [
+        ("gpt2", 1, 2, {}),
+        ("llama-tied", 2, 4, {"zero_stage": 1}),
+        ("gpt2", 2, 4, {"fsdp": True}),
+        ("llama", 1, 2, {"schedule": "zb-h1"}),
+        ("llama", 1, 2, {"autocast": True}),
+    ],
+)
+def test_bf16_follows_one_process(pool: Pool, name: str, dp: int, world: int, options: dict[str, Any]) -> None:
+    losses, expected = pool.run(bf16, world, name, dp, options, timeout=120)[0]
+    assert expected[-1] < 0.9 * expected[0]
+    worst = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
+    print(name, options, worst)
+    assert worst < 0.01, worst
+
+
+def overflowing(world_stage: int) -> list[Any]:
+    """fp16 training in which one stage's gradient overflows at the third step."""
+    model = zoo.build("gpt2")
+    split = Split(model, dist.get_world_size(), zoo.batch("gpt2"), num_microbatches=2, precision="fp16", max_norm=1.0)
+    scaling: Any = split.plugin.scaling
+    seen: list[Any] = []
+    for step in range(6):
+        loss = float(split.backward(zoo.batch("gpt2", seed=0))["loss"])
+        if step == 2 and split.plugin.grid.stage == world_stage:
+            next(p for p in split.held.values() if p.grad is not None).grad.view(-1)[0] = float("inf")
+        before = {name: p.detach().clone() for name, p in split.held.items()}
+        scale = scaling.value
+        split.step()
+        moved = any(not torch.equal(p, before[name]) for name, p in split.held.items())
+        seen.append((loss, scale, scaling.value, moved))
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_overflow_on_one_stage_leaves_the_step_out_on_all(pool: Pool, stage: int) -> None:
+    for seen in pool.run(overflowing, 2, stage):
+        assert [moved for *_, moved in seen] == [True, True, False, True, True, True]
+        assert [after / before for _, before, after, _ in seen] == [1, 1, 0.5, 1, 1, 1]
+        losses = [loss for loss, *_ in seen]
+        assert losses[2] == losses[3] and losses[-1] < losses[0]
+
+
+def scaled() -> float:
+    """The largest relative difference between fp16's gradients, scale taken off, and fp32's."""
+    model, data = zoo.build("llama"), zoo.batch("llama")
+    unsplit = copy.deepcopy(model)
+    unsplit(**data).loss.backward()
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2, precision="fp16", initial_scale=2.0**10)
+    split.backward(data)
+    norm = split.optimizer.get_grad_norm()
+    expected = float(torch.nn.utils.get_total_norm([p.grad for p in unsplit.parameters() if p.grad is not None]))
+    assert norm == pytest.approx(expected, rel=0.02)
+    split.optimizer.clip_grad_by_norm(1e9)  # takes the scale off
+    reference = {name: p.grad for name, p in unsplit.named_parameters()}
+    return max(_error(p.grad, reference[name]) for name, p in split.held.items() if p.grad is not None)
+
+
+def _error(gradient: Tensor, expected: Tensor | None) -> float:
+    assert expected is not None
+    return float((gradient - expected).norm() / expected.norm())
+
+
+def test_gradients_of_fp16_are_those_of_the_loss(pool: Pool) -> None:
+    assert max(pool.run(scaled, 2)) < 0.05
