@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from table import Table
 
 HELD_OUT = 256
-TOKENS = 40  # of a pair; longer sentences are cut
+TOKENS = 40  # of a pair; of longer ones the end of the longer text is cut
 HELD_OUT_MODULES = 8  # one of so many
 LEFT_OUT = ("test", "idlelib", "lib2to3", "site-packages", "dist-packages")
 
@@ -75,7 +75,7 @@ def tokenized(pairs: Sequence[Pair], tokenizer: "PreTrainedTokenizerBase") -> "T
     from table import Table
 
     sentences, functions = [pair.sentence for pair in pairs], [pair.function for pair in pairs]
-    options = {"truncation": "only_first", "padding": "max_length", "max_length": TOKENS, "return_tensors": "pt"}
+    options = {"truncation": "longest_first", "padding": "max_length", "max_length": TOKENS, "return_tensors": "pt"}
     return Table(**tokenizer(sentences, functions, **options), labels=torch.tensor([int(p.belongs) for p in pairs]))
 
 
