@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from pipeshard import PipelinePlugin
 
 Batch = Mapping[str, Tensor]
-EVALUATIONS = 10  # while training, beside the one before it
+EVALUATIONS = 10  # at most, beside the one before training; short runs are not mostly evaluation
 
 
 def make_booster(args: argparse.Namespace) -> Booster:
@@ -104,7 +104,8 @@ class Loop:
     def run(self, console: Console) -> None:
         """All steps, evaluated before, after and in between."""
         name = self.metric.name if self.metric else ""
-        evaluated = {round(self.steps * k / EVALUATIONS) for k in range(1, EVALUATIONS + 1)}
+        times = min(EVALUATIONS, max(1, self.steps // 3))
+        evaluated = {round(self.steps * k / times) for k in range(1, times + 1)}
         self.evaluate()
         with Meter(console, self.steps) as meter:
             for k in range(1, self.steps + 1):

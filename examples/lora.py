@@ -26,7 +26,7 @@ def main() -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = launcher.flags(__doc__, steps=40, batch_size=8, lr=2e-3)
+    parser = launcher.flags(__doc__, steps=30, batch_size=8, lr=2e-3)
     parser.add_argument("--rank", type=launcher.count, default=8, help="rank of the adapters' matrices")
     return launcher.parse(parser, arguments, SMOLLM2)
 
