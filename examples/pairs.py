@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    return launcher.parse(launcher.flags(__doc__, steps=150, batch_size=16, lr=2e-4), arguments, MINILM)
+    return launcher.parse(launcher.flags(__doc__, steps=100, batch_size=16, lr=1e-4), arguments, MINILM)
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
