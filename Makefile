@@ -1,13 +1,15 @@
-# make setup   creates .venv and installs everything into it (again when this file or pyproject.toml change)
-# make train   fine-tunes SmolLM2-135M through a pipeline of PP processes; make train STEPS=3 is the short form
-# make test    ruff, mypy, pytest
-# make lint    ruff and mypy alone
-# make exact   every model of the tests with every schedule, transport and number of microbatches, against the unsplit one
-# make parity  trains every architecture of transformers split and unsplit, and writes docs/parity.md; RESUME=1 goes on
-#              where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6
-# make bench   measures speed beside other pipelines (ROUNDS rounds; they get environments of their own) and memory, and
-#              writes docs/benchmarks.md; PART=work measures one part of: work overhead lengths memory partition replay
-# make clean   removes outputs and caches; .venv and .venv-4.57 stay
+# make setup    creates .venv and installs everything into it (again when this file or pyproject.toml change)
+# make train    fine-tunes SmolLM2-135M through a pipeline of PP processes; make train STEPS=3 is the short form
+# make examples trains a BERT, adapters on SmolLM2-135M, a vision transformer and a T5, each until it has learnt its task;
+#               make examples STEPS=3 is the short form
+# make test     ruff, mypy, pytest
+# make lint     ruff and mypy alone
+# make exact    every model of the tests with every schedule, transport and number of microbatches, against the unsplit one
+# make parity   trains every architecture of transformers split and unsplit, and writes docs/parity.md; RESUME=1 goes on
+#               where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6
+# make bench    measures speed beside other pipelines (ROUNDS rounds; they get environments of their own) and memory, and
+#               writes docs/benchmarks.md; PART=work measures one part of: work overhead lengths memory partition replay
+# make clean    removes outputs and caches; .venv and .venv-4.57 stay
 
 PYTHON       ?= python3
 MODEL        ?= smollm2
@@ -28,9 +30,11 @@ OLD := .venv-4.57
 $(STAMP):         TRANSFORMERS := transformers==5.23.0
 $(OLD)/installed: TRANSFORMERS := transformers==4.57.6
 
+EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train test lint exact parity parity-4.57 bench clean
+.PHONY: help setup setup-peers train examples test lint exact parity parity-4.57 bench clean $(EXAMPLES)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -79,6 +83,14 @@ setup-peers: .venv-deepspeed/installed .venv-colossalai/installed
 train: setup
 	@$(BIN)/python examples/finetune.py --model '$(MODEL)' --steps $(STEPS) --pp $(PP) \
 	  --microbatches $(MICROBATCHES) --schedule $(SCHEDULE)
+
+examples: $(EXAMPLES)
+
+# Each example has a number of steps of its own, unless STEPS is given.
+$(EXAMPLES): example-%: setup
+	@echo "examples: $*"
+	@$(BIN)/python examples/$*.py --pp $(PP) --microbatches $(MICROBATCHES) --schedule $(SCHEDULE) \
+	  $(if $(filter-out file,$(origin STEPS)),--steps $(STEPS))
 
 lint: setup
 	@echo "lint: ruff"

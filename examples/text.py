@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset, default_collate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,6 +36,13 @@ class Samples(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         row = self.rows[index]
         return {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row.clone()}
+
+    def divided(self, held_out: int) -> tuple[Subset[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+        """Samples to train on, and one batch of about `held_out` others, spread over all of them."""
+        step = max(1, len(self) // held_out)
+        chosen = list(range(0, len(self), step))[:held_out]
+        training = Subset(self, [k for k in range(len(self)) if k not in set(chosen)])
+        return training, default_collate([self[k] for k in chosen])
 
 
 def documents() -> Iterator[str]:

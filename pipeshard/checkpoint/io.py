@@ -77,7 +77,7 @@ class PipelineCheckpointIO(CheckpointIO):
             with together(self._group()):
                 save.write()
             with together(self._group()):
-                if self.manager.is_first_stage():
+                if self.manager.is_first_stage(ignore_chunk=True):
                     save.commit()
         except CheckpointError:
             save.abandon()
@@ -118,7 +118,7 @@ class PipelineCheckpointIO(CheckpointIO):
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
         """Write the scheduler's state, which all ranks share, once."""
         with new_file(Path(checkpoint), self._group()) as folder:
-            if self.manager.is_first_stage():
+            if self.manager.is_first_stage(ignore_chunk=True):
                 torch.save(lr_scheduler.state_dict(), folder / Path(checkpoint).name)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:

