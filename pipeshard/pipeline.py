@@ -1,7 +1,7 @@
 """Pipeline: one rank's stages of a boosted model, ready to run steps."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -12,32 +12,27 @@ from colossalai.interface import ModelWrapper
 from torch import Tensor, nn
 
 from pipeshard.errors import BatchError, UsageError
-from pipeshard.grid import DP, TP
 from pipeshard.model.batch import Batch
 from pipeshard.model.doubts import RowDims
 from pipeshard.model.materialize import InitWeights, initialize
 from pipeshard.model.policy import find_policy
-from pipeshard.model.sharder import Sharder, is_released
-from pipeshard.model.slicing import Slicing, check_plan
-from pipeshard.model.ties import kept_tied
+from pipeshard.model.sharder import Sharder
+from pipeshard.model.slicing import check_plan
 from pipeshard.model.trace import trace
 from pipeshard.model.tracer import Criterion
 from pipeshard.model.units import containers, recomputes
 from pipeshard.model.untouched import without_cache
 from pipeshard.planner.measured import measured_costs
-from pipeshard.runtime.agreement import agree, gather, share_scalar, share_tensor, sum_scalar
+from pipeshard.runtime.agreement import agree, gather, share_scalar, sum_scalar
 from pipeshard.runtime.clock import offsets
 from pipeshard.runtime.deferral import Deferral
-from pipeshard.runtime.fsdp import ShardedUnits
-from pipeshard.runtime.gradients import GradientSync, Sharing
+from pipeshard.runtime.holdings import Holdings
 from pipeshard.runtime.interpreter import Interpreter
 from pipeshard.runtime.outputs import Outputs, ReturnOutputs
 from pipeshard.runtime.p2p import make_p2p
 from pipeshard.runtime.recording import Recording
-from pipeshard.runtime.sharing import sharings
 from pipeshard.runtime.stage import Stage
 from pipeshard.runtime.step import StepPlanner
-from pipeshard.runtime.weights import Weight
 from pipeshard.schedule.communicate import add_communication
 from pipeshard.schedule.program import Program, forward_only, make_program
 
@@ -84,15 +79,8 @@ class Pipeline:
         sharder = Sharder(model, self.policy, self.device, self._init_weights(), self.seed)
         sharder.shard()
         self.blank = set() if sharder.init_weights else sharder.on_meta  # on all stages: names without values so far
-        self._share_values()
-        full = self.precision.lower(model, but=self._in_units() if plugin.fsdp else set())
-        self.slicing = (
-            Slicing(model, self.held, self._held_units(), self.grid.mesh.along(TP)) if self.grid.tp_size > 1 else None
-        )
-        self.sharded = self._shard_units() if plugin.fsdp and self.grid.dp_size > 1 else None
-        self.weights = self._weights(full)
-        sliced = [parameter for parameter in self.held.values() if self.grid.divides(parameter, TP)]
-        self.sync = GradientSync(self._sharings(self._added_along), sliced, self.sharded)
+        self.holdings = Holdings(model, self.policy, self.grid, self.precision, plugin.fsdp)
+        self.sync = self.holdings.sync
         if plugin.compile:
             self.policy.compile(**(plugin.compile if isinstance(plugin.compile, dict) else {}))
         self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
@@ -102,8 +90,8 @@ class Pipeline:
         self.interpreter = Interpreter({stage.index: stage for stage in self.stages}, placement, p2p, self.device)
 
     def held_parameters(self) -> dict[nn.Parameter, str]:
-        """The parameters this stage holds, and their first names."""
-        return {parameter: name for name, parameter in self.model.named_parameters() if not is_released(parameter)}
+        """The parameters this rank holds, and their first names."""
+        return {parameter: name for name, parameter in self.holdings.held.items()}
 
     def step(
         self,
@@ -153,7 +141,7 @@ class Pipeline:
             )
         for stage, microbatches in zip(self.stages, planned, strict=True):
             stage.begin(microbatches, criterion, train, outputs, self._scale)
-        if train or self.sharded is not None:
+        if train or self.holdings.sharded is not None:
             self.sync.begin()
         try:
             self.last = program = self.program(len(batches), train)
@@ -163,7 +151,7 @@ class Pipeline:
             for stage in self.stages:
                 stage.end()
         self.steps += train
-        if train or self.sharded is not None:
+        if train or self.holdings.sharded is not None:
             self.sync.finish(train and synchronize)
         end, source = self.stages[-1], self.ranks[self.policy.placement[-1]]  # the last stage is the last of its rank
         loss = self._of_replicas(end)
@@ -278,60 +266,6 @@ class Pipeline:
         if end.is_last and end.loss is not None and self.grid.dp_size > 1:
             return sum_scalar(end.loss, self.grid.replicas)
         return end.loss
-
-    def _sharings(self, axes: Callable[[str], Sequence[int]]) -> list[Sharing]:
-        """Which ranks share each parameter along these axes and over the stages that hold it."""
-        holders = {name: [s for s, held in enumerate(self.policy.held) if name in held] for name in self.held}
-        by_parts = self.policy.held_by_parts
-        chunks = self.policy.chunks
-        return sharings(self.grid, self.held, holders, lambda name: [s for s in chunks if name in by_parts[s]], axes)
-
-    def _share_values(self) -> None:
-        """Give every holder of a parameter, and every replica of a buffer, what the first one has."""
-        self.held = {name: parameter for parameter, name in self.held_parameters().items()}
-        for sharing in self._sharings(lambda name: (DP, TP)):
-            for parameter in sharing.parameters.values():
-                share_tensor(parameter.data, sharing.group)
-        for buffer in self.model.buffers():
-            share_tensor(buffer, self.grid.sharing((DP, TP), ()))
-
-    def _held_units(self) -> dict[str, nn.Module]:
-        return {name: unit for name, unit in self.policy.units.items() if name in self.policy.replay.held}
-
-    def _in_units(self) -> set[nn.Parameter]:
-        """The parameters of held units that glue does not read."""
-        reads = [call.reads for call in self.policy.flow.calls] + [self.policy.flow.needed(outputs=True)]
-        now = dict(self.model.named_parameters())
-        of_glue = {now[name] for use in reads for name in use.parameters}
-        return {p for unit in self.policy.get_held_layers() for p in unit.parameters()} - of_glue
-
-    def _shard_units(self) -> ShardedUnits:
-        units = self._held_units()
-        used = {name: frozenset(self._parts_of(name)) for name in units}
-        dtype = self.precision.dtype if self.precision.lowers else None
-        apart = {p for unit in units.values() for p in unit.parameters()} - self._in_units()
-        with kept_tied(self.model):
-            return ShardedUnits(units, used, self.grid.mesh.along(DP), dtype, apart)
-
-    def _parts_of(self, name: str) -> list[int]:
-        """The virtual stages of this rank that run a unit."""
-        return [s for (unit, _), s in self.policy.partition.stages.items() if unit == name and s in self.policy.chunks]
-
-    def _added_along(self, name: str) -> tuple[int, ...]:
-        """Along which axes of the grid the ranks' own gradients of a parameter are still to be added up."""
-        partial = self.slicing is not None and name in self.slicing.partial
-        return (DP,) * (not self.grid.divides(self.held[name], DP)) + (TP,) * partial
-
-    def _weights(self, full: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Weight]:
-        """What an optimizer is to train for each of the parameters that it may have, sliced since or not."""
-        before, now, weights = self.held, dict(self.model.named_parameters()), {}
-        self.held = {name: now[name] for name in before}
-        for name, old in before.items():
-            new, holders = now[name], sum(name in held for held in self.policy.held)
-            for axis, size in ((DP, self.grid.dp_size), (TP, self.grid.tp_size)):
-                holders *= 1 if self.grid.divides(new, axis) else size
-            weights[old] = weights[new] = Weight(name, new, holders, full.get(old))
-        return weights
 
 
 class PipelineModel(ModelWrapper):

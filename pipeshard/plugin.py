@@ -188,8 +188,8 @@ class PipelinePlugin(PipelinePluginBase):
             boosted = PipelineModel(model, Pipeline(self, model, sample, criterion))
         self._pipeline = boosted.pipeline
         if optimizer is not None and not isinstance(optimizer, PipelineOptimizer):
-            weights, sync, zero = boosted.pipeline.weights, boosted.pipeline.sync, self.zero_stage == 1
-            optimizer = PipelineOptimizer(optimizer, weights, sync, self.grid, self.max_norm, self.scaling, zero)
+            holdings, zero = boosted.pipeline.holdings, self.zero_stage == 1
+            optimizer = PipelineOptimizer(optimizer, holdings, self.grid, self.max_norm, self.scaling, zero)
         return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     def execute_pipeline(

@@ -1,6 +1,5 @@
 """Pipeline optimizer: the user's optimizer over what a stage holds, with the norm of the whole model."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,10 +10,11 @@ from torch.optim import Optimizer
 
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.grid import Grid
-from pipeshard.runtime.gradients import GradientSync, clip_by_norm, grad_norm
+from pipeshard.runtime.gradients import clip_by_norm, grad_norm
+from pipeshard.runtime.holdings import Holdings
 from pipeshard.runtime.local import local_grad, slice_like
 from pipeshard.runtime.scaling import LossScale
-from pipeshard.runtime.weights import Weight, assign, share_updates
+from pipeshard.runtime.weights import assign, share_updates
 
 
 class PipelineOptimizer(OptimizerWrapper):
@@ -33,15 +33,15 @@ class PipelineOptimizer(OptimizerWrapper):
     def __init__(
         self,
         optim: Optimizer,
-        weights: Mapping[nn.Parameter, Weight],
-        sync: GradientSync,
+        holdings: Holdings,
         grid: Grid,
         max_norm: float,
         scaling: LossScale | None = None,
         zero: bool = False,
     ) -> None:
         super().__init__(optim)
-        self.sync, self.grid, self.max_norm, self.scaling = sync, grid, max_norm, scaling
+        self.sync, self.grid, self.max_norm, self.scaling = holdings.sync, grid, max_norm, scaling
+        weights = holdings.weights
         given = dict.fromkeys(p for param_group in optim.param_groups for p in param_group["params"])
         self.weights = list(dict.fromkeys(weights[p] for p in given if p in weights))
         self.owners = assign(self.weights, grid.dp_size) if zero and grid.dp_size > 1 else {}

@@ -1,0 +1,98 @@
+"""Holdings: the parameters of this rank, the form that they have here, and who shares them."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipeshard.grid import DP, TP, Grid
+from pipeshard.model.policy import Policy
+from pipeshard.model.sharder import is_released
+from pipeshard.model.slicing import Slicing
+from pipeshard.model.ties import kept_tied
+from pipeshard.runtime.agreement import share_tensor
+from pipeshard.runtime.fsdp import ShardedUnits
+from pipeshard.runtime.gradients import GradientSync, Sharing
+from pipeshard.runtime.precision import Precision
+from pipeshard.runtime.sharing import sharings
+from pipeshard.runtime.weights import Weight
+
+
+def held_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that were not released, by their first names."""
+    return {name: parameter for name, parameter in model.named_parameters() if not is_released(parameter)}
+
+
+class Holdings:
+    """Brings the parameters that a sharded `model` holds into their form here; made by every rank at the same time.
+
+    All holders get the values of the first. Then parameters are lowered to 16 bits where `precision` says so, sliced
+    over the ranks along TP, and with `fsdp` divided over the replicas.
+
+    Attributes:
+        held: the parameters now, by their first names.
+        weights: what an optimizer trains for each parameter, by the parameter as it was and as it is.
+        sync: what adds up their gradients.
+    """
+
+    def __init__(self, model: nn.Module, policy: Policy, grid: Grid, precision: Precision, fsdp: bool) -> None:
+        self.model, self.policy, self.grid = model, policy, grid
+        self.units = {name: unit for name, unit in policy.units.items() if name in policy.replay.held}
+        before = self.held = held_parameters(model)
+        self._share_values()
+        full = precision.lower(model, but=self._in_units() if fsdp else set())
+        self.slicing = Slicing(model, before, self.units, grid.mesh.along(TP)) if grid.tp_size > 1 else None
+        dtype = precision.dtype if precision.lowers else None
+        self.sharded = self._sharded(dtype) if fsdp and grid.dp_size > 1 else None
+        now = dict(model.named_parameters())
+        self.held = {name: now[name] for name in before}
+        self.weights = self._weights(before, full)
+        sliced = [parameter for parameter in self.held.values() if grid.divides(parameter, TP)]
+        self.sync = GradientSync(self._sharings(self._added_along), sliced, self.sharded)
+
+    def _share_values(self) -> None:
+        for sharing in self._sharings(lambda name: (DP, TP)):
+            for parameter in sharing.parameters.values():
+                share_tensor(parameter.data, sharing.group)
+        for buffer in self.model.buffers():
+            share_tensor(buffer, self.grid.sharing((DP, TP), ()))
+
+    def _sharings(self, axes: Callable[[str], Sequence[int]]) -> list[Sharing]:
+        """Which ranks share each parameter along these axes and over the stages that hold it."""
+        policy = self.policy
+        stages = {name: [s for s, held in enumerate(policy.held) if name in held] for name in self.held}
+        parts = {name: [s for s in policy.chunks if name in policy.held_by_parts[s]] for name in self.held}
+        return sharings(self.grid, self.held, stages, parts.__getitem__, axes)
+
+    def _in_units(self) -> set[nn.Parameter]:
+        """The parameters of held units that glue does not read."""
+        reads = [call.reads for call in self.policy.flow.calls] + [self.policy.flow.needed(True)]
+        now = dict(self.model.named_parameters())
+        of_glue = {now[name] for use in reads for name in use.parameters}
+        return {p for unit in self.units.values() for p in unit.parameters()} - of_glue
+
+    def _sharded(self, dtype: torch.dtype | None) -> ShardedUnits:
+        calls = self.policy.partition.stages.items()
+        used = {
+            name: frozenset(part for (unit, _), part in calls if unit == name and part in self.policy.chunks)
+            for name in self.units
+        }
+        apart = {p for unit in self.units.values() for p in unit.parameters()} - self._in_units()
+        with kept_tied(self.model):
+            return ShardedUnits(self.units, used, self.grid.mesh.along(DP), dtype, apart)
+
+    def _added_along(self, name: str) -> tuple[int, ...]:
+        """Along which axes of the grid the ranks' own gradients of a parameter are still to be added up."""
+        partial = self.slicing is not None and name in self.slicing.partial
+        return (DP,) * (not self.grid.divides(self.held[name], DP)) + (TP,) * partial
+
+    def _weights(
+        self, before: Mapping[str, nn.Parameter], full: Mapping[nn.Parameter, Tensor]
+    ) -> dict[nn.Parameter, Weight]:
+        weights = {}
+        for name, old in before.items():
+            new, holders = self.held[name], sum(name in held for held in self.policy.held)
+            for axis, size in ((DP, self.grid.dp_size), (TP, self.grid.tp_size)):
+                holders *= 1 if self.grid.divides(new, axis) else size
+            weights[old] = weights[new] = Weight(name, new, holders, full.get(old))
+        return weights
