@@ -57,6 +57,11 @@ class Grid:
         """Whether this process is of the first replica, and of the first slice in it: one that writes for all."""
         return self.replica == self.slice == 0
 
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.leads and self.stage == 0
+
     def place(self, rank: int) -> str:
         """What errors call a rank of the world."""
         replica, stage, piece = self.mesh.unravel(rank, self.mesh.shape)

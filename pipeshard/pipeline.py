@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeshard.errors import BatchError, UsageError
 from pipeshard.model.batch import Batch
 from pipeshard.model.doubts import RowDims
-from pipeshard.model.materialize import InitWeights, initialize
+from pipeshard.model.materialize import InitWeights
 from pipeshard.model.policy import find_policy
 from pipeshard.model.sharder import Sharder
 from pipeshard.model.slicing import check_plan
@@ -189,8 +189,7 @@ class Pipeline:
     def draw(self, names: Sequence[str]) -> None:
         """Give the blank parameters of these names what `init_weights` draws; every rank names the same."""
         if self.plugin.init_weights:
-            held = self.policy.held[self.rank]
-            initialize(self.model, [name for name in names if name in held], {}, self.plugin.init_weights, self.seed)
+            self.holdings.draw(names, self.plugin.init_weights, self.seed)
             self.blank -= set(names)
 
     def _first_seed(self) -> int:

@@ -142,7 +142,7 @@ class PipelinePlugin(PipelinePluginBase):
     control_device = control_precision = control_checkpoint_io = support_no_sync = support_lora = _yes
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        return PipelineCheckpointIO(self.stage_manager)
+        return PipelineCheckpointIO(self.stage_manager, self.grid)
 
     def supported_devices(self) -> list[str]:
         return ["cpu", "cuda"]

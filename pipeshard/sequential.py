@@ -11,17 +11,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.model.slicing import Sliced
 from pipeshard.model.units import Interception, Recomputation
 from pipeshard.pipeline import Pipeline, PipelineModel
+from pipeshard.runtime.fsdp import additions, own_classes, remove_additions
+from pipeshard.runtime.local import whole
 
 
 def to_sequential(model: nn.Module, rank: int | None = None, device: torch.device | str = "cpu") -> nn.Module | None:
     """The whole model as it is now, of the architecture's own class: every rank of the pipeline has to call it.
 
-    Each rank gets one, or, with `rank`, that stage alone, and None elsewhere: there no more than one parameter takes
-    memory. It shares no tensor with `model`, which can be trained on. Weights and buffers are those of the stages
-    that train them; ties, frozen parameters, modes, activation checkpointing, hooks and `use_cache` are as the
-    model's own, gradients are not copied.
+    Each rank gets one, or, with `rank`, that stage (of every replica) alone, and None elsewhere: there no more than one
+    parameter takes memory. It shares no tensor with `model`, which can be trained on. Weights and buffers are those of
+    the stages that train them; ties, frozen parameters, modes, activation checkpointing, hooks and `use_cache` are as
+    the model's own, gradients are not copied.
 
     Args:
         model: what `booster.boost` returned.
@@ -70,15 +73,21 @@ class Entry(NamedTuple):
 def _copied(pipeline: Pipeline, device: torch.device) -> nn.Module:
     """The model of this stage, ghosts and all, with memory for every parameter, and as it was before it was cut."""
     model, memo = pipeline.model, _memo(pipeline.model, device)
-    whole = copy.deepcopy(model, memo)
+    with own_classes(model):
+        whole = copy.deepcopy(model, memo)
     for module, new in zip(model.modules(), whole.modules(), strict=True):
         for key, value in module.__dict__.items():
             if isinstance(value, Interception):
                 del new.__dict__[key]
-                if getattr(value.original, "__func__", None) is not type(module).forward:  # the user's, on the instance
-                    new.__dict__[key] = copy.deepcopy(value.original, memo)
+                original = value.original.plain if isinstance(value.original, Sliced) else value.original
+                if getattr(original, "__func__", None) is not type(module).forward:  # the user's, on the instance
+                    new.__dict__[key] = copy.deepcopy(original, memo)
+            elif isinstance(value, Sliced):
+                del new.__dict__[key]
             elif isinstance(value, Recomputation):
                 new.__dict__[key] = copy.deepcopy(value.checkpoint, memo)
+    for module in whole.modules():
+        remove_additions(module)
     for config in pipeline.cached:
         if id(config) in memo:
             memo[id(config)].use_cache = True
@@ -93,12 +102,13 @@ def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
     for module in model.modules():
         for value in module.__dict__.values():
-            if isinstance(value, Interception | Recomputation):
+            if isinstance(value, Interception | Recomputation | Sliced):
                 memo[id(value)] = value
         for tensor in filter(torch.is_tensor, tree_leaves(list(module.__dict__.values()))):
             if id(tensor) not in memo:  # buffers, and what a forward has left, with its graph
                 memo[id(tensor)] = tensor.detach().to(device, copy=True)
         memo.update((id(hook), hook) for hook in _hooks(module) if not _is_bound(hook))
+        memo.update((id(addition), addition) for addition in additions(module))
     return memo
 
 
@@ -147,7 +157,7 @@ def _shared(pipeline: Pipeline, stage: int, entry: Entry) -> Tensor:
     if stage == pipeline.rank:
         model = pipeline.model
         own = model.get_buffer(entry.name) if entry.is_buffer else model.get_parameter(entry.name)
-        value = own.detach().to(pipeline.device).contiguous()
+        value = whole(own.detach()).to(pipeline.device).contiguous()
     else:
         value = torch.empty(entry.shape, dtype=entry.dtype, device=pipeline.device)
     if value.numel():

@@ -1,13 +1,14 @@
 """Checkpoint IO: every stage writes and reads its own part of a plain Hugging Face folder."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from colossalai.checkpoint_io import CheckpointIO
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -15,8 +16,9 @@ from pipeshard.checkpoint.beside import new_file, together
 from pipeshard.checkpoint.load import load_weights
 from pipeshard.checkpoint.lora import save_lora
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
-from pipeshard.checkpoint.save import FolderSave, save_file_of_stages
+from pipeshard.checkpoint.save import FolderSave, owned, save_file_of_stages
 from pipeshard.errors import CheckpointError
+from pipeshard.grid import Grid
 from pipeshard.pipeline import PipelineModel
 from pipeshard.stage_manager import PipelineStageManager
 
@@ -28,10 +30,11 @@ class PipelineCheckpointIO(CheckpointIO):
     when the call returns, unless `use_async=True`; what was there before stays whole until then.
     """
 
-    def __init__(self, stage_manager: PipelineStageManager) -> None:
+    def __init__(self, stage_manager: PipelineStageManager, grid: Grid) -> None:
         super().__init__()
-        self.manager = stage_manager
-        self.pending: FolderSave | None = None
+        self.manager, self.grid = stage_manager, grid
+        self.pending: FolderSave | None = None  # what this rank writes of a save in the background
+        self.saving = False  # whether there is one
 
     def save_model(
         self,
@@ -62,35 +65,56 @@ class PipelineCheckpointIO(CheckpointIO):
         if not shard:
             if use_async:
                 raise CheckpointError("use_async=True saves a folder: pass shard=True with it")
-            save_file_of_stages(boosted, Path(checkpoint))
+            with self._leading(boosted) as (leads, tensors):
+                if leads:
+                    save_file_of_stages(boosted, tensors, Path(checkpoint))
             return
         self.save_folder(boosted, Path(checkpoint), size_per_shard, use_async)
 
     def save_folder(self, model: nn.Module, folder: Path, size_per_shard: int = 1024, use_async: bool = False) -> None:
         """`save_model` with `shard=True`, also of a model with adapters, which `load_model` reads."""
-        save = FolderSave.plan(boosted_model(model), folder, size_per_shard, snapshot=use_async)
+        with self._leading(boosted_model(model)) as (leads, tensors):
+            self.saving = use_async
+            if leads:
+                self._save_folder(boosted_model(model), tensors, folder, size_per_shard, use_async)
+
+    def _save_folder(
+        self, boosted: PipelineModel, tensors: dict[str, Tensor], folder: Path, size_per_shard: int, use_async: bool
+    ) -> None:
+        """By the ranks of one pipeline."""
+        group = boosted.pipeline.group
+        save = FolderSave.plan(boosted, tensors, folder, size_per_shard, snapshot=use_async)
         if use_async:
             self.pending = save
             save.start()
             return
         try:
-            with together(self._group()):
+            with together(group):
                 save.write()
-            with together(self._group()):
+            with together(group):
                 if self.manager.is_first_stage(ignore_chunk=True):
                     save.commit()
         except CheckpointError:
             save.abandon()
             raise
 
+    @contextmanager
+    def _leading(self, boosted: PipelineModel) -> Iterator[tuple[bool, dict[str, Tensor]]]:
+        """What this stage saves, and whether it is for this rank to do: that of the first replica and slice does, for
+        which all others wait, and then fail where it has failed."""
+        with together(self.grid.world):
+            tensors = owned(boosted)
+        with together(self.grid.world):
+            yield self.grid.leads, tensors
+
     def wait(self) -> None:
         """Until the save in the background is on disk; raises CheckpointError on every rank if it failed."""
-        save, self.pending = self.pending, None
+        save, self.pending, saving, self.saving = self.pending, None, self.saving, False
         if save is not None and save.thread is not None:
             save.thread.join()
-            with together(self._group()):
-                if save.failed is not None:
-                    raise CheckpointError(f"saving {save.folder} in the background failed: {save.failed}")
+        with together(self.grid.world) if saving else nullcontext():
+            if save is not None and save.failed is not None:
+                raise CheckpointError(f"saving {save.folder} in the background failed: {save.failed}")
 
     def load_model(self, model: nn.Module, checkpoint: str, strict: bool = True, **_: Any) -> nn.Module:
         """Read this stage's tensors from a Hugging Face folder, an index or a file, in place.
@@ -117,12 +141,12 @@ class PipelineCheckpointIO(CheckpointIO):
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
         """Write the scheduler's state, which all ranks share, once."""
-        with new_file(Path(checkpoint), self._group()) as folder:
-            if self.manager.is_first_stage(ignore_chunk=True):
+        with new_file(Path(checkpoint), self.grid.world) as folder:
+            if self.grid.first:
                 torch.save(lr_scheduler.state_dict(), folder / Path(checkpoint).name)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
-        with together(self._group()):
+        with together(self.grid.world):
             try:
                 state = torch.load(checkpoint, weights_only=True)
                 if not isinstance(state, dict) or "last_epoch" not in state:
@@ -152,10 +176,6 @@ class PipelineCheckpointIO(CheckpointIO):
 
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: str, *_: Any, **__: Any) -> None:
         save_lora(model, checkpoint)
-
-    def _group(self) -> dist.ProcessGroup:
-        group: Any = self.manager.get_p2p_process_group()
-        return group
 
 
 def _refuse_prefix(prefix: str | None) -> None:

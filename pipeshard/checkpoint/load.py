@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from pipeshard.errors import CheckpointError, listed
 from pipeshard.model.sharder import is_released
 from pipeshard.model.ties import first_names
 from pipeshard.pipeline import PipelineModel
+from pipeshard.runtime.weights import Weight
 
 logger = logging.getLogger("pipeshard")
 
@@ -29,12 +31,12 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
     by the plugin's `init_weights`, with a warning, as `from_pretrained` does.
     """
     pipeline, model = boosted.pipeline, boosted.unwrap()
-    with together(pipeline.group):
+    with together(pipeline.grid.world):
         source = Source(path, model)
-        plan = _Plan(model, source)
+        plan = _Plan(model, source, pipeline.holdings.weights)
         plan.refuse(lists=strict and not draw_missing)
-    with together(pipeline.group):
-        plan.fill(show=pipeline.rank == 0)
+    with together(pipeline.grid.world):
+        plan.fill(show=pipeline.grid.first)
     pipeline.blank -= plan.given
     if draw_missing:
         _draw(boosted, plan)
@@ -46,8 +48,8 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
 class _Plan:
     """What of a checkpoint becomes what of the whole model, known without reading it."""
 
-    def __init__(self, model: nn.Module, source: Source) -> None:
-        self.model, self.source = model, source
+    def __init__(self, model: nn.Module, source: Source, weights: Mapping[nn.Parameter, Weight]) -> None:
+        self.model, self.source, self.weights = model, source, weights
         state = model.state_dict()  # released tensors have kept their shapes
         self.shapes = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
         self.first = first_names(model)
@@ -105,7 +107,7 @@ class _Plan:
                 for name in list(made):
                     target = tensors.get(self.first.get(name, name))
                     if target is not None:
-                        _assign(target, made.pop(name))
+                        self._assign(target, made.pop(name))
                         bar.update(target.nbytes)
 
     def _of_stage(self) -> list[tuple[Piece, dict[str, Tensor]]]:
@@ -119,16 +121,17 @@ class _Plan:
         by_key = {piece.sources[0][0]: (piece, tensors) for piece, tensors in needed.values()}
         return [by_key[key] for key in self.source.ordered(by_key)]
 
-
-@torch.no_grad()
-def _assign(target: Tensor, value: Tensor) -> None:
-    """A parameter takes over memory that holds nothing else, so that it is there once."""
-    if not isinstance(target, nn.Parameter):
-        target.copy_(value)
-        return
-    value = value.to(target.device, target.dtype).contiguous()
-    alone = value.untyped_storage().nbytes() == value.nbytes
-    target.data = value if alone else value.clone()
+    @torch.no_grad()
+    def _assign(self, target: Tensor, value: Tensor) -> None:
+        """A parameter takes over memory that holds nothing else, so that it is there once."""
+        if not isinstance(target, nn.Parameter):
+            target.copy_(value)
+        elif not self.weights[target].plain:
+            self.weights[target].set(value.to(target.device))
+        else:
+            value = value.to(target.device, target.dtype).contiguous()
+            alone = value.untyped_storage().nbytes() == value.nbytes
+            target.data = value if alone else value.clone()
 
 
 def _draw(boosted: PipelineModel, plan: _Plan) -> None:
@@ -141,7 +144,7 @@ def _draw(boosted: PipelineModel, plan: _Plan) -> None:
         (lost, "lacks, so that they are drawn at random: train them before use"),
         (unused, "has unused"),
     ):
-        if names and pipeline.rank == 0:
+        if names and pipeline.grid.first:
             some = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
             logger.warning(
                 "%s of %s: %d tensors it %s: %s", plan.source.path, type(model).__name__, len(names), what, some

@@ -14,6 +14,7 @@ from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.model.ties import first_names
 from pipeshard.pipeline import Pipeline, PipelineModel
 from pipeshard.runtime.agreement import gather_objects
+from pipeshard.runtime.local import whole
 
 CONFIG = "adapter_config.json"
 
@@ -89,16 +90,20 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
         )
     first = min(module.peft_config, key=lambda name: name != "default")
     mark = CONFIG if first == "default" else f"{first}/{CONFIG}"  # peft keeps adapters of other names in folders
-    with new_folder(Path(checkpoint), model.pipeline.group, mark) as folder:
-        state = _gathered(module, model.pipeline)
-        with together(model.pipeline.group):
-            if model.pipeline.rank == 0:
-                module.save_pretrained(str(folder), state_dict=state)
+    grid = model.pipeline.grid
+    with together(grid.world):
+        whole_state = {name: whole(tensor) for name, tensor in nn.Module.state_dict(module).items()}
+    with together(grid.world):
+        if grid.leads:
+            with new_folder(Path(checkpoint), model.pipeline.group, mark) as folder:
+                state = _gathered(module, whole_state, model.pipeline)
+                with together(model.pipeline.group):
+                    if model.pipeline.rank == 0:
+                        module.save_pretrained(str(folder), state_dict=state)
 
 
-def _gathered(module: PeftModel, pipeline: Pipeline) -> dict[str, Tensor]:
-    """The model's state, in which the first stage has the values of what peft saves, wherever they are."""
-    state: dict[str, Tensor] = nn.Module.state_dict(module)
+def _gathered(module: PeftModel, state: dict[str, Tensor], pipeline: Pipeline) -> dict[str, Tensor]:
+    """The model's state, in which the first stage gets the values of what peft saves, wherever they are."""
     saved: list[str] = []
     with together(pipeline.group):
         if pipeline.rank == 0:  # alone: peft may ask the hub whether the vocabulary has grown

@@ -15,10 +15,13 @@ from torch.optim import Optimizer
 from pipeshard.checkpoint.beside import existing, new_file, new_folder, together
 from pipeshard.errors import CheckpointError, listed
 from pipeshard.runtime.agreement import gather_objects
+from pipeshard.runtime.local import like, local, slice_like, whole
 from pipeshard.runtime.optimizer import PipelineOptimizer
+from pipeshard.runtime.weights import Weight
 
 DESCRIPTION = "optimizer.pt"  # beside it are the tensors, in the files of torch.distributed.checkpoint
 FORMAT = "pipeshard optimizer 1"
+VALUE = "pipeshard.value"  # among the states of a parameter: itself, in full precision
 
 # "format"; "parameters": name -> meta tensor; "param_groups": options and names ("params"); "state": name -> key ->
 # value. In a description the tensors of "state" are on meta, too.
@@ -39,7 +42,10 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
         _check_readable(_on_meta(content))
     description, owners = _merged(gather_objects(_on_meta(content), boosted.group))
     rank = boosted.group.rank()
-    owned = _tensors({name: values for name, values in content["state"].items() if owners[name] == rank})
+    state = {name: {k: v if shard else whole(v) for k, v in vs.items()} for name, vs in content["state"].items()}
+    owned = _tensors(
+        {n: vs for n, vs in state.items() if owners[n] == rank or (shard and _has_slice(boosted, n, owners[n]))}
+    )
     if shard:
         with new_folder(target, boosted.group, mark=DESCRIPTION) as folder:
             save(_flat(owned), checkpoint_id=folder, process_group=boosted.group)
@@ -110,17 +116,46 @@ def _content(optimizer: PipelineOptimizer) -> Content:
     ]
     return {
         "format": FORMAT,
-        "parameters": {name: parameter.detach() for _, name, parameter in named},
+        "parameters": {name: _like(parameter.detach(), optimizer.weights[name]) for _, name, parameter in named},
         "param_groups": groups,
-        "state": {names[number]: values for number, values in packed["state"].items() if number in names},
+        "state": {
+            name: values for number, name in names.items() if (values := _state(optimizer, number, name, packed))
+        },
     }
+
+
+def _state(optimizer: PipelineOptimizer, number: int, name: str, packed: Content) -> dict[str, Any]:
+    """What the optimizer keeps of a parameter, and its value in full precision, where the model has it in less."""
+    weight = optimizer.weights[name]
+    values = dict(packed["state"].get(number, {}))
+    if weight.master is not None and weight.master.dtype != weight.parameter.dtype:
+        values[VALUE] = weight.master.detach()
+    return {key: _like(value, weight) for key, value in values.items()}
+
+
+def _like(value: Any, weight: Weight) -> Any:
+    """A state of this rank's slice of a parameter as the slice of a state that it is."""
+    if isinstance(value, Tensor) and value.shape == local(weight.parameter).shape:
+        return like(value, weight.parameter)
+    return value
+
+
+def _has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
+    """Whether this rank has a slice of what the rank `owner` has one of, that no other rank has."""
+    grid, parameter = optimizer.grid, optimizer.weights[name].parameter
+    at, first = grid.mesh.coordinate(), grid.mesh.unravel(owner, grid.mesh.shape)
+    assert isinstance(at, tuple)
+    return all(a == b or grid.divides(parameter, axis) for axis, (a, b) in enumerate(zip(at, first, strict=True)))
 
 
 def _on_meta(content: Content) -> Content:
     """The same without values of tensors: what the ranks tell each other, and what a folder's description has."""
 
     def meta(values: dict[str, Any]) -> dict[str, Any]:
-        return {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in values.items()}
+        return {
+            k: torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, Tensor) else v
+            for k, v in values.items()
+        }
 
     state = {name: meta(values) for name, values in content["state"].items()}
     return content | {"parameters": meta(content["parameters"]), "state": state}
@@ -217,15 +252,20 @@ def _problems(saved: Content, present: Content) -> Iterator[str]:
 
 
 def _states(optimizer: PipelineOptimizer, source: Path, content: Content, names: Any) -> dict[str, dict[str, Any]]:
-    """The saved states of these parameters; the tensors are no views of a file."""
+    """The saved states of these parameters, or of this rank's slices; the tensors are no views of a file."""
 
-    def read(value: Any) -> Any:
+    def read(value: Any, parameter: nn.Parameter) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return torch.empty_like(value, device="cpu") if value.is_meta else value.clone()
+        sliced = value.shape == parameter.shape and local(parameter) is not parameter
+        if not value.is_meta:
+            return slice_like(value, parameter).clone() if sliced else value.clone()
+        shape = local(parameter).shape if sliced else value.shape
+        empty = torch.empty(shape, dtype=value.dtype, device=parameter.device if sliced else "cpu")
+        return like(empty, parameter) if sliced else empty
 
     states = {
-        name: {key: read(value) for key, value in values.items()}
+        name: {key: read(value, optimizer.weights[name].parameter) for key, value in values.items()}
         for name, values in content["state"].items()
         if name in names
     }
@@ -236,10 +276,17 @@ def _states(optimizer: PipelineOptimizer, source: Path, content: Content, names:
         except CheckpointException as error:
             reasons = "; ".join(f"{type(failure).__name__}: {failure}" for failure, _ in error.failures.values())
             raise CheckpointError(f"{source} is damaged: {reasons}") from error
-    return states
+    return {
+        name: {key: local(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+        for name, values in states.items()
+    }
 
 
 def _restore(optimizer: PipelineOptimizer, content: Content, states: dict[str, dict[str, Any]]) -> None:
+    for name, values in states.items():
+        if VALUE in values:
+            optimizer.weights[name].set_part(values.pop(VALUE))
+    states = {name: values for name, values in states.items() if values}
     packed = optimizer.optim.state_dict()
     numbered = list(_numbered(optimizer, packed))
     groups = [

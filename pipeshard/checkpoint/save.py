@@ -24,6 +24,7 @@ from pipeshard.errors import CheckpointError
 from pipeshard.model.ties import first_names
 from pipeshard.pipeline import PipelineModel
 from pipeshard.runtime.agreement import gather_objects
+from pipeshard.runtime.local import whole
 
 logger = logging.getLogger("pipeshard")
 
@@ -33,12 +34,15 @@ PATIENCE = 1800.0  # seconds the first stage waits in the background for the oth
 
 
 def owned(model: PipelineModel) -> dict[str, Tensor]:
-    """What this stage saves, by the names of the model: of what several stages hold, the first one's."""
+    """What this stage saves, by the names of the model: of what several stages hold, the first one's.
+
+    All ranks call it: what is sliced is gathered from the ranks that have the slices.
+    """
     module, policy = model.unwrap(), model.pipeline.policy
     state, saved = module.state_dict(), saved_names(module)
     own = {first: saved[first] for first in sorted(policy.held[policy.stage])}
     own |= {name: name for name in sorted(state.keys() - first_names(module).keys())}  # buffers
-    return {name: state[first].detach() for first, name in own.items() if policy.owner(first) == policy.stage}
+    return {name: whole(state[first].detach()) for first, name in own.items() if policy.owner(first) == policy.stage}
 
 
 @dataclass
@@ -62,12 +66,15 @@ class FolderSave:
     thread: threading.Thread | None = field(default=None, repr=False)
 
     @classmethod
-    def plan(cls, boosted: PipelineModel, folder: Path, size_per_shard: int, snapshot: bool) -> "FolderSave":
+    def plan(
+        cls, boosted: PipelineModel, owned: dict[str, Tensor], folder: Path, size_per_shard: int, snapshot: bool
+    ) -> "FolderSave":
+        """By the ranks of one pipeline, of what each of them has `owned`."""
         pipeline, module = boosted.pipeline, boosted.unwrap()
         with together(pipeline.group):
             if folder.is_file():
                 raise CheckpointError(f"{folder} is a file, but shard=True writes a folder")
-            state = {name: _ready(tensor, snapshot) for name, tensor in revert(module, owned(boosted)).items()}
+            state = {name: _ready(tensor, snapshot) for name, tensor in revert(module, owned).items()}
             split = split_torch_state_dict_into_shards(state, max_shard_size=size_per_shard * 1000**2)
             own = [names for names in split.filename_to_tensors.values() if names]
             if pipeline.rank == 0:
@@ -188,7 +195,7 @@ class FolderSave:
                 yield path
 
 
-def save_file_of_stages(boosted: PipelineModel, target: Path) -> None:
+def save_file_of_stages(boosted: PipelineModel, owned: dict[str, Tensor], target: Path) -> None:
     """One safetensors file: each stage writes a part beside it, which the first joins byte by byte."""
     pipeline, module = boosted.pipeline, boosted.unwrap()
     parts = [target.with_name(f".{target.name}.stage{stage}") for stage in range(pipeline.num_stages)]
@@ -197,9 +204,7 @@ def save_file_of_stages(boosted: PipelineModel, target: Path) -> None:
             if target.is_dir():
                 raise CheckpointError(f"{target} is a folder, but shard=False writes a file: pass shard=True")
             target.parent.mkdir(parents=True, exist_ok=True)
-            state = {
-                name: _ready(tensor, False).contiguous() for name, tensor in revert(module, owned(boosted)).items()
-            }
+            state = {name: _ready(tensor, False).contiguous() for name, tensor in revert(module, owned).items()}
             save_file(state, parts[pipeline.rank])
         with together(pipeline.group):
             if pipeline.rank == 0:

@@ -48,27 +48,28 @@ def save_training_state(
     a `directory` that holds a later step, which would be taken for the newest.
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
-    with together(pipeline.group):
+    with together(pipeline.grid.world):
         _check_loader(dataloader)
         _check_step(parent, step, keep)
     _same(step, pipeline, "step")
-    if pipeline.rank == 0:
+    if pipeline.grid.first:
         _remove_leftovers(parent)
-    with new_folder(_folder(parent, step), pipeline.group, mark=MANIFEST) as folder:
-        PipelineCheckpointIO(pipeline.plugin.stage_manager).save_folder(model, folder / MODEL)
+    with new_folder(_folder(parent, step), pipeline.grid.world, mark=MANIFEST) as folder:
+        PipelineCheckpointIO(pipeline.plugin.stage_manager, pipeline.grid).save_folder(model, folder / MODEL)
         if optimizer is not None:
             save_optimizer(optimizer, folder / OPTIMIZER, shard=True)
-        if pipeline.rank == 0:
+        if pipeline.grid.first:
             rest = {
                 "steps": pipeline.steps,
                 "random": _random_state(),
+                "loss_scale": None if pipeline.plugin.scaling is None else pipeline.plugin.scaling.state_dict(),
                 "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
                 "dataloader": None if dataloader is None else dataloader.state_dict(),
             }
             torch.save(rest, folder / REST)
             _write_manifest(folder, step, pipeline.num_stages)
-    with together(pipeline.group):
-        if pipeline.rank == 0:
+    with together(pipeline.grid.world):
+        if pipeline.grid.first:
             for old in sorted(_saved(parent))[:-keep]:
                 _remove(_folder(parent, old))
 
@@ -90,15 +91,15 @@ def load_training_state(
     does not fit.
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
-    with together(pipeline.group):
+    with together(pipeline.grid.world):
         _check_loader(dataloader)
         chosen = _choose(parent, step)
     _same(chosen, pipeline, "newest step")
-    if step is None and pipeline.rank == 0:
+    if step is None and pipeline.grid.first:
         for path, flaw in _incomplete(parent):
             logger.warning("%s is not complete (%s): going on from step %d", path, flaw, chosen)
     folder = existing(_folder(parent, chosen))
-    with together(pipeline.group):
+    with together(pipeline.grid.world):
         rest = torch.load(folder / REST, weights_only=True)
         missing = [
             name
@@ -113,13 +114,15 @@ def load_training_state(
             raise CheckpointError(f"{folder} was saved without {', '.join(missing)}: load it without, too")
         if dataloader is not None:
             dataloader.load_state_dict(rest["dataloader"])
-    PipelineCheckpointIO(pipeline.plugin.stage_manager).load_model(model, str(folder / MODEL))
+    PipelineCheckpointIO(pipeline.plugin.stage_manager, pipeline.grid).load_model(model, str(folder / MODEL))
     if optimizer is not None:
         load_optimizer(optimizer, folder / OPTIMIZER)
-    with together(pipeline.group):
+    with together(pipeline.grid.world):
         if lr_scheduler is not None:
             lr_scheduler.load_state_dict(rest["lr_scheduler"])
         pipeline.steps = rest["steps"]
+        if pipeline.plugin.scaling is not None and rest.get("loss_scale"):
+            pipeline.plugin.scaling.load_state_dict(rest["loss_scale"])
         _set_random_state(rest["random"])
     return chosen
 
@@ -146,7 +149,7 @@ def _check_step(parent: Path, step: int, keep: int) -> None:
 
 
 def _same(value: int, pipeline: Pipeline, what: str) -> None:
-    values = gather_objects(value, pipeline.group)
+    values = gather_objects(value, pipeline.grid.world)
     if len(set(values)) > 1:
         raise CheckpointError(
             f"the {what} is {values} on the stages: it has to be one, and the directory one that all of them see"

@@ -1,6 +1,7 @@
 """FSDP: the held units of a stage, each divided among the replicas by torch's fully_shard."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -114,3 +115,40 @@ def _sharing(units: Mapping[str, nn.Module]) -> list[list[str]]:
             names, parameters = group[0] + names, group[1] | parameters
         groups.append((names, parameters))
     return [names for names, _ in groups]
+
+
+@contextmanager
+def own_classes(model: nn.Module) -> Iterator[None]:
+    """Inside, sharded modules are of the class that they were of, which can be copied."""
+    sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    for module, kind in sharded:
+        module.__class__ = kind.__mro__[2]
+    try:
+        yield
+    finally:
+        for module, kind in sharded:
+            module.__class__ = kind
+
+
+def additions(module: nn.Module) -> Iterator[Any]:
+    """What fully_shard has put on a module, which is not to be copied with it."""
+    for key, value in module.__dict__.items():
+        if key.startswith("__composable_api_state_key"):
+            yield value
+        elif key.endswith("_hooks") and isinstance(value, dict):
+            yield from filter(_is_torchs, value.values())
+
+
+def remove_additions(module: nn.Module) -> None:
+    """Make a copy of a sharded module an ordinary one."""
+    for key, value in list(module.__dict__.items()):
+        if key.startswith("__composable_api_state_key") or key in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            del module.__dict__[key]
+        elif key.endswith("_hooks") and isinstance(value, dict):
+            for handle in [handle for handle, hook in value.items() if _is_torchs(hook)]:
+                del value[handle]
+
+
+def _is_torchs(hook: Any) -> bool:
+    function = getattr(hook, "hook", hook)
+    return str(getattr(function, "__module__", "")).startswith("torch.distributed.fsdp")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.grid import DP, TP, Grid
+from pipeshard.model.materialize import InitWeights, initialize
 from pipeshard.model.policy import Policy
 from pipeshard.model.sharder import is_released
 from pipeshard.model.slicing import Slicing
@@ -49,6 +50,26 @@ class Holdings:
         self.weights = self._weights(before, full)
         sliced = [parameter for parameter in self.held.values() if grid.divides(parameter, TP)]
         self.sync = GradientSync(self._sharings(self._added_along), sliced, self.sharded)
+
+    def draw(self, names: Sequence[str], rule: InitWeights, seed: int) -> None:
+        """Give those of these parameters that are held what `rule` draws."""
+        shaped = [self.weights[self.held[name]] for name in names if name in self.held]
+        with kept_tied(self.model):  # whole and in full precision, as they would be drawn without all this
+            for weight in shaped:
+                if not weight.plain:
+                    whole = torch.empty(weight.parameter.shape, device=weight.parameter.device)
+                    self._put(weight.name, nn.Parameter(whole, weight.parameter.requires_grad))
+        initialize(self.model, [weight.name for weight in shaped], {}, rule, seed)
+        drawn = {weight.name: self.model.get_parameter(weight.name) for weight in shaped if not weight.plain}
+        with kept_tied(self.model):
+            for weight in shaped:
+                if weight.name in drawn:
+                    weight.set(drawn[weight.name].detach())
+                    self._put(weight.name, weight.parameter)
+
+    def _put(self, name: str, parameter: nn.Parameter) -> None:
+        path, _, key = name.rpartition(".")
+        self.model.get_submodule(path)._parameters[key] = parameter
 
     def _share_values(self) -> None:
         for sharing in self._sharings(lambda name: (DP, TP)):

@@ -27,7 +27,7 @@ class PipelineOptimizer(OptimizerWrapper):
 
     Attributes:
         names: what the optimizer trains, and the names of the model's parameters that it stands for.
-        weights: all weights that it updates, by the optimizers of all replicas together.
+        weights: by name, all that the optimizers of the replicas update together.
     """
 
     def __init__(
@@ -43,20 +43,20 @@ class PipelineOptimizer(OptimizerWrapper):
         self.sync, self.grid, self.max_norm, self.scaling = holdings.sync, grid, max_norm, scaling
         weights = holdings.weights
         given = dict.fromkeys(p for param_group in optim.param_groups for p in param_group["params"])
-        self.weights = list(dict.fromkeys(weights[p] for p in given if p in weights))
-        self.owners = assign(self.weights, grid.dp_size) if zero and grid.dp_size > 1 else {}
+        self.weights = {weights[p].name: weights[p] for p in given if p in weights}
+        self.owners = assign(self.weights.values(), grid.dp_size) if zero and grid.dp_size > 1 else {}
         own = {p: w for p, w in weights.items() if self.owners.get(w.name, grid.replica) == grid.replica}
         for param_group in optim.param_groups:  # a group may become empty; schedulers count on its place
             param_group["params"] = [own[p].trained() for p in param_group["params"] if p in own]
         self.names = {
-            w.trained(): w.name for w in self.weights if self.owners.get(w.name, grid.replica) == grid.replica
+            w.trained(): w.name for w in self.weights.values() if self.owners.get(w.name, grid.replica) == grid.replica
         }
         for parameter in [p for p in optim.state if isinstance(p, nn.Parameter)]:
             state = optim.state.pop(parameter)
             if parameter in own:
                 sliced = {k: _sliced(v, parameter, own[parameter].parameter) for k, v in state.items()}
                 optim.state[own[parameter].trained()] = sliced
-        self._holders = {weight.parameter: weight.holders for weight in self.weights}
+        self._holders = {weight.parameter: weight.holders for weight in self.weights.values()}
         self._norm: Tensor | None = None
         self._scaled = scaling is not None
 
@@ -77,13 +77,13 @@ class PipelineOptimizer(OptimizerWrapper):
             self.scaling.update(overflow)
             if overflow:
                 return None
-        for weight in self.weights:
+        for weight in self.weights.values():
             weight.give_gradient()
         result = self.optim.step(*args, **kwargs)
-        for weight in self.weights:
+        for weight in self.weights.values():
             weight.take_value()
         if self.owners:
-            share_updates(self.weights, self.owners, self.grid.replicas)
+            share_updates(self.weights.values(), self.owners, self.grid.replicas)
         return result
 
     def forget_norm(self) -> None:
@@ -96,7 +96,7 @@ class PipelineOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.sync.reset()
         self.optim.zero_grad(set_to_none)
-        for weight in self.weights:
+        for weight in self.weights.values():
             weight.zero_grad(set_to_none)
 
     def clip_grad_by_norm(

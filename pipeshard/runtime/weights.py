@@ -1,6 +1,6 @@
 """Weights: what an optimizer trains in the place of a stage's parameters."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,11 @@ class Weight:
             self.master, self.full = nn.Parameter(value, requires_grad=self.parameter.requires_grad), None
         return self.master
 
+    @property
+    def plain(self) -> bool:
+        """Whether the parameter is all there is."""
+        return self.master is None and self.full is None and not isinstance(self.parameter, DTensor)
+
     def give_gradient(self) -> None:
         if self.master is not None:
             self.master.grad = local_grad(self.parameter)
@@ -43,7 +48,11 @@ class Weight:
     @torch.no_grad()
     def set(self, value: Tensor) -> None:
         """Load the whole tensor `value`."""
-        part = slice_like(value, self.parameter)
+        self.set_part(slice_like(value, self.parameter))
+
+    @torch.no_grad()
+    def set_part(self, part: Tensor) -> None:
+        """Load this rank's part of it."""
         local(self.parameter).copy_(part)
         for precise in (self.master, self.full):
             if precise is not None:
@@ -58,7 +67,7 @@ class Weight:
             self.master.grad = None
 
 
-def assign(weights: Sequence[Weight], replicas: int) -> dict[str, int]:
+def assign(weights: Iterable[Weight], replicas: int) -> dict[str, int]:
     """The replica that keeps the optimizer's state of each weight, so that each has about as much: the largest first,
     each to the one that has least (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054, by whole parameters)."""
     load, owners = [0] * replicas, {}

@@ -1,0 +1,107 @@
+"""Layouts: what one arrangement of ranks has saved, another one goes on with."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from pipeshard import load_training_state, save_training_state, to_sequential
+from tests import zoo
+from tests.pool import Pool
+from tests.test_data_parallel import part
+from tests.unsplit import Split, Unsplit, parameter_error
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and arguments of the plugin
+    "one": (1, {"pp_size": 1}),
+    "stages": (2, {"pp_size": 2}),
+    "replicas": (4, {"pp_size": 2}),
+    "zero": (4, {"pp_size": 2, "zero_stage": 1}),
+    "fsdp": (4, {"pp_size": 2, "fsdp": True}),
+    "slices": (4, {"pp_size": 2, "tp_size": 2}),
+    "wide": (2, {"pp_size": 1, "fsdp": True}),
+}
+
+
+def run(layout: str, folder: str, first: int, steps: int, precision: str = "fp32") -> float:
+    """Go on from `folder`, if `first` is not 0, for some steps, and save there; the error against one process."""
+    torch.manual_seed(0)
+    model = zoo.build("llama-tied")
+    unsplit = Unsplit(copy.deepcopy(model))
+    options = dict(LAYOUTS[layout][1])
+    split = Split(
+        model, options.pop("pp_size"), zoo.batch("llama-tied"), num_microbatches=2, precision=precision, **options
+    )
+    grid = split.plugin.grid
+    if first:
+        assert load_training_state(folder, split.model, split.optimizer) == first
+    for step in range(first + steps):
+        data = zoo.batch("llama-tied", seed=step)
+        unsplit.backward(data)
+        unsplit.step()
+        if step >= first:
+            split.backward(part(data, grid.replica, [8 // grid.dp_size] * grid.dp_size))
+            split.step()
+    save_training_state(folder, first + steps, split.model, split.optimizer)
+    split.booster.save_model(split.model, f"{folder}/weights", shard=True)
+    split.booster.save_optimizer(split.optimizer, f"{folder}/optimizer.pt")
+    split.booster.load_optimizer(split.optimizer, f"{folder}/optimizer.pt")
+    whole: Any = to_sequential(split.model)
+    assert type(whole) is type(unsplit.model) and type(whole.lm_head).__name__ == "Linear"
+    plain = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/weights", dtype="auto")
+    for (name, p), q in zip(whole.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    if precision == "fp32":
+        expected, got = unsplit.model(**zoo.batch("llama-tied")).loss, whole(**zoo.batch("llama-tied")).loss
+        assert float(got.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
+    return parameter_error(split, unsplit.model)
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ("replicas", "stages", "zero"),
+        ("zero", "fsdp", "replicas"),
+        ("fsdp", "slices", "one"),
+        ("slices", "wide", "slices"),
+        ("one", "fsdp", "stages"),
+    ],
+    ids="-".join,
+)
+def test_a_run_goes_on_in_another_layout(pool: Pool, tmp_path: Path, layouts: tuple[str, ...]) -> None:
+    for k, layout in enumerate(layouts):
+        errors = pool.run(run, LAYOUTS[layout][0], layout, str(tmp_path), 2 * k, 2)
+        assert max(errors) < 2e-5, (layout, errors)
+
+
+def lowered(layout: str, folder: str, interrupted: bool) -> list[torch.Tensor]:
+    """The fp32 values after four bf16 steps, with or without a save and a load amid them."""
+    options = dict(LAYOUTS[layout][1])
+    p = options.pop("pp_size")
+
+    def fresh() -> Split:
+        return Split(zoo.build("gpt2"), p, zoo.batch("gpt2"), num_microbatches=2, precision="bf16", **options)
+
+    split = fresh()
+    for step in range(4):
+        grid = split.plugin.grid
+        split.backward(part(zoo.batch("gpt2", seed=step), grid.replica, [8 // grid.dp_size] * grid.dp_size))
+        split.step()
+        if step == 1 and interrupted:
+            save_training_state(folder, 2, split.model, split.optimizer)
+            split = fresh()
+            load_training_state(folder, split.model, split.optimizer)
+    return [q.detach().clone() for group in split.optimizer.param_groups for q in group["params"]]
+
+
+@pytest.mark.parametrize("layout", ["stages", "zero"])
+def test_values_in_full_precision_are_saved(pool: Pool, tmp_path: Path, layout: str) -> None:
+    world = LAYOUTS[layout][0]
+    for straight, resumed in zip(
+        pool.run(lowered, world, layout, str(tmp_path), False), pool.run(lowered, world, layout, str(tmp_path), True)
+    ):
+        assert straight and all(torch.equal(a, b) and a.dtype is torch.float32 for a, b in zip(straight, resumed))
