@@ -9,6 +9,7 @@
 #               where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6
 # make bench    measures speed beside other pipelines (ROUNDS rounds; they get environments of their own) and memory, and
 #               writes docs/benchmarks.md; PART=work measures one part of: work overhead lengths memory partition replay
+# make curves  fine-tunes SmolLM2 for 100 steps by one process and by 2 replicas of 2 stages, and draws docs/curves.svg
 # make clean    removes outputs and caches; .venv and .venv-4.57 stay
 
 PYTHON       ?= python3
@@ -34,7 +35,7 @@ EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint exact parity parity-4.57 bench clean $(EXAMPLES)
+.PHONY: help setup setup-peers train examples test lint exact parity parity-4.57 bench curves clean $(EXAMPLES)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -110,6 +111,9 @@ parity: setup
 
 parity-4.57: $(OLD)/installed
 	@$(OLD)/bin/python -W ignore -m tests.parity --output docs/parity-4.57.md --at-least 0.95 $(if $(RESUME),--resume)
+
+curves: setup
+	@$(BIN)/python -W ignore -m benchmarks.curves
 
 bench: setup setup-peers
 	@$(BIN)/python -W ignore -m benchmarks.speed --rounds $(ROUNDS) --part $(PART)

@@ -32,8 +32,8 @@ def main(args: argparse.Namespace, run: Run) -> int:
 
 
 def processes(args: argparse.Namespace) -> int:
-    """The size of the world: a process for each stage."""
-    return int(args.pp)
+    """The size of the world: a process for each stage of each replica."""
+    return int(args.pp * args.dp)
 
 
 def flags(description: str, steps: int, batch_size: int, lr: float) -> argparse.ArgumentParser:
@@ -43,6 +43,7 @@ def flags(description: str, steps: int, batch_size: int, lr: float) -> argparse.
     add = parser.add_argument
     add("--steps", type=count, default=steps, help="optimizer steps")
     add("--pp", type=count, default=2, help="pipeline stages, one process each")
+    add("--dp", type=count, default=1, help="replicas of the pipeline, each with a batch of its own")
     add("--microbatches", type=count, default=4, help="microbatches that each batch is cut into")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="order of forward and backward passes")
     add("--batch-size", type=count, default=batch_size, help="samples in a batch")

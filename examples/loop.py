@@ -28,6 +28,7 @@ EVALUATIONS = 10  # at most, beside the one before training; short runs are not 
 def make_booster(args: argparse.Namespace) -> Booster:
     plugin = PipelinePlugin(
         pp_size=args.pp,
+        dp_size=args.dp,
         num_microbatches=args.microbatches,
         schedule=args.schedule,
         num_model_chunks=2 if args.schedule == "interleaved" else 1,

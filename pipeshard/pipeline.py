@@ -1,6 +1,7 @@
 """Pipeline: one rank's stages of a boosted model, ready to run steps."""
 
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from colossalai.interface import ModelWrapper
 from torch import Tensor, nn
 
-from pipeshard.errors import BatchError, UsageError
+from pipeshard.errors import BatchError, ConfigurationError, UsageError
 from pipeshard.model.batch import Batch
 from pipeshard.model.doubts import RowDims
 from pipeshard.model.materialize import InitWeights
@@ -71,6 +72,7 @@ class Pipeline:
         costs = measured_costs(str(plugin.partition), model, flow, sample, cut, self.device, self.grid.world)
         where = self.rank, self.num_stages, plugin.partition, scale, self.device
         self.policy = policy(model, flow, *where, placement=placement, costs=costs)
+        self._compare_partitions()
         self.containers = containers(model, self.policy.units)
         replicas = self.grid.replicas if self.grid.dp_size > 1 else None
         self.planner = StepPlanner(model, self.policy, plugin.recompute, replicas)
@@ -191,6 +193,17 @@ class Pipeline:
         if self.plugin.init_weights:
             self.holdings.draw(names, self.plugin.init_weights, self.seed)
             self.blank -= set(names)
+
+    def _compare_partitions(self) -> None:
+        """Refuse replicas that were cut in different ways, since they traced different batches."""
+        mine = zlib.crc32(repr(self.policy.stages).encode())
+        cuts = gather(torch.tensor([mine]), self.grid.world).flatten().tolist()
+        other = next((rank for rank, cut in enumerate(cuts) if cut != cuts[0]), None)
+        if other is not None:
+            raise ConfigurationError(
+                f"the model is cut in other places on {self.grid.place(other)} than on {self.grid.place(0)}: give every "
+                "rank the same model, partition and dry_run_input"
+            )
 
     def _first_seed(self) -> int:
         """That of the first rank's generator: what is drawn must not depend on the rank."""

@@ -1,0 +1,116 @@
+"""Optimizers: any of torch's, with groups, schedulers and frozen parameters, trains as in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from colossalai.booster import Booster
+from torch import nn
+
+from pipeshard import PipelinePlugin
+from pipeshard.errors import ConfigurationError
+from pipeshard.runtime.local import whole
+from tests import zoo
+from tests.pool import Pool
+from tests.test_data_parallel import part
+
+NAME = "llama-tied"
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    "foreach": lambda groups: torch.optim.AdamW(groups, lr=1e-3, foreach=True),
+    "fused": lambda groups: torch.optim.AdamW(groups, lr=1e-3, fused=True),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2),
+    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-2),
+}
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices with weight decay, the rest without."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    decay = [p for p in parameters if p.ndim > 1]
+    return [
+        {"params": decay, "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def trained(kind: str, frozen: str, options: dict[str, Any]) -> float:
+    """The largest error of a parameter after four steps with a schedule, against one process; and norms on the way."""
+    model = zoo.build("llama" if frozen == "model." else NAME, torch.float64)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and name.startswith(frozen)))
+    alone = copy.deepcopy(model)
+    optimizers = [OPTIMIZERS[kind](groups_of(m)) for m in (alone, model)]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5**step) for o in optimizers]
+    plugin = PipelinePlugin(2, 2, dry_run_input=part(zoo.batch(NAME), 0, [4]), **options)
+    booster = Booster(plugin=plugin)
+    boosted, optimizer, _, _, schedules[1] = booster.boost(model, optimizers[1], None, None, schedules[1])
+    grid = plugin.grid
+    for step in range(4):
+        data = zoo.batch(NAME, seed=step)
+        alone(**data).loss.backward()
+        booster.execute_pipeline(
+            iter([part(data, grid.replica, [8 // grid.dp_size] * grid.dp_size)]), boosted, None, optimizer
+        )
+        gradients = [p.grad for p in alone.parameters() if p.grad is not None]
+        for order in (2.0, 1.0, float("inf")):
+            expected = float(nn.utils.get_total_norm(gradients, order))
+            assert optimizer.get_grad_norm(order) == pytest.approx(expected, rel=1e-5), order
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.1, float("inf"))
+        optimizer.clip_grad_by_norm(0.1, float("inf"))
+        for each in (optimizers[0], optimizer, *schedules):
+            each.step()
+        for each in (optimizers[0], optimizer):
+            each.zero_grad()
+    assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in optimizers[0].param_groups]
+    reference, held = dict(alone.named_parameters()), boosted.pipeline.holdings.held
+    return max(float((whole(p) - reference[name]).detach().abs().max()) for name, p in held.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "frozen", "world", "options"),
+    [
+        ("sgd", "", 4, {}),
+        ("foreach", "", 4, {"tp_size": 2}),
+        ("fused", "", 4, {"fsdp": True}),
+        ("adagrad", "", 4, {"zero_stage": 1}),
+        ("adafactor", "", 4, {"zero_stage": 1}),
+        ("foreach", "model.", 4, {}),  # all but the head: the first stage has nothing to train
+        ("sgd", "model.layers.0", 2, {"schedule": "zb-h1"}),
+        ("fused", "model.layers", 4, {"fsdp": True}),
+        ("adagrad", "model.layers", 4, {"tp_size": 2}),
+    ],
+)
+def test_trains_as_in_one_process(pool: Pool, kind: str, frozen: str, world: int, options: dict[str, Any]) -> None:
+    assert max(pool.run(trained, world, kind, frozen, options)) < 1e-6
+
+
+def refused(options: dict[str, Any], name: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        plugin = PipelinePlugin(num_microbatches=2, dry_run_input=zoo.batch(name), **options)
+        model = zoo.build(name)
+        Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters()))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "message"),
+    [
+        ({"pp_size": 1, "zero_stage": 2}, NAME, "zero_stage=2: a pipeline adds up gradients over the microbatches"),
+        ({"pp_size": 1, "zero_stage": 1, "fsdp": True}, NAME, "fsdp=True shards the optimizer's state already"),
+        ({"pp_size": 2, "fsdp": True, "schedule": "zbv"}, NAME, "fsdp=True does not go with schedule='zbv'"),
+        ({"pp_size": 1, "tp_size": 2}, "gpt2", "tp_size=2: GPT2LMHeadModel comes without a tp_plan"),
+        ({"pp_size": 3}, NAME, "pp_size=3 but the world has 2 processes"),
+        ({"pp_size": 1, "dp_size": 3}, NAME, "pp_size=1 and dp_size=3 but the world has 2 processes"),
+        ({"pp_size": 1, "tp_size": 0}, NAME, "tp_size=0: the number of slices of each stage is a positive integer"),
+        ({"pp_size": 2, "precision": "int8"}, NAME, "precision='int8' is unknown"),
+        ({"pp_size": 2, "autocast": True}, NAME, "autocast=True computes in 16 bits"),
+    ],
+)
+def test_what_cannot_work_is_refused(pool: Pool, options: dict[str, Any], name: str, message: str) -> None:
+    for told in pool.run(refused, 2, options, name):
+        assert message in told
