@@ -18,6 +18,7 @@ STEPS        ?= 30
 PP           ?= 2
 MICROBATCHES ?= 4
 SCHEDULE     ?= 1f1b
+DP           ?= 1
 ROUNDS       ?= 9
 PART         ?= work overhead lengths memory partition replay
 
@@ -82,7 +83,7 @@ setup-peers: .venv-deepspeed/installed .venv-colossalai/installed
 	@touch $@
 
 train: setup
-	@$(BIN)/python examples/finetune.py --model '$(MODEL)' --steps $(STEPS) --pp $(PP) \
+	@$(BIN)/python examples/finetune.py --model '$(MODEL)' --steps $(STEPS) --pp $(PP) --dp $(DP) \
 	  --microbatches $(MICROBATCHES) --schedule $(SCHEDULE)
 
 examples: $(EXAMPLES)
@@ -90,7 +91,7 @@ examples: $(EXAMPLES)
 # Each example has a number of steps of its own, unless STEPS is given.
 $(EXAMPLES): example-%: setup
 	@echo "examples: $*"
-	@$(BIN)/python examples/$*.py --pp $(PP) --microbatches $(MICROBATCHES) --schedule $(SCHEDULE) \
+	@$(BIN)/python examples/$*.py --pp $(PP) --dp $(DP) --microbatches $(MICROBATCHES) --schedule $(SCHEDULE) \
 	  $(if $(filter-out file,$(origin STEPS)),--steps $(STEPS))
 
 lint: setup

@@ -246,3 +246,15 @@ def _length(sized: Any) -> int | None:
         return len(sized)
     except TypeError:
         return None
+
+
+def first_samples(dataloader: DataLoader[Any]) -> Any:
+    """What the dataloader would make of its dataset's first samples; nothing of its order or its state is used up."""
+    dataset: Any = getattr(dataloader, "dataset", None)
+    collate = getattr(dataloader, "collate_fn", None)
+    if collate is None or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        return None
+    with torch.random.fork_rng(devices=[]):
+        if getattr(dataloader, "batch_size", None) is None:  # the dataset's entries are batches
+            return collate(dataset[0])
+        return collate([dataset[k] for k in range(min(len(dataset), dataloader.batch_size or 1))])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from colossalai.interface import ModelWrapper
 from torch import Tensor, nn
 
-from pipeshard.errors import BatchError, ConfigurationError, UsageError
+from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.model.batch import Batch
 from pipeshard.model.doubts import RowDims
 from pipeshard.model.materialize import InitWeights
@@ -24,13 +24,14 @@ from pipeshard.model.tracer import Criterion
 from pipeshard.model.units import containers, recomputes
 from pipeshard.model.untouched import without_cache
 from pipeshard.planner.measured import measured_costs
-from pipeshard.runtime.agreement import agree, gather, share_scalar, sum_scalar
+from pipeshard.runtime.agreement import gather, share_scalar, sum_scalar
 from pipeshard.runtime.clock import offsets
 from pipeshard.runtime.deferral import Deferral
 from pipeshard.runtime.holdings import Holdings
 from pipeshard.runtime.interpreter import Interpreter
 from pipeshard.runtime.outputs import Outputs, ReturnOutputs
 from pipeshard.runtime.p2p import make_p2p
+from pipeshard.runtime.reader import Reader
 from pipeshard.runtime.recording import Recording
 from pipeshard.runtime.stage import Stage
 from pipeshard.runtime.step import StepPlanner
@@ -59,16 +60,15 @@ class Pipeline:
         if self.grid.tp_size > 1:
             check_plan(model, self.grid.tp_size)
         self.cached = without_cache(model)  # configs to be given their cache back
-        self.row_dims = RowDims(model, plugin.batch_dims)
-        sample = self.row_dims.settle(sample, criterion) if self._cuts else sample
-        sample = self.precision.of_batch(sample)
+        cut = plugin.num_microbatches, plugin.microbatch_size
+        self.reader = Reader(model, RowDims(model, plugin.batch_dims), cut, self.grid, self.precision)
+        sample = self.reader.settle(sample, criterion)
         with self.precision.seeming(model), self.precision.running():
             flow = trace(model, sample, criterion)
         size = plugin.microbatch_size or max(1, sample.rows // (plugin.num_microbatches or 1))
         scale = next(iter(sample.tensors.values())).numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1])
         policy = plugin.policy or find_policy(model)
         placement = make_program(plugin.schedule, self.num_stages, 1, plugin.num_model_chunks).placement
-        cut = plugin.num_microbatches, plugin.microbatch_size
         costs = measured_costs(str(plugin.partition), model, flow, sample, cut, self.device, self.grid.world)
         where = self.rank, self.num_stages, plugin.partition, scale, self.device
         self.policy = policy(model, flow, *where, placement=placement, costs=costs)
@@ -110,8 +110,7 @@ class Pipeline:
         self._refuse_recomputed_containers()
         self.policy.replace_forward()  # again: checkpointing may have been enabled since
         outputs = Outputs(return_outputs)
-        batch, seed, rows = self._next(data_iter, criterion, (train, outputs.code, self.model.training))
-        first = sum(map(self._num_microbatches, rows[: self.grid.replica]))
+        batch, seed, first = self.reader.next(data_iter, criterion, (train, outputs.code, self.model.training))
         with self.policy.replay.randomness.step(seed, self.steps, first), self.precision.running():
             return self._run(batch, criterion, train, return_loss, outputs, synchronize)
 
@@ -201,8 +200,8 @@ class Pipeline:
         other = next((rank for rank, cut in enumerate(cuts) if cut != cuts[0]), None)
         if other is not None:
             raise ConfigurationError(
-                f"the model is cut in other places on {self.grid.place(other)} than on {self.grid.place(0)}: give every "
-                "rank the same model, partition and dry_run_input"
+                f"the model is cut in other places on {self.grid.place(other)} than on {self.grid.place(0)}: give "
+                "every rank the same model, partition and dry_run_input"
             )
 
     def _first_seed(self) -> int:
@@ -226,52 +225,9 @@ class Pipeline:
                 "boosted: call model.gradient_checkpointing_enable() before booster.boost"
             )
 
-    def _next(
-        self, data_iter: Iterator[Any], criterion: Criterion | None, mode: tuple[bool, int, bool]
-    ) -> tuple[Batch, int, list[int]]:
-        """The next batch, compared over the ranks (all of them raise if one has none, or another one), a seed, and the
-        number of samples of each replica."""
-        failure: Exception | None = None
-        batch = None
-        try:
-            batch = self._read(data_iter, criterion)
-        except Exception as error:
-            failure = error
-        try:
-            seed, rows = agree(self.grid, batch, mode)
-        except BatchError as disagreement:
-            raise (failure or disagreement) from None
-        assert batch is not None
-        return batch, seed, rows
-
-    @property
-    def _cuts(self) -> bool:
-        """Whether a batch becomes several microbatches, as far as the plugin's arguments tell."""
-        return self.plugin.num_microbatches != 1
-
-    def _read(self, data_iter: Iterator[Any], criterion: Criterion | None) -> Batch:
-        if not hasattr(data_iter, "__next__"):
-            raise BatchError(
-                f"execute_pipeline takes an iterator of batches, not a {type(data_iter).__name__}: "
-                "pass iter(dataloader), made once an epoch, or iter([batch])"
-            )
-        try:
-            data = next(data_iter)
-        except StopIteration:
-            raise BatchError(
-                "the data iterator is empty: make a new one, iter(dataloader), for every epoch, and call "
-                "execute_pipeline len(dataloader) times"
-            ) from None
-        return self.precision.of_batch(self.row_dims.read(data, criterion, self._cuts))
-
     @property
     def _scale(self) -> float:
         return self.plugin.scaling.value if self.plugin.scaling is not None else 1.0
-
-    def _num_microbatches(self, rows: int) -> int:
-        """Of a batch with so many samples."""
-        size = self.plugin.microbatch_size
-        return -(-rows // size) if size else min(rows, self.plugin.num_microbatches or 1)
 
     def _of_replicas(self, end: Stage) -> Tensor | None:
         """The loss of all replicas' batches together, on the last stage."""

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from pipeshard.checkpoint.io import PipelineCheckpointIO
 from pipeshard.checkpoint.lora import enable_lora, refuse_blank_adapters
 from pipeshard.checkpoint.pretrained import blank_model
-from pipeshard.dataloader import ResumableDataLoader
+from pipeshard.dataloader import ResumableDataLoader, first_samples
 from pipeshard.errors import UsageError
 from pipeshard.grid import PP, Grid
 from pipeshard.model.batch import Batch
@@ -274,7 +274,7 @@ class PipelinePlugin(PipelinePluginBase):
         """The batch to trace with: `dry_run_input`, the dataset's first samples, or one made up for the model."""
         data = self.dry_run_input
         if data is None and dataloader is not None:
-            data = _first_samples(dataloader)
+            data = first_samples(dataloader)
         batch = read_batch(model, made_up(model) if data is None else data, self.batch_dims)
         if data is not None:
             refuse_unknown(batch.paths, self.batch_dims)
@@ -287,15 +287,3 @@ def _device() -> torch.device:
     index = int(os.environ.get("LOCAL_RANK", dist.get_rank())) % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def _first_samples(dataloader: DataLoader[Any]) -> Any:
-    """What the dataloader would make of its dataset's first samples; nothing of its order or its state is used up."""
-    dataset: Any = getattr(dataloader, "dataset", None)
-    collate = getattr(dataloader, "collate_fn", None)
-    if collate is None or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        return None
-    with torch.random.fork_rng(devices=[]):
-        if getattr(dataloader, "batch_size", None) is None:  # the dataset's entries are batches
-            return collate(dataset[0])
-        return collate([dataset[k] for k in range(min(len(dataset), dataloader.batch_size or 1))])

@@ -1,0 +1,70 @@
+"""Reader: takes the next batch, and makes sure that all ranks have taken theirs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from pipeshard.errors import BatchError
+from pipeshard.grid import Grid
+from pipeshard.model.batch import Batch
+from pipeshard.model.doubts import RowDims
+from pipeshard.model.tracer import Criterion
+from pipeshard.runtime.agreement import agree
+from pipeshard.runtime.precision import Precision
+
+
+class Reader:
+    """Reads batches for one model; `cut` is the number of microbatches in a batch, or the samples in each."""
+
+    def __init__(
+        self, model: nn.Module, row_dims: RowDims, cut: tuple[int | None, int | None], grid: Grid, precision: Precision
+    ) -> None:
+        self.model, self.row_dims, self.cut, self.grid, self.precision = model, row_dims, cut, grid, precision
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a batch becomes several microbatches, as far as the plugin's arguments tell."""
+        return self.cut[0] != 1
+
+    def settle(self, batch: Batch, criterion: Criterion | None) -> Batch:
+        """A batch that was read already, as the model is to get it."""
+        return self.precision.of_batch(self.row_dims.settle(batch, criterion) if self.cuts else batch)
+
+    def next(
+        self, data_iter: Iterator[Any], criterion: Criterion | None, mode: tuple[bool, int, bool]
+    ) -> tuple[Batch, int, int]:
+        """The next batch, compared over the ranks (all of them raise if one has none, or another one), a seed, and the
+        number of its first microbatch among those of all replicas."""
+        failure: Exception | None = None
+        batch = None
+        try:
+            batch = self._read(data_iter, criterion)
+        except Exception as error:
+            failure = error
+        try:
+            seed, rows = agree(self.grid, batch, mode)
+        except BatchError as disagreement:
+            raise (failure or disagreement) from None
+        assert batch is not None
+        return batch, seed, sum(map(self._num_microbatches, rows[: self.grid.replica]))
+
+    def _read(self, data_iter: Iterator[Any], criterion: Criterion | None) -> Batch:
+        if not hasattr(data_iter, "__next__"):
+            raise BatchError(
+                f"execute_pipeline takes an iterator of batches, not a {type(data_iter).__name__}: "
+                "pass iter(dataloader), made once an epoch, or iter([batch])"
+            )
+        try:
+            data = next(data_iter)
+        except StopIteration:
+            raise BatchError(
+                "the data iterator is empty: make a new one, iter(dataloader), for every epoch, and call "
+                "execute_pipeline len(dataloader) times"
+            ) from None
+        return self.precision.of_batch(self.row_dims.read(data, criterion, self.cuts))
+
+    def _num_microbatches(self, rows: int) -> int:
+        """Of a batch with so many samples."""
+        number, size = self.cut
+        return -(-rows // size) if size else min(rows, number or 1)
