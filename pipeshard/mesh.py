@@ -42,9 +42,12 @@ class ProcessGroupMesh:
             raise ConfigurationError(f"{size}: choose sizes whose product is {dist.get_world_size()}, the world size.")
         self.shape: Coordinate = size
         self.rank = dist.get_rank()
-        # The first device that has a backend: the configuration is like "cpu:gloo,cuda:gloo", or "cuda:nccl".
+        # Of the configuration, which is like "cpu:gloo,cuda:gloo" or "cuda:nccl", the first device is for messages of
+        # the mesh itself: gloo gathers on the CPU alone. The tensors that others put on the mesh are on a GPU.
+        config = dist.get_backend_config()
+        self._messages = config.split(":")[0]
+        kind = "cuda" if "cuda:" in config and torch.cuda.is_available() else self._messages
         names = tuple(f"axis{axis}" for axis in range(len(size)))
-        kind = dist.get_backend_config().split(":")[0]
         self._device_mesh = init_device_mesh(kind, size, mesh_dim_names=names)
         # By ranks and backend. The keys are the same on every rank, so that all agree on what is yet to be made.
         self._groups: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup | None] = {}
@@ -125,7 +128,7 @@ class ProcessGroupMesh:
             ConfigurationError: an axis or index the mesh does not have.
         """
         wanted = self._ranks_along(axis, indices_at_axis)[self.rank]
-        mask = torch.zeros(math.prod(self.shape), dtype=torch.int8, device=self._device_mesh.device_type)
+        mask = torch.zeros(math.prod(self.shape), dtype=torch.int8, device=self._messages)
         mask[list(wanted)] = 1
         masks = mask.repeat(len(mask), 1)
         dist.all_gather(list(masks), mask)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from pipeshard.model.partition import Boundary, boundaries
 from pipeshard.runtime import gradients
+from pipeshard.runtime.interpreter import Interpreter
 from pipeshard.runtime.stage import Stage
 from tests import zoo
 from tests.pool import Pool
@@ -95,3 +96,60 @@ def test_without_a_mutation_nothing_differs(pool: Pool, name: str) -> None:
 def test_a_mutation_is_seen(pool: Pool, name: str, mutation: Callable[[], Any], what: str) -> None:
     found = [difference for rank in pool.run(mutated, 3, name, mutation) for difference in rank]
     assert any(what in difference for difference in found), found
+
+
+def own_labels_only() -> Any:
+    return mock.patch("pipeshard.runtime.step.StepPlanner._total", lambda self, count, rule: count)
+
+
+def replicas_not_reduced() -> Any:
+    start = gradients._Bucket.start
+    return mock.patch("pipeshard.runtime.gradients._Bucket.start", lambda self: start(self) if self.tie else None)
+
+
+def reduced_before_the_last_backward() -> Any:
+    run = Interpreter.run
+
+    def early(self: Interpreter, actions: Any, stage_done: Any = None) -> None:
+        if stage_done is not None:
+            for stage in self.stages:
+                stage_done(stage)
+        run(self, actions)
+
+    return mock.patch("pipeshard.runtime.interpreter.Interpreter.run", early)
+
+
+def replicas_counted_apart_in_the_norm() -> Any:
+    norm = gradients.grad_norm
+    return mock.patch(
+        "pipeshard.runtime.optimizer.grad_norm",
+        lambda parameters, holders, *rest: norm(parameters, lambda p: max(1, holders(p) // 2), *rest),
+    )
+
+
+def mutated_replicas(mutation: Callable[[], Any]) -> list[str]:
+    """What differs from one process after a step of two replicas, whose labels are uneven."""
+    model, data = zoo.build("gpt2"), zoo.batch("gpt2")
+    unsplit = Unsplit(copy.deepcopy(model))
+    halves = [{key: value[4 * r : 4 * r + 4] for key, value in data.items()} for r in range(2)]
+    with mutation():
+        split = Split(model, 2, halves[0], num_microbatches=2)
+        reference, loss = unsplit.backward(data), split.backward(halves[split.plugin.grid.replica])["loss"]
+        ours = mock.patch.object(split, "backward", lambda data: {"loss": loss})
+        with ours, mock.patch.object(unsplit, "backward", lambda data: reference):
+            return differences(split, unsplit, data)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "what"),
+    [
+        (nothing, ""),
+        (own_labels_only, "loss"),
+        (replicas_not_reduced, "gradients differ"),
+        (reduced_before_the_last_backward, "gradients differ"),
+        (replicas_counted_apart_in_the_norm, "norm"),
+    ],
+)
+def test_a_mutation_of_replicas_is_seen(pool: Pool, mutation: Callable[[], Any], what: str) -> None:
+    found = [difference for rank in pool.run(mutated_replicas, 4, mutation) for difference in rank]
+    assert any(what in difference for difference in found) if what else not found, found
