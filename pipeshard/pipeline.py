@@ -87,7 +87,8 @@ class Pipeline:
             self.policy.compile(**(plugin.compile if isinstance(plugin.compile, dict) else {}))
         self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
         last = len(placement) - 1
-        self.stages = [Stage(model, self.policy.replay, s, s == last, self.deferral) for s in self.policy.chunks]
+        shared = self.deferral, self.precision.running
+        self.stages = [Stage(model, self.policy.replay, s, s == last, *shared) for s in self.policy.chunks]
         p2p = make_p2p(plugin.p2p, self.ranks, placement, self.device)
         self.interpreter = Interpreter({stage.index: stage for stage in self.stages}, placement, p2p, self.device)
 
@@ -111,7 +112,7 @@ class Pipeline:
         self.policy.replace_forward()  # again: checkpointing may have been enabled since
         outputs = Outputs(return_outputs)
         batch, seed, first = self.reader.next(data_iter, criterion, (train, outputs.code, self.model.training))
-        with self.policy.replay.randomness.step(seed, self.steps, first), self.precision.running():
+        with self.policy.replay.randomness.step(seed, self.steps, first):
             return self._run(batch, criterion, train, return_loss, outputs, synchronize)
 
     def sync_grads(self) -> None:
@@ -129,7 +130,8 @@ class Pipeline:
         synchronize: bool,
     ) -> dict[str, Any]:
         batches = batch.split(self.plugin.num_microbatches, self.plugin.microbatch_size)
-        planned = self.planner.plan(batches, criterion, outputs.needed, self.plugin.loss_reduction == "token")
+        with self.precision.running():
+            planned = self.planner.plan(batches, criterion, outputs.needed, self.plugin.loss_reduction == "token")
         flow = planned[-1][0].route.flow
         for microbatch in planned[-1]:
             outputs.check(microbatch.route.flow)

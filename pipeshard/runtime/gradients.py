@@ -46,13 +46,6 @@ class GradientSync:
         self._summed: dict[nn.Parameter, Tensor] = {}
         self._done: set[int] = set()
 
-    def share_values(self) -> None:
-        """Give every holder the value that the first one has."""
-        for sharing in self.sharings:
-            first = dist.get_process_group_ranks(sharing.group)[0]
-            for parameter in sharing.parameters.values():
-                dist.broadcast(local(parameter.data), first, group=sharing.group)
-
     def begin(self) -> None:
         """Set the summed part aside, so that `p.grad` gathers this rank's own part alone."""
         if self.sharded is not None:

@@ -1,7 +1,9 @@
 """Stage: one part of the model, run forward and backward on one microbatch at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,11 +48,20 @@ class Stage:
     """Runs the model as stage `index` does: `forward`, `backward` and `weight` of microbatch i, in any legal order.
 
     The last stage computes the loss: `loss` sums it over the microbatches, and `outputs` takes what is wanted of the
-    model's outputs. Where `deferral` is installed, `backward` leaves weight gradients to `weight`.
+    model's outputs. Forwards run inside `around()`. Where `deferral` is installed, `backward` leaves weight gradients to `weight`.
     """
 
-    def __init__(self, model: nn.Module, replay: Replay, index: int, is_last: bool, deferral: Deferral) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        replay: Replay,
+        index: int,
+        is_last: bool,
+        deferral: Deferral,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self.model, self.replay, self.index, self.is_last, self.deferral = model, replay, index, is_last, deferral
+        self.around = around
 
     def begin(
         self,
@@ -91,8 +102,10 @@ class Stage:
             for value, tensor in received.items():
                 tensor.requires_grad_(route.flow.spec(value).requires_grad)
         self.replay.randomness.microbatch(i)
-        output, made = self.replay.run(route, microbatch.deltas, received, lambda: microbatch.batch.call(self.model))
-        loss = self._loss(output, microbatch) if self.is_last else None
+        with self.around():
+            forward = partial(microbatch.batch.call, self.model)
+            output, made = self.replay.run(route, microbatch.deltas, received, forward)
+            loss = self._loss(output, microbatch) if self.is_last else None
         if self.train:
             entered = [received[value] for value in route.enters.gradients]
             self.alive[i] = Alive(entered, [_edge(made[value]) for value in route.leaves.gradients], loss)
