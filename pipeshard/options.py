@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from pipeshard.errors import ConfigurationError
 from pipeshard.model.policy import Policy
 from pipeshard.runtime.precision import PRECISIONS
@@ -70,5 +72,10 @@ def check_replicas(zero_stage: int, fsdp: bool, schedule: str, chunks: int, comp
 def check_precision(precision: str, autocast: bool) -> None:
     if precision not in PRECISIONS:
         raise ConfigurationError(f"precision={precision!r} is unknown: use one of {list(PRECISIONS)}")
+    if precision != "fp32" and not autocast and not hasattr(torch.Tensor, "grad_dtype"):
+        raise ConfigurationError(
+            f"precision={precision!r} needs a torch in which a gradient may be of another dtype than its parameter, this "
+            f"is {torch.__version__}: install 2.13, or use autocast=True"
+        )
     if autocast and precision == "fp32":
         raise ConfigurationError("autocast=True computes in 16 bits: give precision='bf16' or 'fp16' with it")
