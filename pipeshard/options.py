@@ -74,7 +74,7 @@ def check_precision(precision: str, autocast: bool) -> None:
         raise ConfigurationError(f"precision={precision!r} is unknown: use one of {list(PRECISIONS)}")
     if precision != "fp32" and not autocast and not hasattr(torch.Tensor, "grad_dtype"):
         raise ConfigurationError(
-            f"precision={precision!r} needs a torch in which a gradient may be of another dtype than its parameter, this "
+            f"precision={precision!r} needs a torch in which gradients may be of another dtype than their parameters; this "
             f"is {torch.__version__}: install 2.13, or use autocast=True"
         )
     if autocast and precision == "fp32":

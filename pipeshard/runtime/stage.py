@@ -48,8 +48,8 @@ class Stage:
     """Runs the model as stage `index` does: `forward`, `backward` and `weight` of microbatch i, in any legal order.
 
     The last stage computes the loss: `loss` sums it over the microbatches, and `outputs` takes what is wanted of the
-    model's outputs. Forwards run inside `around()`. Where `deferral` is installed, `backward` leaves weight gradients to
-    `weight`.
+    model's outputs. Forwards run inside `around()`. Where `deferral` is installed, `backward` leaves weight gradients
+    to `weight`.
     """
 
     def __init__(
