@@ -71,10 +71,7 @@ class ResumableDataLoader(DataLoader[Any]):
         self._samples = _length(dataset)
         size = 1 if options.get("batch_sampler") is not None else batch_size or 1  # of a batch, in entries of the order
         self._share = _Share(size, replica, num_replicas, bool(options.get("drop_last")))
-        order, self._workers = (
-            torch.Generator(),
-            torch.Generator(),
-        )  # two: persistent workers are not seeded every epoch
+        order, self._workers = torch.Generator(), torch.Generator()  # workers that persist keep their seeds
         self._generators = [order]
         if isinstance(dataset, IterableDataset):
             options["shuffle"] = shuffle  # which DataLoader refuses

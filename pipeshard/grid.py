@@ -76,7 +76,9 @@ class Grid:
         if not isinstance(tensor, DTensor):
             return False
         names = tensor.device_mesh.mesh_dim_names or ()
-        return any(name == AXES[axis] and p.is_shard() for name, p in zip(names, tensor.placements, strict=True))
+        return any(
+            name == AXES[axis] and not p.is_replicate() for name, p in zip(names, tensor.placements, strict=True)
+        )
 
     def sharing(self, axes: Sequence[int], stages: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of the ranks that differ from this one on `axes` alone, and on PP too where there are several

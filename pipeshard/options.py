@@ -74,8 +74,8 @@ def check_precision(precision: str, autocast: bool) -> None:
         raise ConfigurationError(f"precision={precision!r} is unknown: use one of {list(PRECISIONS)}")
     if precision != "fp32" and not autocast and not hasattr(torch.Tensor, "grad_dtype"):
         raise ConfigurationError(
-            f"precision={precision!r} needs a torch in which gradients may be of another dtype than their parameters; this "
-            f"is {torch.__version__}: install 2.13, or use autocast=True"
+            f"precision={precision!r} keeps gradients in another dtype than parameters, as torch {torch.__version__} "
+            "cannot: install torch 2.13, or use autocast=True"
         )
     if autocast and precision == "fp32":
         raise ConfigurationError("autocast=True computes in 16 bits: give precision='bf16' or 'fp16' with it")

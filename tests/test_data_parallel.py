@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from colossalai.booster import Booster
+from transformers import AutoModelForCausalLM
 
+from pipeshard import PipelinePlugin
 from tests import zoo
 from tests.pool import Pool
 from tests.test_randomness import with_dropout
 from tests.unsplit import Split, Unsplit, differences, gradient_error, parameter_error
 
-SCHEDULES = {"1f1b": 1, "interleaved": 2, "zbv": 2}
+CHUNKS = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "interleaved": 2, "zbv": 2}
 
 
 def part(data: Any, replica: int, rows: list[int]) -> Any:
@@ -36,9 +40,9 @@ def replicas(name: str, p: int, schedule: str = "1f1b", steps: int = 5, **option
     heads and norms still compute in fp32.
     """
     dtype = torch.float64 if "tp_size" in options else torch.float32
-    model = zoo.build(name, dtype, layers=4 if SCHEDULES[schedule] == 1 else 6)
+    model = zoo.build(name, dtype, layers=4 if CHUNKS[schedule] == 1 else 6)
     unsplit = Unsplit(copy.deepcopy(model), max_norm=0.5)
-    split = split_of(name, p, model, schedule=schedule, num_model_chunks=SCHEDULES[schedule], **options)
+    split = split_of(name, p, model, schedule=schedule, num_model_chunks=CHUNKS[schedule], **options)
     grid = split.plugin.grid
     assert grid.dp_size * p * options.get("tp_size", 1) == dist.get_world_size()
     for seed in range(steps):
@@ -61,7 +65,7 @@ def differences_of(split: Split, unsplit: Unsplit, loss: Any, reference: Any, to
         return differences(split, unsplit, None, tolerance)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
 def test_replicas_of_a_pipeline(pool: Pool, name: str, schedule: str) -> None:
     pool.run(replicas, 4, name, 2, schedule)
@@ -157,3 +161,61 @@ def test_dropout_does_not_depend_on_the_replicas(pool: Pool) -> None:
     for rank, gradients in enumerate(four):
         for name, gradient in gradients.items():
             assert torch.allclose(gradient, two[rank % 2][name], rtol=1e-4, atol=1e-7), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fsdp": True, "recompute": True},
+        {"tp_size": 2, "recompute": True},
+        {"tp_size": 2, "schedule": "zb-h1"},
+        {"zero_stage": 1, "schedule": "zbv", "recompute": 0.5},
+        {"fsdp": True, "schedule": "gpipe", "p2p": "isend"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_combinations(pool: Pool, options: dict[str, Any]) -> None:
+    pool.run(replicas, 4, "llama-tied", 2, steps=2, **options)
+
+
+def everything(folder: str) -> float:
+    """Two replicas, two stages and two slices of a model that is loaded, in bf16, under FSDP and recompute."""
+    torch.manual_seed(0)
+    if dist.get_rank() == 0:
+        zoo.build("llama-tied").save_pretrained(folder)
+    dist.barrier()
+    data = zoo.batch("llama-tied")
+    plugin = PipelinePlugin(
+        2,
+        2,
+        dp_size=2,
+        tp_size=2,
+        fsdp=True,
+        recompute=True,
+        precision="bf16",
+        max_norm=1.0,
+        dry_run_input=part(data, 0, [4, 4]),
+    )
+    model = plugin.from_pretrained(AutoModelForCausalLM, folder).train()
+    booster = Booster(plugin=plugin)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    losses = []
+    for _ in range(4):
+        batch = part(data, plugin.grid.replica, [4, 4])
+        losses.append(float(booster.execute_pipeline(iter([batch]), boosted, None, optimizer)["loss"]))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        out = booster.execute_pipeline(iter([batch]), boosted, None, return_outputs="logits")
+    if plugin.grid.stage == 1:
+        assert out["outputs"].logits.shape == (4, 12, zoo.VOCABULARY)
+    assert losses == sorted(losses, reverse=True) and float(out["loss"]) < losses[-1]
+    return losses[0]
+
+
+def test_all_of_it_at_once(pool: Pool, tmp_path: Path) -> None:
+    losses = pool.run(everything, 8, str(tmp_path), timeout=120)
+    torch.manual_seed(0)
+    whole = zoo.build("llama-tied")
+    expected = float(whole(**zoo.batch("llama-tied")).loss)
+    assert len(set(losses)) == 1 and losses[0] == pytest.approx(expected, rel=0.01)
