@@ -88,7 +88,7 @@ def time_major(listens: bool) -> None:
             torch.testing.assert_close(out["outputs"]["logits"], reference["logits"])
         unsplit.zero_grad()
         split.optimizer.zero_grad()
-    found = split.model.pipeline.row_dims._found
+    found = split.model.pipeline.reader.row_dims._found
     assert found == {".beside['bias']": 1, "labels": 1}
     flows = [flow for flows in split.model.pipeline.planner._flows.values() for flow in flows]
     assert listens == any("names" in flow.watched for flow in flows)
