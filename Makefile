@@ -105,7 +105,7 @@ test: lint
 	@$(BIN)/python -m pytest
 
 exact: setup
-	@EXACT=all $(BIN)/python -m pytest tests/test_exact.py
+	@EXACT=all $(BIN)/python -m pytest tests/test_exact.py tests/test_families.py
 
 parity: setup
 	@$(BIN)/python -W ignore -m tests.parity --output docs/parity.md $(if $(RESUME),--resume)

@@ -60,8 +60,7 @@ class Pipeline:
         if self.grid.tp_size > 1:
             check_plan(model, self.grid.tp_size)
         self.cached = without_cache(model)  # configs to be given their cache back
-        cut = plugin.num_microbatches, plugin.microbatch_size
-        self.reader = Reader(model, RowDims(model, plugin.batch_dims), cut, self.grid, self.precision)
+        self.reader = Reader(RowDims(model, plugin.batch_dims), self._cut, self.grid, self.precision)
         sample = self.reader.settle(sample, criterion)
         with self.precision.seeming(model), self.precision.running():
             flow = trace(model, sample, criterion)
@@ -69,7 +68,7 @@ class Pipeline:
         scale = next(iter(sample.tensors.values())).numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1])
         policy = plugin.policy or find_policy(model)
         placement = make_program(plugin.schedule, self.num_stages, 1, plugin.num_model_chunks).placement
-        costs = measured_costs(str(plugin.partition), model, flow, sample, cut, self.device, self.grid.world)
+        costs = measured_costs(str(plugin.partition), model, flow, sample, self._cut(), self.device, self.grid.world)
         where = self.rank, self.num_stages, plugin.partition, scale, self.device
         self.policy = policy(model, flow, *where, placement=placement, costs=costs)
         self._compare_partitions()
@@ -129,7 +128,7 @@ class Pipeline:
         outputs: Outputs,
         synchronize: bool,
     ) -> dict[str, Any]:
-        batches = batch.split(self.plugin.num_microbatches, self.plugin.microbatch_size)
+        batches = batch.split(*self._cut())
         with self.precision.running():
             planned = self.planner.plan(batches, criterion, outputs.needed, self.plugin.loss_reduction == "token")
         flow = planned[-1][0].route.flow
@@ -226,6 +225,10 @@ class Pipeline:
                 f"{name} ({type(whole).__name__}) recomputes its forward, which was cut into units when the model was "
                 "boosted: call model.gradient_checkpointing_enable() before booster.boost"
             )
+
+    def _cut(self) -> tuple[int | None, int | None]:
+        """The number of microbatches in a batch, or the samples in each."""
+        return self.plugin.num_microbatches, self.plugin.microbatch_size
 
     @property
     def _scale(self) -> float:

@@ -1,9 +1,7 @@
 """Reader: takes the next batch, and makes sure that all ranks have taken theirs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
-
-from torch import nn
 
 from pipeshard.errors import BatchError
 from pipeshard.grid import Grid
@@ -15,17 +13,17 @@ from pipeshard.runtime.precision import Precision
 
 
 class Reader:
-    """Reads batches for one model; `cut` is the number of microbatches in a batch, or the samples in each."""
+    """Reads batches; `cut()` is the number of microbatches in a batch and None, or None and the samples in each."""
 
     def __init__(
-        self, model: nn.Module, row_dims: RowDims, cut: tuple[int | None, int | None], grid: Grid, precision: Precision
+        self, row_dims: RowDims, cut: Callable[[], tuple[int | None, int | None]], grid: Grid, precision: Precision
     ) -> None:
-        self.model, self.row_dims, self.cut, self.grid, self.precision = model, row_dims, cut, grid, precision
+        self.row_dims, self.cut, self.grid, self.precision = row_dims, cut, grid, precision
 
     @property
     def cuts(self) -> bool:
         """Whether a batch becomes several microbatches, as far as the plugin's arguments tell."""
-        return self.cut[0] != 1
+        return self.cut()[0] != 1
 
     def settle(self, batch: Batch, criterion: Criterion | None) -> Batch:
         """A batch that was read already, as the model is to get it."""
@@ -66,5 +64,5 @@ class Reader:
 
     def _num_microbatches(self, rows: int) -> int:
         """Of a batch with so many samples."""
-        number, size = self.cut
+        number, size = self.cut()
         return -(-rows // size) if size else min(rows, number or 1)
