@@ -5,8 +5,8 @@
 """
 
 import argparse
-import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ TOLERANCE = 1e-3
 BATCH, LENGTH, RATE, SEED = 4, 32, 5e-5, 0
 
 
-def alone(rank: int, steps: int, output: Path, port: int) -> None:
+def alone(rank: int, steps: int, output: Path, meeting: Path) -> None:
     """One process, plain torch."""
-    _join(rank, 1, port)
+    _join(rank, 1, meeting)
     model, tokenizer = load("smollm2", output)
     model.config.use_cache = False
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=RATE)
@@ -43,13 +43,13 @@ def alone(rank: int, steps: int, output: Path, port: int) -> None:
     dist.destroy_process_group()
 
 
-def replicas(rank: int, steps: int, output: Path, port: int) -> None:
+def replicas(rank: int, steps: int, output: Path, meeting: Path) -> None:
     """Two replicas of two stages, each with half of every batch."""
     from colossalai.booster import Booster
 
     from pipeshard import PipelinePlugin
 
-    _join(rank, 4, port)
+    _join(rank, 4, meeting)
     model, tokenizer = load("smollm2", output)
     plugin = PipelinePlugin(pp_size=2, dp_size=2, num_microbatches=2, max_norm=1.0)
     data = plugin.prepare_dataloader(_samples(tokenizer), BATCH // 2, drop_last=True)
@@ -88,9 +88,9 @@ def draw(curves: dict[str, list[float]], path: Path) -> float:
     return max(differences)
 
 
-def _join(rank: int, world: int, port: int) -> None:
+def _join(rank: int, world: int, meeting: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=world)
 
 
 def _samples(tokenizer: Any) -> Any:
@@ -102,12 +102,6 @@ def _batches(tokenizer: Any, size: int, steps: int) -> Any:
     return (next(loader) for _ in range(steps))
 
 
-def _port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
@@ -115,7 +109,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=Path("docs/curves.svg"))
     args = parser.parse_args()
     for part, processes in ((alone, 1), (replicas, 4)):
-        spawn(part, (args.steps, args.output, _port()), nprocs=processes)
+        with tempfile.TemporaryDirectory() as folder:
+            spawn(part, (args.steps, args.output, Path(folder) / "meeting"), nprocs=processes)
     curves = {name: torch.load(args.output / f"{name}.pt") for name in ("alone", "replicas")}
     worst = draw({"one process": curves["alone"], "2 replicas of 2 stages": curves["replicas"]}, args.plot)
     print(

@@ -46,10 +46,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     )
     metric = Metric("accuracy", lambda predicted, batch: predicted == batch["labels"])
     loop = Loop(args, make_booster(args), ViTForImageClassification(config), training, held_out, metric)
-    loop.run(console)
-    folder = args.output / "digits"
-    loop.booster.save_model(loop.model, str(folder / "model"), shard=True)
-    loop.report(console, f"{HELD_OUT} unseen images", folder)
+    loop.run_and_save(console, f"{HELD_OUT} unseen images", args.output / "digits")
 
 
 def images() -> "Table":

@@ -118,6 +118,12 @@ class Loop:
                     f"{status}  held-out: loss {self.scores[-1].loss:.3f}, {name} {self.scores[-1].right:.1%}"
                 )
 
+    def run_and_save(self, console: Console, what: str, folder: Path) -> None:
+        """All steps, the trained model in `folder`/model, and the report."""
+        self.run(console)
+        self.booster.save_model(self.model, str(folder / "model"), shard=True)
+        self.report(console, what, folder)
+
     def report(self, console: Console, what: str, folder: Path) -> None:
         """Draw the plot, and tell on how much of `what` the model was right before and after."""
         if console.quiet or self.metric is None:

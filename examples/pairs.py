@@ -62,10 +62,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     model = PipelinePlugin.from_pretrained(AutoModelForSequenceClassification, minilm_folder(), num_labels=2)
     metric = Metric("accuracy", lambda predicted, batch: predicted == batch["labels"])
     loop = Loop(args, make_booster(args), model, training, held_out.columns, metric)
-    loop.run(console)
-    folder = args.output / "pairs"
-    loop.booster.save_model(loop.model, str(folder / "model"), shard=True)
-    loop.report(console, f"{HELD_OUT} pairs of unseen modules", folder)
+    loop.run_and_save(console, f"{HELD_OUT} pairs of unseen modules", args.output / "pairs")
 
 
 def tokenized(pairs: Sequence[Pair], tokenizer: "PreTrainedTokenizerBase") -> "Table":

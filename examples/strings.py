@@ -64,10 +64,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     training, held_out = written_numbers().divided(HELD_OUT)
     metric = Metric("exact match", _exact)
     loop = Loop(args, make_booster(args), T5ForConditionalGeneration(config), training, held_out, metric)
-    loop.run(console)
-    folder = args.output / "strings"
-    loop.booster.save_model(loop.model, str(folder / "model"), shard=True)
-    loop.report(console, f"{HELD_OUT} unseen numbers", folder)
+    loop.run_and_save(console, f"{HELD_OUT} unseen numbers", args.output / "strings")
 
 
 def _exact(predicted: "Tensor", batch: "Batch") -> "Tensor":

@@ -7,10 +7,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from pipeshard.errors import ConfigurationError
-from pipeshard.mesh import ProcessGroupMesh
+from pipeshard.mesh import ProcessGroupMesh, axis_name
 
 DP, PP, TP = 0, 1, 2  # the axes of the mesh
-AXES = ("axis0", "axis1", "axis2")  # their names in its DeviceMesh
 
 
 class Grid:
@@ -77,18 +76,18 @@ class Grid:
             return False
         names = tensor.device_mesh.mesh_dim_names or ()
         return any(
-            name == AXES[axis] and not p.is_replicate() for name, p in zip(names, tensor.placements, strict=True)
+            name == axis_name(axis) and not p.is_replicate() for name, p in zip(names, tensor.placements, strict=True)
         )
 
     def sharing(self, axes: Sequence[int], stages: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of the ranks that differ from this one on `axes` alone, and on PP too where there are several
         `stages`, of which they are then; None for a rank of none of these. A collective of the world."""
+        if len(stages) < 2:
+            return self._group(axes) if axes else None
         chosen = [list(range(self.mesh.shape[axis])) for axis in axes]
-        if len(stages) > 1:
-            axes, chosen = [*axes, PP], [*chosen, list(stages)]
-        return self.mesh.get_group_along_axis(list(axes), chosen) if axes else None
+        return self.mesh.get_group_along_axis([*axes, PP], [*chosen, list(stages)])
 
     def _group(self, axes: Sequence[int]) -> dist.ProcessGroup:
-        group = self.mesh.get_group_along_axis(axes[0] if len(axes) == 1 else list(axes))
+        group = self.mesh.get_group_along_axis(list(axes))
         assert group is not None
         return group

@@ -47,7 +47,7 @@ class ProcessGroupMesh:
         config = dist.get_backend_config()
         self._messages = config.split(":")[0]
         kind = "cuda" if "cuda:" in config and torch.cuda.is_available() else self._messages
-        names = tuple(f"axis{axis}" for axis in range(len(size)))
+        names = tuple(map(axis_name, range(len(size))))
         self._device_mesh = init_device_mesh(kind, size, mesh_dim_names=names)
         # By ranks and backend. The keys are the same on every rank, so that all agree on what is yet to be made.
         self._groups: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup | None] = {}
@@ -57,7 +57,7 @@ class ProcessGroupMesh:
 
     def along(self, *axes: int) -> DeviceMesh:
         """torch's own mesh of the ranks that differ from this one on these axes alone, in the order of the axes."""
-        return self._device_mesh[tuple(f"axis{axis}" for axis in sorted(_axis(axis, self.shape) for axis in axes))]
+        return self._device_mesh[tuple(axis_name(axis) for axis in sorted(_axis(axis, self.shape) for axis in axes))]
 
     def size(self, dim: int | None = None) -> int | Coordinate:
         """Ranks along axis `dim`, or the whole shape."""
@@ -173,6 +173,11 @@ class ProcessGroupMesh:
         bases = itertools.product(*map(range, self.shape))
         groups = [self.get_coords_along_axis(base, axis, indices_at_axis) for base in bases]
         return [tuple(sorted({self.ravel(coord, self.shape) for coord in coords})) for coords in groups]
+
+
+def axis_name(axis: int) -> str:
+    """What torch's own mesh calls an axis of this one."""
+    return f"axis{axis}"
 
 
 def _axis(axis: int, shape: Coordinate) -> int:

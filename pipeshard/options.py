@@ -43,7 +43,7 @@ def check_kinds(policy: Any, init_weights: Any, loss_reduction: str) -> None:
         raise ConfigurationError(f"init_weights={init_weights!r} is none of True, False, and a function")
 
 
-def check_replicas(zero_stage: int, fsdp: bool, schedule: str, chunks: int, compile: Any) -> None:
+def check_replicas(zero_stage: int, fsdp: bool) -> None:
     """ZeRO and FSDP, beside a pipeline."""
     if zero_stage in (2, 3):
         raise ConfigurationError(
@@ -57,12 +57,18 @@ def check_replicas(zero_stage: int, fsdp: bool, schedule: str, chunks: int, comp
         raise ConfigurationError(
             "zero_stage=1 and fsdp=True: fsdp=True shards the optimizer's state already, drop zero_stage"
         )
-    if compile and splits_backward(schedule, chunks):
+
+
+def check_split_backward(schedule: str, chunks: int, compile: Any, fsdp: bool) -> None:
+    """What does not go with weight gradients that are computed apart."""
+    if not splits_backward(schedule, chunks):
+        return
+    if compile:
         raise ConfigurationError(
             f"compile={compile!r} does not go with schedule={schedule!r}: a compiled backward cannot leave out its "
             "weight gradients. Use '1f1b', 'interleaved' or 'gpipe'"
         )
-    if fsdp and splits_backward(schedule, chunks):
+    if fsdp:
         raise ConfigurationError(
             f"fsdp=True does not go with schedule={schedule!r}: weight gradients that are put off would miss the "
             "gathered parameters. Use '1f1b', 'interleaved' or 'gpipe', or zero_stage=1"

@@ -148,7 +148,8 @@ class Pipeline:
         try:
             self.last = program = self.program(len(batches), train)
             with self.deferral.installed() if program.has_weight else nullcontext():
-                self.interpreter.run(program.ranks[self.rank], self.sync.stage_done if train and synchronize else None)
+                reduces = train and synchronize and self.sync.is_early
+                self.interpreter.run(program.ranks[self.rank], self.sync.stage_done if reduces else None)
         finally:
             for stage in self.stages:
                 stage.end()

@@ -29,7 +29,14 @@ from pipeshard.model.policy import Policy
 from pipeshard.model.recompute import Recompute
 from pipeshard.model.rows import check_declared, refuse_unknown
 from pipeshard.model.tracer import Criterion
-from pipeshard.options import check_chunks, check_kinds, check_microbatches, check_precision, check_replicas
+from pipeshard.options import (
+    check_chunks,
+    check_kinds,
+    check_microbatches,
+    check_precision,
+    check_replicas,
+    check_split_backward,
+)
 from pipeshard.pipeline import Pipeline, PipelineModel
 from pipeshard.runtime.optimizer import PipelineOptimizer
 from pipeshard.runtime.outputs import ReturnOutputs
@@ -117,7 +124,8 @@ class PipelinePlugin(PipelinePluginBase):
         check_microbatches(num_microbatches, microbatch_size)
         chunks = check_chunks(schedule, num_model_chunks)
         check_kinds(policy, init_weights, loss_reduction)
-        check_replicas(zero_stage, fsdp, schedule, chunks, compile)
+        check_replicas(zero_stage, fsdp)
+        check_split_backward(schedule, chunks, compile, fsdp)
         check_precision(precision, autocast)
         check_declared(batch_dims)
         self.grid = Grid(pp_size, dp_size, tp_size)
@@ -142,7 +150,7 @@ class PipelinePlugin(PipelinePluginBase):
     control_device = control_precision = control_checkpoint_io = support_no_sync = support_lora = _yes
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        return PipelineCheckpointIO(self.stage_manager, self.grid)
+        return PipelineCheckpointIO(self.grid)
 
     def supported_devices(self) -> list[str]:
         return ["cpu", "cuda"]

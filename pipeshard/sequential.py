@@ -6,7 +6,6 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -14,6 +13,7 @@ from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.model.slicing import Sliced
 from pipeshard.model.units import Interception, Recomputation
 from pipeshard.pipeline import Pipeline, PipelineModel
+from pipeshard.runtime.agreement import broadcast_bytes, gather_objects
 from pipeshard.runtime.fsdp import additions, own_classes, remove_additions
 from pipeshard.runtime.local import whole
 
@@ -44,19 +44,19 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
             f"to_sequential got a model of which {len(pipeline.blank)} parameters, {min(pipeline.blank)} the first, "
             "have no values yet: call booster.load_model(model, <folder>) before"
         )
-    whole: nn.Module | None = None
+    copied: nn.Module | None = None
     failure = ""
     if rank is None or rank == pipeline.rank:
         try:
-            whole = _copied(pipeline, torch.device(device))
+            copied = _copied(pipeline, torch.device(device))
         except Exception as error:
             failure = f"{type(pipeline.model).__name__} cannot be copied on stage {pipeline.rank}: {error!r}"
     for stage, tensors in enumerate(_agreed(pipeline, failure)):
         for entry in tensors:
             value = _shared(pipeline, stage, entry)
-            if whole is not None:
-                _put(whole, entry, value)
-    return whole
+            if copied is not None:
+                _put(copied, entry, value)
+    return copied
 
 
 class Entry(NamedTuple):
@@ -74,8 +74,8 @@ def _copied(pipeline: Pipeline, device: torch.device) -> nn.Module:
     """The model of this stage, ghosts and all, with memory for every parameter, and as it was before it was cut."""
     model, memo = pipeline.model, _memo(pipeline.model, device)
     with own_classes(model):
-        whole = copy.deepcopy(model, memo)
-    for module, new in zip(model.modules(), whole.modules(), strict=True):
+        copied = copy.deepcopy(model, memo)
+    for module, new in zip(model.modules(), copied.modules(), strict=True):
         for key, value in module.__dict__.items():
             if isinstance(value, Interception):
                 del new.__dict__[key]
@@ -86,12 +86,12 @@ def _copied(pipeline: Pipeline, device: torch.device) -> nn.Module:
                 del new.__dict__[key]
             elif isinstance(value, Recomputation):
                 new.__dict__[key] = copy.deepcopy(value.checkpoint, memo)
-    for module in whole.modules():
+    for module in copied.modules():
         remove_additions(module)
     for config in pipeline.cached:
         if id(config) in memo:
             memo[id(config)].use_cache = True
-    return whole
+    return copied
 
 
 def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
@@ -131,8 +131,7 @@ def _is_bound(hook: Any) -> bool:
 
 def _agreed(pipeline: Pipeline, failure: str) -> list[list[Entry]]:
     """The entries of every stage; all ranks raise if one could not copy the model."""
-    answers: list[Any] = [None] * pipeline.num_stages
-    dist.all_gather_object(answers, (failure, list(_entries(pipeline))), group=pipeline.group)
+    answers = gather_objects((failure, list(_entries(pipeline))), pipeline.group)
     failures = [text for text, _ in answers if text]
     if failures:
         raise UsageError(f"{failures[0]}. Remove what copy.deepcopy cannot copy from the model's attributes")
@@ -153,21 +152,20 @@ def _entries(pipeline: Pipeline) -> Iterator[Entry]:
 
 
 def _shared(pipeline: Pipeline, stage: int, entry: Entry) -> Tensor:
-    """The value that `stage` has, on every rank; sent as bytes, since no backend sends every dtype."""
+    """The value that `stage` has, on every rank."""
     if stage == pipeline.rank:
         model = pipeline.model
         own = model.get_buffer(entry.name) if entry.is_buffer else model.get_parameter(entry.name)
         value = whole(own.detach()).to(pipeline.device).contiguous()
     else:
         value = torch.empty(entry.shape, dtype=entry.dtype, device=pipeline.device)
-    if value.numel():
-        dist.broadcast(value.view(-1).view(torch.uint8), pipeline.ranks[stage], group=pipeline.group)
+    broadcast_bytes(value, pipeline.ranks[stage], pipeline.group)
     return value
 
 
-def _put(whole: nn.Module, entry: Entry, value: Tensor) -> None:
+def _put(model: nn.Module, entry: Entry, value: Tensor) -> None:
     path, _, key = entry.name.rpartition(".")
-    owner = whole.get_submodule(path)
+    owner = model.get_submodule(path)
     if not entry.is_buffer:
         owner.get_parameter(key).data.copy_(value)
         owner.get_parameter(key).requires_grad_(entry.flag)
@@ -176,5 +174,5 @@ def _put(whole: nn.Module, entry: Entry, value: Tensor) -> None:
     if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
         buffer.copy_(value)
     else:  # made or replaced during training, on the stage that did it
-        device = next(whole.parameters()).device
+        device = next(model.parameters()).device
         owner.register_buffer(key, value.to(device, copy=True), entry.flag)

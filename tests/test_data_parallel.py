@@ -17,20 +17,14 @@ from pipeshard import PipelinePlugin
 from tests import zoo
 from tests.pool import Pool
 from tests.test_randomness import with_dropout
-from tests.unsplit import Split, Unsplit, differences, gradient_error, parameter_error
+from tests.unsplit import Split, Unsplit, compared, gradient_error, parameter_error
 
 CHUNKS = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "interleaved": 2, "zbv": 2}
 
 
-def part(data: Any, replica: int, rows: list[int]) -> Any:
-    """The samples of one replica, which has `rows[replica]` of them."""
-    first = sum(rows[:replica])
-    return {name: value[first : first + rows[replica]] for name, value in data.items()}
-
-
 def split_of(name: str, p: int, model: Any, **options: Any) -> Split:
     options = {"num_microbatches": 2, "max_norm": 0.5, **options}
-    return Split(model, p, part(zoo.batch(name), 0, [4, 4]), **options)
+    return Split(model, p, zoo.part(zoo.batch(name), 0, [4, 4]), **options)
 
 
 def replicas(name: str, p: int, schedule: str = "1f1b", steps: int = 5, **options: Any) -> None:
@@ -49,20 +43,13 @@ def replicas(name: str, p: int, schedule: str = "1f1b", steps: int = 5, **option
         rows = [8] if grid.dp_size == 1 else [4, 4] if seed < 2 else [5, 3]
         data = zoo.batch(name, seed=seed)
         reference = unsplit.backward(data)
-        loss = split.backward(part(data, grid.replica, rows))["loss"]
-        found = differences_of(split, unsplit, loss, reference, 1e-6 if seed == 0 else 1e-5)
+        loss = split.backward(zoo.part(data, grid.replica, rows))["loss"]
+        found = compared(split, unsplit, loss, reference, 1e-6 if seed == 0 else 1e-5)
         assert not found, f"{name} {schedule} step {seed}: {found}"
         unsplit.step()
         split.step()
         assert split.optimizer.get_grad_norm() == pytest.approx(float(unsplit.norm), rel=1e-5)
     assert parameter_error(split, unsplit.model) < 1e-5
-
-
-def differences_of(split: Split, unsplit: Unsplit, loss: Any, reference: Any, tolerance: float) -> list[str]:
-    """What `differences` finds after a backward of both."""
-    ours = mock.patch.object(split, "backward", lambda data: {"loss": loss})
-    with ours, mock.patch.object(unsplit, "backward", lambda data: reference):
-        return differences(split, unsplit, None, tolerance)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
@@ -112,7 +99,7 @@ def accumulating(name: str, options: dict[str, Any]) -> list[list[int]]:
             mock.patch("torch.distributed.all_reduce", all_reduce),
             mock.patch("torch.distributed.reduce_scatter_single", reduce_scatter),
         ):
-            split.backward(part(data, split.plugin.grid.replica, [4, 4]))
+            split.backward(zoo.part(data, split.plugin.grid.replica, [4, 4]))
 
     with split.booster.no_sync(split.model, split.optimizer):
         backward(0)
@@ -128,7 +115,7 @@ def accumulating(name: str, options: dict[str, Any]) -> list[list[int]]:
     split.step()
     unsplit.step()
     with split.booster.no_sync(split.model, split.optimizer):
-        split.backward(part(zoo.batch(name, seed=4), split.plugin.grid.replica, [4, 4]))
+        split.backward(zoo.part(zoo.batch(name, seed=4), split.plugin.grid.replica, [4, 4]))
     split.optimizer.zero_grad()  # of what was not reduced, too
     backward(5)
     assert (error := gradient_error(split, unsplit.model)) < 1e-4, error
@@ -152,7 +139,7 @@ def dropping() -> dict[str, Any]:
     data = {k: v.masked_fill(v == -100, 5) if k == "labels" else v for k, v in zoo.batch("gpt2").items()}
     torch.manual_seed(7)
     rows = [8 // split.plugin.grid.dp_size] * split.plugin.grid.dp_size
-    split.backward(part(data, split.plugin.grid.replica, rows))
+    split.backward(zoo.part(data, split.plugin.grid.replica, rows))
     return {name: q.grad for name, q in split.held.items()}
 
 
@@ -194,14 +181,14 @@ def everything(folder: str) -> float:
         recompute=True,
         precision="bf16",
         max_norm=1.0,
-        dry_run_input=part(data, 0, [4, 4]),
+        dry_run_input=zoo.part(data, 0, [4, 4]),
     )
     model = plugin.from_pretrained(AutoModelForCausalLM, folder).train()
     booster = Booster(plugin=plugin)
     boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     losses = []
     for _ in range(4):
-        batch = part(data, plugin.grid.replica, [4, 4])
+        batch = zoo.part(data, plugin.grid.replica, [4, 4])
         losses.append(float(booster.execute_pipeline(iter([batch]), boosted, None, optimizer)["loss"]))
         optimizer.step()
         optimizer.zero_grad()

@@ -16,7 +16,7 @@ from pipeshard.runtime.interpreter import Interpreter
 from pipeshard.runtime.stage import Stage
 from tests import zoo
 from tests.pool import Pool
-from tests.unsplit import Split, Unsplit, differences
+from tests.unsplit import Split, Unsplit, compared, differences
 
 M = 3
 
@@ -131,13 +131,11 @@ def mutated_replicas(mutation: Callable[[], Any]) -> list[str]:
     """What differs from one process after a step of two replicas, whose labels are uneven."""
     model, data = zoo.build("gpt2"), zoo.batch("gpt2")
     unsplit = Unsplit(copy.deepcopy(model))
-    halves = [{key: value[4 * r : 4 * r + 4] for key, value in data.items()} for r in range(2)]
+    halves = [zoo.part(data, replica, [4, 4]) for replica in range(2)]
     with mutation():
         split = Split(model, 2, halves[0], num_microbatches=2)
-        reference, loss = unsplit.backward(data), split.backward(halves[split.plugin.grid.replica])["loss"]
-        ours = mock.patch.object(split, "backward", lambda data: {"loss": loss})
-        with ours, mock.patch.object(unsplit, "backward", lambda data: reference):
-            return differences(split, unsplit, data)
+        loss = split.backward(halves[split.plugin.grid.replica])["loss"]
+        return compared(split, unsplit, loss, unsplit.backward(data))
 
 
 @pytest.mark.parametrize(

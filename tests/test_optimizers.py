@@ -16,7 +16,6 @@ from pipeshard.errors import ConfigurationError
 from pipeshard.runtime.local import whole
 from tests import zoo
 from tests.pool import Pool
-from tests.test_data_parallel import part
 
 NAME = "llama-tied"
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -46,7 +45,7 @@ def trained(kind: str, frozen: str, options: dict[str, Any]) -> float:
     alone = copy.deepcopy(model)
     optimizers = [OPTIMIZERS[kind](groups_of(m)) for m in (alone, model)]
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5**step) for o in optimizers]
-    plugin = PipelinePlugin(2, 2, dry_run_input=part(zoo.batch(NAME), 0, [4]), **options)
+    plugin = PipelinePlugin(2, 2, dry_run_input=zoo.part(zoo.batch(NAME), 0, [4]), **options)
     booster = Booster(plugin=plugin)
     boosted, optimizer, _, _, schedules[1] = booster.boost(model, optimizers[1], None, None, schedules[1])
     grid = plugin.grid
@@ -54,7 +53,7 @@ def trained(kind: str, frozen: str, options: dict[str, Any]) -> float:
         data = zoo.batch(NAME, seed=step)
         alone(**data).loss.backward()
         booster.execute_pipeline(
-            iter([part(data, grid.replica, [8 // grid.dp_size] * grid.dp_size)]), boosted, None, optimizer
+            iter([zoo.part(data, grid.replica, [8 // grid.dp_size] * grid.dp_size)]), boosted, None, optimizer
         )
         gradients = [p.grad for p in alone.parameters() if p.grad is not None]
         for order in (2.0, 1.0, float("inf")):

@@ -13,7 +13,6 @@ from torch import Tensor
 from pipeshard.runtime.local import local
 from tests import zoo
 from tests.pool import Pool
-from tests.test_data_parallel import part
 from tests.unsplit import LEARNING_RATE, Split
 
 M = 4
@@ -69,7 +68,7 @@ def bf16(name: str, dp: int, options: dict[str, Any]) -> tuple[list[float], list
     split = Split(
         model,
         dist.get_world_size() // dp,
-        part(batches[0], 0, rows),
+        zoo.part(batches[0], 0, rows),
         num_microbatches=M // dp,
         precision="bf16",
         **options,
@@ -78,7 +77,7 @@ def bf16(name: str, dp: int, options: dict[str, Any]) -> tuple[list[float], list
         assert options or parameter.dtype is torch.bfloat16
     losses, expected = [], []
     for data in batches:
-        losses.append(float(split.backward(part(data, split.plugin.grid.replica, rows))["loss"]))
+        losses.append(float(split.backward(zoo.part(data, split.plugin.grid.replica, rows))["loss"]))
         for parameter in split.held.values():
             assert parameter.grad is None or local(parameter.grad).dtype is torch.float32
         split.step()

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from pipeshard import PipelinePlugin
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import UsageError
 from pipeshard.model.batch import Batch
 from pipeshard.model.recompute import Recompute
 from pipeshard.model.trace import trace
@@ -30,15 +29,9 @@ from tests.parity.build import batch
 from tests.parity.entries import find
 from tests.pool import Pool
 from tests.test_randomness import with_dropout
-from tests.unsplit import Split
+from tests.unsplit import Split, refusal
 
 M = 4
-
-
-def refused(**options: Any) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        PipelinePlugin(pp_size=1, num_microbatches=2, **options)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +52,7 @@ def refused(**options: Any) -> str:
     ],
 )
 def test_wrong_arguments(pool: Pool, options: dict[str, Any], message: str) -> None:
-    assert message in pool.run(refused, 1, **options)[0]
+    assert message in pool.run(refusal, 1, **options)[0]
 
 
 def test_repeated_layers_come_first() -> None:

@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeshard import PipelinePlugin
 from pipeshard.errors import ConfigurationError
 from pipeshard.runtime.deferral import Deferral
 from pipeshard.runtime.stage import Stage
 from pipeshard.schedule import Action, make_program, simulate
 from tests import zoo
 from tests.pool import Pool
-from tests.unsplit import Split, Unsplit, differences
+from tests.unsplit import Split, Unsplit, differences, refusal
 
 M = 4
 
@@ -158,12 +157,6 @@ def test_compiled_units_have_the_same_gradients(pool: Pool) -> None:
     assert pool.run(compiled, 2, timeout=120) == [[], []]
 
 
-def refused(**options: Any) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        PipelinePlugin(pp_size=1, num_microbatches=2, **options)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -175,7 +168,7 @@ def refused(**options: Any) -> str:
     ],
 )
 def test_what_does_not_go_together_is_refused(pool: Pool, options: dict[str, Any], message: str) -> None:
-    assert message in pool.run(refused, 1, **options)[0]
+    assert message in pool.run(refusal, 1, **options)[0]
 
 
 def with_a_hook_that_wants_arguments() -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from colossalai.booster import Booster
 from peft import PeftModel
 from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin
+from pipeshard.errors import ConfigurationError
 from pipeshard.model.media import read_batch
 from pipeshard.model.sharder import is_released
 from pipeshard.runtime.local import whole
@@ -54,6 +56,13 @@ class Unsplit:
         self.optimizer.zero_grad()
 
 
+def refusal(**options: Any) -> str:
+    """What the plugin says to these arguments, which it refuses."""
+    with pytest.raises(ConfigurationError) as caught:
+        PipelinePlugin(pp_size=1, num_microbatches=2, **options)
+    return str(caught.value)
+
+
 def valid_labels(model: nn.Module, labels: Tensor) -> int:
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     causal = (labels.ndim == 2 and "CausalLM" in type(base).__name__) or "LMHead" in type(base).__name__
@@ -88,9 +97,16 @@ class Split:
 def differences(split: Split, unsplit: Unsplit, data: Any, tolerance: float = 1e-6, **parts: int) -> list[str]:
     """One backward of both on the same batch; what then differs here. With `parts` the order of sums is the same."""
     reference = unsplit.backward_in_parts(data, **parts) if parts else unsplit.backward(data)
-    loss = split.backward(data)["loss"]
+    return compared(split, unsplit, split.backward(data)["loss"], reference, tolerance, bitwise=bool(parts))
+
+
+def compared(
+    split: Split, unsplit: Unsplit, loss: Tensor, reference: Tensor, tolerance: float = 1e-6, bitwise: bool = False
+) -> list[str]:
+    """What differs here after a backward of both, which gave these losses; `bitwise` is for the losses."""
     found = []
-    equal = torch.equal(loss, reference) if parts else abs(float(loss - reference)) <= tolerance * abs(float(reference))
+    close = abs(float(loss - reference)) <= tolerance * abs(float(reference))
+    equal = torch.equal(loss, reference) if bitwise else close
     if not equal:
         found.append(f"loss {loss.item()!r}, unsplit {reference.item()!r}")
     error = gradient_error(split, unsplit.model)

@@ -117,6 +117,12 @@ def batch(name: str, rows: int = 8, length: int = 12, seed: int = 0, dtype: torc
     return {"input_ids": ids, "attention_mask": mask, "labels": uneven(targets)}
 
 
+def part(data: Any, replica: int, rows: list[int]) -> Any:
+    """The samples of one replica, which has `rows[replica]` of them."""
+    first = sum(rows[:replica])
+    return {name: value[first : first + rows[replica]] for name, value in data.items()}
+
+
 def uneven(labels: Tensor) -> Tensor:
     rows, length = labels.shape
     keep = torch.tensor([0 if row == 2 else 2 + (5 * row) % (length - 1) for row in range(rows)])

@@ -34,7 +34,7 @@ def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[in
 def content_of(optimizer: PipelineOptimizer) -> Content:
     """The state this rank holds."""
     packed = optimizer.optim.state_dict()
-    named = [(number, name, parameter) for number, name, parameter in numbered(optimizer, packed)]
+    named = list(numbered(optimizer, packed))
     names = {number: name for number, name, _ in named}
     groups = [
         {key: value for key, value in group.items() if key != "param_names"}

@@ -20,7 +20,6 @@ from pipeshard.checkpoint.save import FolderSave, owned, save_file_of_stages
 from pipeshard.errors import CheckpointError
 from pipeshard.grid import Grid
 from pipeshard.pipeline import PipelineModel
-from pipeshard.stage_manager import PipelineStageManager
 
 
 class PipelineCheckpointIO(CheckpointIO):
@@ -30,9 +29,9 @@ class PipelineCheckpointIO(CheckpointIO):
     when the call returns, unless `use_async=True`; what was there before stays whole until then.
     """
 
-    def __init__(self, stage_manager: PipelineStageManager, grid: Grid) -> None:
+    def __init__(self, grid: Grid) -> None:
         super().__init__()
-        self.manager, self.grid = stage_manager, grid
+        self.grid = grid
         self.pending: FolderSave | None = None  # what this rank writes of a save in the background
         self.saving = False  # whether there is one
 
@@ -92,7 +91,7 @@ class PipelineCheckpointIO(CheckpointIO):
             with together(group):
                 save.write()
             with together(group):
-                if self.manager.is_first_stage(ignore_chunk=True):
+                if self.grid.first:
                     save.commit()
         except CheckpointError:
             save.abandon()

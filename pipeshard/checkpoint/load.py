@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,10 +12,9 @@ from pipeshard.checkpoint.beside import together
 from pipeshard.checkpoint.conversion import Conversion, Piece
 from pipeshard.checkpoint.source import Source
 from pipeshard.errors import CheckpointError, listed
-from pipeshard.model.sharder import is_released
 from pipeshard.model.ties import first_names
 from pipeshard.pipeline import PipelineModel
-from pipeshard.runtime.weights import Weight
+from pipeshard.runtime.holdings import Holdings
 
 logger = logging.getLogger("pipeshard")
 
@@ -33,7 +31,7 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):
         source = Source(path, model)
-        plan = _Plan(model, source, pipeline.holdings.weights)
+        plan = _Plan(model, source, pipeline.holdings)
         plan.refuse(lists=strict and not draw_missing)
     with together(pipeline.grid.world):
         plan.fill(show=pipeline.grid.first)
@@ -48,8 +46,8 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
 class _Plan:
     """What of a checkpoint becomes what of the whole model, known without reading it."""
 
-    def __init__(self, model: nn.Module, source: Source, weights: Mapping[nn.Parameter, Weight]) -> None:
-        self.model, self.source, self.weights = model, source, weights
+    def __init__(self, model: nn.Module, source: Source, holdings: Holdings) -> None:
+        self.model, self.source, self.holdings = model, source, holdings
         state = model.state_dict()  # released tensors have kept their shapes
         self.shapes = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
         self.first = first_names(model)
@@ -112,8 +110,7 @@ class _Plan:
 
     def _of_stage(self) -> list[tuple[Piece, dict[str, Tensor]]]:
         """The pieces that this stage needs, in the order of the files, and its tensors that each fills."""
-        held = {name: p for name, p in self.model.named_parameters() if not is_released(p)}
-        own = held | dict(self.model.named_buffers())
+        own: dict[str, Tensor] = {**self.holdings.held, **dict(self.model.named_buffers())}
         needed: dict[str, tuple[Piece, dict[str, Tensor]]] = {}
         for first, piece in self.makes.items():
             if first in own:
@@ -126,8 +123,8 @@ class _Plan:
         """A parameter takes over memory that holds nothing else, so that it is there once."""
         if not isinstance(target, nn.Parameter):
             target.copy_(value)
-        elif not self.weights[target].plain:
-            self.weights[target].set(value.to(target.device))
+        elif not self.holdings.weights[target].plain:
+            self.holdings.weights[target].set(value.to(target.device))
         else:
             value = value.to(target.device, target.dtype).contiguous()
             alone = value.untyped_storage().nbytes() == value.nbytes

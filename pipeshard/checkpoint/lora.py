@@ -1,11 +1,11 @@
 """LoRA: adapters of peft, put on a model before it is boosted, and saved as peft itself saves them."""
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
@@ -13,7 +13,7 @@ from pipeshard.checkpoint.beside import existing, new_folder, together
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.model.ties import first_names
 from pipeshard.pipeline import Pipeline, PipelineModel
-from pipeshard.runtime.agreement import gather_objects
+from pipeshard.runtime.agreement import broadcast_bytes, gather_objects
 from pipeshard.runtime.local import whole
 
 CONFIG = "adapter_config.json"
@@ -91,33 +91,32 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
     first = min(module.peft_config, key=lambda name: name != "default")
     mark = CONFIG if first == "default" else f"{first}/{CONFIG}"  # peft keeps adapters of other names in folders
     grid = model.pipeline.grid
+    state = nn.Module.state_dict(module)
+    with together(grid.world):  # peft may ask the hub whether the vocabulary has grown: one rank alone does
+        chosen = _saved(module, state) if grid.first else []
+    saved = gather_objects(chosen, grid.world)[0]
     with together(grid.world):
-        whole_state = {name: whole(tensor) for name, tensor in nn.Module.state_dict(module).items()}
+        state |= {name: whole(state[name]) for name in saved}
     with together(grid.world):
         if grid.leads:
             with new_folder(Path(checkpoint), model.pipeline.group, mark) as folder:
-                state = _gathered(module, whole_state, model.pipeline)
+                _gather(module, state, saved, model.pipeline)
                 with together(model.pipeline.group):
                     if model.pipeline.rank == 0:
                         module.save_pretrained(str(folder), state_dict=state)
 
 
-def _gathered(module: PeftModel, state: dict[str, Tensor], pipeline: Pipeline) -> dict[str, Tensor]:
-    """The model's state, in which the first stage gets the values of what peft saves, wherever they are."""
-    saved: list[str] = []
-    with together(pipeline.group):
-        if pipeline.rank == 0:  # alone: peft may ask the hub whether the vocabulary has grown
-            saved = _saved(module, state)
+def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], pipeline: Pipeline) -> None:
+    """Give the first stage the values of these tensors of the model's state, wherever they are."""
     first = first_names(module)
-    for name in gather_objects(saved, pipeline.group)[0]:
+    for name in names:
         owner = pipeline.policy.owner(first.get(name, name))
         if owner > 0:
             tensor = state[name]
             received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             content = tensor.contiguous() if pipeline.rank == owner else received
-            dist.broadcast(content.view(-1).view(torch.uint8), pipeline.ranks[owner], group=pipeline.group)
+            broadcast_bytes(content, pipeline.ranks[owner], pipeline.group)
             state[name] = content if pipeline.rank == 0 else tensor
-    return state
 
 
 def _saved(module: PeftModel, state: dict[str, Tensor]) -> list[str]:

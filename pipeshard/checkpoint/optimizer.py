@@ -68,8 +68,8 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
         source = existing(Path(checkpoint))
         content = _read_content(source)
         held = content_of(boosted)
-    whole, _ = merged(gather_objects(on_meta(held), boosted.group))
-    problems = list(_problems(content, whole))
+    present, _ = merged(gather_objects(on_meta(held), boosted.group))
+    problems = list(_problems(content, present))
     if problems:
         raise CheckpointError(f"{checkpoint} does not fit this optimizer: {listed(problems)}")
     with together(boosted.group):

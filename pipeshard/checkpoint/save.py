@@ -67,14 +67,14 @@ class FolderSave:
 
     @classmethod
     def plan(
-        cls, boosted: PipelineModel, owned: dict[str, Tensor], folder: Path, size_per_shard: int, snapshot: bool
+        cls, boosted: PipelineModel, tensors: dict[str, Tensor], folder: Path, size_per_shard: int, snapshot: bool
     ) -> "FolderSave":
-        """By the ranks of one pipeline, of what each of them has `owned`."""
+        """By the ranks of one pipeline, of the `tensors` that each of them owns."""
         pipeline, module = boosted.pipeline, boosted.unwrap()
         with together(pipeline.group):
             if folder.is_file():
                 raise CheckpointError(f"{folder} is a file, but shard=True writes a folder")
-            state = {name: _ready(tensor, snapshot) for name, tensor in revert(module, owned).items()}
+            state = {name: _ready(tensor, snapshot) for name, tensor in revert(module, tensors).items()}
             split = split_torch_state_dict_into_shards(state, max_shard_size=size_per_shard * 1000**2)
             own = [names for names in split.filename_to_tensors.values() if names]
             if pipeline.rank == 0:
@@ -195,7 +195,7 @@ class FolderSave:
                 yield path
 
 
-def save_file_of_stages(boosted: PipelineModel, owned: dict[str, Tensor], target: Path) -> None:
+def save_file_of_stages(boosted: PipelineModel, tensors: dict[str, Tensor], target: Path) -> None:
     """One safetensors file: each stage writes a part beside it, which the first joins byte by byte."""
     pipeline, module = boosted.pipeline, boosted.unwrap()
     parts = [target.with_name(f".{target.name}.stage{stage}") for stage in range(pipeline.num_stages)]
@@ -204,7 +204,7 @@ def save_file_of_stages(boosted: PipelineModel, owned: dict[str, Tensor], target
             if target.is_dir():
                 raise CheckpointError(f"{target} is a folder, but shard=False writes a file: pass shard=True")
             target.parent.mkdir(parents=True, exist_ok=True)
-            state = {name: _ready(tensor, False).contiguous() for name, tensor in revert(module, owned).items()}
+            state = {name: _ready(tensor, False).contiguous() for name, tensor in revert(module, tensors).items()}
             save_file(state, parts[pipeline.rank])
         with together(pipeline.group):
             if pipeline.rank == 0:

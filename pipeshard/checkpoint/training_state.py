@@ -55,7 +55,7 @@ def save_training_state(
     if pipeline.grid.first:
         _remove_leftovers(parent)
     with new_folder(_folder(parent, step), pipeline.grid.world, mark=MANIFEST) as folder:
-        PipelineCheckpointIO(pipeline.plugin.stage_manager, pipeline.grid).save_folder(model, folder / MODEL)
+        PipelineCheckpointIO(pipeline.grid).save_folder(model, folder / MODEL)
         if optimizer is not None:
             save_optimizer(optimizer, folder / OPTIMIZER, shard=True)
         if pipeline.grid.first:
@@ -114,7 +114,7 @@ def load_training_state(
             raise CheckpointError(f"{folder} was saved without {', '.join(missing)}: load it without, too")
         if dataloader is not None:
             dataloader.load_state_dict(rest["dataloader"])
-    PipelineCheckpointIO(pipeline.plugin.stage_manager, pipeline.grid).load_model(model, str(folder / MODEL))
+    PipelineCheckpointIO(pipeline.grid).load_model(model, str(folder / MODEL))
     if optimizer is not None:
         load_optimizer(optimizer, folder / OPTIMIZER)
     with together(pipeline.grid.world):

@@ -125,14 +125,8 @@ class Batch:
         `num_microbatches` gives sizes that differ by one at most (and fewer microbatches where there are fewer
         samples); `microbatch_size` gives equal ones and a smaller last one.
         """
-        if microbatch_size is not None:
-            bounds = list(range(microbatch_size, self.rows, microbatch_size))
-        else:
-            m = min(num_microbatches or 1, self.rows)
-            sizes = [self.rows // m + (k < self.rows % m) for k in range(m)]
-            bounds = [sum(sizes[: k + 1]) for k in range(m - 1)]
-        edges = [0, *bounds, self.rows]
-        return [self._narrow(start, end - start) for start, end in itertools.pairwise(edges)]
+        sizes = split_sizes(self.rows, num_microbatches, microbatch_size)
+        return [self._narrow(end - size, size) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
     def _narrow(self, start: int, length: int) -> Self:
         if length == self.rows:
@@ -167,3 +161,11 @@ class Batch:
             )
         first = sum(owners[:row])
         return range(first, first + owners[row])
+
+
+def split_sizes(rows: int, num_microbatches: int | None, microbatch_size: int | None) -> list[int]:
+    """The samples in each microbatch of a batch of so many; see `Batch.split`."""
+    if microbatch_size is not None:
+        return [min(microbatch_size, rows - start) for start in range(0, rows, microbatch_size)]
+    m = min(num_microbatches or 1, rows)
+    return [rows // m + (k < rows % m) for k in range(m)]

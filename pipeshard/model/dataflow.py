@@ -106,6 +106,10 @@ class Dataflow:
         """Whether the value leaves its unit other than by the unit's result."""
         return value.leaf >= self.calls[value.call].parts[0].tree.num_leaves
 
+    def uses(self) -> list[Use]:
+        """All that units, the loss and the outputs depend on."""
+        return [*(call.reads for call in self.calls), self.needed(True)]
+
     def needed(self, outputs: Wanted = False) -> Use:
         """What the last stage needs: for the loss, and for the outputs asked for, or all where there is no loss."""
         if isinstance(outputs, frozenset):

@@ -104,9 +104,7 @@ class RowDims:
 
 
 def _reads(flow: Dataflow, path: str) -> bool:
-    uses = [*(call.reads for call in flow.calls), *(use for _, use, _ in flow.outputs)]
-    uses += [flow.loss] if flow.loss is not None else []
-    return path in flow.consulted or any(path in use.inputs for use in uses)
+    return path in flow.consulted or any(path in use.inputs for use in flow.uses())
 
 
 def _told(batch: Batch, doubts: Mapping[str, int]) -> str:

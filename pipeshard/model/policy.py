@@ -128,9 +128,18 @@ class Policy:
             return [int(entry) for entry in by]
         return self._counts_after([str(entry) for entry in by])
 
+    @property
+    def held_units(self) -> dict[str, nn.Module]:
+        """The units this stage runs, by name, in the order of registration."""
+        return {name: unit for name, unit in self.units.items() if name in self.replay.held}
+
+    def holders(self, name: str) -> list[int]:
+        """The stages that hold a parameter, by its first name."""
+        return [stage for stage, held in enumerate(self.held) if name in held]
+
     def get_held_layers(self) -> list[nn.Module]:
         """The units this stage runs, in the order of registration."""
-        return [unit for name, unit in self.units.items() if name in self.replay.held]
+        return list(self.held_units.values())
 
     def get_shared_params(self) -> list[dict[int, nn.Parameter]]:
         """One entry per parameter several stages hold: stage -> parameter, in the same order on every rank."""
@@ -140,15 +149,13 @@ class Policy:
     def shared_names(self) -> dict[str, list[int]]:
         """The stages of every parameter that more than one holds."""
         names = sorted(set().union(*self.held))
-        holders = {name: [s for s in range(self.num_stages) if name in self.held[s]] for name in names}
-        return {name: stages for name, stages in holders.items() if len(stages) > 1}
+        return {name: stages for name in names if len(stages := self.holders(name)) > 1}
 
     def owner(self, name: str) -> int:
         """The stage to ask for the present value of a parameter (by its first name) or a buffer: of those that hold it
         or run its unit the first; for a buffer of no unit the last, which alone runs all of the glue."""
-        holders = [stage for stage, held in enumerate(self.held) if name in held]
         parts = [part for (unit, _), part in self.partition.stages.items() if name.startswith(f"{unit}.")]
-        return min(holders or [self.placement[part] for part in parts], default=self.placement[-1])
+        return min(self.holders(name) or [self.placement[part] for part in parts], default=self.placement[-1])
 
     def replace_forward(self) -> None:
         """Make held units run and the others replay."""
@@ -157,8 +164,7 @@ class Policy:
 
     def compile(self, **options: Any) -> None:
         """Let torch.compile compile each held unit by itself; units of one class share what is compiled."""
-        held = {name: unit for name, unit in self.units.items() if name in self.replay.held}
-        for interception in intercept(held):
+        for interception in intercept(self.held_units):
             interception.compiled = torch.compile(interception.original, **options)
 
     def _merged(self, parts: Sequence[set[str]]) -> list[set[str]]:

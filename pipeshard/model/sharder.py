@@ -5,7 +5,7 @@ from torch import nn
 
 from pipeshard.model.materialize import InitWeights, allocate, initialize
 from pipeshard.model.policy import Policy
-from pipeshard.model.ties import names_of
+from pipeshard.model.ties import names_of, put_parameter
 
 
 class Sharder:
@@ -38,8 +38,7 @@ class Sharder:
             if first not in self.held:
                 ghost = _ghost(parameters[first], self.device)
                 for name in names:
-                    owner, _, attribute = name.rpartition(".")
-                    self.model.get_submodule(owner)._parameters[attribute] = ghost
+                    put_parameter(self.model, name, ghost)
 
     def _replace_module(self) -> None:
         self.policy.replace_forward()
@@ -61,10 +60,14 @@ class Sharder:
 
 
 def _ghost(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    storage = torch.zeros((), dtype=parameter.dtype, device=device)
-    ghost = nn.Parameter(storage.expand(parameter.shape), requires_grad=False)
+    ghost = nn.Parameter(storageless(parameter, parameter.dtype, device), requires_grad=False)
     ghost.pipeshard_trainable = parameter.requires_grad  # type: ignore[attr-defined]
     return ghost
+
+
+def storageless(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
+    """A tensor of the same shape that takes the memory of one number."""
+    return torch.zeros((), dtype=dtype, device=device).expand(tensor.shape)
 
 
 def is_released(parameter: torch.Tensor) -> bool:

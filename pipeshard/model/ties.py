@@ -30,8 +30,13 @@ def kept_tied(model: nn.Module) -> Iterator[None]:
         new = next((after[name] for name in names if after[name] is not before[name]), None)
         if new is not None:
             for name in names:
-                path, _, key = name.rpartition(".")
-                model.get_submodule(path)._parameters[key] = new
+                put_parameter(model, name, new)
+
+
+def put_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Make this the parameter of this one name."""
+    path, _, key = name.rpartition(".")
+    model.get_submodule(path)._parameters[key] = parameter
 
 
 def analyze_tied_weights(

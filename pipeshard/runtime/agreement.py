@@ -118,10 +118,15 @@ def sum_scalar(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Give all ranks of `group` the values that the first of them has; sent as bytes, which every backend knows."""
+    """Give all ranks of `group` the values that the first of them has."""
     if group is None or group.size() == 1 or tensor.numel() == 0:
         return
     flat = tensor.detach().reshape(-1).contiguous()
-    message = flat.view(torch.uint8)
-    dist.broadcast(message, dist.get_process_group_ranks(group)[0], group=group)
+    broadcast_bytes(flat, dist.get_process_group_ranks(group)[0], group)
     tensor.data.copy_(flat.view_as(tensor))
+
+
+def broadcast_bytes(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Fill a contiguous tensor with that of global rank `source`; no backend knows every dtype."""
+    if tensor.numel():
+        dist.broadcast(tensor.view(-1).view(torch.uint8), source, group=group)

@@ -1,6 +1,6 @@
 """FSDP: the held units of a stage, each divided among the replicas by torch's fully_shard."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,20 +50,18 @@ class ShardedUnits:
             _state(module)._pre_forward_hook_handle.remove()
             getattr(_state(module), "_post_forward_hook_handle", module).remove()
         _state(self.root)._lazy_init()
-        self._done: set[int] = set()
         self._waiting: list[tuple[Any, frozenset[int]]] = []
 
     def begin(self) -> None:
         """Gather the parameters."""
-        self._done, self._waiting = set(), list(self.groups)
+        self._waiting = list(self.groups)
         handles = [module.unshard(async_op=True) for module, _ in self.groups]
         for handle in handles:
             handle.wait()
 
-    def stage_done(self, stage: int) -> None:
-        """Reduce and scatter the gradients of the units that no stage of this rank runs any more."""
-        self._done.add(stage)
-        self._reduce([group for group in self._waiting if group[1] <= self._done])
+    def stages_done(self, stages: Set[int]) -> None:
+        """Reduce and scatter the gradients of the units that none but these stages of this rank run."""
+        self._reduce([group for group in self._waiting if group[1] <= stages])
 
     def finish(self, sync: bool) -> None:
         """After a step: reduce what is left, if it is to be, and let go of whole parameters."""

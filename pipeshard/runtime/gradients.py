@@ -46,6 +46,11 @@ class GradientSync:
         self._summed: dict[nn.Parameter, Tensor] = {}
         self._done: set[int] = set()
 
+    @property
+    def is_early(self) -> bool:
+        """Whether anything can be reduced before a step has ended."""
+        return self.sharded is not None or any(not bucket.tie for bucket in self.buckets)
+
     def begin(self) -> None:
         """Set the summed part aside, so that `p.grad` gathers this rank's own part alone."""
         if self.sharded is not None:
@@ -62,9 +67,9 @@ class GradientSync:
 
     def stage_done(self, stage: int) -> None:
         """Start to reduce what no stage of this rank adds to any more; what is tied over stages waits for `finish`."""
-        if self.sharded is not None:
-            self.sharded.stage_done(stage)
         self._done.add(stage)
+        if self.sharded is not None:
+            self.sharded.stages_done(self._done)
         for bucket in self.buckets:
             if not bucket.tie and bucket.work is None and bucket.stages <= self._done:
                 bucket.start()

@@ -10,18 +10,13 @@ from pipeshard.model.materialize import InitWeights, initialize
 from pipeshard.model.policy import Policy
 from pipeshard.model.sharder import is_released
 from pipeshard.model.slicing import Slicing
-from pipeshard.model.ties import kept_tied
+from pipeshard.model.ties import kept_tied, put_parameter
 from pipeshard.runtime.agreement import share_tensor
 from pipeshard.runtime.fsdp import ShardedUnits
 from pipeshard.runtime.gradients import GradientSync, Sharing
 from pipeshard.runtime.precision import Precision
 from pipeshard.runtime.sharing import sharings
 from pipeshard.runtime.weights import Weight
-
-
-def held_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that were not released, by their first names."""
-    return {name: parameter for name, parameter in model.named_parameters() if not is_released(parameter)}
 
 
 class Holdings:
@@ -38,8 +33,8 @@ class Holdings:
 
     def __init__(self, model: nn.Module, policy: Policy, grid: Grid, precision: Precision, fsdp: bool) -> None:
         self.model, self.policy, self.grid = model, policy, grid
-        self.units = {name: unit for name, unit in policy.units.items() if name in policy.replay.held}
-        before = self.held = held_parameters(model)
+        self.units = policy.held_units
+        before = self.held = {name: p for name, p in model.named_parameters() if not is_released(p)}
         self._share_values()
         full = precision.lower(model, but=self._in_units() if fsdp else set())
         self.slicing = Slicing(model, before, self.units, grid.mesh.along(TP)) if grid.tp_size > 1 else None
@@ -58,38 +53,34 @@ class Holdings:
             for weight in shaped:
                 if not weight.plain:
                     whole = torch.empty(weight.parameter.shape, device=weight.parameter.device)
-                    self._put(weight.name, nn.Parameter(whole, weight.parameter.requires_grad))
+                    put_parameter(self.model, weight.name, nn.Parameter(whole, weight.parameter.requires_grad))
         initialize(self.model, [weight.name for weight in shaped], {}, rule, seed)
         drawn = {weight.name: self.model.get_parameter(weight.name) for weight in shaped if not weight.plain}
         with kept_tied(self.model):
             for weight in shaped:
                 if weight.name in drawn:
                     weight.set(drawn[weight.name].detach())
-                    self._put(weight.name, weight.parameter)
-
-    def _put(self, name: str, parameter: nn.Parameter) -> None:
-        path, _, key = name.rpartition(".")
-        self.model.get_submodule(path)._parameters[key] = parameter
+                    put_parameter(self.model, weight.name, weight.parameter)
 
     def _share_values(self) -> None:
         for sharing in self._sharings(lambda name: (DP, TP)):
             for parameter in sharing.parameters.values():
                 share_tensor(parameter.data, sharing.group)
+        copies = self.grid.sharing((DP, TP), ())
         for buffer in self.model.buffers():
-            share_tensor(buffer, self.grid.sharing((DP, TP), ()))
+            share_tensor(buffer, copies)
 
     def _sharings(self, axes: Callable[[str], Sequence[int]]) -> list[Sharing]:
         """Which ranks share each parameter along these axes and over the stages that hold it."""
         policy = self.policy
-        stages = {name: [s for s, held in enumerate(policy.held) if name in held] for name in self.held}
+        stages = {name: policy.holders(name) for name in self.held}
         parts = {name: [s for s in policy.chunks if name in policy.held_by_parts[s]] for name in self.held}
         return sharings(self.grid, self.held, stages, parts.__getitem__, axes)
 
     def _in_units(self) -> set[nn.Parameter]:
         """The parameters of held units that glue does not read."""
-        reads = [call.reads for call in self.policy.flow.calls] + [self.policy.flow.needed(True)]
         now = dict(self.model.named_parameters())
-        of_glue = {now[name] for use in reads for name in use.parameters}
+        of_glue = {now[name] for use in self.policy.flow.uses() for name in use.parameters}
         return {p for unit in self.units.values() for p in unit.parameters()} - of_glue
 
     def _sharded(self, dtype: torch.dtype | None) -> ShardedUnits:
@@ -112,7 +103,7 @@ class Holdings:
     ) -> dict[nn.Parameter, Weight]:
         weights = {}
         for name, old in before.items():
-            new, holders = self.held[name], sum(name in held for held in self.policy.held)
+            new, holders = self.held[name], len(self.policy.holders(name))
             for axis, size in ((DP, self.grid.dp_size), (TP, self.grid.tp_size)):
                 holders *= 1 if self.grid.divides(new, axis) else size
             weights[old] = weights[new] = Weight(name, new, holders, full.get(old))

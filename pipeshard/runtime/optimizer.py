@@ -45,12 +45,11 @@ class PipelineOptimizer(OptimizerWrapper):
         given = dict.fromkeys(p for param_group in optim.param_groups for p in param_group["params"])
         self.weights = {weights[p].name: weights[p] for p in given if p in weights}
         self.owners = assign(self.weights.values(), grid.dp_size) if zero and grid.dp_size > 1 else {}
-        own = {p: w for p, w in weights.items() if self.owners.get(w.name, grid.replica) == grid.replica}
+        elsewhere = {name for name, replica in self.owners.items() if replica != grid.replica}
+        own = {p: w for p, w in weights.items() if w.name not in elsewhere}
         for param_group in optim.param_groups:  # a group may become empty; schedulers count on its place
             param_group["params"] = [own[p].trained() for p in param_group["params"] if p in own]
-        self.names = {
-            w.trained(): w.name for w in self.weights.values() if self.owners.get(w.name, grid.replica) == grid.replica
-        }
+        self.names = {w.trained(): w.name for w in self.weights.values() if w.name not in elsewhere}
         for parameter in [p for p in optim.state if isinstance(p, nn.Parameter)]:
             state = optim.state.pop(parameter)
             if parameter in own:

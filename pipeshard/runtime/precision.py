@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.model.batch import Batch
-from pipeshard.model.sharder import is_released
+from pipeshard.model.sharder import is_released, storageless
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,7 +36,7 @@ class Precision:
         """Inside, parameters that are to be lowered have their later dtype, and no values: to be traced."""
         before = {tensor: tensor.data for tensor in self._lowered(model)}
         for tensor, data in before.items():
-            tensor.data = torch.zeros((), dtype=self.dtype, device=data.device).expand(data.shape)
+            tensor.data = storageless(data, self.dtype, data.device)
         try:
             yield
         finally:
@@ -49,7 +49,7 @@ class Precision:
         for tensor in [tensor for tensor in self._lowered(model) if tensor not in but]:
             data = tensor.data
             if is_released(tensor):
-                tensor.data = torch.zeros((), dtype=self.dtype, device=data.device).expand(data.shape)
+                tensor.data = storageless(data, self.dtype, data.device)
                 continue
             tensor.data = data.to(self.dtype)
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:

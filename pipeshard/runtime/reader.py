@@ -5,7 +5,7 @@ from typing import Any
 
 from pipeshard.errors import BatchError
 from pipeshard.grid import Grid
-from pipeshard.model.batch import Batch
+from pipeshard.model.batch import Batch, split_sizes
 from pipeshard.model.doubts import RowDims
 from pipeshard.model.tracer import Criterion
 from pipeshard.runtime.agreement import agree
@@ -45,7 +45,7 @@ class Reader:
         except BatchError as disagreement:
             raise (failure or disagreement) from None
         assert batch is not None
-        return batch, seed, sum(map(self._num_microbatches, rows[: self.grid.replica]))
+        return batch, seed, sum(len(split_sizes(of_replica, *self.cut())) for of_replica in rows[: self.grid.replica])
 
     def _read(self, data_iter: Iterator[Any], criterion: Criterion | None) -> Batch:
         if not hasattr(data_iter, "__next__"):
@@ -61,8 +61,3 @@ class Reader:
                 "execute_pipeline len(dataloader) times"
             ) from None
         return self.precision.of_batch(self.row_dims.read(data, criterion, self.cuts))
-
-    def _num_microbatches(self, rows: int) -> int:
-        """Of a batch with so many samples."""
-        number, size = self.cut()
-        return -(-rows // size) if size else min(rows, number or 1)

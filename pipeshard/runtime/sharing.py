@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from pipeshard.grid import DP, Grid
+from pipeshard.grid import Grid
 from pipeshard.runtime.agreement import gather_objects
 from pipeshard.runtime.gradients import Sharing
 
@@ -15,7 +15,7 @@ def sharings(
     parameters: Mapping[str, nn.Parameter],
     holders: Mapping[str, Sequence[int]],
     users: Callable[[str], Collection[int]],
-    axes: Callable[[str], Sequence[int]] = lambda name: (DP,),
+    axes: Callable[[str], Sequence[int]],
 ) -> list[Sharing]:
     """Those of this rank, which holds `parameters`; every rank of the world calls it.
 

@@ -13,7 +13,6 @@ import transformers
 from pipeshard import load_training_state, save_training_state, to_sequential
 from tests import zoo
 from tests.pool import Pool
-from tests.test_data_parallel import part
 from tests.unsplit import Split, Unsplit, parameter_error
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and arguments of the plugin
@@ -44,7 +43,7 @@ def run(layout: str, folder: str, first: int, steps: int, precision: str = "fp32
         unsplit.backward(data)
         unsplit.step()
         if step >= first:
-            split.backward(part(data, grid.replica, [8 // grid.dp_size] * grid.dp_size))
+            split.backward(zoo.part(data, grid.replica, [8 // grid.dp_size] * grid.dp_size))
             split.step()
     save_training_state(folder, first + steps, split.model, split.optimizer)
     split.booster.save_model(split.model, f"{folder}/weights", shard=True)
@@ -89,7 +88,7 @@ def lowered(layout: str, folder: str, interrupted: bool) -> list[torch.Tensor]:
     split = fresh()
     for step in range(4):
         grid = split.plugin.grid
-        split.backward(part(zoo.batch("gpt2", seed=step), grid.replica, [8 // grid.dp_size] * grid.dp_size))
+        split.backward(zoo.part(zoo.batch("gpt2", seed=step), grid.replica, [8 // grid.dp_size] * grid.dp_size))
         split.step()
         if step == 1 and interrupted:
             save_training_state(folder, 2, split.model, split.optimizer)
