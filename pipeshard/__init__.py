@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeshard.checkpoint.training_state import load_training_state, save_training_state
+    from pipeshard.model.cutpoint import CutPoint
     from pipeshard.model.policy import Policy, register_policy
     from pipeshard.model.ties import analyze_tied_weights
     from pipeshard.model.trace import trace
@@ -27,6 +28,7 @@ if find_spec("colossalai") is None:
 __version__ = "0.1.0"
 __all__ = [
     "P2P",
+    "CutPoint",
     "PipelinePlugin",
     "Policy",
     "analyze_tied_weights",
@@ -39,6 +41,7 @@ __all__ = [
     "trace",
 ]
 _MODULES = {
+    "CutPoint": "pipeshard.model.cutpoint",
     "P2P": "pipeshard.runtime.p2p",
     "PipelinePlugin": "pipeshard.plugin",
     "Policy": "pipeshard.model.policy",

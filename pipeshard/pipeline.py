@@ -16,6 +16,7 @@ from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.model.batch import Batch
 from pipeshard.model.doubts import RowDims
 from pipeshard.model.materialize import InitWeights
+from pipeshard.model.partition import named
 from pipeshard.model.policy import find_policy
 from pipeshard.model.sharder import Sharder
 from pipeshard.model.slicing import check_plan
@@ -63,7 +64,7 @@ class Pipeline:
         self.reader = Reader(RowDims(model, plugin.batch_dims), self._cut, self.grid, self.precision)
         sample = self.reader.settle(sample, criterion)
         with self.precision.seeming(model), self.precision.running():
-            flow = trace(model, sample, criterion)
+            flow = trace(model, sample, criterion, cuts=named(plugin.partition))
         size = plugin.microbatch_size or max(1, sample.rows // (plugin.num_microbatches or 1))
         scale = next(iter(sample.tensors.values())).numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1])
         policy = plugin.policy or find_policy(model)

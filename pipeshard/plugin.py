@@ -28,6 +28,7 @@ from pipeshard.model.media import read_batch
 from pipeshard.model.policy import Policy
 from pipeshard.model.recompute import Recompute
 from pipeshard.model.rows import check_declared, refuse_unknown
+from pipeshard.model.ties import share_weights
 from pipeshard.model.tracer import Criterion
 from pipeshard.options import (
     check_chunks,
@@ -38,7 +39,7 @@ from pipeshard.options import (
     check_split_backward,
 )
 from pipeshard.pipeline import Pipeline, PipelineModel
-from pipeshard.runtime.optimizer import PipelineOptimizer
+from pipeshard.runtime.optimizer import PipelineOptimizer, replace_parameters
 from pipeshard.runtime.outputs import ReturnOutputs
 from pipeshard.runtime.p2p import P2P, check_p2p
 from pipeshard.runtime.precision import PRECISIONS, Precision
@@ -68,7 +69,10 @@ class PipelinePlugin(PipelinePluginBase):
             True draws it by the architecture's own rule, False leaves it to `booster.load_model`, a function is called
             as `fn(module)` or `fn(module, name)` for every module with such tensors. What is drawn depends on the seed
             (`torch.manual_seed`, of the first stage) and on names only, not on `pp_size`.
-        dry_run_input: a batch the model is traced with; by default the first samples of the dataloader.
+        dry_run_input: a batch the model is traced with, or a function `fn(size, device)` that makes one of so many
+            samples; by default the first samples of the dataloader.
+        shared_weights: groups of names of parameters that are to be one, such as [("embed.weight", "head.weight")],
+            which become so before the model is cut; the first one's values stay.
         max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`; 0 does not.
         loss_reduction: "token" makes the loss that of the whole batch, the mean over its valid labels;
             "microbatch" averages the microbatches' losses as they are.
@@ -119,6 +123,7 @@ class PipelinePlugin(PipelinePluginBase):
         batch_dims: Mapping[str, int | None] | None = None,
         recompute: bool | float | Sequence[float] = False,
         activation_checkpoint_interval: int = 0,
+        shared_weights: Sequence[Sequence[str]] = (),
     ) -> None:
         super().__init__()
         check_microbatches(num_microbatches, microbatch_size)
@@ -135,6 +140,7 @@ class PipelinePlugin(PipelinePluginBase):
         self.policy, self.dry_run_input, self.init_weights = policy, dry_run_input, init_weights
         self.max_norm, self.loss_reduction, self.compile = max_norm, loss_reduction, compile
         self.zero_stage, self.fsdp, self.batch_dims = zero_stage, fsdp, dict(batch_dims or {})
+        self.shared_weights = shared_weights
         self.recompute = Recompute.of(recompute, activation_checkpoint_interval, pp_size * chunks)
         self.pg_mesh = self.grid.mesh
         self.stage_manager = PipelineStageManager(self.pg_mesh, PP, chunks > 1, schedule == "zbv", chunks)
@@ -192,6 +198,9 @@ class PipelinePlugin(PipelinePluginBase):
             boosted = model
         else:
             refuse_blank_adapters(model)
+            became = share_weights(model, self.shared_weights)
+            if optimizer is not None:
+                replace_parameters(optimizer, became)
             sample = self._sample(model, dataloader)
             boosted = PipelineModel(model, Pipeline(self, model, sample, criterion))
         self._pipeline = boosted.pipeline
@@ -281,6 +290,8 @@ class PipelinePlugin(PipelinePluginBase):
     def _sample(self, model: nn.Module, dataloader: DataLoader[Any] | None) -> Batch:
         """The batch to trace with: `dry_run_input`, the dataset's first samples, or one made up for the model."""
         data = self.dry_run_input
+        if callable(data) and not isinstance(data, Mapping):
+            data = data(self.num_microbatches or self.microbatch_size, self.device)
         if data is None and dataloader is not None:
             data = first_samples(dataloader)
         batch = read_batch(model, made_up(model) if data is None else data, self.batch_dims)

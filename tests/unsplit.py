@@ -24,7 +24,7 @@ class Unsplit:
 
     def __init__(self, model: nn.Module, max_norm: float = 0.0) -> None:
         self.model, self.max_norm = model, max_norm
-        if hasattr(model.config, "use_cache"):
+        if hasattr(getattr(model, "config", None), "use_cache"):
             model.config.use_cache = False
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         self.norm: Tensor | None = None

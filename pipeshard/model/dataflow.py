@@ -39,8 +39,9 @@ class Call:
 
     `leaves` are TensorSpecs and constants, those of all parts in their order. A gradient of the call flows on to
     `differentiated`, those of the values read that come by an argument which requires one. `flops` and `elements`
-    (numbers made by its operators) are those of one forward at the traced size. `writes` is whether it changes an
-    argument in place.
+    (numbers made by its operators) are those of one forward at the traced size; to `flops` belong those of glue with
+    parameters of its own before the call. `writes` is whether it changes an argument in place, `is_cut` whether it is a
+    CutPoint.
     """
 
     unit: str
@@ -51,6 +52,7 @@ class Call:
     flops: int
     elements: int
     writes: bool = False
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Dataflow:
     in place after they were made. `decisions` are lines of glue that decide in Python on an activation, `consulted`
     the leaves of the batch it decides on, or writes to, `watched` those among them whose values are part of what the
     Dataflow is for: sizes of images, and masks that select. `glue_random` is whether glue draws random numbers,
-    `python_random` whether anything draws from `random` or numpy's generator.
+    `python_random` whether anything draws from `random` or numpy's generator. `tail` are the flops of glue with
+    parameters of its own after the last call.
     """
 
     calls: tuple[Call, ...]
@@ -74,6 +77,7 @@ class Dataflow:
     axes: Axes
     glue_random: bool = True
     python_random: bool = False
+    tail: int = 0
 
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:
@@ -84,6 +88,16 @@ class Dataflow:
             keys.append((call.unit, seen[call.unit]))
             seen[call.unit] += 1
         return tuple(keys)
+
+    @cached_property
+    def cut_points(self) -> tuple[int, ...]:
+        """The calls of CutPoints, if there are any: a cut is after one of them, and nowhere else."""
+        return tuple(k for k, call in enumerate(self.calls) if call.is_cut)
+
+    @property
+    def ends_in_cut(self) -> bool:
+        """Whether a cut may come after the last call, so that the last stage runs none."""
+        return bool(self.calls) and self.calls[-1].is_cut
 
     @cached_property
     def receiving(self) -> frozenset[Value]:

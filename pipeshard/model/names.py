@@ -2,10 +2,14 @@
 
 import re
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map
+
+from pipeshard.errors import PartitionError
 
 
 def flatten_with_names(tree: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
@@ -26,6 +30,29 @@ def without_adapters(model: nn.Module) -> tuple[str, nn.Module]:
     base: Any = getattr(model, "get_base_model", lambda: model)()
     path = next(name for name, module in model.named_modules() if module is base)
     return f"{path}." if path else "", base
+
+
+def paths_of(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """The full names of modules, of which those inside a PeftModel may be named as the model inside names them.
+
+    Raises PartitionError, with names that come close, for what is no module of the model, and for the model itself.
+    """
+    prefix, _ = without_adapters(model)
+    known = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+    full = [name if name.startswith(prefix) else f"{prefix}{name}" for name in names]
+    for name in full:
+        if name in ("", prefix.rstrip(".")):
+            raise PartitionError(f"partition names the whole {type(model).__name__}: name modules inside of it")
+        if name not in known:
+            raise PartitionError(unknown("partition", name, type(model).__name__, known, "modules"))
+    return full
+
+
+def unknown(who: str, name: str, model: str, known: Sequence[str], what: str = "units") -> str:
+    """That somebody names what is not there, with names that come close."""
+    close = get_close_matches(name, known, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"they are {', '.join(known)}"
+    return f"{who} names {name}, which is none of the {what} of {model}: {hint}"
 
 
 def as_dicts(tree: Any) -> Any:

@@ -52,6 +52,11 @@ class Partition:
         return stages
 
 
+def named(partition: str | Sequence[int] | Sequence[str]) -> list[str]:
+    """The modules that a partition names."""
+    return [] if isinstance(partition, str) else [entry for entry in partition if isinstance(entry, str)]
+
+
 class Cost(NamedTuple):
     """Time of one unit call: forward, backward but for the weight gradients that can wait, and those."""
 
@@ -90,8 +95,13 @@ def call_costs(flow: Dataflow, units: Mapping[str, nn.Module], scale: float = 1.
 
 
 def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
-    """Calls before which no cut may be, each with the reason: a hidden value would have to cross it."""
+    """Calls before which no cut may be, each with the reason: a hidden value would have to cross it, or the model has
+    CutPoints and none is there. The number of the calls stands for the model's end."""
     forbidden: dict[int, str] = {}
+    if flow.cut_points:
+        reason = f"the model is cut at its CutPoints alone, of which it calls {len(flow.cut_points)}"
+        allowed = {k + 1 for k in flow.cut_points}
+        forbidden.update((k, reason) for k in range(1, len(flow.calls) + 1) if k not in allowed)
 
     def keep_together(use: Use, reader: int, name: str) -> None:
         for maker in use.hidden:

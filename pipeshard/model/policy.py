@@ -1,8 +1,7 @@
 """Policy: what a stage holds and runs; the base class derives all of it from the Dataflow."""
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import metadata, util
 from typing import Any, ClassVar, TypeVar
@@ -13,7 +12,7 @@ from torch import nn
 from pipeshard.errors import ConfigurationError, PartitionError, TraceError
 from pipeshard.model.chain import Chain
 from pipeshard.model.dataflow import Dataflow
-from pipeshard.model.names import without_adapters
+from pipeshard.model.names import unknown, without_adapters
 from pipeshard.model.partition import Partition, balance, call_costs, forbidden_cuts, held_parameters
 from pipeshard.model.replay import Replay
 from pipeshard.model.units import find_units, intercept
@@ -57,12 +56,13 @@ class Policy:
         self.placement = tuple(range(num_stages) if placement is None else placement)
         self.chunks = [part for part, at in enumerate(self.placement) if at == stage]
         self.partition_by, self.scale, self.known_costs = partition, scale, costs
-        self.units = find_units(model)
+        self.units = find_units(model, (call.unit for call in flow.calls))
         self.refuse_decisions(flow)
         self.refuse_unexpected(flow)
         parts = len(self.placement)
         counts = self.distribute_layers(len(flow.calls), parts)
-        if len(counts) != parts or sum(counts) != len(flow.calls) or min(counts) < 1:
+        fewest = min(counts, default=0) if not flow.ends_in_cut else min(counts[:-1], default=1)
+        if len(counts) != parts or sum(counts) != len(flow.calls) or fewest < 1:
             chunks = f" ({parts // num_stages} chunks for each of {num_stages} processes)" if parts > num_stages else ""
             raise PartitionError(
                 f"partition {list(counts)} does not give each of {parts} stages{chunks} at least one of the model's "
@@ -98,7 +98,7 @@ class Policy:
         """The unit of this name; PartitionError with those that come close where the model has none."""
         name = self._full(name)
         if name not in self.units:
-            raise PartitionError(_unknown(type(self).__name__, name, type(self.model).__name__, self.units))
+            raise PartitionError(unknown(type(self).__name__, name, type(self.model).__name__, list(self.units)))
         return self.units[name]
 
     def calls_of(self, name: str) -> list[int]:
@@ -123,7 +123,11 @@ class Policy:
         """How many of the `num_layers` unit calls, in their order, each stage runs."""
         by = self.partition_by
         if isinstance(by, str):
-            return balance(self.weights(num_stages), num_stages, forbidden_cuts(self.flow))
+            weights, forbidden = self.weights(num_stages), forbidden_cuts(self.flow)
+            if not self.flow.ends_in_cut:
+                return balance(weights, num_stages, forbidden)
+            *counts, last = balance([*weights, self._tail()], num_stages, forbidden)
+            return [*counts, last - 1]
         if all(isinstance(entry, int) for entry in by):
             return [int(entry) for entry in by]
         return self._counts_after([str(entry) for entry in by])
@@ -136,6 +140,10 @@ class Policy:
     def holders(self, name: str) -> list[int]:
         """The stages that hold a parameter, by its first name."""
         return [stage for stage, held in enumerate(self.held) if name in held]
+
+    def _tail(self) -> float:
+        """What the model does after its last unit call, on the scale of `weights`."""
+        return self.scale * 3 * self.flow.tail if self.partition_by == "auto" and self.known_costs is None else 0.0
 
     def get_held_layers(self) -> list[nn.Module]:
         """The units this stage runs, in the order of registration."""
@@ -183,7 +191,7 @@ class Policy:
         calls = [k for k, call in enumerate(self.flow.calls) if f"{call.unit}.".startswith(f"{name}.")]
         if not calls:
             called = dict.fromkeys(call.unit for call in self.flow.calls)
-            raise PartitionError(_unknown(who, name, type(self.model).__name__, called))
+            raise PartitionError(unknown(who, name, type(self.model).__name__, list(called)))
         return calls
 
     def _full(self, name: str) -> str:
@@ -197,12 +205,6 @@ class Policy:
             edge += count
             if edge in forbidden:
                 raise PartitionError(f"no cut is possible before unit {self.flow.calls[edge].unit}: {forbidden[edge]}")
-
-
-def _unknown(who: str, name: str, model: str, units: Iterable[str]) -> str:
-    close = get_close_matches(name, units, n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"they are {', '.join(units)}"
-    return f"{who} names {name}, which is none of the units of {model}: {hint}"
 
 
 PACKAGE = "pipeshard.policies"  # with the shipped ones

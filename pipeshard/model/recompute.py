@@ -57,7 +57,7 @@ class Recompute:
         self, flow: Dataflow, stages: Sequence[int], stage: int, units: Mapping[str, nn.Module]
     ) -> frozenset[int]:
         """The numbers of the calls of `stage` that are recomputed; `stages[k]` is that of call k."""
-        here = [k for k, s in enumerate(stages) if s == stage]
+        here = [k for k, s in enumerate(stages) if s == stage and not flow.calls[k].is_cut]
         able = [k for k in here if can_run_again(flow.calls[k], units[flow.calls[k].unit])]
         if self.interval:
             return frozenset(k for k in able if (k + 1) % self.interval == 0)

@@ -74,6 +74,7 @@ class Taint(TorchDispatchMode):
         self.met: set[Tag] = set()
         self.drawn = False  # whether glue drew random numbers of torch
         self.flops = self.elements = 0
+        self.of_glue = 0  # flops of glue with parameters of its own
         self.is_checking = False
         self._alive: list[Any] = []  # storages: a freed one's address would be used again
 
@@ -105,6 +106,8 @@ class Taint(TorchDispatchMode):
             self.met |= tags - {Hidden(self.inside)}
             self._count(func, args, kwargs, result, outputs)
             tags = frozenset({Hidden(self.inside)})
+        elif func._overloadpacket in flop_registry and any(isinstance(tag, Used) for tag in tags):
+            self.of_glue += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
         for output in outputs:
             self._add(output, tags)
         if func._schema.is_mutable:

@@ -1,9 +1,16 @@
 """Ties: parameters that are one tensor under several names, found by identity."""
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import nn
+
+from pipeshard.errors import ConfigurationError
+from pipeshard.model.names import unknown
+
+logger = logging.getLogger("pipeshard")
 
 
 def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -37,6 +44,53 @@ def put_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Make this the parameter of this one name."""
     path, _, key = name.rpartition(".")
     model.get_submodule(path)._parameters[key] = parameter
+
+
+def share_weights(model: nn.Module, groups: Iterable[Sequence[str]]) -> dict[nn.Parameter, nn.Parameter]:
+    """Make the parameters of each group of names one: the first; returns what each of the others became.
+
+    Groups that have a parameter in common are one. Where values differ the first ones stay, with a warning. Raises
+    ConfigurationError for a name that is no parameter's (with names that come close), and for shapes or dtypes that
+    differ.
+    """
+    became: dict[nn.Parameter, nn.Parameter] = {}
+    for names in groups:
+        if isinstance(names, str) or len(names) < 2 or not all(isinstance(name, str) for name in names):
+            raise ConfigurationError(
+                f"shared_weights has {names!r}: give groups of two or more names, such as "
+                "[('embed.weight', 'head.weight')]"
+            )
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name in names:
+            if name not in parameters:
+                raise ConfigurationError(
+                    unknown("shared_weights", name, type(model).__name__, list(parameters), "parameters")
+                )
+        first = parameters[names[0]]
+        for name in names[1:]:
+            if (other := parameters[name]) is not first:
+                _refuse_unlike(names[0], first, name, other)
+                for alias in [alias for alias, parameter in parameters.items() if parameter is other]:
+                    put_parameter(model, alias, first)
+                became[other] = first
+    return {old: _end(new, became) for old, new in became.items()}
+
+
+def _end(parameter: nn.Parameter, became: Mapping[nn.Parameter, nn.Parameter]) -> nn.Parameter:
+    while parameter in became:
+        parameter = became[parameter]
+    return parameter
+
+
+def _refuse_unlike(first: str, kept: nn.Parameter, name: str, other: nn.Parameter) -> None:
+    if (kept.shape, kept.dtype) != (other.shape, other.dtype):
+        raise ConfigurationError(
+            f"shared_weights: {first} is {tuple(kept.shape)} {kept.dtype}, {name} {tuple(other.shape)} {other.dtype}: "
+            "only parameters of one shape and dtype can be one"
+        )
+    known = not (kept.is_meta or other.is_meta)
+    if known and not torch.equal(kept.detach(), other.detach()):
+        logger.warning("shared_weights: %s and %s have different values, those of %s stay", first, name, first)
 
 
 def analyze_tied_weights(

@@ -13,6 +13,7 @@ from pipeshard.errors import BatchError, TraceError
 from pipeshard.model.batch import Batch
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.media import read_batch
+from pipeshard.model.names import paths_of
 from pipeshard.model.shapes import Axes, TensorSpec
 from pipeshard.model.tracer import Criterion, Tracer
 from pipeshard.model.untouched import untouched
@@ -24,31 +25,38 @@ FEW = 2, 3, 5  # numbers of samples with which a way to read a batch is tried
 ROWS, LENGTH = 2, 8  # a trace runs on this many samples, and on no more positions where the model allows
 
 
-def trace(model: nn.Module, batch: Any, criterion: Criterion | None = None, exact: bool = False) -> Dataflow:
+def trace(
+    model: nn.Module, batch: Any, criterion: Criterion | None = None, exact: bool = False, cuts: Sequence[str] = ()
+) -> Dataflow:
     """The Dataflow of `model` called with `batch`, and of `criterion(output, batch)` (by default the output's loss).
 
     Only glue runs; each unit is stood in for by the shapes of its result, which one unit of a kind (class, parameter
     shapes, input shapes) finds on meta. Nothing of the model changes, and no random number is drawn from the user's
     generators. The trace is repeated with other batch and sequence sizes, so that shapes are known for all of them;
     with `exact` it is run once, on the batch as it is, and holds for its sizes alone. Works for a model on meta.
-    Raises TraceError naming the unit or the line that fails.
+    Modules named in `cuts` are units, whatever they are inside of.
+
+    Raises TraceError naming the unit or the line that fails, PartitionError for a name that is no module's.
     """
     sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
     encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    cuts = paths_of(model, cuts)
     if not exact:
         try:
-            return _trace_any(model, sample, criterion, encoder_decoder)
+            return _trace_any(model, sample, criterion, encoder_decoder, cuts)
         except (TraceError, BatchError) as error:  # its samples cannot be told apart, or not so few of them
             logger.debug("%s is traced with the whole batch: %s", type(model).__name__, error)
     with untouched(model):
-        flow = Tracer(model, criterion, sample).run(sample)
+        flow = Tracer(model, criterion, sample, cuts=cuts).run(sample)
     return _pinned(replace(flow, axes=Axes.of(sample, encoder_decoder)), 0)
 
 
-def _trace_any(model: nn.Module, sample: Batch, criterion: Criterion | None, encoder_decoder: bool) -> Dataflow:
+def _trace_any(
+    model: nn.Module, sample: Batch, criterion: Criterion | None, encoder_decoder: bool, cuts: Sequence[str]
+) -> Dataflow:
     """The Dataflow for batches of any size, from two samples."""
     sample = sample.take(torch.arange(ROWS) % sample.rows)
-    tracer = Tracer(model, criterion, sample)
+    tracer = Tracer(model, criterion, sample, cuts=cuts)
     short = Axes.of(sample, encoder_decoder).shortened(sample, LENGTH)
     with untouched(model):
         try:

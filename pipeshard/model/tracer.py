@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.model.batch import Batch
+from pipeshard.model.cutpoint import CutPoint, misplaced
 from pipeshard.model.dataflow import Call, Dataflow, Use
 from pipeshard.model.exits import Exits, Part, answer, listened
 from pipeshard.model.kinds import describe, kind_name
@@ -52,10 +53,15 @@ class Tracer:
     """Runs the glue of one model; remembers the kinds of its units from run to run. A `meter` listens to every run."""
 
     def __init__(
-        self, model: nn.Module, criterion: Criterion | None, sample: Batch, meter: Meter | None = None
+        self,
+        model: nn.Module,
+        criterion: Criterion | None,
+        sample: Batch,
+        meter: Meter | None = None,
+        cuts: Sequence[str] = (),
     ) -> None:
         self.model, self.criterion, self.meter = model, criterion, meter
-        self.units = find_units(model)
+        self.units = find_units(model, cuts)
         tensors = (*model.parameters(), *sample.tensors.values())
         self.device = next(t.device for t in tensors if not t.is_meta)
         self.kinds: dict[Any, _Kind] = {}
@@ -74,6 +80,7 @@ class Tracer:
     def _run(self, batch: Batch) -> Dataflow:
         self.taint = Taint(self.device)
         self.calls: list[Call] = []
+        self.rows = batch.rows
         for name, parameter in self.model.named_parameters():
             self.taint.mark(parameter, frozenset({Used(name)}))
         for path, leaf in batch.tensors.items():
@@ -123,8 +130,10 @@ class Tracer:
         consulted = frozenset(self.taint.consulted | changed)
         small = {path for path in consulted if batch.tensors[path].numel() <= SMALL * batch.rows}
         watched = frozenset(self.taint.shaping | small | noted)
+        self._refuse_aliases(used, outputs)
         axes, random = Axes((), (), (), ()), (self.taint.drawn or self.python_random, self.python_random)
-        return Dataflow(tuple(self.calls), used, outputs, written, decisions, consulted, watched, axes, *random)
+        told = written, decisions, consulted, watched, axes, *random
+        return Dataflow(tuple(self.calls), used, outputs, *told, tail=self.taint.of_glue)
 
     @contextlib.contextmanager
     def _sealing(self) -> Iterator[None]:
@@ -157,6 +166,9 @@ class Tracer:
         if taint.inside is not None:  # called by another unit: part of that one
             return original(*args, **kwargs)
         index = len(self.calls)
+        is_cut = isinstance(self.units[unit], CutPoint)
+        if is_cut:
+            self._check_cut(unit, args)
         leaves, tree = tree_flatten((args, kwargs))
         tags = taint.of(leaves)
         use = self._use(tags)
@@ -171,8 +183,8 @@ class Tracer:
             taint.write(leaves[position], frozenset({Hidden(index)}))  # who reads it from here on sees the change
         differentiable = taint.of(t for t in leaves if isinstance(t, Tensor) and t.requires_grad) | kind.met
         differentiated = Use.of(differentiable).values
-        work = kind.flops, kind.elements
-        self.calls.append(Call(unit, use, differentiated, kind.parts, kind.leaves, *work, writes=bool(kind.written)))
+        work, taint.of_glue, writes = (kind.flops + taint.of_glue, kind.elements), 0, bool(kind.written)
+        self.calls.append(Call(unit, use, differentiated, kind.parts, kind.leaves, *work, writes=writes, is_cut=is_cut))
         result = []
         for position, leaf in enumerate(kind.leaves):
             if isinstance(leaf, TensorSpec):
@@ -182,6 +194,29 @@ class Tracer:
         if self.meter and kind.visit:
             self.meter.add(kind.visit, leaves, tree, result)
         return answer(self.units[unit], kind.parts, result, (args, kwargs))
+
+    def _check_cut(self, unit: str, args: Any) -> None:
+        if any(call.unit == unit for call in self.calls):
+            raise TraceError(
+                f"CutPoint {unit} is called twice: use one for each place, and in a loop an nn.ModuleList of them"
+            )
+        if args and misplaced(args[0], self.rows):
+            raise TraceError(
+                f"CutPoint {unit} got a tensor of shape {tuple(args[0].shape)}, whose dimension 0 does not count the "
+                f"{self.rows} samples of the batch: call it where it does, or as `(x,) = cut((x,))`"
+            )
+
+    def _refuse_aliases(self, loss: Use | None, outputs: Any) -> None:
+        """Of a CutPoint's result, which is what it was given, there are two copies where it is a cut."""
+        written = {value.call for value in self.taint.written}
+        for index in [k for k, call in enumerate(self.calls) if call.is_cut and k in written]:
+            later = [call.reads for call in self.calls[index + 1 :]] + [use for _, use, _ in outputs]
+            later += [loss] if loss is not None else []
+            if any(use.values & self.calls[index].reads.values for use in later):
+                raise TraceError(
+                    f"what CutPoint {self.calls[index].unit} returns is changed in place, and what it was given may be "
+                    "used further on, where the change would be missed: compute a new tensor (x = x + y, not x += y)"
+                )
 
     def _visit(self, unit: str, forward: Callable[..., Any], leaves: list[Any], tree: TreeSpec) -> _Kind:
         """Run a unit's own forward on meta, or with throw-away values where it does not run there."""

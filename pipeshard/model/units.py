@@ -1,27 +1,35 @@
 """Units: the modules that are never cut, and the interception of their calls."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from pipeshard.model.cutpoint import CutPoint
+
 # handler(unit name, the unit's own forward, positional arguments, keyword arguments) -> the unit's result
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-def find_units(model: nn.Module) -> dict[str, nn.Module]:
+def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Module]:
     """The units of `model` by name, in the order of registration; those of a model that was cut stay what they were.
 
     A unit is a member of an `nn.ModuleList`, or any other child with parameters of the modules around such lists. A
     member that is a list itself is cut into its members, and so is a stage of a hierarchy (swin, resnet), unless it is
-    recomputed as a whole. A module reached under several names counts once, under its first name.
+    recomputed as a whole. CutPoints are units, and so are the modules named in `cuts`; what they are inside of is none.
+    A module reached under several names counts once, under its first name.
     """
     forwards = [(module, module.__dict__.get("forward")) for module in model.modules()]
     if cut := {forward.name: module for module, forward in forwards if isinstance(forward, Interception)}:
         return cut
+    marked: dict[str, nn.Module] = {n: m for n, m in model.named_modules() if isinstance(m, CutPoint)}
+    marked |= {name: model.get_submodule(name) for name in cuts}
+    paths = {name.rpartition(".")[0] for name in marked}
+    around = {model.get_submodule(path[:end]) for path in paths for end in _ends(path)}
+    chosen = set(marked.values())
     units: dict[str, nn.Module] = {}
     seen: set[nn.Module] = set()
 
@@ -33,9 +41,9 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
             name = f"{prefix}.{child_name}" if prefix else child_name
             if stages:
                 walk(name, child, in_hierarchy=True)
-            elif _is_layers(child) if is_list or in_hierarchy else _has_layers(child):
+            elif child in around or (_is_layers(child) if is_list or in_hierarchy else _has_layers(child)):
                 walk(name, child, in_hierarchy)
-            elif child not in seen and _has_parameters(child):
+            elif child not in seen and (_has_parameters(child) or child in chosen):
                 seen.add(child)
                 units[name] = child
 
@@ -53,6 +61,11 @@ def recomputes(module: nn.Module) -> bool:
     """Whether transformers' activation checkpointing drops and recomputes this very module."""
     layer = any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
     return layer and bool(getattr(module, "gradient_checkpointing", False))
+
+
+def _ends(path: str) -> list[int]:
+    """Where the names of a module and of those it is inside of end."""
+    return [k for k, letter in enumerate(path) if letter == "."] + [len(path)]
 
 
 def _has_layers(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from pipeshard.errors import ConfigurationError, PartitionError
+from pipeshard.model.cutpoint import CutPoint
 
 PARTITIONS = ("auto", "uniform", "parameters", "profile", "profile:PATH", "type:REGEX")
 
@@ -19,7 +20,7 @@ def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]
     if by == "auto" or kind == "profile":
         return costs()
     if by == "uniform":
-        return [1.0] * len(units)
+        return [float(not isinstance(unit, CutPoint)) for unit in units]
     if by == "parameters":
         return [float(sum(p.numel() for p in unit.parameters())) for unit in units]
     if kind == "type" and detail:

@@ -8,6 +8,7 @@ from torch import nn
 from pipeshard.model.batch import Batch
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.meter import Meter, Work
+from pipeshard.model.names import paths_of
 from pipeshard.model.partition import Cost, cost_of
 from pipeshard.model.shapes import Axes
 from pipeshard.model.standin import is_trainable
@@ -23,11 +24,12 @@ def metered(
     criterion: Criterion | None = None,
     meter: Meter | None = None,
     recompute: bool = True,
+    cuts: Sequence[str] = (),
 ) -> tuple[Dataflow, Meter]:
     """A trace at the sizes of `microbatch`, for these alone, and what it costs; nothing is computed, only shapes.
 
     Of a model in evaluation mode it is that of training all the same. Without `recompute`, units that are recomputed
-    are taken as if they were not.
+    are taken as if they were not. Modules named in `cuts` are units.
     """
     meter = meter or Meter()
     with untouched(model):
@@ -36,7 +38,7 @@ def metered(
         for module in model.modules() if not recompute else ():
             if recomputes(module):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
-        flow = Tracer(model, criterion, microbatch, meter).run(microbatch)
+        flow = Tracer(model, criterion, microbatch, meter, paths_of(model, cuts)).run(microbatch)
     axes = Axes.of(microbatch)
     return replace(flow, axes=axes.pin(set(range(len(axes.sizes))))), meter
 

@@ -12,6 +12,7 @@ from pipeshard.model.batch import Batch
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.made_up import made_up
 from pipeshard.model.media import read_batch
+from pipeshard.model.partition import named
 from pipeshard.model.policy import Policy, find_policy
 from pipeshard.model.tracer import Criterion
 from pipeshard.model.units import recomputes
@@ -68,7 +69,8 @@ def plan(
     chosen = None if schedule is None else (schedule, num_chunks(schedule, num_model_chunks))
     limit = None if device_memory is None else parse_bytes(device_memory)
     microbatch, m = _microbatch(model, batch, num_microbatches, microbatch_size, seq_len)
-    flow, meter = metered(model, microbatch, criterion)
+    cuts = named(partition)
+    flow, meter = metered(model, microbatch, criterion, cuts=cuts)
     if flow.loss is None:
         raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
     units = [model.get_submodule(call.unit) for call in flow.calls]
@@ -76,7 +78,7 @@ def plan(
     costs = measured.times if measured else [unit_cost(*call) for call in zip(units, meter.works, strict=True)]
     unit = 1.0 if measured else sum(map(sum, costs)) / pp_size or 1.0
     recomputed = any(map(recomputes, units))
-    plain = metered(model, microbatch, criterion, recompute=False)[1] if recomputed else None
+    plain = metered(model, microbatch, criterion, recompute=False, cuts=cuts)[1] if recomputed else None
     footprint = Footprint(model, flow, meter, optimizer, plain)
     subject = Subject(model, flow, costs, footprint, policy or find_policy(model), partition, optimizer, limit)
 

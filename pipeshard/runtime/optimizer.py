@@ -1,5 +1,6 @@
 """Pipeline optimizer: the user's optimizer over what a stage holds, with the norm of the whole model."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -133,6 +134,17 @@ class PipelineOptimizer(OptimizerWrapper):
         gradients = [gradient for p in self._holders if (gradient := local_grad(p)) is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
+
+
+def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Where parameters became others, let the optimizer train those, each in the first group that has it."""
+    seen: set[nn.Parameter] = set()
+    for group in optim.param_groups if became else ():
+        now = dict.fromkeys(became.get(parameter, parameter) for parameter in group["params"])
+        group["params"] = [parameter for parameter in now if parameter not in seen]
+        seen |= now.keys()
+    for parameter in became:
+        optim.state.pop(parameter, None)
 
 
 def _sliced(value: Any, whole: Tensor, parameter: Tensor) -> Any:
