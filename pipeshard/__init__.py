@@ -1,10 +1,10 @@
 """pipeshard: trains Hugging Face models across pipeline stages, as a plugin of ColossalAI's Booster."""
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipeshard.build import build
     from pipeshard.checkpoint.training_state import load_training_state, save_training_state
     from pipeshard.model.cutpoint import CutPoint
     from pipeshard.model.policy import Policy, register_policy
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipeshard.runtime.p2p import P2P
     from pipeshard.schedule.simulate import simulate
     from pipeshard.sequential import to_sequential
+    from pipeshard.target import Target, register_target
 
 MISSING = (
     "pipeshard needs colossalai 0.5.0 ({}). Its own pins are stale, so install it without its dependencies, "
@@ -22,19 +23,19 @@ MISSING = (
     "    pip install --no-deps colossalai==0.5.0\n"
     "    pip install psutil peft einops galore_torch rich click packaging"
 )
-if find_spec("colossalai") is None:
-    raise ImportError(MISSING.format("it is not installed"))
-
 __version__ = "0.1.0"
 __all__ = [
     "P2P",
     "CutPoint",
     "PipelinePlugin",
     "Policy",
+    "Target",
     "analyze_tied_weights",
+    "build",
     "load_training_state",
     "plan",
     "register_policy",
+    "register_target",
     "save_training_state",
     "simulate",
     "to_sequential",
@@ -45,10 +46,13 @@ _MODULES = {
     "P2P": "pipeshard.runtime.p2p",
     "PipelinePlugin": "pipeshard.plugin",
     "Policy": "pipeshard.model.policy",
+    "Target": "pipeshard.target",
     "analyze_tied_weights": "pipeshard.model.ties",
+    "build": "pipeshard.build",
     "load_training_state": "pipeshard.checkpoint.training_state",
     "plan": "pipeshard.planner.planner",
     "register_policy": "pipeshard.model.policy",
+    "register_target": "pipeshard.target",
     "save_training_state": "pipeshard.checkpoint.training_state",
     "simulate": "pipeshard.schedule.simulate",
     "to_sequential": "pipeshard.sequential",

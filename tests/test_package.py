@@ -12,7 +12,7 @@ def test_public_names_exist() -> None:
 
 
 def test_without_colossalai_the_mending_command_is_named() -> None:
-    code = "import sys; sys.modules['colossalai'] = None; import pipeshard"
+    code = "import sys; sys.modules['colossalai'] = None; import pipeshard; pipeshard.build; pipeshard.PipelinePlugin"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.returncode != 0
     assert "pip install --no-deps colossalai==0.5.0" in run.stderr

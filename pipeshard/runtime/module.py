@@ -1,0 +1,107 @@
+"""Stage module: one stage as an ordinary `nn.Module`, for runtimes that are not pipeshard's own."""
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeshard.errors import BatchError, UsageError
+from pipeshard.model.batch import Batch
+from pipeshard.model.media import read_batch
+from pipeshard.model.policy import Policy
+from pipeshard.model.recompute import Recompute
+from pipeshard.model.tracer import Criterion, loss_of
+from pipeshard.runtime.stage import Microbatch
+from pipeshard.runtime.step import StepPlanner
+
+
+class StageModule(nn.Module):
+    """Stage `index` of a model: `stage(*received, **batch)` on the stage's values, in one process or in many.
+
+    `received` are the tensors that the stage before returned (none on the first one), `batch` is the whole microbatch
+    by the names of the model's arguments, on every stage. It returns a tuple of tensors, with their graph; the last
+    stage the loss where the batch or the criterion gives one, and otherwise, or with `whole`, the model's output.
+
+    Parameters, buffers of units and their names are the model's own, as far as this stage holds them. Random numbers
+    depend on torch's seed, which has to be the same on every rank, and on the number of forwards so far.
+    """
+
+    def __init__(
+        self, model: nn.Module, policy: Policy, index: int, criterion: Criterion | None = None, whole: bool = False
+    ) -> None:
+        super().__init__()
+        self.index, self.num_stages, self.whole = index, len(policy.placement), whole
+        # A tuple keeps the model, with what this stage does not hold, from being registered as a part of this one.
+        self._whole = (model, policy, criterion)
+        self._planner = StepPlanner(model, policy, Recompute.of(False, 0, self.num_stages))
+        self._forwards = 0
+        for name in sorted(policy.held_by_parts[index]):
+            unit = next((unit for unit in policy.units if name.startswith(f"{unit}.")), None)
+            if unit is None:
+                path, _, key = name.rpartition(".")
+                _node(self, path).register_parameter(key, model.get_parameter(name))
+            elif isinstance(parent := _node(self, unit.rpartition(".")[0]), nn.Module):
+                parent.add_module(unit.rpartition(".")[2], policy.units[unit])
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+    def train(self, mode: bool = True) -> "StageModule":
+        """Of all units, since glue asks the modules around them."""
+        super().train(mode)
+        self._whole[0].train(mode)
+        return self
+
+    def microbatch(self, batch: Mapping[str, Any]) -> Microbatch:
+        """What this stage makes of a microbatch: its route, and the shapes of what enters and leaves."""
+        model, policy, criterion = self._whole
+        place = policy.chunks.index(self.index)
+        return self._planner.plan([read_batch(model, dict(batch))], criterion, self.whole, False)[place][0]
+
+    def forward(self, *received: Tensor, **batch: Any) -> Any:
+        model, policy, criterion = self._whole
+        policy.replace_forward()  # again: another target of the same model may have been the last to run
+        microbatch = self.microbatch(batch)
+        route = microbatch.route
+        if len(received) != len(route.enters.values):
+            raise UsageError(
+                f"stage {self.index} got {len(received)} tensors where it takes {len(route.enters.values)}: pass what "
+                f"stage {self.index - 1} returned for this microbatch, and the microbatch itself by keywords"
+                if self.index
+                else f"stage 0 got {len(received)} tensors: pass the microbatch by keywords, stage(**batch)"
+            )
+        randomness = policy.replay.randomness
+        with randomness.step(torch.initial_seed() % 2**63, self._forwards):
+            randomness.microbatch(0)
+            entering = dict(zip(route.enters.values, received, strict=True))
+            output, made = policy.replay.run(route, microbatch.deltas, entering, partial(microbatch.batch.call, model))
+        self._forwards += 1
+        if not self.is_last:
+            return tuple(made[value].contiguous() for value in route.leaves.values)
+        loss = None if self.whole else loss_of(output, criterion, microbatch.batch)
+        return output if loss is None else loss
+
+
+def _node(root: nn.Module, path: str) -> nn.Module:
+    """The module of this path, of empty ones where there are none yet."""
+    node = root
+    for name in path.split(".") if path else ():
+        if name not in node._modules:
+            node.add_module(name, nn.Module())
+        node = getattr(node, name)
+    return node
+
+
+def as_keywords(model: nn.Module, data: Any) -> dict[str, Any]:
+    """A batch by the names of the model's arguments; BatchError for one that does not fit them."""
+    if isinstance(data, Mapping):
+        return dict(data)
+    batch = Batch.of(data)
+    try:
+        return dict(inspect.signature(model.forward).bind(*batch.data).arguments)
+    except TypeError as error:
+        raise BatchError(f"the batch does not fit {type(model).__name__}.forward ({error}): pass a dict") from error

@@ -1,0 +1,237 @@
+"""Build: cuts by name, also inside of layers, and the same stages trained by several runtimes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
+
+import pipeshard
+from pipeshard import Target, analyze_tied_weights, build, register_target
+from pipeshard.build import Split as Parts
+from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, UsageError
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences
+
+CUTS = {
+    "gpt2": ["transformer.h.0", "transformer.h.1", "transformer.h.2"],
+    "llama": [f"model.layers.{k}" for k in (0, 1, 2)],
+}
+INSIDE = {"gpt2": ["transformer.h.1.attn", "transformer.h.2.mlp.act"], "llama": ["model.layers.0.mlp", "model.norm"]}
+STEPS = 3
+
+
+def even(name: str, seed: int = 0) -> dict[str, Tensor]:
+    """A batch in which all samples have as many labels, so that the mean over microbatches is that over labels."""
+    data = zoo.batch(name, seed=seed)
+    return {**data, "labels": data["input_ids"].clone()}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-tied", "t5", "vit", "mixtral"])
+def test_all_stages_in_one_process_are_the_model(name: str) -> None:
+    model, data = zoo.build(name), zoo.batch(name)
+    whole = copy.deepcopy(model)
+    split = build(model, 3, batch=data)
+    ours, theirs = split(**data), whole(**data)
+    assert type(ours) is type(theirs) and torch.equal(ours.loss, theirs.loss)
+    ours.loss.backward()
+    theirs.loss.backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    for stage in split.stages:
+        for path, parameter in stage.named_parameters():
+            grad = expected[path]
+            assert (grad is None and parameter.grad is None) or torch.equal(parameter.grad, grad), path
+    assert {id(p) for p in split.parameters()} == {id(p) for p in model.parameters()}
+    held = [set(dict(stage.named_parameters())) for stage in split.stages]
+    assert sum(map(len, held)) < 2 * len(expected)
+    split.eval()
+    assert torch.equal(split(**data)[1], whole.eval()(**data)[1])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_cuts_inside_of_layers(pool: Pool, name: str) -> None:
+    assert pool.run(cut_inside, 3, name) == [[]] * 3
+
+
+def cut_inside(name: str) -> list[str]:
+    model, data = zoo.build(name), zoo.batch(name)
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = Split(model, 3, data, num_microbatches=3, partition=INSIDE[name])
+    assert any(unit.endswith(INSIDE[name][0]) for unit in split.model.pipeline.policy.units)
+    return differences(split, unsplit, data, num_microbatches=3)
+
+
+class Glue(nn.Module):
+    """A nested module whose forward uses a parameter of its own between its children, one of which is cut after."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.full((4,), 2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).relu() * self.scale) + self.scale
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = Glue.Inner(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return {"loss": nn.functional.cross_entropy(self.head(self.inner(x)), labels)}
+
+
+def test_glue_between_the_modules_of_a_cut_may_have_parameters() -> None:
+    torch.manual_seed(0)
+    model = Glue()
+    whole, data = copy.deepcopy(model), {"x": torch.randn(4, 4), "labels": torch.arange(4) % 3}
+    split = build(model, ["inner.first"], batch=data)
+    split(**data)["loss"].backward()
+    whole(**data)["loss"].backward()
+    assert torch.equal(model.inner.scale.grad, whole.inner.scale.grad)
+    assert sorted(dict(split.stages[0].named_parameters())) == ["inner.first.bias", "inner.first.weight"]
+
+
+def by_torch(name: str, cuts: list[str], chunks: int) -> list[float]:
+    """Losses of some steps trained by torch's own schedules."""
+    model, losses = zoo.build(name), []
+    microbatch = zoo.part(even(name), 0, [2])
+    built = build(model, cuts, "torch", microbatch, num_model_chunks=chunks)
+    optimizer = torch.optim.AdamW(built.parameters(), lr=LEARNING_RATE)
+    if chunks == 1:
+        schedule: Any = Schedule1F1B(built.stages[0], 4, loss_fn=built.loss_fn)
+    else:
+        schedule = ScheduleInterleaved1F1B(built.stages, 4, loss_fn=built.loss_fn)
+    for seed in range(STEPS):
+        data, found = even(name, seed), []
+        schedule.step(**data, target=data["labels"], losses=found, return_outputs=False)
+        built.sync_gradients()
+        optimizer.step()
+        built.zero_grad()
+        losses.append(float(torch.stack(found).mean()) if found else float("nan"))
+    return losses
+
+
+def by_the_plugin(name: str, cuts: list[str]) -> list[float]:
+    """The same by `target="colossalai"`."""
+    built = build(
+        zoo.build(name),
+        cuts,
+        "colossalai",
+        even(name),
+        num_microbatches=4,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=LEARNING_RATE),
+    )
+    losses = []
+    for seed in range(STEPS):
+        out = built.booster.execute_pipeline(iter([even(name, seed)]), built.model, None, built.optimizer)
+        built.optimizer.step()
+        built.optimizer.zero_grad()
+        losses.append(float(out["loss"]))
+    return losses
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_torch_trains_the_stages_to_the_plugin_s_losses(pool: Pool, name: str, chunks: int) -> None:
+    cuts = CUTS[name] if chunks == 2 else CUTS[name][1:2]
+    theirs = pool.run(by_torch, 2, name, cuts, chunks)[-1]
+    ours = pool.run(by_the_plugin, len(cuts) + 1, name, cuts)
+    assert theirs == pytest.approx(ours[0], rel=1e-6)
+
+
+class Longest(Target):
+    """A runtime of a user: on each microbatch, how much enters every stage, in numbers."""
+
+    whole_output = True
+
+    def __init__(self, times: int = 1) -> None:
+        self.times = times
+
+    def take(self, split: Parts) -> Callable[..., list[int]]:
+        def run(**batch: Any) -> list[int]:
+            values: Any = ()
+            sizes = []
+            for stage in list(split.stages.values())[:-1]:
+                values = stage(*values, **batch)
+                sizes.append(self.times * sum(value.numel() for value in values))
+            return sizes
+
+        return run
+
+
+def test_a_user_s_own_target() -> None:
+    assert register_target("longest", Longest) is Longest
+    data = zoo.batch("llama")
+    run = build(zoo.build("llama"), CUTS["llama"], target="longest", batch=data, times=2)
+    assert run(**data) == [2 * 8 * 12 * 32] * 3
+    with pytest.raises(ConfigurationError, match="there is a target 'torch' already"):
+        register_target("torch", Longest)
+    with pytest.raises(ConfigurationError, match="wants a subclass of Target"):
+        register_target("other", dict)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "options", "error", "message"),
+    [
+        (2, {"target": "troch"}, ConfigurationError, "target='troch' is unknown: did you mean 'torch'"),
+        (2, {"target": "torch", "chunks": 2}, ConfigurationError, r"takes Torch\(num_model_chunks: int = 1\)"),
+        (2, {"target": "torch"}, ConfigurationError, "no process group"),
+        (2, {"target": "deepspeed"}, ConfigurationError, "a world of 0 processes"),
+        ("model", {}, ConfigurationError, "cuts='model': give the names"),
+        (["modle.norm"], {}, PartitionError, "names modle.norm, which is none of the modules.*did you mean model.norm"),
+        ([""], {}, PartitionError, "names the whole LlamaForCausalLM"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(cuts: Any, options: Any, error: type[PipeshardError], message: str) -> None:
+    with pytest.raises(error) as caught:
+        build(zoo.build("llama"), cuts, batch=zoo.batch("llama"), **options)
+    assert re.search(message, str(caught.value))
+
+
+def test_a_stage_says_what_it_takes() -> None:
+    data = zoo.batch("llama")
+    split = build(zoo.build("llama"), 2, batch=data)
+    with pytest.raises(UsageError, match=r"stage 1 got 0 tensors where it takes 1: pass what stage 0 returned"):
+        split.stages[1](**data)
+    assert not dist.is_initialized()
+
+
+TIES = """
+import torch
+from torch import nn
+from pipeshard import analyze_tied_weights
+with torch.device("meta"):
+    model = nn.Module()
+    for name in "cab":
+        setattr(model, name, nn.Linear(2, 2))
+    model.c.weight = model.a.weight = model.b.weight
+    model.c.bias = model.a.bias
+print(analyze_tied_weights(model, {"a": 0, "b": 1, "c": 1, "c.bias": 2}))
+"""
+
+
+def test_ties_are_the_same_whatever_the_order_of_sets() -> None:
+    found = set()
+    for seed in ("0", "1"):
+        run = [sys.executable, "-W", "ignore", "-c", TIES]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        found.add(subprocess.run(run, capture_output=True, text=True, env=environment).stdout)
+    assert found == {"[(('a.bias', 0), ('c.bias', 2)), (('a.weight', 0), ('b.weight', 1), ('c.weight', 1))]\n"}
+
+
+def test_ties_inside_a_stage_count() -> None:
+    model = zoo.build("gpt2")
+    assert analyze_tied_weights(model) == [(("lm_head.weight", 0), ("transformer.wte.weight", 0))]
+    assert "build" in pipeshard.__all__
