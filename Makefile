@@ -9,6 +9,8 @@
 #               where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6
 # make bench    measures speed beside other pipelines (ROUNDS rounds; they get environments of their own) and memory, and
 #               writes docs/benchmarks.md; PART=work measures one part of: work overhead lengths memory partition replay
+# make targets trains GPT-2 and llama by torch's pipelining, DeepSpeed (in an environment of its own) and Booster, from the
+#               same stages, and compares the losses
 # make curves  fine-tunes SmolLM2 for 100 steps by one process and by 2 replicas of 2 stages, and draws docs/curves.svg
 # make clean    removes outputs and caches; .venv and .venv-4.57 stay
 
@@ -36,7 +38,7 @@ EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint exact parity parity-4.57 bench curves clean $(EXAMPLES)
+.PHONY: help setup setup-peers train examples test lint exact parity parity-4.57 bench curves targets clean $(EXAMPLES)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -115,6 +117,9 @@ parity-4.57: $(OLD)/installed
 
 curves: setup
 	@$(BIN)/python -W ignore -m benchmarks.curves
+
+targets: setup .venv-deepspeed/installed
+	@$(BIN)/python -W ignore -m tests.targets $(BIN)/python .venv-deepspeed/bin/python
 
 bench: setup setup-peers
 	@$(BIN)/python -W ignore -m benchmarks.speed --rounds $(ROUNDS) --part $(PART)

@@ -7,7 +7,8 @@ if TYPE_CHECKING:
     from pipeshard.build import build
     from pipeshard.checkpoint.training_state import load_training_state, save_training_state
     from pipeshard.model.cutpoint import CutPoint
-    from pipeshard.model.policy import Policy, register_policy
+    from pipeshard.model.policy import Policy
+    from pipeshard.model.registry import register_policy
     from pipeshard.model.ties import analyze_tied_weights
     from pipeshard.model.trace import trace
     from pipeshard.planner.planner import plan
@@ -51,7 +52,7 @@ _MODULES = {
     "build": "pipeshard.build",
     "load_training_state": "pipeshard.checkpoint.training_state",
     "plan": "pipeshard.planner.planner",
-    "register_policy": "pipeshard.model.policy",
+    "register_policy": "pipeshard.model.registry",
     "register_target": "pipeshard.target",
     "save_training_state": "pipeshard.checkpoint.training_state",
     "simulate": "pipeshard.schedule.simulate",

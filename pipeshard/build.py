@@ -9,15 +9,16 @@ from torch import nn
 
 from pipeshard.errors import ConfigurationError
 from pipeshard.model.batch import Batch
+from pipeshard.model.criterion import Criterion
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.made_up import made_up
 from pipeshard.model.media import read_batch
 from pipeshard.model.partition import Boundary, boundaries, named
-from pipeshard.model.policy import Policy, find_policy
+from pipeshard.model.policy import Policy
+from pipeshard.model.registry import find_policy
 from pipeshard.model.sharder import Sharder
 from pipeshard.model.ties import analyze_tied_weights
 from pipeshard.model.trace import trace
-from pipeshard.model.tracer import Criterion
 from pipeshard.runtime.module import StageModule
 from pipeshard.target import Target, find_target
 

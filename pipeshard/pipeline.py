@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.model.batch import Batch
+from pipeshard.model.criterion import Criterion
 from pipeshard.model.doubts import RowDims
 from pipeshard.model.materialize import InitWeights
 from pipeshard.model.partition import named
-from pipeshard.model.policy import find_policy
+from pipeshard.model.registry import find_policy
 from pipeshard.model.sharder import Sharder
 from pipeshard.model.slicing import check_plan
 from pipeshard.model.trace import trace
-from pipeshard.model.tracer import Criterion
 from pipeshard.model.units import containers, recomputes
 from pipeshard.model.untouched import without_cache
 from pipeshard.planner.measured import measured_costs

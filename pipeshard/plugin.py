@@ -22,6 +22,7 @@ from pipeshard.dataloader import ResumableDataLoader, first_samples
 from pipeshard.errors import UsageError
 from pipeshard.grid import PP, Grid
 from pipeshard.model.batch import Batch
+from pipeshard.model.criterion import Criterion
 from pipeshard.model.made_up import made_up
 from pipeshard.model.materialize import InitWeights
 from pipeshard.model.media import read_batch
@@ -29,7 +30,6 @@ from pipeshard.model.policy import Policy
 from pipeshard.model.recompute import Recompute
 from pipeshard.model.rows import check_declared, refuse_unknown
 from pipeshard.model.ties import share_weights
-from pipeshard.model.tracer import Criterion
 from pipeshard.options import (
     check_chunks,
     check_kinds,

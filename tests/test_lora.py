@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin, Policy, load_training_state, register_policy, save_training_state, to_sequential
 from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError, UsageError
-from pipeshard.model.policy import find_policy
+from pipeshard.model.registry import find_policy
 from pipeshard.runtime import gradients
 from tests import zoo
 from tests.pool import Pool

@@ -1,11 +1,16 @@
 """CutPoint: marks a place in a forward where a model may be cut."""
 
-from typing import Any, TypeVar
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipeshard.errors import UsageError
+from pipeshard.errors import TraceError, UsageError
+
+if TYPE_CHECKING:
+    from pipeshard.model.dataflow import Call, Use
+    from pipeshard.model.taint import Value
 
 T = TypeVar("T")
 
@@ -32,6 +37,29 @@ class CutPoint(nn.Module):
         return value
 
 
-def misplaced(value: Any, rows: int) -> bool:
-    """Whether this is a tensor that does not count `rows` samples in dimension 0."""
-    return isinstance(value, Tensor) and (value.ndim == 0 or value.shape[0] != rows)
+def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: int) -> None:
+    """Refuse a call, after these, of a CutPoint that was called before, or gets a tensor that does not count the `rows`
+    samples in dimension 0."""
+    if any(call.unit == name for call in calls):
+        raise TraceError(
+            f"CutPoint {name} is called twice: use one for each place, and in a loop an nn.ModuleList of them"
+        )
+    value = args[0] if args else None
+    if isinstance(value, Tensor) and value.shape[:1] != (rows,):
+        raise TraceError(
+            f"CutPoint {name} got a tensor of shape {tuple(value.shape)}, whose dimension 0 does not count the {rows} "
+            "samples of the batch: call it where it does, or as `(x,) = cut((x,))`"
+        )
+
+
+def check_aliases(calls: Sequence["Call"], written: Set["Value"], final: Sequence["Use"]) -> None:
+    """Refuse writing to what a CutPoint returned where what it was given may be used further on: where it is a cut, the
+    one is a copy of the other. `written` is what is changed in place, `final` what the loss and the outputs need."""
+    changed = {value.call for value in written}
+    for index in [k for k, call in enumerate(calls) if call.is_cut and k in changed]:
+        given, later = calls[index].reads.values, [*(call.reads for call in calls[index + 1 :]), *final]
+        if any(use.values & given for use in later):
+            raise TraceError(
+                f"what CutPoint {calls[index].unit} returns is changed in place, and what it was given may be used "
+                "further on, where the change would be missed: compute a new tensor (x = x + y, not x += y)"
+            )

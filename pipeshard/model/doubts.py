@@ -9,11 +9,12 @@ from torch import nn
 
 from pipeshard.errors import BatchError
 from pipeshard.model.batch import Batch
+from pipeshard.model.criterion import Criterion
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.media import read_batch
 from pipeshard.model.rows import BatchDims
 from pipeshard.model.trace import run_on_few
-from pipeshard.model.tracer import Criterion, Tracer
+from pipeshard.model.tracer import Tracer
 from pipeshard.model.untouched import untouched
 
 logger = logging.getLogger("pipeshard")

@@ -11,11 +11,12 @@ from torch import nn
 
 from pipeshard.errors import BatchError, TraceError
 from pipeshard.model.batch import Batch
+from pipeshard.model.criterion import Criterion
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.media import read_batch
 from pipeshard.model.names import paths_of
 from pipeshard.model.shapes import Axes, TensorSpec
-from pipeshard.model.tracer import Criterion, Tracer
+from pipeshard.model.tracer import Tracer
 from pipeshard.model.untouched import untouched
 
 logger = logging.getLogger("pipeshard")

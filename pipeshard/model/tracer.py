@@ -12,9 +12,10 @@ from torch.nn.utils import stateless
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from pipeshard.errors import ConfigurationError, TraceError
+from pipeshard.errors import TraceError
 from pipeshard.model.batch import Batch
-from pipeshard.model.cutpoint import CutPoint, misplaced
+from pipeshard.model.criterion import Criterion, loss_of
+from pipeshard.model.cutpoint import CutPoint, check_aliases, check_call
 from pipeshard.model.dataflow import Call, Dataflow, Use
 from pipeshard.model.exits import Exits, Part, answer, listened
 from pipeshard.model.kinds import describe, kind_name
@@ -29,7 +30,6 @@ from pipeshard.model.units import find_units, handled
 from pipeshard.model.untouched import untouched
 
 SMALL = 4  # numbers a sample in an input of sizes (of images, patches, ...), at most
-Criterion = Callable[[Any, Any], Tensor]
 
 
 class _SeenOutside(Exception):
@@ -130,7 +130,7 @@ class Tracer:
         consulted = frozenset(self.taint.consulted | changed)
         small = {path for path in consulted if batch.tensors[path].numel() <= SMALL * batch.rows}
         watched = frozenset(self.taint.shaping | small | noted)
-        self._refuse_aliases(used, outputs)
+        check_aliases(self.calls, self.taint.written, [*(use for _, use, _ in outputs), *([used] if used else [])])
         axes, random = Axes((), (), (), ()), (self.taint.drawn or self.python_random, self.python_random)
         told = written, decisions, consulted, watched, axes, *random
         return Dataflow(tuple(self.calls), used, outputs, *told, tail=self.taint.of_glue)
@@ -168,7 +168,7 @@ class Tracer:
         index = len(self.calls)
         is_cut = isinstance(self.units[unit], CutPoint)
         if is_cut:
-            self._check_cut(unit, args)
+            check_call(unit, args, self.calls, self.rows)
         leaves, tree = tree_flatten((args, kwargs))
         tags = taint.of(leaves)
         use = self._use(tags)
@@ -194,29 +194,6 @@ class Tracer:
         if self.meter and kind.visit:
             self.meter.add(kind.visit, leaves, tree, result)
         return answer(self.units[unit], kind.parts, result, (args, kwargs))
-
-    def _check_cut(self, unit: str, args: Any) -> None:
-        if any(call.unit == unit for call in self.calls):
-            raise TraceError(
-                f"CutPoint {unit} is called twice: use one for each place, and in a loop an nn.ModuleList of them"
-            )
-        if args and misplaced(args[0], self.rows):
-            raise TraceError(
-                f"CutPoint {unit} got a tensor of shape {tuple(args[0].shape)}, whose dimension 0 does not count the "
-                f"{self.rows} samples of the batch: call it where it does, or as `(x,) = cut((x,))`"
-            )
-
-    def _refuse_aliases(self, loss: Use | None, outputs: Any) -> None:
-        """Of a CutPoint's result, which is what it was given, there are two copies where it is a cut."""
-        written = {value.call for value in self.taint.written}
-        for index in [k for k, call in enumerate(self.calls) if call.is_cut and k in written]:
-            later = [call.reads for call in self.calls[index + 1 :]] + [use for _, use, _ in outputs]
-            later += [loss] if loss is not None else []
-            if any(use.values & self.calls[index].reads.values for use in later):
-                raise TraceError(
-                    f"what CutPoint {self.calls[index].unit} returns is changed in place, and what it was given may be "
-                    "used further on, where the change would be missed: compute a new tensor (x = x + y, not x += y)"
-                )
 
     def _visit(self, unit: str, forward: Callable[..., Any], leaves: list[Any], tree: TreeSpec) -> _Kind:
         """Run a unit's own forward on meta, or with throw-away values where it does not run there."""
@@ -277,19 +254,3 @@ class Tracer:
             for original, copied in zip(tree_leaves(value), tree_leaves(lent[key]), strict=True):
                 self.taint.mark(copied, self.taint.of([original]))
         return lent
-
-
-def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | None:
-    """The criterion's scalar, or without a criterion the output's own loss, if it has one."""
-    if criterion is None:
-        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        return loss if isinstance(loss, Tensor) else None
-    loss = criterion(output, batch.for_criterion())
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
-        raise ConfigurationError(
-            f"the criterion returned {shape or repr(loss)}, not a scalar tensor: criterion(outputs, inputs) is "
-            f"called with the model's output ({type(output).__name__}) and the microbatch, for example "
-            "lambda outputs, inputs: outputs.loss (which is None when the batch has no labels)"
-        )
-    return loss

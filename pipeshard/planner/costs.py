@@ -6,13 +6,14 @@ from dataclasses import replace
 from torch import nn
 
 from pipeshard.model.batch import Batch
+from pipeshard.model.criterion import Criterion
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.meter import Meter, Work
 from pipeshard.model.names import paths_of
 from pipeshard.model.partition import Cost, cost_of
 from pipeshard.model.shapes import Axes
 from pipeshard.model.standin import is_trainable
-from pipeshard.model.tracer import Criterion, Tracer
+from pipeshard.model.tracer import Tracer
 from pipeshard.model.units import recomputes
 from pipeshard.model.untouched import untouched
 from pipeshard.runtime.deferral import kind_of

@@ -9,12 +9,13 @@ from torch import nn
 
 from pipeshard.errors import ConfigurationError, PartitionError, UsageError
 from pipeshard.model.batch import Batch
+from pipeshard.model.criterion import Criterion
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.made_up import made_up
 from pipeshard.model.media import read_batch
 from pipeshard.model.partition import named
-from pipeshard.model.policy import Policy, find_policy
-from pipeshard.model.tracer import Criterion
+from pipeshard.model.policy import Policy
+from pipeshard.model.registry import find_policy
 from pipeshard.model.units import recomputes
 from pipeshard.planner.advice import recommend, what_would_help
 from pipeshard.planner.candidate import Candidate, Subject

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.model.batch import Batch
+from pipeshard.model.criterion import Criterion, loss_of
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.exits import answer
 from pipeshard.model.shapes import TensorSpec
 from pipeshard.model.taint import Value
 from pipeshard.model.trace import trace
-from pipeshard.model.tracer import Criterion, loss_of
 from pipeshard.model.units import find_units, handled
 from pipeshard.model.untouched import untouched
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from pipeshard.errors import BatchError, UsageError
 from pipeshard.model.batch import Batch
+from pipeshard.model.criterion import Criterion, loss_of
 from pipeshard.model.media import read_batch
 from pipeshard.model.policy import Policy
 from pipeshard.model.recompute import Recompute
-from pipeshard.model.tracer import Criterion, loss_of
 from pipeshard.runtime.stage import Microbatch
 from pipeshard.runtime.step import StepPlanner
 

@@ -6,8 +6,8 @@ from typing import Any
 from pipeshard.errors import BatchError
 from pipeshard.grid import Grid
 from pipeshard.model.batch import Batch, split_sizes
+from pipeshard.model.criterion import Criterion
 from pipeshard.model.doubts import RowDims
-from pipeshard.model.tracer import Criterion
 from pipeshard.runtime.agreement import agree
 from pipeshard.runtime.precision import Precision
 

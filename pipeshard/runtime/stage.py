@@ -12,10 +12,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeshard.errors import UsageError
 from pipeshard.model.batch import Batch
+from pipeshard.model.criterion import Criterion, loss_of
 from pipeshard.model.replay import Replay
 from pipeshard.model.route import Route
 from pipeshard.model.taint import Value
-from pipeshard.model.tracer import Criterion, loss_of
 from pipeshard.runtime.deferral import Deferral, Gradients
 from pipeshard.runtime.outputs import Outputs
 

@@ -11,13 +11,13 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from pipeshard.errors import BatchError, TraceError
 from pipeshard.model.batch import Batch
+from pipeshard.model.criterion import Criterion
 from pipeshard.model.dataflow import Dataflow, Wanted
 from pipeshard.model.partition import boundaries
 from pipeshard.model.policy import Policy
 from pipeshard.model.recompute import Recompute
 from pipeshard.model.route import Route
 from pipeshard.model.trace import trace
-from pipeshard.model.tracer import Criterion
 from pipeshard.model.units import containers
 from pipeshard.runtime.agreement import digests, gather
 from pipeshard.runtime.loss import EACH, LossRule, find_loss_rule

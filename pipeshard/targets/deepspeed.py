@@ -81,7 +81,7 @@ class Deepspeed(Target):
         for index in range(split.num_stages):
             for name in [name for name, stages in tied.items() if index in stages]:
                 weight = split.model.get_parameter(name) if index in split.stages else None
-                layers.append(TiedLayerSpec(name, Tied, weight, tied_weight_attr="weight"))
+                layers.append(TiedLayerSpec(name.replace(".", "/"), Tied, weight, tied_weight_attr="weight"))
             layers.append(LayerSpec(StageLayer, split.stages.get(index), tuple(batch)))
             parts.append(len(layers))
 

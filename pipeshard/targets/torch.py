@@ -73,7 +73,7 @@ class Torch(Target):
         if rest or not dist.is_initialized():
             raise ConfigurationError(
                 f"{num_stages} stages and num_model_chunks={self.num_model_chunks}, "
-                f"{'a' if dist.is_initialized() else 'no'} process group: target='torch' wants a whole number of stages "
+                f"{'a' if dist.is_initialized() else 'no'} process group: target='torch' wants whole stages "
                 "for each rank of a group that is there (torch.distributed.init_process_group)"
             )
         self.grid = Grid(p)
