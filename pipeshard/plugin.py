@@ -198,7 +198,7 @@ class PipelinePlugin(PipelinePluginBase):
             boosted = model
         else:
             refuse_blank_adapters(model)
-            became = share_weights(model, self.shared_weights)
+            became = share_weights(model, self.shared_weights, warns=self.grid.first)
             if optimizer is not None:
                 replace_parameters(optimizer, became)
             sample = self._sample(model, dataloader)

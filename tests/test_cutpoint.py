@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
 from pipeshard import CutPoint, trace
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, TraceError, UsageError
 from pipeshard.model.policy import Policy
+from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, parameter_error
 
@@ -265,6 +268,21 @@ def test_weights_tied_by_name_stay_equal(pool: Pool, p: int) -> None:
     for name in ("head", "a.bias", "a.weight"):
         copies = [held[name] for held in ranks if name in held]
         assert len(copies) >= min(p, 2) and all(torch.equal(copies[0], other) for other in copies)
+
+
+def saved(folder: str) -> tuple[bool, bool]:
+    """Whether plain transformers finds both weights of a pair that it would not tie, and loads them equal."""
+    model = zoo.build("llama")
+    pair = ["model.embed_tokens.weight", "lm_head.weight"]
+    split = Split(model, 2, zoo.batch("llama"), num_microbatches=2, shared_weights=[pair])
+    split.booster.save_model(split.model, folder, shard=True)
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    own = split.held.get(pair[0], loaded.lm_head.weight)
+    return not info["missing_keys"], torch.equal(own, loaded.lm_head.weight)
+
+
+def test_a_pair_is_saved_under_both_names(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(saved, 2, str(tmp_path)) == [(True, True)] * 2
 
 
 def refused(shared: Any) -> str:

@@ -86,14 +86,33 @@ def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def saved_names(model: nn.Module) -> dict[str, str]:
     """The name under which each parameter is saved, by its first name: of tied ones, that which the architecture ties
     the others to."""
-    tied = getattr(model, "all_tied_weights_keys", None)
-    tied = tied if tied is not None else getattr(model, "_tied_weights_keys", None) or ()
-    patterns = [re.compile(key) for key in tied]
+    patterns = _tied_patterns(model)
 
     def main(names: tuple[str, ...]) -> str:
         return next((name for name in names if not any(p.search(name) for p in patterns)), names[0])
 
     return {first: main(names) for first, names in names_of(model).items()}
+
+
+def copied_names(model: nn.Module) -> dict[str, str]:
+    """Further names under which a parameter is saved, each with the first one: those that transformers would not tie by
+    itself when it loads the checkpoint, since the user tied them (`shared_weights`)."""
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    patterns, saved = _tied_patterns(model), saved_names(model)
+    return {
+        name: first
+        for first, names in names_of(model).items()
+        for name in names
+        if name != saved[first] and not any(pattern.search(name) for pattern in patterns)
+    }
+
+
+def _tied_patterns(model: nn.Module) -> list[re.Pattern[str]]:
+    """Of the names that the architecture ties to others."""
+    tied = getattr(model, "all_tied_weights_keys", None)
+    tied = tied if tied is not None else getattr(model, "_tied_weights_keys", None) or ()
+    return [re.compile(key) for key in tied]
 
 
 def _transforms(model: nn.Module) -> list[Any]:

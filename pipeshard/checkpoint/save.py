@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeshard.checkpoint.beside import together
-from pipeshard.checkpoint.conversion import revert, saved_names
+from pipeshard.checkpoint.conversion import copied_names, revert, saved_names
 from pipeshard.checkpoint.source import INDICES, WEIGHTS
 from pipeshard.errors import CheckpointError
 from pipeshard.model.ties import first_names
@@ -42,7 +42,9 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
     state, saved = module.state_dict(), saved_names(module)
     own = {first: saved[first] for first in sorted(policy.held[policy.stage])}
     own |= {name: name for name in sorted(state.keys() - first_names(module).keys())}  # buffers
-    return {name: whole(state[first].detach()) for first, name in own.items() if policy.owner(first) == policy.stage}
+    tensors = {name: whole(state[first].detach()) for first, name in own.items() if policy.owner(first) == policy.stage}
+    copies = {name: saved[first] for name, first in copied_names(module).items() if saved[first] in tensors}
+    return tensors | {name: tensors[main].clone() for name, main in copies.items()}
 
 
 @dataclass

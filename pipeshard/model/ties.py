@@ -46,12 +46,14 @@ def put_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     model.get_submodule(path)._parameters[key] = parameter
 
 
-def share_weights(model: nn.Module, groups: Iterable[Sequence[str]]) -> dict[nn.Parameter, nn.Parameter]:
+def share_weights(
+    model: nn.Module, groups: Iterable[Sequence[str]], warns: bool = True
+) -> dict[nn.Parameter, nn.Parameter]:
     """Make the parameters of each group of names one: the first; returns what each of the others became.
 
-    Groups that have a parameter in common are one. Where values differ the first ones stay, with a warning. Raises
-    ConfigurationError for a name that is no parameter's (with names that come close), and for shapes or dtypes that
-    differ.
+    Groups that have a parameter in common are one. Where values differ the first ones stay; with `warns` it says so.
+    Raises ConfigurationError for a name that is no parameter's (with names that come close), and for shapes or dtypes
+    that differ.
     """
     became: dict[nn.Parameter, nn.Parameter] = {}
     for names in groups:
@@ -69,7 +71,7 @@ def share_weights(model: nn.Module, groups: Iterable[Sequence[str]]) -> dict[nn.
         first = parameters[names[0]]
         for name in names[1:]:
             if (other := parameters[name]) is not first:
-                _refuse_unlike(names[0], first, name, other)
+                _refuse_unlike(names[0], first, name, other, warns)
                 for alias in [alias for alias, parameter in parameters.items() if parameter is other]:
                     put_parameter(model, alias, first)
                 became[other] = first
@@ -82,13 +84,13 @@ def _end(parameter: nn.Parameter, became: Mapping[nn.Parameter, nn.Parameter]) -
     return parameter
 
 
-def _refuse_unlike(first: str, kept: nn.Parameter, name: str, other: nn.Parameter) -> None:
+def _refuse_unlike(first: str, kept: nn.Parameter, name: str, other: nn.Parameter, warns: bool) -> None:
     if (kept.shape, kept.dtype) != (other.shape, other.dtype):
         raise ConfigurationError(
             f"shared_weights: {first} is {tuple(kept.shape)} {kept.dtype}, {name} {tuple(other.shape)} {other.dtype}: "
             "only parameters of one shape and dtype can be one"
         )
-    known = not (kept.is_meta or other.is_meta)
+    known = warns and not (kept.is_meta or other.is_meta)
     if known and not torch.equal(kept.detach(), other.detach()):
         logger.warning("shared_weights: %s and %s have different values, those of %s stay", first, name, first)
 
