@@ -103,7 +103,7 @@ def test_glue_between_the_modules_of_a_cut_may_have_parameters() -> None:
     assert sorted(dict(split.stages[0].named_parameters())) == ["inner.first.bias", "inner.first.weight"]
 
 
-def by_torch(name: str, cuts: list[str], chunks: int) -> list[float]:
+def by_torch(name: str, cuts: list[str], chunks: int, syncs: bool = True) -> list[float]:
     """Losses of some steps trained by torch's own schedules."""
     model, losses = zoo.build(name), []
     microbatch = zoo.part(even(name), 0, [2])
@@ -116,7 +116,8 @@ def by_torch(name: str, cuts: list[str], chunks: int) -> list[float]:
     for seed in range(STEPS):
         data, found = even(name, seed), []
         schedule.step(**data, target=data["labels"], losses=found, return_outputs=False)
-        built.sync_gradients()
+        if syncs:
+            built.sync_gradients()
         optimizer.step()
         built.zero_grad()
         losses.append(float(torch.stack(found).mean()) if found else float("nan"))
@@ -149,6 +150,13 @@ def test_torch_trains_the_stages_to_the_plugin_s_losses(pool: Pool, name: str, c
     theirs = pool.run(by_torch, 2, name, cuts, chunks)[-1]
     ours = pool.run(by_the_plugin, len(cuts) + 1, name, cuts)
     assert theirs == pytest.approx(ours[0], rel=1e-6)
+
+
+def test_without_the_sum_of_tied_gradients_losses_differ(pool: Pool) -> None:
+    cuts = CUTS["gpt2"][1:2]
+    theirs = pool.run(by_torch, 2, "gpt2", cuts, 1, syncs=False)[-1]
+    ours = pool.run(by_the_plugin, 2, "gpt2", cuts)[0]
+    assert theirs[0] == pytest.approx(ours[0], rel=1e-6) and theirs[1] != pytest.approx(ours[1], rel=1e-6)
 
 
 class Longest(Target):

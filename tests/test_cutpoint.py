@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+import pipeshard
 from pipeshard import CutPoint, trace
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, TraceError, UsageError
 from pipeshard.model.policy import Policy
@@ -87,6 +88,7 @@ def test_any_number_of_stages_is_exact(pool: Pool, p: int) -> None:
 
 
 def test_interleaved_and_zero_bubble(pool: Pool) -> None:
+    assert pool.run(compared_with_unsplit, 2, 2, partition="profile") == [[], []]
     assert pool.run(compared_with_unsplit, 2, 2, schedule="interleaved", num_model_chunks=3) == [[], []]
     assert pool.run(compared_with_unsplit, 2, 2, schedule="zbv", recompute=True) == [[], []]
 
@@ -122,6 +124,12 @@ def test_cuts_are_after_some_of_them_and_nowhere_else() -> None:
         counts(net(), data(), 2, ["embed"])
     with pytest.raises(PartitionError, match=r"6 parts that can be cut apart, fewer than pp_size=7.*Use pp_size <= 6"):
         counts(net(), data(), 7)
+
+
+def test_it_is_planned_like_any_model() -> None:
+    plan = pipeshard.plan(net(), data(), pp_size=6, num_microbatches=4, schedule="1f1b")
+    assert [stage.units.rpartition(", ")[2] for stage in plan.stages][::5] == ["first", ""]
+    assert plan.stages[5].calls == 0 and plan.stages[5].parameters == WORDS * WIDTH
 
 
 class Wide(nn.Module):

@@ -8,6 +8,7 @@ from torch import nn
 
 from pipeshard.errors import ConfigurationError, PartitionError, TraceError
 from pipeshard.model.chain import Chain
+from pipeshard.model.cutpoint import CutPoint
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.names import unknown, without_adapters
 from pipeshard.model.partition import Partition, balance, call_costs, forbidden_cuts, held_parameters
@@ -173,7 +174,8 @@ class Policy:
 
     def compile(self, **options: Any) -> None:
         """Let torch.compile compile each held unit by itself; units of one class share what is compiled."""
-        for interception in intercept(self.held_units):
+        units = {name: unit for name, unit in self.held_units.items() if not isinstance(unit, CutPoint)}
+        for interception in intercept(units):
             interception.compiled = torch.compile(interception.original, **options)
 
     def _merged(self, parts: Sequence[set[str]]) -> list[set[str]]:

@@ -71,5 +71,5 @@ def unit_cost(unit: nn.Module, work: Work) -> Cost:
 
 def of_stages(costs: Sequence[Cost], counts: Sequence[int]) -> list[Cost]:
     """The sum of the calls' costs on each stage."""
-    calls = iter(costs)
-    return [Cost(*(sum(part) for part in zip(*(next(calls) for _ in range(count))))) for count in counts]
+    calls, nothing = iter(costs), Cost(0.0, 0.0, 0.0)
+    return [Cost(*map(sum, zip(nothing, *(next(calls) for _ in range(count))))) for count in counts]

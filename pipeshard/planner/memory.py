@@ -94,7 +94,7 @@ class Footprint:
 
     def recomputed(self, start: int, end: int) -> int:
         """Bytes that the recomputation of a unit makes, at most: one after the other is recomputed and freed."""
-        return max(0, *self._recomputed[start:end])
+        return max(self._recomputed[start:end], default=0)
 
     def _end(self, end: int) -> int:
         return end + 1 if end == self.last else end
