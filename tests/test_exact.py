@@ -77,6 +77,8 @@ def test_three_steps(pool: Pool, name: str, p: int) -> None:
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_three_steps_of_chunks_and_split_backwards(pool: Pool, name: str, p: int) -> None:
     for k, schedule in enumerate(("interleaved", "zb-h1", "zbv")):
+        if not (ALL or name in THOROUGH or (p // 2 + k + list(zoo.MODELS).index(name)) % 3):
+            continue  # two of the three, others with another p
         m = (3, 8, 1)[(p + k + list(zoo.MODELS).index(name)) % 3]
         microbatches = MICROBATCHES if ALL else (m,)
         pool.run(three_steps, p, name, schedule, "broadcast" if k else "isend", microbatches, timeout=120)
