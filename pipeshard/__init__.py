@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeshard.checkpoint.training_state import load_training_state, save_training_state
+    from pipeshard.elastic import ElasticJob
     from pipeshard.model.policy import Policy, register_policy
     from pipeshard.model.ties import analyze_tied_weights
     from pipeshard.model.trace import trace
+    from pipeshard.planner.autoconfig import AutoConfig
     from pipeshard.planner.planner import plan
     from pipeshard.plugin import PipelinePlugin
     from pipeshard.runtime.p2p import P2P
@@ -27,6 +29,8 @@ if find_spec("colossalai") is None:
 __version__ = "0.1.0"
 __all__ = [
     "P2P",
+    "AutoConfig",
+    "ElasticJob",
     "PipelinePlugin",
     "Policy",
     "analyze_tied_weights",
@@ -39,6 +43,8 @@ __all__ = [
     "trace",
 ]
 _MODULES = {
+    "AutoConfig": "pipeshard.planner.autoconfig",
+    "ElasticJob": "pipeshard.elastic",
     "P2P": "pipeshard.runtime.p2p",
     "PipelinePlugin": "pipeshard.plugin",
     "Policy": "pipeshard.model.policy",
