@@ -16,6 +16,7 @@ import psutil
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes, run
 
 logger = logging.getLogger("pipeshard")
@@ -61,7 +62,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         args.rdzv_conf = ",".join([*ours, *filter(None, [args.rdzv_conf])])  # of two values, the last one counts
         if not args.rdzv_endpoint and parse_min_max_nnodes(args.nnodes)[1] == 1:
             args.rdzv_endpoint = "localhost:0"  # nobody else has to find it
-        if args.local_addr is None and args.rdzv_endpoint.rpartition(":")[0] in ("", "localhost", "127.0.0.1"):
+        host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
+        if args.local_addr is None and host in ("localhost", "127.0.0.1", "::1"):
             args.local_addr = "localhost"  # all agents are on this machine, which need not know its own name
     return args
 

@@ -17,7 +17,8 @@ import psutil
 import elastic
 from tests.pool import ENVIRONMENT
 
-PACE = 0.4  # seconds that a step takes at least, until the job is told to hurry
+PACE = 0.3  # seconds that a step takes at least, until the job is told to hurry
+LAST = 10  # steps that are not begun before that
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,14 @@ class Agents:
             import elastic
             from pipeshard import ElasticJob
             done = ElasticJob.step_done
+            steps = elastic.parse(sys.argv[1:]).steps
+            hurry = pathlib.Path({str(folder / "hurry")!r})
             def slowly(job):
-                if not pathlib.Path({str(folder / "hurry")!r}).exists():
-                    time.sleep({PACE})
+                start = time.monotonic()
+                while not hurry.exists() and not job._wishes and (
+                    time.monotonic() < start + {PACE} or job.step >= steps - {LAST}
+                ):
+                    time.sleep(0.02)
                 done(job)
             ElasticJob.step_done = slowly
             sys.exit(elastic.main())
@@ -101,8 +107,8 @@ class Agents:
     def hurry(self) -> None:
         (self.folder / "hurry").touch()
 
-    def until(self, what: str, condition: Callable[[list[Line]], bool], timeout: float = 90) -> list[Line]:
-        """Wait until `condition` holds for the lines written; AssertionError, with all outputs, if it does not in time."""
+    def until(self, what: str, condition: Callable[[list[Line]], bool], timeout: float = 150) -> list[Line]:
+        """Wait until `condition` holds for the lines written; an AssertionError with all outputs ends the wait."""
         start = time.monotonic()
         while not condition(written := lines(self.folder)):
             if time.monotonic() > start + timeout:
@@ -110,7 +116,7 @@ class Agents:
             time.sleep(0.05)
         return written
 
-    def statuses(self, agents: Sequence[subprocess.Popen[bytes]], timeout: float = 90) -> list[int]:
+    def statuses(self, agents: Sequence[subprocess.Popen[bytes]], timeout: float = 150) -> list[int]:
         """The exit statuses of agents that end by themselves."""
         self.until("the end", lambda _: all(agent.poll() is not None for agent in agents), timeout)
         return [agent.returncode for agent in agents]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -22,7 +23,7 @@ from tests.agents import Agents, Line, lines
 from tests.messages import assert_told
 from tests.pool import Pool
 
-STEPS = 60
+STEPS = 40
 
 
 def alone(folder: Path, *arguments: str) -> list[Line]:
@@ -56,8 +57,7 @@ def test_a_rank_is_killed_and_comes_back(tmp_path: Path, losses: list[float], ra
     with Agents(tmp_path, f"{ranks - 1}:{ranks}", arguments) as agents:
         for _ in range(ranks):
             agents.start()
-        whole = agents.until("three steps", lambda seen: bool(seen) and seen[-1].step >= 3)
-        assert {line.pp_size for line in whole} == {ranks}
+        agents.until("three steps", lambda seen: sum(line.pp_size == ranks for line in seen) >= 3)
 
         killed = time.monotonic()
         agents.kill(agents.all[-1])
@@ -74,6 +74,7 @@ def test_a_rank_is_killed_and_comes_back(tmp_path: Path, losses: list[float], ra
 
     written = lines(tmp_path)
     assert_same(written, losses)
+    written = list(itertools.dropwhile(lambda line: line.pp_size < ranks, written))  # until the last agent was up
     layouts = [(line.pp_size, line.dp_size) for line in written]
     changes = [k for k in range(1, len(written)) if layouts[k] != layouts[k - 1]]
     assert [layouts[k] for k in (0, *changes)] == [(ranks, 1), (ranks - 1, 1), (ranks, 1)]
