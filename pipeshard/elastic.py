@@ -72,7 +72,7 @@ class ElasticJob:
             raise ConfigurationError(f"every={every!r}: the steps from one save to the next are a positive integer")
         self.directory, self.every, self.keep = Path(directory), every, keep
         self.step = 0  # steps done
-        self._parts: tuple[Any, ...] | None = None
+        self._parts: tuple[Any, Any, Any, Any] | None = None
         self._saved = -1  # the step of the newest state
         self._wishes: deque[int] = deque()  # appending and taking are atomic: signals come at any moment
         self._listen()
@@ -124,7 +124,7 @@ class ElasticJob:
         if self._parts is None:
             raise UsageError("there is nothing to save before job.resume(model, optimizer, ...)")
         if self._saved != self.step:
-            save_training_state(self.directory, self.step, *self._parts, keep=self.keep)
+            save_training_state(self.directory, self.step, *self._parts, self.keep)
             self._saved = self.step
 
     def _listen(self) -> None:

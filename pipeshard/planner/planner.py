@@ -128,8 +128,8 @@ def study(
     plain = metered(model, microbatch, criterion, recompute=False)[1] if recomputed else None
     footprint = Footprint(model, flow, meter, optimizer, plain)
     cutter = policy or find_policy(model)
-    known = {"measured": measured is not None, "recomputed": recomputed}
-    return Subject(model, flow, costs, footprint, cutter, partition, optimizer, limit, **known)
+    has_times = measured is not None
+    return Subject(model, flow, costs, footprint, cutter, partition, optimizer, limit, has_times, recomputed)
 
 
 def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | Estimate:
