@@ -36,6 +36,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--steps", type=count, default=200, help="optimizer steps")
     add("--pp", type=count, default=4, help="pipeline stages, at most")
     add("--every", type=count, default=10, help="steps from one save to the next")
+    add("--workers", type=int, default=0, help="processes that load data, of each rank")
     add("--pause", type=float, default=0.0, help="seconds to wait after each step, so that there is time to end a rank")
     add("--output", type=Path, default=Path("outputs/elastic"), help="folder that everything is written to")
     return parser.parse_args(arguments)
@@ -45,7 +46,8 @@ def train(args: argparse.Namespace) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     job = ElasticJob(args.output / "state", pp_size=args.pp, global_batch=12, microbatch_size=2, every=args.every)
     plugin = PipelinePlugin(**job.layout.arguments, max_norm=1.0)
-    dataloader = plugin.prepare_dataloader(numbers(), job.layout.batch_size, shuffle=True, seed=0)
+    samples = {"batch_size": job.layout.batch_size, "shuffle": True, "seed": 0, "num_workers": args.workers}
+    dataloader = plugin.prepare_dataloader(numbers(), **samples)
     torch.manual_seed(0)
     model = LlamaForCausalLM(config()).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,8 @@ class ElasticJob:
         Raises CheckpointError, on every rank, for a state that does not fit.
         """
         self._parts = (model, optimizer, lr_scheduler, dataloader)
+        if getattr(dataloader, "num_workers", 0):
+            dataloader.worker_init_fn = Deaf(dataloader.worker_init_fn)
         if any(step is not None for step in gather_objects(newest_step(self.directory), _world())):
             self.step = self._saved = load_training_state(self.directory, *self._parts)
         return self.step
@@ -133,6 +136,21 @@ class ElasticJob:
         for number in WISHES:
             signal.signal(number, lambda number, frame: self._wishes.append(WISHES[signal.Signals(number)]))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # those that came while this process was starting, too
+
+
+@dataclass(frozen=True)
+class Deaf:
+    """A DataLoader's `worker_init_fn`, for workers that outlive the SIGTERM which an agent sends to them too.
+
+    Of the dataloader that `resume` gets they do already: if one died of it, so would the step, and the save with it.
+    """
+
+    then: Callable[[int], None] | None = None
+
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.then is not None:
+            self.then(worker)
 
 
 def _world() -> dist.ProcessGroup:

@@ -41,11 +41,17 @@ def test_every_figure_is_that_of_a_plan() -> None:
         assert each.estimate.bubble == pytest.approx(same.bubble, abs=1e-6)
 
 
+def least(found: AutoConfig, pp_size: int) -> int:
+    """What the fullest rank takes, under the schedule that takes least."""
+    possible = [c for c in found.considered if c.layout.pp_size == pp_size and not c.estimate.problem]
+    return min(c.estimate.peak for c in possible)
+
+
 def test_a_memory_limit_asks_for_stages() -> None:
     free = choose()
-    peaks = {p: min(c.estimate.peak for c in free.considered if c.layout.pp_size == p) for p in (1, 2, 4)}
+    peaks = {p: least(free, p) for p in (1, 2, 4)}
     assert peaks[1] > peaks[2] > peaks[4]
-    for p, limit in ((2, peaks[1] - 1), (4, peaks[2] - 1)):
+    for p, limit in ((2, peaks[1] - 1), (4, peaks[4])):
         found = choose(device_memory=limit)
         assert found.pp_size == p
         (estimate,) = [
@@ -61,7 +67,7 @@ def test_a_memory_limit_asks_for_stages() -> None:
 
 
 def test_fewer_ranks_take_the_stages_that_fit() -> None:
-    limit = choose(1).considered[0].estimate.peak - 1
+    limit = least(choose(1), 1) - 1
     assert [choose(ranks, device_memory=limit).pp_size for ranks in (4, 3, 2)] == [2, 3, 2]
 
 
@@ -81,7 +87,7 @@ def test_measured_times_are_seconds_and_pick_the_schedule() -> None:
     assert found.time == pytest.approx(3 * 3 * 4.03)  # 3 microbatches, of F, B and W each, on every replica
     pipeline = [c for c in found.considered if c.layout.pp_size == 4]
     assert pipeline[0].estimate.schedule == "zb-h1"  # a third of 1F1B's idle time
-    limit = min(c.estimate.peak for c in pipeline)
+    limit = pipeline[0].estimate.peak
     stages = choose(profile=profile, schedules=["1f1b", "zb-h1"], device_memory=limit)
     assert (stages.pp_size, stages.schedule, stages.partition) == (4, "zb-h1", (2, 1, 1, 3))
     assert stages.arguments == {
