@@ -60,9 +60,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if args.rdzv_backend == "c10d":
         ours = [f"{name}={value}" for name, value in RENDEZVOUS.items()]
         args.rdzv_conf = ",".join([*ours, *filter(None, [args.rdzv_conf])])  # of two values, the last one counts
-        if not args.rdzv_endpoint and parse_min_max_nnodes(args.nnodes)[1] == 1:
+        try:
+            _, most = parse_min_max_nnodes(args.nnodes)
+            host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
+        except (ValueError, RuntimeError) as error:
+            parser.error(f"argument --nnodes or --rdzv-endpoint: {error}")
+        if not args.rdzv_endpoint and most == 1:
             args.rdzv_endpoint = "localhost:0"  # nobody else has to find it
-        host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
         if args.local_addr is None and host in ("localhost", "127.0.0.1", "::1"):
             args.local_addr = "localhost"  # all agents are on this machine, which need not know its own name
     return args

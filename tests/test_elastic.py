@@ -224,6 +224,13 @@ def test_what_is_said_counts() -> None:
     assert (args.rdzv_backend, args.max_restarts, args.rdzv_conf) == ("etcd-v2", 7, "")
 
 
+def test_wrong_flags_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--nnodes", "two"], ["--rdzv-endpoint", "host:port"]):
+        with pytest.raises(SystemExit, match="2"):
+            launch.parse([*flags, "script.py"])
+        assert "argument --nnodes or --rdzv-endpoint: " in capsys.readouterr().err
+
+
 def test_the_command_line_has_it_too() -> None:
     with mock.patch("pipeshard.launch.run") as run, mock.patch("pipeshard.launch._forward"):
         result = CliRunner().invoke(cli.main, ["launch", "--nnodes", "1:2", "script.py", "--steps", "3"])
