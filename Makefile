@@ -5,6 +5,7 @@
 # make test     ruff, mypy, pytest
 # make lint     ruff and mypy alone
 # make exact    every model of the tests with every schedule, transport and number of microbatches, against the unsplit one
+# make elastic  kills one of four ranks of a job, and brings it back
 # make parity   trains every architecture of transformers split and unsplit, and writes docs/parity.md; RESUME=1 goes on
 #               where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6
 # make bench    measures speed beside other pipelines (ROUNDS rounds; they get environments of their own) and memory, and
@@ -38,7 +39,7 @@ EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint exact parity parity-4.57 bench curves targets clean $(EXAMPLES)
+.PHONY: help setup setup-peers train examples test lint exact elastic parity parity-4.57 bench curves targets clean $(EXAMPLES)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -108,6 +109,9 @@ test: lint
 
 exact: setup
 	@EXACT=all $(BIN)/python -m pytest tests/test_exact.py tests/test_families.py
+
+elastic: setup
+	@ELASTIC=all $(BIN)/python -m pytest tests/test_elastic.py
 
 parity: setup
 	@$(BIN)/python -W ignore -m tests.parity --output docs/parity.md $(if $(RESUME),--resume)

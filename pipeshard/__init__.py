@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipeshard.build import build
     from pipeshard.checkpoint.training_state import load_training_state, save_training_state
+    from pipeshard.elastic import ElasticJob
     from pipeshard.model.cutpoint import CutPoint
     from pipeshard.model.policy import Policy
     from pipeshard.model.registry import register_policy
     from pipeshard.model.ties import analyze_tied_weights
     from pipeshard.model.trace import trace
+    from pipeshard.planner.autoconfig import AutoConfig
     from pipeshard.planner.planner import plan
     from pipeshard.plugin import PipelinePlugin
     from pipeshard.runtime.p2p import P2P
@@ -27,7 +29,9 @@ MISSING = (
 __version__ = "0.1.0"
 __all__ = [
     "P2P",
+    "AutoConfig",
     "CutPoint",
+    "ElasticJob",
     "PipelinePlugin",
     "Policy",
     "Target",
@@ -44,6 +48,8 @@ __all__ = [
 ]
 _MODULES = {
     "CutPoint": "pipeshard.model.cutpoint",
+    "AutoConfig": "pipeshard.planner.autoconfig",
+    "ElasticJob": "pipeshard.elastic",
     "P2P": "pipeshard.runtime.p2p",
     "PipelinePlugin": "pipeshard.plugin",
     "Policy": "pipeshard.model.policy",

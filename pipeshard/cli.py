@@ -165,6 +165,15 @@ def trace_run(
         recording.draw(draw, title=f"{model}, {schedule}, {microbatches} microbatches")
 
 
+@main.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]... SCRIPT [ARGUMENTS]...")
+def launch(arguments: tuple[str, ...]) -> None:
+    """Run SCRIPT as ranks that may come and go; FLAGS are torchrun's."""
+    from pipeshard.launch import main as run
+
+    sys.exit(run(arguments))
+
+
 def _chunks(schedule: str | None, asked: int | None) -> int:
     return asked or (2 if schedule == "interleaved" else 1)
 

@@ -127,6 +127,11 @@ def load_training_state(
     return chosen
 
 
+def newest_step(directory: str | Path) -> int | None:
+    """The newest complete step in `directory`; None where there is none."""
+    return max(_saved(Path(directory)), default=None)
+
+
 def _check_loader(dataloader: Any) -> None:
     if dataloader is not None and not (hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")):
         raise CheckpointError(

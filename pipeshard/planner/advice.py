@@ -32,7 +32,7 @@ def recommend(estimates: Sequence[Estimate], limit: int | None) -> tuple[Estimat
     return best, f"{best.name}: {why}; {memory}{'' if limit is None else f' of {format_bytes(limit)}'}."
 
 
-def what_would_help(candidate: Candidate, others: Sequence[Estimate], recomputed: bool) -> str:
+def what_would_help(candidate: Candidate, others: Sequence[Estimate]) -> str:
     """What one could do where `candidate` takes too much."""
     limit = candidate.subject.limit or 0
     fitting = [e.name for e in others if e.fits]
@@ -41,7 +41,8 @@ def what_would_help(candidate: Candidate, others: Sequence[Estimate], recomputed
     hints = [f"schedule {' or '.join(fitting)}, which fits"] if fitting else []
     if any(memory.activations > memory.total // 4 for memory in candidate.memory):
         hints.append("shorter or fewer samples in a microbatch")
-        if not recomputed and getattr(candidate.subject.model, "supports_gradient_checkpointing", False):
+        subject = candidate.subject
+        if not subject.recomputed and getattr(subject.model, "supports_gradient_checkpointing", False):
             hints.append("activation recompute (model.gradient_checkpointing_enable())")
     p = len(candidate.memory)
     needs = f" (parameters, gradients and optimizer states alone take at least {least} ranks)" if least > p else ""

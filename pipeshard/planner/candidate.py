@@ -23,7 +23,10 @@ SHOWN = 5  # names in the short form of a stage's units
 
 @dataclass(eq=False)
 class Subject:
-    """What is planned, and what is known of it: the cost of each unit call, and what runs of calls take."""
+    """What is planned, and what is known of it: the cost of each unit call, and what runs of calls take.
+
+    `measured` says whether costs are in seconds, `recomputed` whether a unit recomputes its activations.
+    """
 
     model: nn.Module
     flow: Dataflow
@@ -33,6 +36,8 @@ class Subject:
     partition: str | Sequence[int] | Sequence[str]
     optimizer: str
     limit: int | None
+    measured: bool = False
+    recomputed: bool = False
     policies: dict[tuple[str, tuple[int, ...]], Policy] = field(default_factory=dict)
 
     @cached_property

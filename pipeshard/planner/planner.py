@@ -69,21 +69,11 @@ def plan(
         raise ConfigurationError(f"pp_size={pp_size!r}: the number of stages is a positive integer")
     chosen = None if schedule is None else (schedule, num_chunks(schedule, num_model_chunks))
     limit = None if device_memory is None else parse_bytes(device_memory)
-    microbatch, m = _microbatch(model, batch, num_microbatches, microbatch_size, seq_len)
-    cuts = named(partition)
-    flow, meter = metered(model, microbatch, criterion, cuts=cuts)
-    if flow.loss is None:
-        raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
-    units = [model.get_submodule(call.unit) for call in flow.calls]
-    measured = _profile(profile, partition, model, flow, microbatch)
-    costs = measured.times if measured else [unit_cost(*call) for call in zip(units, meter.works, strict=True)]
-    unit = 1.0 if measured else sum(map(sum, costs)) / pp_size or 1.0
-    recomputed = any(map(recomputes, units))
-    plain = metered(model, microbatch, criterion, recompute=False, cuts=cuts)[1] if recomputed else None
-    footprint = Footprint(model, flow, meter, optimizer, plain)
-    subject = Subject(model, flow, costs, footprint, policy or find_policy(model), partition, optimizer, limit)
+    microbatch, m = first_microbatch(model, batch, num_microbatches, microbatch_size, seq_len)
+    subject = study(model, microbatch, criterion, policy, partition, optimizer, limit, profile)
+    unit = 1.0 if subject.measured else sum(map(sum, subject.costs)) / pp_size or 1.0
 
-    tried = [_tried(subject, name, pp_size, m, v) for name, v in _schedules(chosen, num_model_chunks)]
+    tried = [attempt(subject, name, pp_size, m, v) for name, v in schedules(chosen, num_model_chunks)]
     candidates = {(c.program.name, c.num_model_chunks): c for c in tried if isinstance(c, Candidate)}
     estimates = [c.estimate(unit) if isinstance(c, Candidate) else c for c in tried]
     impossible = next((e for e in estimates if e.problem and chosen in (None, (e.schedule, e.num_model_chunks))), None)
@@ -98,7 +88,7 @@ def plan(
         raise PartitionError(
             f"with schedule {shown.program.name!r}, rank {rank} of {pp_size} needs {shown.memory[rank]}, and "
             f"device_memory is {device_memory}: no partition was found that fits. What would help: "
-            f"{what_would_help(shown, estimates, recomputed)}"
+            f"{what_would_help(shown, estimates)}"
         )
     return Plan(
         model=type(model).__name__,
@@ -109,7 +99,7 @@ def plan(
         optimizer=optimizer,
         limit=limit,
         partition=partition if isinstance(partition, str) else ", ".join(map(str, partition)),
-        unit="seconds" if measured else "relative",
+        unit="seconds" if subject.measured else "relative",
         schedule=shown.program.name,
         num_model_chunks=shown.num_model_chunks,
         stages=shown.stages(unit),
@@ -119,7 +109,33 @@ def plan(
     )
 
 
-def _tried(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | Estimate:
+def study(
+    model: nn.Module,
+    microbatch: Batch,
+    criterion: Criterion | None,
+    policy: type[Policy] | None,
+    partition: str | Sequence[int] | Sequence[str],
+    optimizer: str,
+    limit: int | None,
+    profile: Profile | str | Path | None,
+) -> Subject:
+    """What is known of a model and its microbatch before it is cut; arguments and errors are those of `plan`."""
+    cuts = named(partition)
+    flow, meter = metered(model, microbatch, criterion, cuts=cuts)
+    if flow.loss is None:
+        raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
+    units = [model.get_submodule(call.unit) for call in flow.calls]
+    measured = _profile(profile, partition, model, flow, microbatch)
+    costs = measured.times if measured else [unit_cost(*call) for call in zip(units, meter.works, strict=True)]
+    recomputed = any(map(recomputes, units))
+    plain = metered(model, microbatch, criterion, recompute=False, cuts=cuts)[1] if recomputed else None
+    footprint = Footprint(model, flow, meter, optimizer, plain)
+    cutter = policy or find_policy(model)
+    has_times = measured is not None
+    return Subject(model, flow, costs, footprint, cutter, partition, optimizer, limit, has_times, recomputed)
+
+
+def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | Estimate:
     """The model cut for this schedule, or an estimate that says why it cannot be."""
     try:
         return Candidate(subject, make_program(name, p, m, v), v)
@@ -127,14 +143,14 @@ def _tried(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | E
         return Estimate(name, v, problem=str(error))
 
 
-def _schedules(chosen: tuple[str, int] | None, num_model_chunks: int) -> list[tuple[str, int]]:
+def schedules(chosen: tuple[str, int] | None = None, num_model_chunks: int = 1) -> list[tuple[str, int]]:
     """Every schedule with its chunks a rank: the interleaved one with two, and as many as asked for."""
     wanted = {2, num_model_chunks} - {1} | ({chosen[1]} if chosen and chosen[0] == "interleaved" else set())
     names = [(name, v) for name in SCHEDULES for v in (sorted(wanted) if name == "interleaved" else [1])]
     return [(name, num_chunks(name, v)) for name, v in names]
 
 
-def _microbatch(
+def first_microbatch(
     model: nn.Module, batch: Any, num_microbatches: int | None, microbatch_size: int | None, seq_len: int | None
 ) -> tuple[Batch, int]:
     """The first microbatch, and how many there are."""

@@ -1,0 +1,188 @@
+"""ElasticJob: training that goes on with the ranks at hand, after each loss of one, and each arrival."""
+
+import logging
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from pipeshard.checkpoint.training_state import load_training_state, newest_step, save_training_state
+from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.layout import Layout, layouts
+from pipeshard.runtime.agreement import gather, gather_objects
+
+logger = logging.getLogger("pipeshard")
+
+NOTHING, SAVE, LEAVE = range(3)  # what a rank is asked to do at the next step boundary; the most of all ranks counts
+WISHES = {signal.SIGUSR1: SAVE, signal.SIGTERM: LEAVE}
+LEFT = 128 + signal.SIGTERM  # the exit status of a rank that was asked to leave
+
+
+class ElasticJob:
+    """One run of a job that `pipeshard launch` starts again whenever ranks come or go, until the script ends.
+
+    It joins the process group (gloo, and NCCL where there is a GPU) unless the script has, and finds the layout of its
+    ranks: as many stages as is legal. `resume` goes on from the newest state in `directory`, and `step_done`, called
+    after each step, keeps the state there. SIGUSR1, to any rank, has it saved at the next step boundary; SIGTERM too,
+    and then all ranks leave, with status 143.
+
+        job = ElasticJob("state", pp_size=4, global_batch=16)
+        plugin = PipelinePlugin(**job.layout.arguments)
+        dataloader = plugin.prepare_dataloader(dataset, job.layout.batch_size)
+        ...
+        for step in range(job.resume(model, optimizer, scheduler, dataloader), 1000):
+            ...
+            job.step_done()
+
+    Args:
+        directory: for the training states; one that all ranks see.
+        pp_size: the most stages; or a function that chooses a Layout for a number of ranks, such as
+            `lambda ranks: AutoConfig.choose(model, batch, ranks, 16, ...)`. It is asked on rank 0.
+        global_batch: the samples of a step, over all replicas; the same whatever the ranks are.
+        microbatch_size: the samples of a microbatch.
+        every: steps from one save to the next.
+        keep: how many saved steps are kept.
+        timeout: seconds after which a rank that waits in the default group gives up.
+
+    Raises ConfigurationError, on every rank, where the ranks at hand have no legal layout; UsageError where it is not
+    run by a launcher, or not in the main thread, which alone can listen to signals.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        pp_size: int | Callable[[int], Layout],
+        global_batch: int,
+        microbatch_size: int = 1,
+        every: int = 100,
+        keep: int = 3,
+        timeout: float = 1800,
+    ) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise ConfigurationError(f"every={every!r}: the steps from one save to the next are a positive integer")
+        self.directory, self.every, self.keep = Path(directory), every, keep
+        self.step = 0  # steps done
+        self._parts: tuple[Any, Any, Any, Any] | None = None
+        self._saved = -1  # the step of the newest state
+        self._wishes: deque[int] = deque()  # appending and taking are atomic: signals come at any moment
+        self._listen()
+        _join(timeout)
+        ranks = dist.get_world_size()
+        if callable(pp_size):
+            self.layout = _chosen(pp_size, ranks, global_batch)
+        else:
+            self.layout = layouts(ranks, global_batch, microbatch_size, pp_size)[0]
+        if dist.get_rank() == 0:
+            logger.info("%d ranks: %s", ranks, self.layout)
+
+    def resume(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: LRScheduler | None = None,
+        dataloader: Any = None,
+    ) -> int:
+        """Go on from the newest state, with all that `booster.boost` returned; the steps that are done, 0 in a new job.
+
+        Raises CheckpointError, on every rank, for a state that does not fit.
+        """
+        self._parts = (model, optimizer, lr_scheduler, dataloader)
+        if getattr(dataloader, "num_workers", 0):
+            dataloader.worker_init_fn = Deaf(dataloader.worker_init_fn)
+        if any(step is not None for step in gather_objects(newest_step(self.directory), _world())):
+            self.step = self._saved = load_training_state(self.directory, *self._parts)
+        return self.step
+
+    def step_done(self) -> None:
+        """After each `optimizer.zero_grad()`, on every rank: save where it is time, or was asked for, and leave if so.
+
+        Raises SystemExit with status 143 on every rank when one of them got SIGTERM, after the state is saved; to the
+        launcher it means that the ranks that remain go on. Otherwise as `save`.
+        """
+        self.step += 1
+        mine = max((self._wishes.popleft() for _ in range(len(self._wishes))), default=NOTHING)
+        wish = int(gather(torch.tensor([mine]), _world()).max())
+        if wish or self.step % self.every == 0:
+            self.save()
+        if wish == LEAVE:
+            dist.destroy_process_group()
+            sys.exit(LEFT)
+
+    def save(self) -> None:
+        """Save the state now, between two steps, unless it is; every rank calls it.
+
+        Raises UsageError before `resume`, and CheckpointError as `save_training_state` does.
+        """
+        if self._parts is None:
+            raise UsageError("there is nothing to save before job.resume(model, optimizer, ...)")
+        if self._saved != self.step:
+            save_training_state(self.directory, self.step, *self._parts, self.keep)
+            self._saved = self.step
+
+    def _listen(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("an ElasticJob listens to signals, which only the main thread can: make it there")
+        for number in WISHES:
+            signal.signal(number, lambda number, frame: self._wishes.append(WISHES[signal.Signals(number)]))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # those that came while this process was starting, too
+
+
+@dataclass(frozen=True)
+class Deaf:
+    """A DataLoader's `worker_init_fn`, for workers that outlive the SIGTERM which an agent sends to them too.
+
+    Of the dataloader that `resume` gets they do already: if one died of it, so would the step, and the save with it.
+    """
+
+    then: Callable[[int], None] | None = None
+
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.then is not None:
+            self.then(worker)
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _join(timeout: float) -> None:
+    if dist.is_initialized():
+        return
+    if not dist.is_torchelastic_launched():
+        raise UsageError("an ElasticJob is one rank of several: start the script with python -m pipeshard.launch")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+
+
+def _chosen(choose: Callable[[int], Layout], ranks: int, global_batch: int) -> Layout:
+    """What rank 0 chooses (a measured profile may differ elsewhere), or its error, on every rank."""
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [choose(ranks)]
+        except Exception as error:
+            answer = [f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(answer)
+    layout = answer[0]
+    if not isinstance(layout, Layout):
+        raise ConfigurationError(f"for {ranks} ranks, the function pp_size gave no Layout, but: {layout}")
+    if (layout.ranks, layout.global_batch) != (ranks, global_batch):
+        raise ConfigurationError(
+            f"the layout chosen for {ranks} ranks and global_batch={global_batch} is for {layout.ranks} ranks and "
+            f"global_batch={layout.global_batch}"
+        )
+    return layout

@@ -1,0 +1,92 @@
+"""Launch: torchrun's elastic agent, with defaults for pipelines that go on when ranks come and go.
+
+`python -m pipeshard.launch --nnodes 2:4 --rdzv-endpoint HOST:PORT script.py ...`, one agent a machine (or several on
+one), takes torchrun's flags.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+import psutil
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.run import get_args_parser, parse_min_max_nnodes, run
+
+logger = logging.getLogger("pipeshard")
+
+# An agent that is lost is noticed after 5 seconds, and those that are left wait so long for others, once the least
+# number of them is there.
+RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_timeout": 5}
+RESTARTS = 100
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one agent until the job is done, its workers have failed for good, or a signal ends it; the exit status."""
+    args = parse(sys.argv[1:] if arguments is None else arguments)
+    # With torch's sharing of the agents' store, an agent that comes later is never told where the ranks meet, and one
+    # that stays goes on looking where the first of them met, though it be gone.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    _forward(signal.SIGUSR1)
+    try:
+        run(args)
+    except SignalException as stop:
+        return 128 + stop.sigval
+    except ChildFailedError as error:
+        logger.error("%s", error)
+        return 1
+    except RendezvousClosedError:
+        logger.error("the job %r at %s has ended already: choose another --rdzv-id", args.rdzv_id, args.rdzv_endpoint)
+        return 1
+    except RendezvousError as error:
+        logger.error("the rendezvous at %s failed: %s", args.rdzv_endpoint or "localhost", error)
+        return 1
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """torchrun's flags, with other defaults where neither a flag nor torchrun's variable (PET_...) says something."""
+    parser = get_args_parser()
+    parser.prog = "python -m pipeshard.launch"
+    defaults = {"rdzv_backend": "c10d", "rdzv_id": "pipeshard", "max_restarts": RESTARTS}
+    parser.set_defaults(**{name: value for name, value in defaults.items() if f"PET_{name.upper()}" not in os.environ})
+    args = parser.parse_args(list(arguments))
+    if args.rdzv_backend == "c10d":
+        ours = [f"{name}={value}" for name, value in RENDEZVOUS.items()]
+        args.rdzv_conf = ",".join([*ours, *filter(None, [args.rdzv_conf])])  # of two values, the last one counts
+        try:
+            _, most = parse_min_max_nnodes(args.nnodes)
+            host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
+        except (ValueError, RuntimeError) as error:
+            parser.error(f"argument --nnodes or --rdzv-endpoint: {error}")
+        if not args.rdzv_endpoint and most == 1:
+            args.rdzv_endpoint = "localhost:0"  # nobody else has to find it
+        if args.local_addr is None and host in ("localhost", "127.0.0.1", "::1"):
+            args.local_addr = "localhost"  # all agents are on this machine, which need not know its own name
+    return args
+
+
+def _forward(number: signal.Signals) -> None:
+    """Hand a signal on to the workers.
+
+    Blocked here, it stays blocked in a worker until that one listens: no worker dies of it while it starts.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+
+    def forward() -> None:
+        while True:
+            signal.sigwait([number])
+            for worker in psutil.Process().children():
+                worker.send_signal(number)
+
+    threading.Thread(target=forward, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

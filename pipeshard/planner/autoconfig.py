@@ -1,0 +1,150 @@
+"""AutoConfig: stages, replicas, microbatches and schedule for the ranks at hand, chosen by simulating all of them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from torch import nn
+
+from pipeshard.errors import ConfigurationError, PartitionError
+from pipeshard.layout import Layout, layouts
+from pipeshard.model.criterion import Criterion
+from pipeshard.model.policy import Policy
+from pipeshard.planner.advice import NEAR, SIMPLEST
+from pipeshard.planner.candidate import Candidate, Subject
+from pipeshard.planner.plan import Estimate
+from pipeshard.planner.planner import attempt, first_microbatch, schedules, study
+from pipeshard.planner.profile import Profile
+from pipeshard.planner.sizes import format_bytes, parse_bytes
+from pipeshard.schedule.program import SCHEDULES
+
+
+@dataclass(frozen=True)
+class Considered:
+    """A layout with a schedule, and what the planner says of it."""
+
+    layout: Layout
+    estimate: Estimate
+
+    def __str__(self) -> str:
+        layout, estimate = self.layout, self.estimate
+        sizes = f"p={layout.pp_size} dp={layout.dp_size} m={layout.num_microbatches}×{layout.microbatch_size}"
+        if estimate.problem:
+            return f"{sizes} {estimate.name}: cannot be cut so"
+        beyond = ", too much" if estimate.fits is False else ""
+        figures = f"{estimate.time:.4g}, idle {estimate.bubble:.1%}, takes {format_bytes(estimate.peak)}{beyond}"
+        return f"{sizes} {estimate.name}: {figures}"
+
+
+@dataclass(frozen=True)
+class AutoConfig(Layout):
+    """The layout and the schedule with the fastest step that fits in memory; made by `AutoConfig.choose`.
+
+    `partition` has how many unit calls each stage gets. `time` is a step's in `unit`: "seconds" where units were
+    measured, else "relative": 1 is a step without idle time on all the ranks. `considered` is the table of all that
+    were compared, in the order of their time, and what cannot be cut last.
+    """
+
+    schedule: str
+    num_model_chunks: int
+    partition: tuple[int, ...]
+    time: float
+    unit: str
+    considered: tuple[Considered, ...]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        chosen = {"schedule": self.schedule, "num_model_chunks": self.num_model_chunks}
+        return {**super().arguments, **chosen, "partition": list(self.partition)}
+
+    @classmethod
+    def choose(
+        cls,
+        model: nn.Module,
+        batch: Any,
+        ranks: int,
+        global_batch: int,
+        microbatch_size: int | Sequence[int] = 1,
+        schedules: Sequence[str] = tuple(SCHEDULES),
+        profile: Profile | str | Path | None = None,
+        device_memory: str | int | None = None,
+        partition: str = "auto",
+        pp_size: int | None = None,
+        optimizer: str = "adamw",
+        policy: type[Policy] | None = None,
+        criterion: Criterion | None = None,
+        seq_len: int | None = None,
+    ) -> Self:
+        """Simulate a step of `global_batch` samples for each number of stages that is legal on `ranks`.
+
+        The model and the other arguments are those of `pipeshard.plan`; `batch` has at least `microbatch_size` samples,
+        or is None. Among steps that are at most 3 % slower than the fastest, the one with the fewest stages is chosen,
+        then the simplest schedule. As in a plan, messages take no time, nor does the sum over replicas: without
+        `device_memory`, replicas of the whole model are fastest.
+
+        Args:
+            microbatch_size: its samples, or several sizes to choose from. Only measured times tell what a larger one
+                saves: `partition="profile"` times units at each of them.
+            schedules: the ones to choose from.
+            pp_size: the most stages; by default as many as ranks.
+
+        Raises ConfigurationError where no layout is legal, PartitionError where none can be cut or fits in
+        `device_memory`, with the numbers; else as `pipeshard.plan`.
+        """
+        sizes = [microbatch_size] if isinstance(microbatch_size, int) else list(microbatch_size)
+        limit = None if device_memory is None else parse_bytes(device_memory)
+        unit, considered, measured = 0.0, [], False
+        for size in sizes:
+            legal = layouts(ranks, global_batch, size, pp_size)
+            microbatch, _ = first_microbatch(model, batch, 1 if batch is None else None, size, seq_len)
+            if microbatch.rows != size:
+                raise ConfigurationError(f"microbatch_size={size}: the batch has {microbatch.rows} samples only")
+            subject = study(model, microbatch, criterion, policy, partition, optimizer, limit, profile)
+            measured = subject.measured
+            unit = unit or (1.0 if measured else sum(map(sum, subject.costs)) * global_batch / size / ranks or 1.0)
+            considered += [each for layout in legal for each in _simulated(subject, layout, schedules, unit)]
+        considered.sort(key=lambda each: (bool(each.estimate.problem), each.estimate.time))
+        best = _best(considered, limit)
+        layout, estimate = best.layout, best.estimate
+        return cls(
+            layout.pp_size,
+            layout.dp_size,
+            layout.global_batch,
+            layout.microbatch_size,
+            schedule=estimate.schedule,
+            num_model_chunks=estimate.num_model_chunks,
+            partition=estimate.counts,
+            time=estimate.time,
+            unit="seconds" if measured else "relative",
+            considered=tuple(considered),
+        )
+
+
+def _simulated(subject: Subject, layout: Layout, names: Sequence[str], unit: float) -> Iterator[Considered]:
+    unknown = [name for name in names if name not in SCHEDULES]
+    if unknown or not names:
+        raise ConfigurationError(f"schedules={list(names)!r}: name one or more of {', '.join(SCHEDULES)}")
+    for name, v in schedules():
+        if name in names:
+            tried = attempt(subject, name, layout.pp_size, layout.num_microbatches, v)
+            yield Considered(layout, tried.estimate(unit) if isinstance(tried, Candidate) else tried)
+
+
+def _best(considered: Sequence[Considered], limit: int | None) -> Considered:
+    possible = [each for each in considered if not each.estimate.problem]
+    if not possible:
+        raise PartitionError(f"the model cannot be cut for any of them: {considered[0].estimate.problem}")
+    fitting = [each for each in possible if each.estimate.fits is not False]
+    if not fitting:
+        nearest = min(possible, key=lambda each: each.estimate.peak)
+        layout, estimate = nearest.layout, nearest.estimate
+        raise PartitionError(
+            f"no layout of {layout.ranks} ranks fits in device_memory={format_bytes(limit or 0)}: the nearest, "
+            f"pp_size={layout.pp_size} with microbatches of {layout.microbatch_size} and schedule {estimate.name}, "
+            f"needs {format_bytes(estimate.peak)} on rank {estimate.fullest}. What would help: more ranks, a smaller "
+            "microbatch_size, or activation recompute (model.gradient_checkpointing_enable())"
+        )
+    fastest = min(each.estimate.time for each in fitting)
+    near = [each for each in fitting if each.estimate.time <= fastest * (1 + NEAR)]
+    return min(near, key=lambda each: (each.layout.pp_size, SIMPLEST.index(each.estimate.schedule)))

@@ -1,0 +1,239 @@
+"""Elastic jobs: real agents that are killed, join and get signals, beside a run that nothing happens to."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+import elastic
+from pipeshard import AutoConfig, ElasticJob, cli, launch
+from pipeshard.checkpoint.training_state import newest_step
+from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.layout import Layout, layouts
+from tests import zoo
+from tests.agents import Agents, Line, lines
+from tests.messages import assert_told
+from tests.pool import Pool
+
+STEPS = 40
+
+
+def alone(folder: Path, *arguments: str) -> list[Line]:
+    """The example on the ranks of a pool, whose signals stay their own."""
+    with mock.patch("signal.signal"):
+        elastic.train(elastic.parse(["--output", str(folder), *arguments]))
+    return lines(folder)
+
+
+@pytest.fixture(scope="module")
+def losses(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Those of a run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    written = pool.run(alone, 4, folder, "--steps", str(STEPS), "--every", "1000")[0]
+    assert [(line.step, line.pp_size) for line in written] == [(step, 4) for step in range(STEPS)]
+    return [line.loss for line in written]
+
+
+def assert_same(written: list[Line], losses: list[float]) -> None:
+    """Every step is there, and has the same loss, as often as it ran."""
+    assert {line.step for line in written} == set(range(STEPS))
+    for line in written:
+        assert line.loss == pytest.approx(losses[line.step], abs=1e-5), line
+
+
+# Each takes a minute or two.
+EVENTS = [(4, signal.SIGKILL), (2, signal.SIGTERM)] if os.environ.get("ELASTIC") == "all" else [(3, signal.SIGKILL)]
+
+
+@pytest.mark.parametrize(("ranks", "event"), EVENTS)
+def test_a_rank_goes_and_comes_back(tmp_path: Path, losses: list[float], ranks: int, event: signal.Signals) -> None:
+    every = 2 if event == signal.SIGKILL else 1000
+    arguments = ["--steps", str(STEPS), "--pp", str(ranks), "--every", str(every)]
+    with Agents(tmp_path, f"{ranks - 1}:{ranks}", arguments) as agents:
+        for _ in range(ranks):
+            agents.start()
+        agents.until("three steps", lambda seen: sum(line.pp_size == ranks for line in seen) >= 3)
+
+        lost = time.monotonic()
+        if event == signal.SIGKILL:
+            agents.kill(agents.all[-1])
+        else:
+            agents.all[-1].send_signal(event)
+        seen_by_fewer = agents.until("fewer stages", lambda seen: seen[-1].pp_size == ranks - 1)
+        print(f"{ranks} to {ranks - 1} stages in {time.monotonic() - lost:.1f} s")
+        agents.until("two more steps", lambda seen: len(seen) > len(seen_by_fewer) + 1)
+
+        returned = time.monotonic()
+        agents.start()
+        agents.until("all stages again", lambda seen: seen[-1].pp_size == ranks)
+        print(f"{ranks - 1} to {ranks} stages in {time.monotonic() - returned:.1f} s")
+        agents.hurry()
+        assert agents.statuses([agent for k, agent in enumerate(agents.all) if k != ranks - 1]) == [0] * ranks
+
+    written = lines(tmp_path)
+    assert_same(written, losses)
+    written = list(itertools.dropwhile(lambda line: line.pp_size < ranks, written))  # until the last agent was up
+    sizes = [(line.pp_size, line.dp_size) for line in written]
+    changes = [k for k in range(1, len(written)) if sizes[k] != sizes[k - 1]]
+    assert [sizes[k] for k in (0, *changes)] == [(ranks, 1), (ranks - 1, 1), (ranks, 1)]
+    fewer, again = (written[k - 1].step + 1 - written[k].step for k in changes)  # steps that are done twice
+    assert again == 0  # who is told to go saves first
+    assert 0 <= fewer <= every if event == signal.SIGKILL else fewer == 0
+
+
+def test_signals_save_at_a_step_boundary(pool: Pool, tmp_path: Path, losses: list[float]) -> None:
+    arguments = ["--steps", str(STEPS), "--every", "1000"]
+    state = tmp_path / "state"
+    with Agents(tmp_path, "1", [*arguments, "--workers", "1"]) as agents:
+        agent = agents.start(2)
+        agents.until("a step", lambda seen: len(seen) > 1)
+        agent.send_signal(signal.SIGUSR1)
+        agents.until("a save", lambda seen: newest_step(state) is not None)
+        saved = newest_step(state)
+        assert saved is not None
+        agents.until("two more steps", lambda seen: seen[-1].step > saved + 1)
+        assert newest_step(state) == saved
+        psutil.Process(agent.pid).children()[1].send_signal(signal.SIGUSR1)  # one rank alone
+        agents.until("another save", lambda seen: newest_step(state) != saved)
+        agent.send_signal(signal.SIGTERM)
+        assert agents.statuses([agent]) == [128 + signal.SIGTERM]
+    written = lines(tmp_path)
+    assert [(line.step, line.pp_size) for line in written] == [(step, 2) for step in range(len(written))]
+    assert newest_step(state) == len(written)
+    going_on = pool.run(alone, 1, tmp_path, *arguments)[0]
+    assert len(going_on) == STEPS and going_on[-1].pp_size == 1
+    assert_same(going_on, losses)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pp_size", "microbatches", "expected"),
+    [
+        (4, 4, 16, [(4, 1), (2, 2), (1, 4)]),
+        (3, 4, 16, [(3, 1)]),  # three replicas do not divide 16
+        (3, 4, 12, [(3, 1), (1, 3)]),
+        (2, 4, 16, [(2, 1), (1, 2)]),
+        (1, 4, 16, [(1, 1)]),
+        (6, 4, 12, [(3, 2), (2, 3), (1, 6)]),
+        (8, 4, 4, [(4, 2), (2, 4)]),
+        (5, 8, 1, [(5, 1)]),
+    ],
+)
+def test_legal_layouts(ranks: int, pp_size: int, microbatches: int, expected: list[tuple[int, int]]) -> None:
+    for size in (1, 3):
+        found = layouts(ranks, microbatches * size, size, pp_size)
+        assert [(layout.pp_size, layout.dp_size) for layout in found] == expected
+        for layout in found:
+            assert layout.ranks == ranks
+            assert layout.dp_size * layout.batch_size == microbatches * size
+            assert layout.num_microbatches * layout.microbatch_size == layout.batch_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((5, 16, 1, 4), r"5 ranks .* pp_size=4 or less: .*\(5 of 1 stages\) do not divide the 16 microbatches"),
+        ((6, 16, 4, 2), r"\(3 of 2 stages, 6 of 1 stages\) do not divide the 4 microbatches .*global_batch=16"),
+        ((4, 10, 4, 4), "global_batch=10 is no multiple of microbatch_size=4"),
+        ((4, 0, 1, 4), "global_batch=0 is no positive integer"),
+        ((4, 8, 1, "auto"), "pp_size='auto' is no positive integer"),
+    ],
+)
+def test_where_no_layout_is_legal(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        layouts(*arguments)
+
+
+def planned(folder: Path) -> dict[str, Any]:
+    model, batch = zoo.build("llama"), zoo.batch("llama")
+    with mock.patch("signal.signal"):
+        job = ElasticJob(folder, lambda ranks: AutoConfig.choose(model, batch, ranks, 16, schedules=["1f1b"]), 16)
+    return job.layout.arguments
+
+
+def refused(folder: Path) -> list[str]:
+    def fails(ranks: int) -> Layout:
+        raise ValueError(f"nothing for {ranks}")
+
+    attempts: list[Any] = [
+        lambda: ElasticJob(folder, 2, 9, 3, every=0),
+        lambda: ElasticJob(folder, 1, 3),
+        lambda: ElasticJob(folder, fails, 4),
+        lambda: ElasticJob(folder, lambda ranks: Layout(2, 1, 8, 1), 4),
+        lambda: ElasticJob(folder, 2, 4).save(),
+    ]
+    messages = []
+    with mock.patch("signal.signal"):
+        for attempt in attempts:
+            with pytest.raises((ConfigurationError, UsageError)) as caught:
+                attempt()
+            messages.append(str(caught.value))
+    return messages
+
+
+def test_the_layout_may_be_planned(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(planned, 2, tmp_path)
+    assert first == second and first["pp_size"] * first["dp_size"] == 2 and first["schedule"] == "1f1b"
+
+
+def test_jobs_that_cannot_work_are_refused_alike_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    expected = [
+        "every=0: ",
+        "2 ranks cannot train with pp_size=1",
+        "for 2 ranks, the function pp_size gave no Layout, but: ValueError: nothing for 2",
+        "chosen for 2 ranks and global_batch=4 is for 2 ranks and global_batch=8",
+        "nothing to save before job.resume",
+    ]
+    first, second = pool.run(refused, 2, tmp_path)
+    assert first == second
+    assert_told(first, expected)
+
+
+def test_a_script_without_a_launcher_is_told() -> None:
+    with mock.patch("signal.signal"), pytest.raises(UsageError, match=r"python -m pipeshard\.launch"):
+        ElasticJob("nowhere", 2, 4)
+
+
+# The launcher's flags
+
+
+def test_defaults_are_those_of_elastic_pipelines() -> None:
+    args = launch.parse(["--nnodes", "2:4", "script.py", "--nnodes", "9"])
+    assert (args.rdzv_backend, args.max_restarts, args.nnodes) == ("c10d", launch.RESTARTS, "2:4")
+    assert args.rdzv_conf == "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=5"
+    assert (args.rdzv_endpoint, args.local_addr) == ("", "localhost")
+    assert (args.training_script, args.training_script_args) == ("script.py", ["--nnodes", "9"])
+    assert launch.parse(["script.py"]).rdzv_endpoint == "localhost:0"
+
+
+def test_what_is_said_counts() -> None:
+    flags = ["--rdzv-endpoint", "host:29400", "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=60"]
+    args = launch.parse([*flags, "script.py"])
+    assert (args.rdzv_endpoint, args.local_addr, args.max_restarts) == ("host:29400", None, 3)
+    assert args.rdzv_conf.endswith("last_call_timeout=5,last_call_timeout=60")
+    with mock.patch.dict(os.environ, {"PET_RDZV_BACKEND": "etcd-v2", "PET_MAX_RESTARTS": "7"}):
+        args = launch.parse(["script.py"])
+    assert (args.rdzv_backend, args.max_restarts, args.rdzv_conf) == ("etcd-v2", 7, "")
+
+
+def test_wrong_flags_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--nnodes", "two"], ["--rdzv-endpoint", "host:port"]):
+        with pytest.raises(SystemExit, match="2"):
+            launch.parse([*flags, "script.py"])
+        assert "argument --nnodes or --rdzv-endpoint: " in capsys.readouterr().err
+
+
+def test_the_command_line_has_it_too() -> None:
+    with mock.patch("pipeshard.launch.run") as run, mock.patch("pipeshard.launch._forward"):
+        result = CliRunner().invoke(cli.main, ["launch", "--nnodes", "1:2", "script.py", "--steps", "3"])
+    assert result.exit_code == 0, result.output
+    (args,) = run.call_args.args
+    assert (args.nnodes, args.training_script, args.training_script_args) == ("1:2", "script.py", ["--steps", "3"])
