@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeshard.checkpoint.training_state import load_training_state, save_training_state
+    from pipeshard.layers import LayerSpec, PipelineModule, TiedLayerSpec
     from pipeshard.model.policy import Policy, register_policy
     from pipeshard.model.ties import analyze_tied_weights
     from pipeshard.model.trace import trace
@@ -27,8 +28,11 @@ if find_spec("colossalai") is None:
 __version__ = "0.1.0"
 __all__ = [
     "P2P",
+    "LayerSpec",
+    "PipelineModule",
     "PipelinePlugin",
     "Policy",
+    "TiedLayerSpec",
     "analyze_tied_weights",
     "load_training_state",
     "plan",
@@ -39,9 +43,12 @@ __all__ = [
     "trace",
 ]
 _MODULES = {
+    "LayerSpec": "pipeshard.layers",
     "P2P": "pipeshard.runtime.p2p",
+    "PipelineModule": "pipeshard.layers",
     "PipelinePlugin": "pipeshard.plugin",
     "Policy": "pipeshard.model.policy",
+    "TiedLayerSpec": "pipeshard.layers",
     "analyze_tied_weights": "pipeshard.model.ties",
     "load_training_state": "pipeshard.checkpoint.training_state",
     "plan": "pipeshard.planner.planner",

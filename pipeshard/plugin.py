@@ -194,6 +194,7 @@ class PipelinePlugin(PipelinePluginBase):
             refuse_blank_adapters(model)
             sample = self._sample(model, dataloader)
             boosted = PipelineModel(model, Pipeline(self, model, sample, criterion))
+            criterion = boosted.pipeline.criterion
         self._pipeline = boosted.pipeline
         if optimizer is not None and not isinstance(optimizer, PipelineOptimizer):
             holdings, zero = boosted.pipeline.holdings, self.zero_stage == 1

@@ -1,0 +1,253 @@
+"""Layers: a model as a list of modules, recipes for modules, and functions, each given what the last returned."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.model.function import Function
+from pipeshard.model.skeleton import build, skeleton, skeletons
+from pipeshard.model.ties import kept_tied, names_of, put_parameter
+from pipeshard.model.units import Interception
+from pipeshard.model.weights import check_partition
+from pipeshard.wishes import Cuts, Wishes
+
+
+class LayerSpec:
+    """How a layer is made: `typename(*module_args, **module_kwargs)`, when and where it is needed.
+
+    Attributes:
+        builds: how often this process has built it for real.
+
+    Raises ConfigurationError for a `typename` that cannot be called.
+    """
+
+    def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not callable(typename):
+            raise ConfigurationError(f"LayerSpec({typename!r}): give a class of modules, and then its arguments")
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+        self.builds = 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({getattr(self.typename, '__name__', self.typename)})"
+
+    def build(self) -> nn.Module:
+        """The layer, with memory and values."""
+        self.builds += 1
+        return self.construct()
+
+    def construct(self) -> nn.Module:
+        """The same, without being counted: on meta only shapes are wanted."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A LayerSpec of which some parameters are one with those of all others of the same `key`.
+
+    Each occurrence is a module of its own. The parameters that it names in `tied_weight_attr` (one or a list, dotted
+    names too) are, one by one, those that the first occurrence names, with its values; everything else is its own. With
+    `forward_fn` the layer returns `forward_fn(module, x)` instead of `module(x)`.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: Callable[..., nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[Any, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = "weight",
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn = key, forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+
+
+class PipelineModule(nn.Module):
+    """The layers one after the other: `model(inputs, *labels)` is what the last one returns.
+
+    Each gets what the one before it returned as one argument (a tuple stays one), the first gets `inputs`. No layer is
+    cut. A layer of a spec is known by its shapes alone, on meta, until it is built: behind `booster.boost` by the ranks
+    that hold it, else by `build()`, the first call, a move to a device or `load_state_dict`. Its values depend on
+    `torch.initial_seed()` (in a pipeline the first rank's) and its place in the list only.
+
+    Args:
+        layers: modules, LayerSpecs, TiedLayerSpecs, and functions, lambdas, partials, bound methods or other callables
+            of one argument.
+        num_stages: refuse a pipeline of another number of stages (times the chunks on each process).
+        loss_fn: `loss_fn(output, labels)`, a scalar; the criterion where `boost` gets none. Batches are then
+            `(inputs, labels)`; there is no loss of `(inputs,)`.
+        partition_method: as the `partition` of PipelinePlugin, which wins unless it is "auto".
+        activation_checkpoint_interval: k > 0: every k layers keep what the first of them got, and run again in the
+            backward pass; in a pipeline each layer does, unless the plugin says which.
+        seed_layers: layer k of a spec is built after `seed_fn(base_seed + k)` instead, by default torch.manual_seed.
+
+    Raises ConfigurationError for what is no layer, a constructor that does not run on meta, parameters that cannot be
+    tied, or any other argument that cannot work.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        num_stages: int | None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        partition_method: Cuts = "parameters",
+        activation_checkpoint_interval: int = 0,
+        seed_layers: bool = False,
+        base_seed: int = 1234,
+        seed_fn: Callable[[int], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        _check(layers, num_stages, activation_checkpoint_interval)
+        check_partition(partition_method)
+        self.num_stages, self.loss_fn, self.partition_method = num_stages, loss_fn, partition_method
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        seed = (seed_fn or torch.manual_seed) if seed_layers else None
+        made = [_layer(place, entry, seed, base_seed) for place, entry in enumerate(layers)]
+        _tie({place: (spec, made[place]) for place, spec in enumerate(layers) if isinstance(spec, TiedLayerSpec)})
+        self.layers = _Uncut(
+            Function(layers[place].forward_fn, place, layer) if getattr(layers[place], "forward_fn", None) else layer
+            for place, layer in enumerate(made)
+        )
+
+    @property
+    def pipeline_wishes(self) -> Wishes:
+        criterion = None if self.loss_fn is None else LabelledLoss(self.loss_fn)
+        return Wishes(self.num_stages, self.partition_method, self.activation_checkpoint_interval > 0, criterion)
+
+    def forward(self, inputs: Any, *labels: Any) -> Any:
+        """The last layer's output. Labels are for the loss alone."""
+        if self._is_cut:
+            return self._run(0, len(self.layers), inputs)
+        self.build()
+        interval = self.activation_checkpoint_interval if torch.is_grad_enabled() else 0
+        if not interval:
+            return self._run(0, len(self.layers), inputs)
+        for start in range(0, len(self.layers), interval):
+            inputs = checkpoint(self._run, start, start + interval, inputs, use_reentrant=False)
+        return inputs
+
+    def build(self) -> Self:
+        """Build here, for real, every layer that is not yet; returns the module itself.
+
+        Raises UsageError for a stage of a pipeline, ConfigurationError for a layer that is not as it was on meta.
+        """
+        if self._is_cut:
+            raise UsageError("this is one stage of a pipeline: pipeshard.to_sequential(model) has all layers built")
+        for module in skeletons(self):
+            build(module, torch.initial_seed() % 2**63)
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As every module's, into layers that are built; of a tie one of its names is enough."""
+        state = dict(state_dict)
+        for names in names_of(self.build()).values():
+            given = next((state[name] for name in names if name in state), None)
+            if given is not None:
+                state.update((name, state.get(name, given)) for name in names)
+        return super().load_state_dict(state, *args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Another dtype needs no values, another device does."""
+        if skeletons(self):
+            try:
+                fn(torch.empty(0, device="meta"))
+            except NotImplementedError:
+                self.build()
+        return super()._apply(fn, recurse)
+
+    def _run(self, start: int, end: int, x: Any) -> Any:
+        for layer in list(self.layers)[start:end]:
+            x = layer(x)
+        return x
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether a trace or a stage answers the calls of the layers."""
+        return any(isinstance(vars(layer).get("forward"), Interception) for layer in self.layers)
+
+
+class _Uncut(nn.ModuleList):
+    pipeshard_uncut = True
+
+
+class LabelledLoss:
+    """`loss_fn(output, labels)` of batches `(inputs, labels)` as a criterion."""
+
+    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
+        self.loss_fn = loss_fn
+
+    def __call__(self, output: Any, batch: Any) -> Tensor:
+        return self.loss_fn(output, *batch[1:])
+
+    def of_batch(self, output: Any, data: Sequence[Any]) -> Tensor | None:
+        """The loss; None for a batch without labels."""
+        return self(output, data) if len(data) > 1 else None
+
+
+def _check(layers: Any, num_stages: Any, interval: Any) -> None:
+    if not isinstance(layers, Sequence) or not layers:
+        raise ConfigurationError(f"PipelineModule wants a list of one layer or more, not {layers!r}")
+    if num_stages is not None and (not isinstance(num_stages, int) or num_stages < 1):
+        raise ConfigurationError(f"num_stages={num_stages!r} is no positive integer")
+    if not isinstance(interval, int) or interval < 0:
+        raise ConfigurationError(
+            f"activation_checkpoint_interval={interval!r}: every k > 0 layers are recomputed, 0 none"
+        )
+
+
+def _layer(place: int, entry: Any, seed_fn: Callable[[int], Any] | None, base_seed: int) -> nn.Module:
+    if isinstance(entry, LayerSpec):
+        make = entry.build if seed_fn is None else functools.partial(_seeded, entry, seed_fn, base_seed + place)
+        return skeleton(entry.construct, make, place, repr(entry))
+    if isinstance(entry, nn.Module):
+        return entry
+    if isinstance(entry, type) and issubclass(entry, nn.Module):
+        name = entry.__name__
+        raise ConfigurationError(f"layer {place} is the class {name}: give LayerSpec({name}, ...) or {name}(...)")
+    if not callable(entry):
+        raise ConfigurationError(
+            f"layer {place} is a {type(entry).__name__}: give a module, a LayerSpec, or a function of one argument"
+        )
+    return Function(entry, place)
+
+
+def _seeded(spec: LayerSpec, seed_fn: Callable[[int], Any], seed: int) -> nn.Module:
+    seed_fn(seed)
+    return spec.build()
+
+
+def _tie(tied: Mapping[int, tuple[TiedLayerSpec, nn.Module]]) -> None:
+    """Put the parameters of each key's first occurrence into the others."""
+    originals: dict[str, tuple[int, list[str], list[nn.Parameter]]] = {}
+    for place, (spec, module) in tied.items():
+        own = [_parameter(module, name, place, spec) for name in spec.tied_weight_attr]
+        first, names, parameters = originals.setdefault(spec.key, (place, spec.tied_weight_attr, own))
+        where = f"layers {first} and {place}, tied by {spec.key!r}"
+        if len(own) != len(parameters):
+            raise ConfigurationError(f"{where}, name different numbers of parameters: {names}, {spec.tied_weight_attr}")
+        for name, parameter, original in zip(spec.tied_weight_attr, own, parameters, strict=True):
+            if (parameter.shape, parameter.dtype) != (original.shape, original.dtype):
+                raise ConfigurationError(
+                    f"{where}, have {name} of shape {tuple(original.shape)} {original.dtype} and of shape "
+                    f"{tuple(parameter.shape)} {parameter.dtype}: tie parameters of one shape"
+                )
+            with kept_tied(module):
+                put_parameter(module, name, original)
+
+
+def _parameter(module: nn.Module, name: str, place: int, spec: TiedLayerSpec) -> nn.Parameter:
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    if name not in parameters:
+        close = get_close_matches(name, parameters, n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"they are {', '.join(parameters) or 'none'}"
+        raise ConfigurationError(
+            f"layer {place}, {spec!r} with the key {spec.key!r}, ties {name}, which is none of the parameters of "
+            f"{type(module).__name__}: {hint}"
+        )
+    return parameters[name]
