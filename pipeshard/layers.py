@@ -107,8 +107,8 @@ class PipelineModule(nn.Module):
         check_partition(partition_method)
         self.num_stages, self.loss_fn, self.partition_method = num_stages, loss_fn, partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
-        seed = (seed_fn or torch.manual_seed) if seed_layers else None
-        made = [_layer(place, entry, seed, base_seed) for place, entry in enumerate(layers)]
+        seeds = functools.partial(_seeded, seed_fn, base_seed) if seed_layers else None
+        made = [_layer(place, entry, seeds) for place, entry in enumerate(layers)]
         _tie({place: (spec, made[place]) for place, spec in enumerate(layers) if isinstance(spec, TiedLayerSpec)})
         self.layers = _Uncut(
             Function(layers[place].forward_fn, place, layer) if getattr(layers[place], "forward_fn", None) else layer
@@ -201,9 +201,9 @@ def _check(layers: Any, num_stages: Any, interval: Any) -> None:
         )
 
 
-def _layer(place: int, entry: Any, seed_fn: Callable[[int], Any] | None, base_seed: int) -> nn.Module:
+def _layer(place: int, entry: Any, seeds: Callable[[int, LayerSpec], nn.Module] | None) -> nn.Module:
     if isinstance(entry, LayerSpec):
-        make = entry.build if seed_fn is None else functools.partial(_seeded, entry, seed_fn, base_seed + place)
+        make = entry.build if seeds is None else functools.partial(seeds, place, entry)
         return skeleton(entry.construct, make, place, repr(entry))
     if isinstance(entry, nn.Module):
         return entry
@@ -217,8 +217,8 @@ def _layer(place: int, entry: Any, seed_fn: Callable[[int], Any] | None, base_se
     return Function(entry, place)
 
 
-def _seeded(spec: LayerSpec, seed_fn: Callable[[int], Any], seed: int) -> nn.Module:
-    seed_fn(seed)
+def _seeded(seed_fn: Callable[[int], Any] | None, base_seed: int, place: int, spec: LayerSpec) -> nn.Module:
+    (seed_fn or torch.manual_seed)(base_seed + place)
     return spec.build()
 
 

@@ -263,10 +263,10 @@ def back_in_one() -> dict[str, Tensor]:
     assert all(torch.equal(table, mine) for table in tables)
 
     runs: list[int] = []
-    for layer in model.layers:
-        layer.register_forward_pre_hook(lambda *_: runs.append(1))
+    for norm in filter(lambda module: isinstance(module, nn.LayerNorm), model.modules()):
+        norm.register_forward_pre_hook(lambda *_: runs.append(1))
     loss_fn(model(data[0]), data[1]).backward()
-    assert len(runs) == 2 * len(model.layers)
+    assert len(runs) == 2 * 3
     for _ in range(2):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         model.layers[6].fn.factor *= 2
@@ -414,7 +414,7 @@ def test_unsplit_it_is_an_ordinary_module() -> None:
     model.eval()
     first = model(batch()[0])
     assert torch.equal(torch.get_rng_state(), state)
-    assert [s.builds for s in specs if isinstance(s, LayerSpec)] == [1] * 8
+    assert [s.builds for s in specs if isinstance(s, LayerSpec)] == [1] * 9
     assert not model.layers[5].linear.weight.requires_grad and model.layers[1].dropout.p == 0.5
     assert not model.layers[1].training and model.layers[1].parts["linear"] is model.layers[1].linear
     assert torch.equal(copied(batch()[0]), first)
@@ -516,6 +516,22 @@ def test_mistakes_of_a_pipeline_are_named(pool: Pool) -> None:
 
 def growing() -> None:
     split_of(PipelineModule([LayerSpec(nn.Embedding, V, H), LayerSpec(Wider), nn.Linear(H, V)], loss_fn=loss_fn))
+
+
+class Choosing(nn.Module):
+    """Other modules each time."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        Choosing.made += 1
+        self.layers = nn.ModuleList(nn.Identity() for _ in range(Choosing.made))
+
+
+def test_a_layer_with_other_modules_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"layer 0, a Choosing.*it has other modules, layers.1 the first"):
+        PipelineModule([LayerSpec(Choosing)]).build()
 
 
 class Wider(Growing):

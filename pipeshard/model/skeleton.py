@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeshard.errors import ConfigurationError
 from pipeshard.model.materialize import give, number
@@ -38,7 +39,7 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
     this does not run on meta, or makes no module.
     """
     try:
-        with Randomness(torch.device("cpu")).step(0, 0), torch.device("meta"):
+        with Randomness(torch.device("cpu")).step(0, 0), torch.device("meta"), _Unread():
             module = construct()
     except Exception as error:
         raise ConfigurationError(
@@ -83,6 +84,15 @@ def build(module: nn.Module, seed: int) -> None:
     del module.__dict__[BLUEPRINT]
 
 
+class _Unread(TorchDispatchMode):
+    """A number that is read on meta is an error, which it is not everywhere: ColossalAI makes torch return 0."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            raise RuntimeError("a tensor on meta has no value to read")
+        return func(*args, **(kwargs or {}))
+
+
 def blank_buffers(module: nn.Module) -> None:
     """Give the buffers of a skeleton that stays one memory, as the trace of a batch and checkpoints want it."""
     for inner in module.modules():
@@ -95,6 +105,9 @@ def blank_buffers(module: nn.Module) -> None:
 def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
     """Values, buffers and attributes of `built`; what refers to its parts then refers to those of `module`."""
     parts: dict[int, Any] = {id(built.get_submodule(path)): mine for path, mine, _ in blueprint.before}
+    paths, others = {path for path, *_ in blueprint.before}, {path for path, _ in built.named_modules()}
+    if paths != others:
+        raise ValueError(f"it has other modules, {min(paths ^ others)} the first")
     theirs = dict(built.named_parameters(remove_duplicate=False))
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in theirs:
