@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipeshard import LayerSpec, PipelineModule, TiedLayerSpec
-from pipeshard.errors import ConfigurationError, PipeshardError
+from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.model.media import read_batch
 from pipeshard.model.policy import Policy
 from pipeshard.model.ties import names_of
@@ -153,9 +153,10 @@ def test_two_ties_of_three_are_exact_and_built_by_their_owners(pool: Pool, p: in
 CHUNKS = {"schedule": "interleaved", "num_model_chunks": 2, "partition": [2, 3, 3, 3]}
 
 
-def test_chunks_are_exact(pool: Pool) -> None:
-    """Of the key "mix", rank 1 has the first occurrence, and rank 0 the second."""
-    pool.run(exact, 2, **CHUNKS)
+@pytest.mark.parametrize("options", [CHUNKS, {"schedule": "zbv", "partition": "uniform"}], ids=["interleaved", "zbv"])
+def test_chunks_are_exact(pool: Pool, options: dict[str, Any]) -> None:
+    """Interleaved, of the key "mix" rank 1 has the first occurrence, and rank 0 the second."""
+    pool.run(exact, 2, **options)
 
 
 def no_ties() -> Any:
@@ -348,6 +349,32 @@ def test_saved_and_loaded(pool: Pool, tmp_path: Path) -> None:
     pool.run(built_and_saved, 3, str(tmp_path / "model"))
 
 
+def filled(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter)
+
+
+def initialised(folder: str) -> None:
+    """Drawn by a function of one's own, on other numbers of stages alike, or not at all, until they are loaded."""
+    torch.manual_seed(0)
+    one = Split(PipelineModule(tied(), loss_fn=loss_fn), 1, batch(), num_microbatches=1, dp_size=2, init_weights=filled)
+    two = split_of(PipelineModule(tied(), loss_fn=loss_fn), init_weights=filled)
+    built = unsplit(tied())
+    for name, parameter in two.held.items():
+        assert torch.equal(parameter, one.held[name]) and not torch.equal(parameter, built.get_parameter(name))
+    assert torch.equal(two.model.unwrap().layers[0].weight, two.model.unwrap().layers[10].module.table)
+    two.booster.save_model(two.model, folder, shard=True)
+    blank = split_of(PipelineModule(tied(), loss_fn=loss_fn), init_weights=False)
+    with pytest.raises(UsageError, match="have no values yet"):
+        blank.backward(batch())
+    blank.booster.load_model(blank.model, folder)
+    assert torch.equal(blank.backward(batch())["loss"], two.backward(batch())["loss"])
+
+
+def test_other_initial_values(pool: Pool, tmp_path: Path) -> None:
+    pool.run(initialised, 2, str(tmp_path / "model"))
+
+
 def pair(x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return x[0] + x[1], x[0] - x[1]
 
@@ -453,6 +480,7 @@ def with_a_default(x: Tensor, module: nn.Module = WEIGHT) -> Tensor:
             "layer 0, the function with_a_default, brings a Linear along in its closure or defaults",
         ),
         ([functools.partial(torch.mul, WEIGHT.weight)], {}, "brings a Parameter along as an argument"),
+        ([WEIGHT.weight.mul], {}, "the function mul, brings a Parameter along as an argument"),
         ([TiedLayerSpec("t", nn.Linear, 2, 2, tied_weight_attr="weigth")], {}, "ties weigth.*did you mean weight"),
         (
             [TiedLayerSpec("t", nn.Linear, 2, n) for n in (2, 3)],

@@ -62,6 +62,8 @@ def _carried(fn: Any) -> Iterator[Any]:
         yield from (*_carried(fn.func), *fn.args, *fn.keywords.values())
     elif isinstance(fn, MethodType):
         yield from _carried(fn.__self__)
+    elif isinstance(getattr(fn, "__self__", None), nn.Parameter):  # a tensor's own method, as weight.mul
+        yield fn.__self__
     elif not isinstance(fn, FunctionType | type):
         yield from getattr(fn, "__dict__", {}).values()
 
