@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeshard.checkpoint.training_state import load_training_state, save_training_state
-    from pipeshard.layers import LayerSpec, PipelineModule, TiedLayerSpec
+    from pipeshard.layers import PipelineModule
     from pipeshard.model.policy import Policy, register_policy
     from pipeshard.model.ties import analyze_tied_weights
     from pipeshard.model.trace import trace
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipeshard.runtime.p2p import P2P
     from pipeshard.schedule.simulate import simulate
     from pipeshard.sequential import to_sequential
+    from pipeshard.specs import LayerSpec, TiedLayerSpec
 
 MISSING = (
     "pipeshard needs colossalai 0.5.0 ({}). Its own pins are stale, so install it without its dependencies, "
@@ -43,12 +44,12 @@ __all__ = [
     "trace",
 ]
 _MODULES = {
-    "LayerSpec": "pipeshard.layers",
+    "LayerSpec": "pipeshard.specs",
     "P2P": "pipeshard.runtime.p2p",
     "PipelineModule": "pipeshard.layers",
     "PipelinePlugin": "pipeshard.plugin",
     "Policy": "pipeshard.model.policy",
-    "TiedLayerSpec": "pipeshard.layers",
+    "TiedLayerSpec": "pipeshard.specs",
     "analyze_tied_weights": "pipeshard.model.ties",
     "load_training_state": "pipeshard.checkpoint.training_state",
     "plan": "pipeshard.planner.planner",

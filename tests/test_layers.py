@@ -160,7 +160,7 @@ def test_chunks_are_exact(pool: Pool, options: dict[str, Any]) -> None:
 
 
 def no_ties() -> Any:
-    return mock.patch("pipeshard.layers._tie", lambda tied: None)
+    return mock.patch("pipeshard.layers.tie", lambda tied: None)
 
 
 def values_of_the_first_rank() -> Any:
