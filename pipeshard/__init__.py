@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from pipeshard.build import build
     from pipeshard.checkpoint.training_state import load_training_state, save_training_state
     from pipeshard.elastic import ElasticJob
+    from pipeshard.layers import PipelineModule
     from pipeshard.model.cutpoint import CutPoint
     from pipeshard.model.policy import Policy
     from pipeshard.model.registry import register_policy
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pipeshard.runtime.p2p import P2P
     from pipeshard.schedule.simulate import simulate
     from pipeshard.sequential import to_sequential
+    from pipeshard.specs import LayerSpec, TiedLayerSpec
     from pipeshard.target import Target, register_target
 
 MISSING = (
@@ -32,9 +34,12 @@ __all__ = [
     "AutoConfig",
     "CutPoint",
     "ElasticJob",
+    "LayerSpec",
+    "PipelineModule",
     "PipelinePlugin",
     "Policy",
     "Target",
+    "TiedLayerSpec",
     "analyze_tied_weights",
     "build",
     "load_training_state",
@@ -47,13 +52,16 @@ __all__ = [
     "trace",
 ]
 _MODULES = {
-    "CutPoint": "pipeshard.model.cutpoint",
     "AutoConfig": "pipeshard.planner.autoconfig",
+    "CutPoint": "pipeshard.model.cutpoint",
     "ElasticJob": "pipeshard.elastic",
+    "LayerSpec": "pipeshard.specs",
     "P2P": "pipeshard.runtime.p2p",
+    "PipelineModule": "pipeshard.layers",
     "PipelinePlugin": "pipeshard.plugin",
     "Policy": "pipeshard.model.policy",
     "Target": "pipeshard.target",
+    "TiedLayerSpec": "pipeshard.specs",
     "analyze_tied_weights": "pipeshard.model.ties",
     "build": "pipeshard.build",
     "load_training_state": "pipeshard.checkpoint.training_state",

@@ -69,6 +69,11 @@ class Grid:
         )
         return ", ".join(names)
 
+    def at(self, stage: int, group: dist.ProcessGroup) -> int:
+        """The first global rank of `group` that is of this stage."""
+        ranks = dist.get_process_group_ranks(group)
+        return next(rank for rank in ranks if self.mesh.unravel(rank, self.mesh.shape)[PP] == stage)
+
     @staticmethod
     def divides(tensor: torch.Tensor, axis: int) -> bool:
         """Whether the ranks along an axis have different slices of a tensor."""

@@ -38,6 +38,7 @@ from pipeshard.runtime.stage import Stage
 from pipeshard.runtime.step import StepPlanner
 from pipeshard.schedule.communicate import add_communication
 from pipeshard.schedule.program import Program, forward_only, make_program
+from pipeshard.wishes import settled
 
 if TYPE_CHECKING:
     from pipeshard.plugin import PipelinePlugin
@@ -48,6 +49,7 @@ class Pipeline:
 
     def __init__(self, plugin: "PipelinePlugin", model: nn.Module, sample: Batch, criterion: Criterion | None) -> None:
         manager, self.grid, self.precision = plugin.stage_manager, plugin.grid, plugin.precision
+        partition, recompute, criterion = settled(model, plugin, criterion)
         self.plugin, self.model, self.device, self.criterion = plugin, model, plugin.device, criterion
         self.rank, self.num_stages = manager.stage, manager.num_stages
         group: Any = manager.get_p2p_process_group()
@@ -64,22 +66,22 @@ class Pipeline:
         self.reader = Reader(RowDims(model, plugin.batch_dims), self._cut, self.grid, self.precision)
         sample = self.reader.settle(sample, criterion)
         with self.precision.seeming(model), self.precision.running():
-            flow = trace(model, sample, criterion, cuts=named(plugin.partition))
+            flow = trace(model, sample, criterion, cuts=named(partition))
         size = plugin.microbatch_size or max(1, sample.rows // (plugin.num_microbatches or 1))
         scale = next(iter(sample.tensors.values())).numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1])
         policy = plugin.policy or find_policy(model)
         placement = make_program(plugin.schedule, self.num_stages, 1, plugin.num_model_chunks).placement
-        costs = measured_costs(str(plugin.partition), model, flow, sample, self._cut(), self.device, self.grid.world)
-        where = self.rank, self.num_stages, plugin.partition, scale, self.device
+        costs = measured_costs(str(partition), model, flow, sample, self._cut(), self.device, self.grid.world)
+        where = self.rank, self.num_stages, partition, scale, self.device
         self.policy = policy(model, flow, *where, placement=placement, costs=costs)
         self._compare_partitions()
         self.containers = containers(model, self.policy.units)
         replicas = self.grid.replicas if self.grid.dp_size > 1 else None
-        self.planner = StepPlanner(model, self.policy, plugin.recompute, replicas)
+        self.planner = StepPlanner(model, self.policy, recompute, replicas)
         self.planner.remember(flow, criterion)
         self.seed = self._first_seed()
         sharder = Sharder(model, self.policy, self.device, self._init_weights(), self.seed)
-        sharder.shard()
+        self._shard(sharder)
         self.blank = set() if sharder.init_weights else sharder.on_meta  # on all stages: names without values so far
         self.holdings = Holdings(model, self.policy, self.grid, self.precision, plugin.fsdp)
         self.sync = self.holdings.sync
@@ -205,6 +207,21 @@ class Pipeline:
             raise ConfigurationError(
                 f"the model is cut in other places on {self.grid.place(other)} than on {self.grid.place(0)}: give "
                 "every rank the same model, partition and dry_run_input"
+            )
+
+    def _shard(self, sharder: Sharder) -> None:
+        """Raises on every rank what fails on one (a layer that cannot be built, a tensor without values): there as it
+        is, elsewhere ConfigurationError."""
+        failure: Exception | None = None
+        try:
+            sharder.shard()
+        except Exception as error:
+            failure = error
+        failed = gather(torch.tensor([failure is not None]), self.grid.world).flatten().tolist()
+        if any(failed):
+            where = self.grid.place(failed.index(True))
+            raise failure or ConfigurationError(
+                f"the model cannot be built on {where}: the reason is in the error there"
             )
 
     def _first_seed(self) -> int:

@@ -203,6 +203,7 @@ class PipelinePlugin(PipelinePluginBase):
                 replace_parameters(optimizer, became)
             sample = self._sample(model, dataloader)
             boosted = PipelineModel(model, Pipeline(self, model, sample, criterion))
+            criterion = boosted.pipeline.criterion
         self._pipeline = boosted.pipeline
         if optimizer is not None and not isinstance(optimizer, PipelineOptimizer):
             holdings, zero = boosted.pipeline.holdings, self.zero_stage == 1

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.model.skeleton import build, skeletons
 from pipeshard.model.slicing import Sliced
 from pipeshard.model.units import Interception, Recomputation
 from pipeshard.pipeline import Pipeline, PipelineModel
@@ -91,6 +92,8 @@ def _copied(pipeline: Pipeline, device: torch.device) -> nn.Module:
     for config in pipeline.cached:
         if id(config) in memo:
             memo[id(config)].use_cache = True
+    for module in skeletons(copied):  # of other stages; their parameters and buffers get the trained values
+        build(module, pipeline.seed)
     return copied
 
 
@@ -106,7 +109,7 @@ def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
                 memo[id(value)] = value
         for tensor in filter(torch.is_tensor, tree_leaves(list(module.__dict__.values()))):
             if id(tensor) not in memo:  # buffers, and what a forward has left, with its graph
-                memo[id(tensor)] = tensor.detach().to(device, copy=True)
+                memo[id(tensor)] = tensor if tensor.is_meta else tensor.detach().to(device, copy=True)
         memo.update((id(hook), hook) for hook in _hooks(module) if not _is_bound(hook))
         memo.update((id(addition), addition) for addition in additions(module))
     return memo

@@ -12,11 +12,17 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | None:
-    """The criterion's scalar, or without a criterion the output's own loss, if it has one."""
+    """The criterion's scalar, or without a criterion the output's own loss, if it has one.
+
+    A criterion of the model's own (`of_batch`) gets the batch as it came, and says None of one without labels.
+    """
     if criterion is None:
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         return loss if isinstance(loss, Tensor) else None
-    loss = criterion(output, batch.for_criterion())
+    of_batch = getattr(criterion, "of_batch", None)
+    loss = of_batch(output, batch.data) if of_batch else criterion(output, batch.for_criterion())
+    if of_batch and loss is None:
+        return None
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
         raise ConfigurationError(

@@ -30,11 +30,7 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
-        old = parameters[name]
-        new = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
-        kept = {key: value for key, value in old.__dict__.items() if key != "_is_hf_initialized"}
-        torch.utils.swap_tensors(old, new)
-        old.__dict__.update(kept)
+        give(parameters[name], torch.empty_like(parameters[name], device=device))
     blank = {name: b for name, b in model.named_buffers(remove_duplicate=False) if b.is_meta}
     twins = _buffers_of_twins(model) if blank else {}
     known = {}
@@ -45,6 +41,13 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
         values = twin if known[name] and twin is not None else torch.empty_like(buffer, device=device)
         model.get_submodule(path)._buffers[key] = values.to(device)
     return known
+
+
+def give(parameter: nn.Parameter, values: Tensor) -> None:
+    """Let a parameter on meta take over these values; it stays the same object."""
+    kept = {key: value for key, value in parameter.__dict__.items() if key != "_is_hf_initialized"}
+    torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
+    parameter.__dict__.update(kept)
 
 
 def initialize(
@@ -137,7 +140,7 @@ class _Drawing(TorchDispatchMode):
         """While the module at `path` is initialised."""
         self.path = path
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_number(self.seed, path))
+            torch.manual_seed(number(self.seed, path))
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,13 +153,14 @@ class _Drawing(TorchDispatchMode):
                 return target
             self.written.add(name)
             if any(argument.name == "generator" for argument in func._schema.arguments):
-                seed = _number(self.seed, f"{name}#{self.draws[name]}")
+                seed = number(self.seed, f"{name}#{self.draws[name]}")
                 kwargs["generator"] = torch.Generator(target.device).manual_seed(seed)
                 self.draws[name] += 1
         return func(*args, **kwargs)
 
 
-def _number(seed: int, text: str) -> int:
+def number(seed: int, text: str) -> int:
+    """A seed for what `text` names."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {text}".encode(), digest_size=7).digest(), "little")
 
 

@@ -167,6 +167,14 @@ class Policy:
         parts = [part for (unit, _), part in self.partition.stages.items() if name.startswith(f"{unit}.")]
         return min(self.holders(name) or [self.placement[part] for part in parts], default=self.placement[-1])
 
+    def maker(self, name: str) -> int:
+        """The stage that a shared parameter gets its first values of: that which runs the unit of its first name (the
+        first of a rank's chunks may come later in the model), else the first that holds it."""
+        calls = self.partition.stages.items()
+        running = [self.placement[part] for (unit, _), part in calls if name.startswith(f"{unit}.")]
+        holders = self.holders(name)
+        return next((stage for stage in running if stage in holders), min(holders))
+
     def replace_forward(self) -> None:
         """Make held units run and the others replay."""
         for interception in intercept(self.units):

@@ -5,6 +5,7 @@ from torch import nn
 
 from pipeshard.model.materialize import InitWeights, allocate, initialize
 from pipeshard.model.policy import Policy
+from pipeshard.model.skeleton import blank_buffers, build, skeletons
 from pipeshard.model.ties import names_of, put_parameter
 
 
@@ -45,14 +46,26 @@ class Sharder:
 
     def _materialize_model(self) -> None:
         """Bring what is held to the device; what is on meta gets memory there, and the values of `init_weights`."""
-        fresh = sorted(self.on_meta & self.held)
+        held = sorted(self.on_meta & self.held)
+        self._build_skeletons()
+        fresh = [name for name in held if self.model.get_parameter(name).is_meta]
         buffers = allocate(self.model, fresh, self.device)
-        initialize(self.model, fresh, buffers, self.init_weights, self.seed)
+        drawn = held if callable(self.init_weights) else fresh
+        initialize(self.model, drawn, buffers, self.init_weights, self.seed)
         for parameter in self.model.parameters():
             if not is_released(parameter):
                 parameter.data = parameter.data.to(self.device)
         for buffer in self.model.buffers():
             buffer.data = buffer.data.to(self.device)
+
+    def _build_skeletons(self) -> None:
+        """Those in held units become what their constructors make of them; the others stay, with buffers of zeros."""
+        inside = {module for unit in self.policy.get_held_layers() for module in unit.modules()}
+        for module in skeletons(self.model):
+            if module in inside:
+                build(module, self.seed)
+            else:
+                blank_buffers(module)
 
     def _postprocess(self) -> list[dict[int, nn.Parameter]]:
         """Names become tensors last, when nothing replaces them any more."""

@@ -20,7 +20,8 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
     A unit is a member of an `nn.ModuleList`, or any other child with parameters of the modules around such lists. A
     member that is a list itself is cut into its members, and so is a stage of a hierarchy (swin, resnet), unless it is
     recomputed as a whole. CutPoints are units, and so are the modules named in `cuts`; what they are inside of is none.
-    A module reached under several names counts once, under its first name.
+    A module reached under several names counts once, under its first name. Of a list that says so (`pipeshard_uncut`),
+    each member is a unit, whatever it has.
     """
     forwards = [(module, module.__dict__.get("forward")) for module in model.modules()]
     if cut := {forward.name: module for module, forward in forwards if isinstance(forward, Interception)}:
@@ -35,15 +36,18 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
 
     def walk(prefix: str, module: nn.Module, in_hierarchy: bool = False) -> None:
         """Look at the children of a module that is not a unit, `in_hierarchy` at those of one stage of several."""
+        uncut = getattr(module, "pipeshard_uncut", False)
         is_list = isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and in_hierarchy)
-        stages = isinstance(module, nn.ModuleList) and _is_hierarchy(module)
+        stages = isinstance(module, nn.ModuleList) and not uncut and _is_hierarchy(module)
         for child_name, child in module.named_children():
             name = f"{prefix}.{child_name}" if prefix else child_name
             if stages:
                 walk(name, child, in_hierarchy=True)
-            elif child in around or (_is_layers(child) if is_list or in_hierarchy else _has_layers(child)):
+            elif child in around or (
+                not uncut and (_is_layers(child) if is_list or in_hierarchy else _has_layers(child))
+            ):
                 walk(name, child, in_hierarchy)
-            elif child not in seen and (_has_parameters(child) or child in chosen):
+            elif child not in seen and (uncut or child in chosen or _has_parameters(child)):
                 seen.add(child)
                 units[name] = child
 
@@ -73,6 +77,8 @@ def _has_layers(module: nn.Module) -> bool:
 
 
 def _is_layers(module: nn.Module) -> bool:
+    if getattr(module, "pipeshard_uncut", False):
+        return True
     return isinstance(module, nn.ModuleList | nn.Sequential) and any(map(_has_parameters, module))
 
 

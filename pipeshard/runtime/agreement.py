@@ -117,12 +117,12 @@ def sum_scalar(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total.to(value)
 
 
-def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Give all ranks of `group` the values that the first of them has."""
+def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None, source: int | None = None) -> None:
+    """Give all ranks of `group` the values that the first of them, or the global rank `source`, has."""
     if group is None or group.size() == 1 or tensor.numel() == 0:
         return
     flat = tensor.detach().reshape(-1).contiguous()
-    broadcast_bytes(flat, dist.get_process_group_ranks(group)[0], group)
+    broadcast_bytes(flat, dist.get_process_group_ranks(group)[0] if source is None else source, group)
     tensor.data.copy_(flat.view_as(tensor))
 
 

@@ -18,7 +18,7 @@ BUCKET = 25 * 2**20  # bytes of gradients that are reduced in one message
 @dataclass(frozen=True)
 class Sharing:
     """Parameters, by name, that all ranks of `group` hold: the stages of a tie, the replicas of data parallelism, or
-    both. `stages` are those of this rank that use them; a `tie` is reduced last."""
+    both. A `tie` is reduced last, others when the `stages` of this rank that use them are done."""
 
     parameters: Mapping[str, nn.Parameter]
     group: dist.ProcessGroup

@@ -22,7 +22,7 @@ from pipeshard.runtime.weights import Weight
 class Holdings:
     """Brings the parameters that a sharded `model` holds into their form here; made by every rank at the same time.
 
-    All holders get the values of the first. Then parameters are lowered to 16 bits where `precision` says so, sliced
+    All holders get the values of one. Then parameters are lowered to 16 bits where `precision` says so, sliced
     over the ranks along TP, and with `fsdp` divided over the replicas.
 
     Attributes:
@@ -64,8 +64,8 @@ class Holdings:
 
     def _share_values(self) -> None:
         for sharing in self._sharings(lambda name: (DP, TP)):
-            for parameter in sharing.parameters.values():
-                share_tensor(parameter.data, sharing.group)
+            for name, parameter in sharing.parameters.items():
+                share_tensor(parameter.data, sharing.group, self.grid.at(self.policy.maker(name), sharing.group))
         copies = self.grid.sharing((DP, TP), ())
         for buffer in self.model.buffers():
             share_tensor(buffer, copies)

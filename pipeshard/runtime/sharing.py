@@ -27,7 +27,9 @@ def sharings(
     groups = {key: grid.sharing(*key) for key in wanted}  # made by all ranks in one order
     bundles: dict[tuple[Any, frozenset[int]], dict[str, nn.Parameter]] = {}
     for name, key in keys.items():
-        bundles.setdefault((key, frozenset(users(name))), {})[name] = parameters[name]
+        # What stages tie is summed at the end of a step, in one bundle: its holders use it on different stages.
+        stages = frozenset(users(name)) if len(key[1]) < 2 else frozenset()
+        bundles.setdefault((key, stages), {})[name] = parameters[name]
     found = []
     for (key, stages), bundle in sorted(bundles.items(), key=lambda item: (item[0][0], sorted(item[0][1]))):
         group = groups[key]

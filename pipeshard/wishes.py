@@ -1,0 +1,50 @@
+"""Wishes: what a model asks of its pipeline, where the plugin's arguments leave it open."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from pipeshard.errors import ConfigurationError
+from pipeshard.model.criterion import Criterion
+from pipeshard.model.recompute import Recompute
+
+if TYPE_CHECKING:
+    from pipeshard.plugin import PipelinePlugin
+
+Cuts = str | Sequence[int] | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The attribute `pipeline_wishes` of a model.
+
+    `num_stages` is the number of parts it is made for, if that matters to it; `recompute` asks that every unit keeps
+    no activations.
+    """
+
+    num_stages: int | None = None
+    partition: Cuts = "auto"
+    recompute: bool = False
+    criterion: Criterion | None = None
+
+
+def settled(
+    model: nn.Module, plugin: "PipelinePlugin", criterion: Criterion | None
+) -> tuple[Cuts, Recompute, Criterion | None]:
+    """Partition, recompute and criterion: the plugin's and the user's, where they gave some, else the model's wishes.
+
+    Raises ConfigurationError for a model that is made for another number of stages.
+    """
+    wishes: Wishes = getattr(model, "pipeline_wishes", Wishes())
+    parts = len(plugin.recompute.ratios)
+    if wishes.num_stages not in (None, parts):
+        raise ConfigurationError(
+            f"{type(model).__name__} is made for num_stages={wishes.num_stages}, but pp_size={plugin.pp_size} with "
+            f"{plugin.num_model_chunks} chunks on each process has {parts}: give both the same, or leave num_stages out"
+        )
+    given = any(plugin.recompute.ratios) or plugin.recompute.interval > 0
+    recompute = plugin.recompute if given else Recompute.of(wishes.recompute, 0, parts)
+    partition = wishes.partition if plugin.partition == "auto" else plugin.partition
+    return partition, recompute, criterion if criterion is not None else wishes.criterion

@@ -1,0 +1,573 @@
+"""Lists of layers: exact for every number of stages, built by their owners alone, and back as one ordinary module."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from pipeshard import LayerSpec, PipelineModule, TiedLayerSpec
+from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
+from pipeshard.model.media import read_batch
+from pipeshard.model.policy import Policy
+from pipeshard.model.ties import names_of
+from tests.pool import Pool, WorkerError
+from tests.test_sequential import sequential
+from tests.unsplit import LEARNING_RATE, Split, gradient_error, parameter_error
+
+V, H = 17, 8
+BOTH = ["inner.weight", "inner.bias"]
+
+
+class Block(nn.Module):
+    """A layer with all that a constructor may make: parameters, buffers that are saved or not, attributes."""
+
+    made = 0  # with memory
+
+    def __init__(self, width: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.norm, self.linear, self.scale = nn.LayerNorm(width), nn.Linear(width, width), scale
+        self.register_buffer("gain", torch.rand(width))
+        self.register_buffer("offset", torch.rand(width), persistent=False)
+        self.table = torch.rand(width)
+        self.parts = {"linear": self.linear}
+        self.dropout = nn.Dropout(0.0)
+        Block.made += not self.table.is_meta
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.parts["linear"](self.norm(x)) * self.gain + self.offset
+        return x + self.dropout(torch.tanh(y)) * self.table * self.scale
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own = nn.Linear(H, H), nn.Parameter(torch.randn(H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x) * self.own
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bias = nn.Parameter(torch.randn(V, H)), nn.Parameter(torch.randn(V))
+
+
+def logits(head: Head, x: Tensor) -> Tensor:
+    return x @ head.table.T + head.bias
+
+
+def around(embedding: nn.Embedding, x: Tensor) -> Tensor:
+    return x + (x @ embedding.weight.T).softmax(-1) @ embedding.weight
+
+
+def halve(x: Tensor) -> Tensor:
+    return x * 0.5
+
+
+def loss_fn(output: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, -2), labels.flatten())
+
+
+def tied() -> list[Any]:
+    """Two keys of three occurrences each: one ties one parameter under two names, the other two parameters."""
+    return [
+        TiedLayerSpec("embed", nn.Embedding, V, H),
+        LayerSpec(Block, H),
+        TiedLayerSpec("mix", Mixer, tied_weight_attr=BOTH),
+        halve,
+        TiedLayerSpec("embed", nn.Embedding, V, H, forward_fn=around),
+        LayerSpec(Block, H, scale=0.5),
+        TiedLayerSpec("mix", Mixer, tied_weight_attr=BOTH),
+        lambda x: x.sin(),
+        TiedLayerSpec("mix", Mixer, tied_weight_attr=BOTH),
+        LayerSpec(nn.LayerNorm, H),
+        TiedLayerSpec("embed", Head, forward_fn=logits, tied_weight_attr="table"),
+    ]
+
+
+def batch(seed: int = 0, rows: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids, labels = (torch.randint(0, V, (rows, 5), generator=generator) for _ in range(2))
+    return ids, labels
+
+
+def unsplit(layers: list[Any], **options: Any) -> PipelineModule:
+    torch.manual_seed(0)
+    return PipelineModule(layers, **options).build()
+
+
+def split_of(module: PipelineModule, m: int = 3, **options: Any) -> Split:
+    torch.manual_seed(dist.get_rank())  # the first rank's counts
+    return Split(module, dist.get_world_size(), batch(), num_microbatches=m, **options)
+
+
+def exact(m: int = 3, tie: Callable[[], Any] | None = None, **options: Any) -> list[int]:
+    """Loss, gradients, norm and parameters of three steps; returns how often each layer of a spec was built here."""
+    reference = unsplit(tied())
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=LEARNING_RATE)
+    specs, Block.made = tied(), 0
+    with tie() if tie else contextlib.nullcontext():
+        split = split_of(PipelineModule(specs, loss_fn=loss_fn), m, **options)
+    assert parameter_error(split, reference) == 0
+    builds = [spec.builds if isinstance(spec, LayerSpec) else -1 for spec in specs]
+    policy = split.model.pipeline.policy
+    here = {int(c.unit.split(".")[1]) for c, s in zip(policy.flow.calls, policy.stages) if s in policy.chunks}
+    assert builds == [int(k in here) if isinstance(spec, LayerSpec) else -1 for k, spec in enumerate(specs)]
+    assert Block.made == len({1, 5} & here)
+    for seed in range(3):
+        ids, labels = batch(seed)
+        loss = loss_fn(reference(ids), labels)
+        loss.backward()
+        found = split.backward(batch(seed), return_outputs=True)
+        assert float(found["loss"]) == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert gradient_error(split, reference) < 1e-5
+        norm = nn.utils.get_total_norm([p.grad for p in reference.parameters() if p.grad is not None])
+        assert split.optimizer.get_grad_norm() == pytest.approx(float(norm), rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+        split.step()
+    assert parameter_error(split, reference) < LEARNING_RATE / 10
+    return builds
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_two_ties_of_three_are_exact_and_built_by_their_owners(pool: Pool, p: int) -> None:
+    builds = pool.run(exact, p)
+    assert [sum(of_ranks) for of_ranks in zip(*builds)] == [
+        1 if isinstance(entry, LayerSpec) else -p for entry in tied()
+    ]
+
+
+CHUNKS = {"schedule": "interleaved", "num_model_chunks": 2, "partition": [2, 3, 3, 3]}
+
+
+@pytest.mark.parametrize("options", [CHUNKS, {"schedule": "zbv", "partition": "uniform"}], ids=["interleaved", "zbv"])
+def test_chunks_are_exact(pool: Pool, options: dict[str, Any]) -> None:
+    """Interleaved, of the key "mix" rank 1 has the first occurrence, and rank 0 the second."""
+    pool.run(exact, 2, **options)
+
+
+def no_ties() -> Any:
+    return mock.patch("pipeshard.layers.tie", lambda tied: None)
+
+
+def values_of_the_first_rank() -> Any:
+    return mock.patch.object(Policy, "maker", lambda self, name: min(self.holders(name)))
+
+
+@pytest.mark.parametrize("tie", [no_ties, values_of_the_first_rank])
+def test_a_mutation_is_seen(pool: Pool, tie: Callable[[], Any]) -> None:
+    with pytest.raises(WorkerError, match="parameter_error"):
+        pool.run(exact, 2, tie=tie, **CHUNKS)
+
+
+def test_the_meaning_is_that_of_plain_torch() -> None:
+    model, (ids, _) = unsplit(tied()), batch()
+    weight, blocks, mixers = (
+        model.layers[0].weight,
+        [model.layers[k] for k in (1, 5)],
+        [model.layers[k] for k in (2, 6, 8)],
+    )
+    assert weight is model.layers[4].module.weight is model.layers[10].module.table
+    assert all(mixer.inner.weight is mixers[0].inner.weight for mixer in mixers)
+    assert all(mixer.inner.bias is mixers[0].inner.bias for mixer in mixers)
+    assert mixers[0].own is not mixers[1].own and not torch.equal(mixers[0].own, mixers[1].own)
+    x = mixers[0](blocks[0](weight[ids])) * 0.5
+    x = mixers[2](mixers[1](blocks[1](x + (x @ weight.T).softmax(-1) @ weight)).sin())
+    x = model.layers[9](x)
+    assert torch.equal(model(ids), x @ weight.T + model.layers[10].module.bias)
+
+
+class Attending(nn.Module):
+    """A module whose method comes later in the list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(V, H))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight)
+
+    def attend(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+class Times:
+    """A callable object, with a tensor and a method."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = torch.tensor(factor)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+    def divide(self, x: Tensor) -> Tensor:
+        return x / self.factor
+
+
+def scaled(block: nn.Module, by: float, x: Tensor) -> Tensor:
+    return block(x) * by
+
+
+def of_all_kinds() -> list[Any]:
+    torch.manual_seed(5)
+    embedding, block, times = Attending(), Block(H), Times(3.0)
+    return [
+        embedding,
+        halve,
+        lambda x: x + 1,
+        LayerSpec(Block, H),
+        functools.partial(torch.mul, 2.0),
+        functools.partial(scaled, block, 0.5),
+        times,
+        torch.tanh,
+        LayerSpec(Block, H, scale=2.0),
+        times.divide,
+        lambda x: x,
+        nn.Sequential(nn.Linear(H, H), nn.ReLU(inplace=True)),
+        embedding.attend,
+    ]
+
+
+def back_in_one() -> dict[str, Tensor]:
+    """To the bit what the stages have; recomputing, and trained on without the stages."""
+    module = PipelineModule(of_all_kinds(), loss_fn=loss_fn, activation_checkpoint_interval=3)
+    assert module.layers[12].carried[0] is module.layers[0] and len(names_of(module)) == 15
+    split = split_of(module)
+    for seed in range(2):
+        split.backward(batch(seed))
+        split.step()
+    model = sequential(split)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    data = batch(9)
+    outputs = split.evaluate(data, return_outputs=True)["outputs"]
+    if outputs is not None:
+        with torch.no_grad():
+            parts = [part.call(model) for part in read_batch(model, data).split(num_microbatches=3)]
+        assert torch.equal(outputs, torch.cat(parts))
+    assert not any("pipeshard_blueprint" in vars(module) for module in model.modules())
+    tables = [torch.zeros(2, H) for _ in range(dist.get_world_size())]
+    mine = torch.stack([model.layers[k].table for k in (3, 8)])
+    dist.all_gather(tables, mine)
+    assert all(torch.equal(table, mine) for table in tables)
+
+    runs: list[int] = []
+    for norm in filter(lambda module: isinstance(module, nn.LayerNorm), model.modules()):
+        norm.register_forward_pre_hook(lambda *_: runs.append(1))
+    loss_fn(model(data[0]), data[1]).backward()
+    assert len(runs) == 2 * 3
+    for _ in range(2):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model.layers[6].fn.factor *= 2
+    assert all(torch.equal(tensor, state[name]) for name, tensor in sequential(split).state_dict().items())
+    again = copy.deepcopy(model)
+    assert torch.equal(again(data[0]), model(data[0]))
+    split_of(model).backward(data)
+    return state
+
+
+def test_back_in_one_module_to_the_bit(pool: Pool) -> None:
+    (expected,) = pool.run(back_in_one, 1)
+    for state in pool.run(back_in_one, 3):
+        assert state.keys() == expected.keys()
+        for name, tensor in state.items():
+            assert torch.allclose(tensor, expected[name], rtol=0, atol=LEARNING_RATE / 10), name
+
+
+def recomputed(interval: int, **options: Any) -> int:
+    module = PipelineModule(of_all_kinds(), loss_fn=loss_fn, activation_checkpoint_interval=interval)
+    split = split_of(module, m=1, **options)
+    runs: list[int] = []
+    policy = split.model.pipeline.policy
+    for unit in policy.get_held_layers():
+        for inner in unit.modules():
+            if isinstance(inner, nn.LayerNorm):
+                inner.register_forward_pre_hook(lambda *_: runs.append(1))
+    split.backward(batch())
+    return len(runs)
+
+
+def test_layers_are_recomputed_in_a_pipeline_unless_the_plugin_says_which(pool: Pool) -> None:
+    assert sum(pool.run(recomputed, 2, 0)) == 3
+    assert sum(pool.run(recomputed, 2, 3)) == 6
+    assert sum(pool.run(recomputed, 2, 3, activation_checkpoint_interval=4)) == 4
+
+
+METHODS: list[Any] = ["uniform", "parameters", "type:block", "type:halve|Attending", "profile", [4, 9], ["layers.2"]]
+
+
+def partitions() -> list[int]:
+    """The layers on the first stage, by each method, and where the plugin's argument wins."""
+    made = [PipelineModule(of_all_kinds(), loss_fn=loss_fn, partition_method=method) for method in METHODS]
+    splits = [split_of(module) for module in made]
+    splits.append(split_of(PipelineModule(of_all_kinds(), partition_method="uniform"), partition=[1, 12]))
+    return [split.model.pipeline.policy.stages.count(0) for split in splits]
+
+
+def test_partition_methods(pool: Pool) -> None:
+    first, second = pool.run(partitions, 2)
+    uniform, parameters, of_type, of_function, _, counts, after, of_plugin = first
+    assert first == second and (counts, after, of_plugin) == (4, 3, 1)
+    assert uniform in (6, 7) and parameters < 12 and 4 <= of_type <= 8 and of_function == 1
+
+
+def built_and_saved(folder: str) -> None:
+    """Saved by three stages; read by other stages, by plain torch, and evaluated without labels."""
+    split = split_of(PipelineModule(tied(), loss_fn=loss_fn))
+    split.backward(batch())
+    split.step()
+    split.booster.save_model(split.model, folder, shard=True)
+    torch.manual_seed(3)
+    other = Split(PipelineModule(tied(), loss_fn=loss_fn), dist.get_world_size(), batch(), num_microbatches=2)
+    other.booster.load_model(other.model, folder)
+    plain = PipelineModule(tied())
+    plain.load_state_dict({k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()})
+    expected = dict(plain.named_parameters())
+    for trained in (split, other):
+        assert all(torch.equal(p, expected[name]) for name, p in trained.held.items())
+    found = split.evaluate((batch()[0],), return_outputs=True)
+    assert found["loss"] is None
+    whole = sequential(split)
+    if found["outputs"] is not None:
+        with torch.no_grad():
+            assert torch.allclose(found["outputs"], whole(batch()[0]), atol=1e-6)
+
+
+def test_saved_and_loaded(pool: Pool, tmp_path: Path) -> None:
+    pool.run(built_and_saved, 3, str(tmp_path / "model"))
+
+
+def filled(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter)
+
+
+def initialised(folder: str) -> None:
+    """Drawn by a function of one's own, on other numbers of stages alike, or not at all, until they are loaded."""
+    torch.manual_seed(0)
+    one = Split(PipelineModule(tied(), loss_fn=loss_fn), 1, batch(), num_microbatches=1, dp_size=2, init_weights=filled)
+    two = split_of(PipelineModule(tied(), loss_fn=loss_fn), init_weights=filled)
+    built = unsplit(tied())
+    for name, parameter in two.held.items():
+        assert torch.equal(parameter, one.held[name]) and not torch.equal(parameter, built.get_parameter(name))
+    assert torch.equal(two.model.unwrap().layers[0].weight, two.model.unwrap().layers[10].module.table)
+    two.booster.save_model(two.model, folder, shard=True)
+    blank = split_of(PipelineModule(tied(), loss_fn=loss_fn), init_weights=False)
+    with pytest.raises(UsageError, match="have no values yet"):
+        blank.backward(batch())
+    blank.booster.load_model(blank.model, folder)
+    assert torch.equal(blank.backward(batch())["loss"], two.backward(batch())["loss"])
+
+
+def test_other_initial_values(pool: Pool, tmp_path: Path) -> None:
+    pool.run(initialised, 2, str(tmp_path / "model"))
+
+
+def pair(x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return x[0] + x[1], x[0] - x[1]
+
+
+def of_pairs() -> None:
+    """A tuple stays one argument, of the first layer too, with labels or without."""
+    module = PipelineModule([pair, LayerSpec(Paired), pair, lambda x: x[0] * x[1]], loss_fn=nn.MSELoss())
+    a, b, y = torch.randn(3, 6, H, generator=torch.Generator().manual_seed(0))
+    split = Split(module, 2, ((a, b), y), num_microbatches=2)
+    loss = split.backward(((a, b), y))["loss"]
+    model = sequential(split)
+    assert torch.allclose(loss, nn.functional.mse_loss(model((a, b)), y))
+    outputs = split.evaluate(((a, b),), return_outputs=True)["outputs"]
+    assert outputs is None or torch.allclose(outputs, model((a, b)), atol=1e-6)
+
+
+class Paired(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.linear(x[0]), x[1]
+
+
+def test_a_tuple_is_one_argument(pool: Pool) -> None:
+    pool.run(of_pairs, 2)
+
+
+def seeded(module: PipelineModule) -> dict[str, Tensor]:
+    split = split_of(module)
+    return {name: p.detach().clone() for name, p in split.held.items()}
+
+
+def test_seeds_of_layers(pool: Pool) -> None:
+    def layers() -> list[Any]:
+        return [LayerSpec(nn.Embedding, V, H), LayerSpec(nn.Linear, H, H), torch.tanh, LayerSpec(nn.Linear, H, V)]
+
+    torch.manual_seed(1240)
+    last = nn.Linear(H, V)
+    state = torch.get_rng_state()
+    model = PipelineModule(layers(), seed_layers=True, base_seed=1237).build()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(model.layers[3].weight, last.weight) and torch.equal(model.layers[3].bias, last.bias)
+    model = PipelineModule(layers(), seed_layers=True, base_seed=617, seed_fn=doubled).build()
+    assert torch.equal(model.layers[3].weight, last.weight)
+    for held in pool.run(seeded, 2, PipelineModule(layers(), seed_layers=True, base_seed=1237)):
+        assert all(torch.equal(last.get_parameter(name[9:]), p) for name, p in held.items() if name[:9] == "layers.3.")
+
+
+def doubled(seed: int) -> None:
+    torch.manual_seed(2 * seed)
+
+
+def test_unsplit_it_is_an_ordinary_module() -> None:
+    specs = tied()
+    state = torch.get_rng_state()
+    model = PipelineModule(specs)
+    assert all(p.is_meta for p in model.parameters()) and not any(getattr(s, "builds", 0) for s in specs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    copied = copy.deepcopy(model)
+    model.layers[5].linear.requires_grad_(False)
+    model.layers[1].dropout.p = 0.5
+    model.eval()
+    first = model(batch()[0])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [s.builds for s in specs if isinstance(s, LayerSpec)] == [1] * 9
+    assert not model.layers[5].linear.weight.requires_grad and model.layers[1].dropout.p == 0.5
+    assert not model.layers[1].training and model.layers[1].parts["linear"] is model.layers[1].linear
+    assert torch.equal(copied(batch()[0]), first)
+    loss_fn(first, batch()[1]).backward()
+    optimizer.step()
+    assert not torch.equal(model(batch()[0]), first)
+    assert PipelineModule(tied()).double()(batch()[0]).dtype == torch.float64
+    assert not any(tensor.is_meta for tensor in PipelineModule(tied()).to("cpu").state_dict().values())
+
+
+class Deciding(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, int(torch.arange(width).sum()))
+
+
+WEIGHT = nn.Linear(2, 2)
+
+
+def with_a_default(x: Tensor, module: nn.Module = WEIGHT) -> Tensor:
+    return module(x)
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "message"),
+    [
+        ([], {}, "a list of one layer or more"),
+        ([nn.Linear(2, 2), 3], {}, "layer 1 is a int: give a module, a LayerSpec"),
+        ([nn.ReLU], {}, r"layer 0 is the class ReLU: give LayerSpec\(ReLU, ...\) or ReLU\(...\)"),
+        ([LayerSpec(Deciding, 4)], {}, r"layer 0, LayerSpec\(Deciding\), cannot be built on meta.*device='cpu'"),
+        ([LayerSpec(torch.ones, 4)], {}, "builds a Tensor, not an nn.Module"),
+        ([LayerSpec(nn.Linear, 4)], {}, "missing 1 required positional argument"),
+        (
+            [with_a_default],
+            {},
+            "layer 0, the function with_a_default, brings a Linear along in its closure or defaults",
+        ),
+        ([functools.partial(torch.mul, WEIGHT.weight)], {}, "brings a Parameter along as an argument"),
+        ([WEIGHT.weight.mul], {}, "the function mul, brings a Parameter along as an argument"),
+        ([TiedLayerSpec("t", nn.Linear, 2, 2, tied_weight_attr="weigth")], {}, "ties weigth.*did you mean weight"),
+        (
+            [TiedLayerSpec("t", nn.Linear, 2, n) for n in (2, 3)],
+            {},
+            r"layers 0 and 1, tied by 't', have weight of shape",
+        ),
+        (
+            [TiedLayerSpec("t", Mixer, tied_weight_attr=names) for names in (BOTH, BOTH[:1])],
+            {},
+            "name different numbers of parameters",
+        ),
+        ([nn.Linear(2, 2)], {"partition_method": "best"}, "partition='best' is unknown"),
+        ([nn.Linear(2, 2)], {"num_stages": 0}, "num_stages=0 is no positive integer"),
+        ([nn.Linear(2, 2)], {"activation_checkpoint_interval": -1}, "activation_checkpoint_interval=-1"),
+    ],
+)
+def test_what_cannot_work_is_named(layers: list[Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PipelineModule(layers, **options)
+
+
+class Growing(nn.Module):
+    """Another shape each time."""
+
+    made = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        Growing.made += 1
+        self.weight = nn.Parameter(torch.ones(Growing.made))
+
+
+def test_a_layer_that_is_built_otherwise_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"layer 0, a Growing.*not in the same way.*weight has shape \(3,\)"):
+        PipelineModule([LayerSpec(Growing)]).build()
+
+
+def mistakes() -> list[str]:
+    messages = []
+    split = split_of(PipelineModule(tied(), num_stages=2, loss_fn=loss_fn))
+    attempts = [
+        lambda: split_of(PipelineModule(tied(), num_stages=4, loss_fn=loss_fn)),
+        lambda: split.model.unwrap().build(),
+        lambda: split.model.unwrap()(batch()[0]),
+        lambda: split.backward((batch()[0],)),
+    ]
+    for attempt in attempts:
+        with pytest.raises(PipeshardError) as error:
+            attempt()
+        messages.append(str(error.value))
+    split.backward(batch())
+    return messages
+
+
+def test_mistakes_of_a_pipeline_are_named(pool: Pool) -> None:
+    for messages in pool.run(mistakes, 2):
+        assert "made for num_stages=4, but pp_size=2 with 1 chunks on each process has 2" in messages[0]
+        assert "to_sequential" in messages[1] and "booster.execute_pipeline" in messages[2]
+        assert "there is no loss to train on" in messages[3]
+
+
+def growing() -> None:
+    split_of(PipelineModule([LayerSpec(nn.Embedding, V, H), LayerSpec(Wider), nn.Linear(H, V)], loss_fn=loss_fn))
+
+
+class Choosing(nn.Module):
+    """Other modules each time."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        Choosing.made += 1
+        self.layers = nn.ModuleList(nn.Identity() for _ in range(Choosing.made))
+
+
+def test_a_layer_with_other_modules_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"layer 0, a Choosing.*it has other modules, layers.1 the first"):
+        PipelineModule([LayerSpec(Choosing)]).build()
+
+
+class Wider(Growing):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.sum()
+
+
+def test_what_fails_on_one_stage_is_told_on_all(pool: Pool) -> None:
+    first, second = pool.run_expecting(ConfigurationError, growing, 2)
+    assert {"not in the same way" in text for text in (first, second)} == {True, False}
+    assert "cannot be built on stage" in first + second
