@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.error("the job %r at %s has ended already: choose another --rdzv-id", args.rdzv_id, args.rdzv_endpoint)
         return 1
     except RendezvousError as error:
-        logger.error("the rendezvous at %s failed: %s", args.rdzv_endpoint or "localhost", error)
+        logger.error("the rendezvous at %s failed: %s", args.rdzv_endpoint, error)
         return 1
     return 0
 
@@ -65,8 +65,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
         except (ValueError, RuntimeError) as error:
             parser.error(f"argument --nnodes or --rdzv-endpoint: {error}")
-        if not args.rdzv_endpoint and most == 1:
-            args.rdzv_endpoint = "localhost:0"  # nobody else has to find it
+        if not args.rdzv_endpoint:
+            args.rdzv_endpoint = "localhost:0" if most == 1 else "localhost:29400"  # torch's own port, to be found
         if args.local_addr is None and host in ("localhost", "127.0.0.1", "::1"):
             args.local_addr = "localhost"  # all agents are on this machine, which need not know its own name
     return args

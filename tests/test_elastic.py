@@ -209,7 +209,7 @@ def test_defaults_are_those_of_elastic_pipelines() -> None:
     args = launch.parse(["--nnodes", "2:4", "script.py", "--nnodes", "9"])
     assert (args.rdzv_backend, args.max_restarts, args.nnodes) == ("c10d", launch.RESTARTS, "2:4")
     assert args.rdzv_conf == "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=5"
-    assert (args.rdzv_endpoint, args.local_addr) == ("", "localhost")
+    assert (args.rdzv_endpoint, args.local_addr) == ("localhost:29400", "localhost")
     assert (args.training_script, args.training_script_args) == ("script.py", ["--nnodes", "9"])
     assert launch.parse(["script.py"]).rdzv_endpoint == "localhost:0"
 
