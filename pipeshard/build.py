@@ -67,8 +67,8 @@ def build(
     Args:
         cuts: the names of the modules to cut after (Slapo, Chen et al. 2023, arXiv:2302.08005), nested ones too; or how
             many unit calls each stage gets; or the number of stages, balanced by cost.
-        target: None keeps all stages in this process, as one module that is called like the model. "torch",
-            "deepspeed" and "colossalai" are the runtimes of these names, others can be added by `register_target`.
+        target: None keeps all stages in this process, as one module that is called like the model; else the name of a
+            runtime in `pipeshard.targets`, or of one that was added by `register_target`.
         batch: a microbatch of the real sizes; made up for models of transformers where there is none.
         criterion: `criterion(output, batch)`, for a model whose output has no loss.
         device: where the stages' tensors are to be.

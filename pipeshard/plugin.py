@@ -18,17 +18,14 @@ from torch.utils.data import DataLoader, Dataset
 from pipeshard.checkpoint.io import PipelineCheckpointIO
 from pipeshard.checkpoint.lora import enable_lora, refuse_blank_adapters
 from pipeshard.checkpoint.pretrained import blank_model
-from pipeshard.dataloader import ResumableDataLoader, first_samples
+from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.errors import UsageError
 from pipeshard.grid import PP, Grid
-from pipeshard.model.batch import Batch
 from pipeshard.model.criterion import Criterion
-from pipeshard.model.made_up import made_up
 from pipeshard.model.materialize import InitWeights
-from pipeshard.model.media import read_batch
 from pipeshard.model.policy import Policy
 from pipeshard.model.recompute import Recompute
-from pipeshard.model.rows import check_declared, refuse_unknown
+from pipeshard.model.rows import check_declared
 from pipeshard.model.ties import share_weights
 from pipeshard.options import (
     check_chunks,
@@ -45,6 +42,7 @@ from pipeshard.runtime.p2p import P2P, check_p2p
 from pipeshard.runtime.precision import PRECISIONS, Precision
 from pipeshard.runtime.recording import Recording
 from pipeshard.runtime.scaling import LossScale
+from pipeshard.sample import find_sample
 from pipeshard.stage_manager import PipelineStageManager
 
 
@@ -201,7 +199,8 @@ class PipelinePlugin(PipelinePluginBase):
             became = share_weights(model, self.shared_weights, warns=self.grid.first)
             if optimizer is not None:
                 replace_parameters(optimizer, became)
-            sample = self._sample(model, dataloader)
+            size = self.num_microbatches or self.microbatch_size or 1
+            sample = find_sample(model, self.dry_run_input, dataloader, self.batch_dims, size, self.device)
             boosted = PipelineModel(model, Pipeline(self, model, sample, criterion))
             criterion = boosted.pipeline.criterion
         self._pipeline = boosted.pipeline
@@ -287,18 +286,6 @@ class PipelinePlugin(PipelinePluginBase):
             yield
         finally:
             interpreter.synchronous = False
-
-    def _sample(self, model: nn.Module, dataloader: DataLoader[Any] | None) -> Batch:
-        """The batch to trace with: `dry_run_input`, the dataset's first samples, or one made up for the model."""
-        data = self.dry_run_input
-        if callable(data) and not isinstance(data, Mapping):
-            data = data(self.num_microbatches or self.microbatch_size, self.device)
-        if data is None and dataloader is not None:
-            data = first_samples(dataloader)
-        batch = read_batch(model, made_up(model) if data is None else data, self.batch_dims)
-        if data is not None:
-            refuse_unknown(batch.paths, self.batch_dims)
-        return batch
 
 
 def _device() -> torch.device:

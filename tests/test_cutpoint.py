@@ -18,6 +18,7 @@ import pipeshard
 from pipeshard import CutPoint, trace
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, TraceError, UsageError
 from pipeshard.model.policy import Policy
+from pipeshard.model.ties import share_weights
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, parameter_error
@@ -228,6 +229,17 @@ def test_a_tuple_may_be_turned() -> None:
 def test_no_tensor_outside_of_a_pipeline() -> None:
     with pytest.raises(UsageError, match="a CutPoint got int 3, which has no tensor"):
         CutPoint()(3)
+
+
+def test_values_that_differ_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = Tied()
+    kept, other = model.embed.weight, model.head
+    assert share_weights(model, [("embed.weight", "head")]) == {other: kept} and model.head is kept
+    assert [record.message for record in caplog.records] == [
+        "shared_weights: embed.weight and head have different values, those of embed.weight stay"
+    ]
+    caplog.clear()
+    assert share_weights(model, [("embed.weight", "head")]) == {} and not caplog.records
 
 
 class Tied(nn.Module):
