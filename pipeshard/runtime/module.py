@@ -25,8 +25,8 @@ class StageModule(nn.Module):
     by the names of the model's arguments, on every stage. It returns a tuple of tensors, with their graph; the last
     stage the loss where the batch or the criterion gives one, and otherwise, or with `whole`, the model's output.
 
-    Parameters, buffers of units and their names are the model's own, as far as this stage holds them. Random numbers
-    depend on torch's seed, which has to be the same on every rank, and on the number of forwards so far.
+    Its modules are the units that it runs, under their names in the model, and the parameters that glue reads. Random
+    numbers depend on torch's seed, which has to be the same on every rank, and on the number of forwards so far.
     """
 
     def __init__(
@@ -35,16 +35,19 @@ class StageModule(nn.Module):
         super().__init__()
         self.index, self.num_stages, self.whole = index, len(policy.placement), whole
         # A tuple keeps the model, with what this stage does not hold, from being registered as a part of this one.
-        self._whole = (model, policy, criterion)
+        self._source = (model, policy, criterion)
         self._planner = StepPlanner(model, policy, Recompute.of(False, 0, self.num_stages))
         self._forwards = 0
+        calls = zip(policy.flow.calls, policy.stages, strict=True)
+        running = dict.fromkeys(call.unit for call, stage in calls if stage == index)
+        for unit in running:
+            path, _, key = unit.rpartition(".")
+            _node(self, path).add_module(key, policy.units[unit])
+        own = set(self.parameters())
         for name in sorted(policy.held_by_parts[index]):
-            unit = next((unit for unit in policy.units if name.startswith(f"{unit}.")), None)
-            if unit is None:
+            if (parameter := model.get_parameter(name)) not in own:  # one that glue reads
                 path, _, key = name.rpartition(".")
-                _node(self, path).register_parameter(key, model.get_parameter(name))
-            elif isinstance(parent := _node(self, unit.rpartition(".")[0]), nn.Module):
-                parent.add_module(unit.rpartition(".")[2], policy.units[unit])
+                _node(self, path).register_parameter(key, parameter)
 
     @property
     def is_last(self) -> bool:
@@ -53,17 +56,17 @@ class StageModule(nn.Module):
     def train(self, mode: bool = True) -> "StageModule":
         """Of all units, since glue asks the modules around them."""
         super().train(mode)
-        self._whole[0].train(mode)
+        self._source[0].train(mode)
         return self
 
     def microbatch(self, batch: Mapping[str, Any]) -> Microbatch:
         """What this stage makes of a microbatch: its route, and the shapes of what enters and leaves."""
-        model, policy, criterion = self._whole
+        model, policy, criterion = self._source
         place = policy.chunks.index(self.index)
         return self._planner.plan([read_batch(model, dict(batch))], criterion, self.whole, False)[place][0]
 
     def forward(self, *received: Tensor, **batch: Any) -> Any:
-        model, policy, criterion = self._whole
+        model, policy, criterion = self._source
         policy.replace_forward()  # again: another target of the same model may have been the last to run
         microbatch = self.microbatch(batch)
         route = microbatch.route

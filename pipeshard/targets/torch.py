@@ -31,7 +31,7 @@ class TorchStages:
         optimizer.step()                                # of built.parameters()
 
     Every rank passes the whole batch by keywords. What torch leaves to the user, `sync_gradients` does: it adds up the
-    gradients of tied weights over the stages that hold them, and those of replicas.
+    gradients of tied weights over the stages that hold them.
     """
 
     stages: list[Any]
@@ -59,7 +59,7 @@ class TorchStages:
 
 
 class Torch(Target):
-    """`target="torch"`: TorchStages; a process group is there already, and its size a multiple of the ranks needed.
+    """`target="torch"`: TorchStages; a process group is there already, of one rank for each stage (or `num_model_chunks`).
 
     Args:
         num_model_chunks: stages of each rank, in the order of torch's interleaved schedules: stage s is on rank s % p.
@@ -76,7 +76,7 @@ class Torch(Target):
                 f"{'a' if dist.is_initialized() else 'no'} process group: target='torch' wants whole stages "
                 "for each rank of a group that is there (torch.distributed.init_process_group)"
             )
-        self.grid = Grid(p)
+        self.grid = Grid(p, 1)
         return [stage % p for stage in range(num_stages)], self.grid.stage
 
     def take(self, split: "Split") -> TorchStages:
