@@ -59,7 +59,7 @@ class TorchStages:
 
 
 class Torch(Target):
-    """`target="torch"`: TorchStages; a process group is there already, of one rank for each stage (or `num_model_chunks`).
+    """`target="torch"`: TorchStages; a process group is there, of one rank for each stage (or `num_model_chunks`).
 
     Args:
         num_model_chunks: stages of each rank, in the order of torch's interleaved schedules: stage s is on rank s % p.
