@@ -111,7 +111,7 @@ exact: setup
 	@EXACT=all $(BIN)/python -m pytest tests/test_exact.py tests/test_families.py
 
 elastic: setup
-	@ELASTIC=all $(BIN)/python -m pytest tests/test_elastic.py
+	@$(BIN)/python -m pytest -m 'slow or not slow' tests/test_elastic.py
 
 parity: setup
 	@$(BIN)/python -W ignore -m tests.parity --output docs/parity.md $(if $(RESUME),--resume)

@@ -50,11 +50,8 @@ def assert_same(written: list[Line], losses: list[float]) -> None:
         assert line.loss == pytest.approx(losses[line.step], abs=1e-5), line
 
 
-# Each takes a minute or two.
-EVENTS = [(4, signal.SIGKILL), (2, signal.SIGTERM)] if os.environ.get("ELASTIC") == "all" else [(3, signal.SIGKILL)]
-
-
-@pytest.mark.parametrize(("ranks", "event"), EVENTS)
+@pytest.mark.slow  # a minute or two each
+@pytest.mark.parametrize(("ranks", "event"), [(4, signal.SIGKILL), (2, signal.SIGTERM)])
 def test_a_rank_goes_and_comes_back(tmp_path: Path, losses: list[float], ranks: int, event: signal.Signals) -> None:
     every = 2 if event == signal.SIGKILL else 1000
     arguments = ["--steps", str(STEPS), "--pp", str(ranks), "--every", str(every)]

@@ -131,12 +131,14 @@ def _close(gradient: Tensor | None, expected: Tensor | None) -> bool:
 
 
 @pytest.mark.parametrize("p", [2, 3])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_auxiliary_loss(pool: Pool, name: str, p: int) -> None:
     assert not [what for found in pool.run(auxiliary_loss, p, name, (1, 2), timeout=120) for what in found]
 
 
-@pytest.mark.parametrize(("name", "p"), [(name, 2 + k % 2) for k, name in enumerate(sorted(AUXILIARY))])
+@pytest.mark.parametrize(
+    ("name", "p"), [(name, 2 + k // 2 % 2) for k, name in enumerate(sorted(AUXILIARY)) if ALL or k % 2]
+)
 def test_every_auxiliary_loss(pool: Pool, name: str, p: int) -> None:
     assert not [what for found in pool.run(auxiliary_loss, p, name, (2,), timeout=120) for what in found]
 
