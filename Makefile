@@ -108,7 +108,7 @@ test: lint
 	@$(BIN)/python -m pytest
 
 exact: setup
-	@EXACT=all $(BIN)/python -m pytest tests/test_exact.py tests/test_families.py
+	@EXACT=all $(BIN)/python -m pytest -m 'slow or not slow' tests/test_exact.py tests/test_families.py tests/checkpoint/test_real_weights.py
 
 elastic: setup
 	@$(BIN)/python -m pytest -m 'slow or not slow' tests/test_elastic.py
