@@ -22,15 +22,13 @@ from pipeshard.model.trace import trace
 from pipeshard.runtime.module import StageModule
 from pipeshard.target import Target, find_target
 
-Cuts = int | Sequence[int] | Sequence[str]
-
 
 @dataclass(frozen=True)
 class Split:
     """A model that was cut, for a target to take.
 
     Attributes:
-        model, cuts, sample, criterion: what `build` was given, the sample as a Batch.
+        model, sample, criterion: what `build` was given, the sample as a Batch.
         flow: what depends on what. policy: what this process holds and runs.
         ties: the tied names of each group with their stages, as `analyze_tied_weights` gives them; and in
             `policy.shared_names()` what several processes hold, parameters that glue reads too.
@@ -39,7 +37,6 @@ class Split:
     """
 
     model: nn.Module
-    cuts: Cuts
     sample: Batch
     criterion: Criterion | None
     flow: Dataflow
@@ -55,7 +52,7 @@ class Split:
 
 def build(
     model: nn.Module,
-    cuts: Cuts,
+    cuts: int | Sequence[int] | Sequence[str],
     target: str | None = None,
     batch: Any = None,
     criterion: Criterion | None = None,
@@ -83,13 +80,19 @@ def build(
     ties = analyze_ties(model, policy)
     if not chosen.shards_itself:
         consolidate(model, policy, torch.device(device))
-    live = liveness(flow, policy, chosen)
-    stages = {} if chosen.shards_itself else construct(model, policy, criterion, chosen)
-    return chosen.take(Split(model, cuts, sample, criterion, flow, policy, ties, live, stages))
+    whole = chosen.whole_output or flow.loss is None
+    live = liveness(flow, policy, whole)
+    stages = {} if chosen.shards_itself else construct(model, policy, criterion, whole)
+    return chosen.take(Split(model, sample, criterion, flow, policy, ties, live, stages))
 
 
 def partition(
-    model: nn.Module, cuts: Cuts, sample: Batch, criterion: Criterion | None, target: Target, device: torch.device
+    model: nn.Module,
+    cuts: int | Sequence[int] | Sequence[str],
+    sample: Batch,
+    criterion: Criterion | None,
+    target: Target,
+    device: torch.device,
 ) -> tuple[Dataflow, Policy]:
     """Which stage runs each unit call, and which process each stage."""
     if isinstance(cuts, str) or (isinstance(cuts, int) and cuts < 1):
@@ -114,13 +117,11 @@ def consolidate(model: nn.Module, policy: Policy, device: torch.device) -> None:
     Sharder(model, policy, device, seed=torch.initial_seed() % 2**63).shard()
 
 
-def liveness(flow: Dataflow, policy: Policy, target: Target) -> list[Boundary]:
-    """What enters each stage: the values that it or a later one needs of earlier ones."""
-    whole = target.whole_output or flow.loss is None
+def liveness(flow: Dataflow, policy: Policy, whole: bool) -> list[Boundary]:
+    """What enters each stage: the values that it or a later one needs of earlier ones, for the loss or all outputs."""
     return boundaries(flow, policy.stages, len(policy.placement), whole)
 
 
-def construct(model: nn.Module, policy: Policy, criterion: Criterion | None, target: Target) -> dict[int, StageModule]:
+def construct(model: nn.Module, policy: Policy, criterion: Criterion | None, whole: bool) -> dict[int, StageModule]:
     """The stages of this process, as modules."""
-    whole = target.whole_output or policy.flow.loss is None
     return {index: StageModule(model, policy, index, criterion, whole) for index in policy.chunks}

@@ -10,12 +10,13 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.model.function import Function
+from pipeshard.model.partition import Cuts
 from pipeshard.model.skeleton import build, skeleton, skeletons
 from pipeshard.model.ties import names_of
 from pipeshard.model.units import Interception
 from pipeshard.model.weights import check_partition
 from pipeshard.specs import LayerSpec, TiedLayerSpec, tie
-from pipeshard.wishes import Cuts, Wishes
+from pipeshard.wishes import Wishes
 
 
 class PipelineModule(nn.Module):
@@ -72,11 +73,10 @@ class PipelineModule(nn.Module):
 
     def forward(self, inputs: Any, *labels: Any) -> Any:
         """The last layer's output. Labels are for the loss alone."""
-        if self._is_cut:
-            return self._run(0, len(self.layers), inputs)
-        self.build()
-        interval = self.activation_checkpoint_interval if torch.is_grad_enabled() else 0
-        if not interval:
+        if not self._is_cut:
+            self.build()
+        interval = self.activation_checkpoint_interval
+        if self._is_cut or not interval or not torch.is_grad_enabled():
             return self._run(0, len(self.layers), inputs)
         for start in range(0, len(self.layers), interval):
             inputs = checkpoint(self._run, start, start + interval, inputs, use_reentrant=False)

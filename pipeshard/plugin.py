@@ -23,6 +23,7 @@ from pipeshard.errors import UsageError
 from pipeshard.grid import PP, Grid
 from pipeshard.model.criterion import Criterion
 from pipeshard.model.materialize import InitWeights
+from pipeshard.model.partition import Cuts
 from pipeshard.model.policy import Policy
 from pipeshard.model.recompute import Recompute
 from pipeshard.model.rows import check_declared
@@ -104,7 +105,7 @@ class PipelinePlugin(PipelinePluginBase):
         schedule: str = "1f1b",
         num_model_chunks: int = 1,
         p2p: str | type[P2P] = "broadcast",
-        partition: str | Sequence[int] | Sequence[str] = "auto",
+        partition: Cuts = "auto",
         policy: type[Policy] | None = None,
         dry_run_input: Any = None,
         init_weights: InitWeights = True,

@@ -1,12 +1,12 @@
 """Specs: how the layers of a list are made, and which of their parameters are one."""
 
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
 from pipeshard.errors import ConfigurationError
+from pipeshard.model.names import hint
 from pipeshard.model.ties import kept_tied, put_parameter
 
 
@@ -85,10 +85,8 @@ def tie(tied: Mapping[int, tuple[TiedLayerSpec, nn.Module]]) -> None:
 def _parameter(module: nn.Module, name: str, place: int, spec: TiedLayerSpec) -> nn.Parameter:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     if name not in parameters:
-        close = get_close_matches(name, parameters, n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"they are {', '.join(parameters) or 'none'}"
         raise ConfigurationError(
             f"layer {place}, {spec!r} with the key {spec.key!r}, ties {name}, which is none of the parameters of "
-            f"{type(module).__name__}: {hint}"
+            f"{type(module).__name__}: {hint(name, parameters)}"
         )
     return parameters[name]

@@ -1,6 +1,5 @@
 """Wishes: what a model asks of its pipeline, where the plugin's arguments leave it open."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -8,12 +7,11 @@ from torch import nn
 
 from pipeshard.errors import ConfigurationError
 from pipeshard.model.criterion import Criterion
+from pipeshard.model.partition import Cuts
 from pipeshard.model.recompute import Recompute
 
 if TYPE_CHECKING:
     from pipeshard.plugin import PipelinePlugin
-
-Cuts = str | Sequence[int] | Sequence[str]
 
 
 @dataclass(frozen=True)

@@ -22,20 +22,12 @@ from pipeshard.build import Split as Parts
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, UsageError
 from tests import zoo
 from tests.pool import Pool
+from tests.targets import MODELS as CUTS
+from tests.targets import batch as even
 from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences
 
-CUTS = {
-    "gpt2": ["transformer.h.0", "transformer.h.1", "transformer.h.2"],
-    "llama": [f"model.layers.{k}" for k in (0, 1, 2)],
-}
 INSIDE = {"gpt2": ["transformer.h.1.attn", "transformer.h.2.mlp.act"], "llama": ["model.layers.0.mlp", "model.norm"]}
 STEPS = 3
-
-
-def even(name: str, seed: int = 0) -> dict[str, Tensor]:
-    """A batch in which all samples have as many labels, so that the mean over microbatches is that over labels."""
-    data = zoo.batch(name, seed=seed)
-    return {**data, "labels": data["input_ids"].clone()}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-tied", "t5", "vit", "mixtral"])
@@ -106,7 +98,7 @@ def test_glue_between_the_modules_of_a_cut_may_have_parameters() -> None:
 def by_torch(name: str, cuts: list[str], chunks: int, syncs: bool = True) -> list[float]:
     """Losses of some steps trained by torch's own schedules."""
     model, losses = zoo.build(name), []
-    microbatch = zoo.part(even(name), 0, [2])
+    microbatch = zoo.part(even(name, 0), 0, [2])
     built = build(model, cuts, "torch", microbatch, num_model_chunks=chunks)
     optimizer = torch.optim.AdamW(built.parameters(), lr=LEARNING_RATE)
     if chunks == 1:
@@ -130,7 +122,7 @@ def by_the_plugin(name: str, cuts: list[str]) -> list[float]:
         zoo.build(name),
         cuts,
         "colossalai",
-        even(name),
+        even(name, 0),
         num_microbatches=4,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=LEARNING_RATE),
     )

@@ -19,9 +19,9 @@ def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | 
     if criterion is None:
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         return loss if isinstance(loss, Tensor) else None
-    of_batch = getattr(criterion, "of_batch", None)
-    loss = of_batch(output, batch.data) if of_batch else criterion(output, batch.for_criterion())
-    if of_batch and loss is None:
+    if (of_batch := getattr(criterion, "of_batch", None)) is None:
+        loss = criterion(output, batch.for_criterion())
+    elif (loss := of_batch(output, batch.data)) is None:
         return None
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None

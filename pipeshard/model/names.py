@@ -2,7 +2,7 @@
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from typing import Any
 
@@ -37,22 +37,31 @@ def paths_of(model: nn.Module, names: Iterable[str]) -> list[str]:
 
     Raises PartitionError, with names that come close, for what is no module of the model, and for the model itself.
     """
-    prefix, _ = without_adapters(model)
     known = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
-    full = [name if name.startswith(prefix) else f"{prefix}{name}" for name in names]
+    full = [full_name(model, name) for name in names]
     for name in full:
-        if name in ("", prefix.rstrip(".")):
+        if name in ("", without_adapters(model)[0].rstrip(".")):
             raise PartitionError(f"partition names the whole {type(model).__name__}: name modules inside of it")
         if name not in known:
             raise PartitionError(unknown("partition", name, type(model).__name__, known, "modules"))
     return full
 
 
-def unknown(who: str, name: str, model: str, known: Sequence[str], what: str = "units") -> str:
+def full_name(model: nn.Module, name: str) -> str:
+    """The name of a module, where what is inside a PeftModel may be named as the model inside names it."""
+    prefix, _ = without_adapters(model)
+    return name if name.startswith(prefix) else f"{prefix}{name}"
+
+
+def unknown(who: str, name: str, model: str, known: Collection[str], what: str = "units") -> str:
     """That somebody names what is not there, with names that come close."""
+    return f"{who} names {name}, which is none of the {what} of {model}: {hint(name, known)}"
+
+
+def hint(name: str, known: Collection[str]) -> str:
+    """What may have been meant by a name that is none of the known ones."""
     close = get_close_matches(name, known, n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"they are {', '.join(known)}"
-    return f"{who} names {name}, which is none of the {what} of {model}: {hint}"
+    return f"did you mean {' or '.join(close)}?" if close else f"they are {', '.join(known) or 'none'}"
 
 
 def as_dicts(tree: Any) -> Any:

@@ -14,6 +14,8 @@ from pipeshard.model.dataflow import Dataflow, Use, Wanted
 from pipeshard.model.taint import Value
 from pipeshard.model.units import recomputes
 
+Cuts = str | Sequence[int] | Sequence[str]  # a rule by name, the unit calls of each stage, or modules to cut after
+
 # What moving one number costs, in floating-point operations: about 5 per byte on a CPU core.
 ELEMENT = 20.0
 
@@ -52,7 +54,7 @@ class Partition:
         return stages
 
 
-def named(partition: str | Sequence[int] | Sequence[str]) -> list[str]:
+def named(partition: Cuts) -> list[str]:
     """The modules that a partition names."""
     return [] if isinstance(partition, str) else [entry for entry in partition if isinstance(entry, str)]
 

@@ -10,8 +10,8 @@ from pipeshard.errors import ConfigurationError, PartitionError, TraceError
 from pipeshard.model.chain import Chain
 from pipeshard.model.cutpoint import CutPoint
 from pipeshard.model.dataflow import Dataflow
-from pipeshard.model.names import unknown, without_adapters
-from pipeshard.model.partition import Partition, balance, call_costs, forbidden_cuts, held_parameters
+from pipeshard.model.names import full_name, unknown
+from pipeshard.model.partition import Cuts, Partition, balance, call_costs, forbidden_cuts, held_parameters
 from pipeshard.model.replay import Replay
 from pipeshard.model.units import find_units, intercept
 from pipeshard.model.weights import weights
@@ -44,7 +44,7 @@ class Policy:
         flow: Dataflow,
         stage: int,
         num_stages: int,
-        partition: str | Sequence[int] | Sequence[str] = "auto",
+        partition: Cuts = "auto",
         scale: float = 1.0,
         device: torch.device | None = None,
         placement: Sequence[int] | None = None,
@@ -84,11 +84,11 @@ class Policy:
 
     def refuse_unexpected(self, flow: Dataflow) -> None:
         """Refuse a Dataflow in which layers read something else than the policy expects."""
-        opened = (
-            self.units.keys() != find_units(self.model).keys()
-        )  # by cuts inside of layers: no chain of them any more
-        checked = self.expects is not None and len(self.placement) > 1 and not opened
-        found = self.expects.mismatch(flow) if self.expects and checked else ""
+        if self.expects is None or len(self.placement) == 1:
+            return
+        if self.units.keys() != find_units(self.model).keys():
+            return  # cuts inside of layers leave no chain of layers
+        found = self.expects.mismatch(flow)
         if found:
             raise TraceError(
                 f"{type(self).__name__} expects of {type(self.model).__name__} that {self.expects}, but the trace "
@@ -98,9 +98,9 @@ class Policy:
 
     def unit(self, name: str) -> nn.Module:
         """The unit of this name; PartitionError with those that come close where the model has none."""
-        name = self._full(name)
+        name = full_name(self.model, name)
         if name not in self.units:
-            raise PartitionError(unknown(type(self).__name__, name, type(self.model).__name__, list(self.units)))
+            raise PartitionError(unknown(type(self).__name__, name, type(self.model).__name__, self.units))
         return self.units[name]
 
     def calls_of(self, name: str) -> list[int]:
@@ -198,17 +198,12 @@ class Policy:
         return [b - a for a, b in zip([0, *ends], [*ends, len(self.flow.calls)], strict=True)]
 
     def _calls_of(self, name: str, who: str) -> list[int]:
-        name = self._full(name)
+        name = full_name(self.model, name)
         calls = [k for k, call in enumerate(self.flow.calls) if f"{call.unit}.".startswith(f"{name}.")]
         if not calls:
             called = dict.fromkeys(call.unit for call in self.flow.calls)
-            raise PartitionError(unknown(who, name, type(self.model).__name__, list(called)))
+            raise PartitionError(unknown(who, name, type(self.model).__name__, called))
         return calls
-
-    def _full(self, name: str) -> str:
-        """A unit of a PeftModel may be named as the model inside names it."""
-        prefix, _ = without_adapters(self.model)
-        return name if name.startswith(prefix) else f"{prefix}{name}"
 
     def _refuse_forbidden(self, counts: Sequence[int]) -> None:
         forbidden, edge = forbidden_cuts(self.flow), 0

@@ -66,14 +66,14 @@ def share_weights(
         for name in names:
             if name not in parameters:
                 raise ConfigurationError(
-                    unknown("shared_weights", name, type(model).__name__, list(parameters), "parameters")
+                    unknown("shared_weights", name, type(model).__name__, parameters, "parameters")
                 )
         first = parameters[names[0]]
         for name in names[1:]:
             if (other := parameters[name]) is not first:
                 _refuse_unlike(names[0], first, name, other, warns)
-                for alias in [alias for alias, parameter in parameters.items() if parameter is other]:
-                    put_parameter(model, alias, first)
+                with kept_tied(model):
+                    put_parameter(model, name, first)
                 became[other] = first
     return {old: _end(new, became) for old, new in became.items()}
 

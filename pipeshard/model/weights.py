@@ -7,6 +7,7 @@ from torch import nn
 
 from pipeshard.errors import ConfigurationError, PartitionError
 from pipeshard.model.cutpoint import CutPoint
+from pipeshard.model.partition import Cuts
 
 PARTITIONS = ("auto", "uniform", "parameters", "profile", "profile:PATH", "type:REGEX")
 
@@ -27,7 +28,7 @@ def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]
     return _of_type(detail, units, num_stages)
 
 
-def check_partition(by: str | Sequence[int] | Sequence[str]) -> None:
+def check_partition(by: Cuts) -> None:
     """Raises ConfigurationError for an unknown name."""
     if isinstance(by, str) and by not in PARTITIONS[:4] and not re.fullmatch("(profile|type):.+", by):
         raise ConfigurationError(f"partition={by!r} is unknown: use one of {PARTITIONS}, or a list")

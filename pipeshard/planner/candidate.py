@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import nn
 
 from pipeshard.model.dataflow import Dataflow
-from pipeshard.model.partition import Boundary, Cost, boundaries, forbidden_cuts, held_parameters
+from pipeshard.model.partition import Boundary, Cost, Cuts, boundaries, forbidden_cuts, held_parameters
 from pipeshard.model.policy import Policy
 from pipeshard.planner.costs import of_stages
 from pipeshard.planner.fit import fit
@@ -33,7 +33,7 @@ class Subject:
     costs: Sequence[Cost]
     footprint: Footprint
     policy: type[Policy]
-    partition: str | Sequence[int] | Sequence[str]
+    partition: Cuts
     optimizer: str
     limit: int | None
     measured: bool = False
@@ -45,7 +45,7 @@ class Subject:
         """The model's, by their first name."""
         return dict(self.model.named_parameters())
 
-    def cut(self, partition: str | Sequence[int] | Sequence[str], placement: tuple[int, ...]) -> Policy:
+    def cut(self, partition: Cuts, placement: tuple[int, ...]) -> Policy:
         """The policy that cuts the model so; schedules of one placement share it."""
         key = str(partition), placement
         if key not in self.policies:
@@ -72,7 +72,7 @@ class Candidate:
             if counts is not None:
                 self.cut(counts)
 
-    def cut(self, partition: str | Sequence[int] | Sequence[str]) -> None:
+    def cut(self, partition: Cuts) -> None:
         """Cut the model so, and find out what each rank takes."""
         subject, placement = self.subject, self.program.placement
         self.policy = subject.cut(partition, placement)

@@ -1,6 +1,5 @@
 """The function `plan`."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from pipeshard.model.criterion import Criterion
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.made_up import made_up
 from pipeshard.model.media import read_batch
-from pipeshard.model.partition import named
+from pipeshard.model.partition import Cuts, named
 from pipeshard.model.policy import Policy
 from pipeshard.model.registry import find_policy
 from pipeshard.model.units import recomputes
@@ -37,7 +36,7 @@ def plan(
     microbatch_size: int | None = None,
     schedule: str | None = None,
     num_model_chunks: int = 1,
-    partition: str | Sequence[int] | Sequence[str] = "auto",
+    partition: Cuts = "auto",
     device_memory: str | int | None = None,
     optimizer: str = "adamw",
     policy: type[Policy] | None = None,
@@ -114,7 +113,7 @@ def study(
     microbatch: Batch,
     criterion: Criterion | None,
     policy: type[Policy] | None,
-    partition: str | Sequence[int] | Sequence[str],
+    partition: Cuts,
     optimizer: str,
     limit: int | None,
     profile: Profile | str | Path | None,
@@ -174,11 +173,7 @@ def first_microbatch(
 
 
 def _profile(
-    profile: Profile | str | Path | None,
-    partition: str | Sequence[int] | Sequence[str],
-    model: nn.Module,
-    flow: Dataflow,
-    microbatch: Batch,
+    profile: Profile | str | Path | None, partition: Cuts, model: nn.Module, flow: Dataflow, microbatch: Batch
 ) -> Profile | None:
     """The measured times, if they are asked for."""
     kind, _, path = partition.partition(":") if isinstance(partition, str) else ("", "", "")

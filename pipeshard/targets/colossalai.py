@@ -40,10 +40,13 @@ class Colossalai(Target):
 
         from pipeshard.plugin import PipelinePlugin
 
-        cuts: Any = "auto" if isinstance(split.cuts, int) or not split.cuts else split.cuts
         stages = split.num_stages // self.plugin.get("num_model_chunks", 1)
         plugin = PipelinePlugin(
-            stages, self.num_microbatches, partition=cuts, dry_run_input=split.sample.data, **self.plugin
+            stages,
+            self.num_microbatches,
+            partition=split.policy.partition_by,
+            dry_run_input=split.sample.data,
+            **self.plugin,
         )
         booster = Booster(plugin=plugin)
         optimizer = self.optimizer
