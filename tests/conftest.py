@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # sums that do not depend on where in memory the numbers are
+
 from tests.pool import Pool
 
 _pool = Pool()

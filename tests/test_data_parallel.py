@@ -30,11 +30,10 @@ def split_of(name: str, p: int, model: Any, **options: Any) -> Split:
 def replicas(name: str, p: int, schedule: str = "1f1b", steps: int = 5, **options: Any) -> None:
     """Some AdamW steps on batches whose labels, and at last whose samples, are spread unevenly over the replicas.
 
-    Sliced layers add up in another order, of which AdamW makes a difference: these are compared in fp64, in which
+    Replicas and slices add up in another order, of which AdamW makes a difference: they are compared in fp64, in which
     heads and norms still compute in fp32.
     """
-    dtype = torch.float64 if "tp_size" in options else torch.float32
-    model = zoo.build(name, dtype, layers=4 if CHUNKS[schedule] == 1 else 6)
+    model = zoo.build(name, torch.float64, layers=4 if CHUNKS[schedule] == 1 else 6)
     unsplit = Unsplit(copy.deepcopy(model), max_norm=0.5)
     split = split_of(name, p, model, schedule=schedule, num_model_chunks=CHUNKS[schedule], **options)
     grid = split.plugin.grid
