@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipeshard.checkpoint.training_state import load_training_state, newest_step, save_training_state
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.layout import Layout, layouts
-from pipeshard.runtime.agreement import gather, gather_objects
+from pipeshard.runtime.agreement import gather, gather_objects, together_in
 
 logger = logging.getLogger("pipeshard")
 
@@ -86,6 +86,7 @@ class ElasticJob:
         if dist.get_rank() == 0:
             logger.info("%d ranks: %s", ranks, self.layout)
 
+    @together_in("job.resume")
     def resume(
         self,
         model: nn.Module,
@@ -110,14 +111,19 @@ class ElasticJob:
         Raises SystemExit with status 143 on every rank when one of them got SIGTERM, after the state is saved; to the
         launcher it means that the ranks that remain go on. Otherwise as `save`.
         """
+        if self._step_done() == LEAVE:
+            dist.destroy_process_group()
+            sys.exit(LEFT)
+
+    @together_in("job.step_done")
+    def _step_done(self) -> int:
+        """What all ranks are to do now: the most that one was asked for."""
         self.step += 1
         mine = max((self._wishes.popleft() for _ in range(len(self._wishes))), default=NOTHING)
         wish = int(gather(torch.tensor([mine]), _world()).max())
         if wish or self.step % self.every == 0:
             self.save()
-        if wish == LEAVE:
-            dist.destroy_process_group()
-            sys.exit(LEFT)
+        return wish
 
     def save(self) -> None:
         """Save the state now, between two steps, unless it is; every rank calls it.

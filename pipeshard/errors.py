@@ -1,6 +1,7 @@
 """Errors: each names what was wrong, where, and what to do about it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class PipeshardError(Exception):
@@ -29,6 +30,18 @@ class UsageError(PipeshardError, RuntimeError):
 
 class CheckpointError(PipeshardError, RuntimeError):
     """A checkpoint that cannot be read, written or matched with the model."""
+
+
+class RankError(PipeshardError, RuntimeError):
+    """Another rank has failed, so that this one cannot go on; `fault` tells which, where and why."""
+
+    def __init__(self, message: str, fault: Any = None) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+class NonFiniteError(PipeshardError, ArithmeticError):
+    """A loss, an activation or a gradient that is not finite, where `check_finite=True` asks for them to be."""
 
 
 class DeadlockError(PipeshardError, RuntimeError):

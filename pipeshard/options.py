@@ -75,6 +75,12 @@ def check_split_backward(schedule: str, chunks: int, compile: Any, fsdp: bool) -
         )
 
 
+def check_timeout(timeout: Any) -> None:
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not (timeout is None or timeout == "adaptive" or (number and timeout > 0)):
+        raise ConfigurationError(f"timeout={timeout!r} is none of a number of seconds, 'adaptive', and None")
+
+
 def check_precision(precision: str, autocast: bool) -> None:
     if precision not in PRECISIONS:
         raise ConfigurationError(f"precision={precision!r} is unknown: use one of {list(PRECISIONS)}")

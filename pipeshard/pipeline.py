@@ -25,13 +25,16 @@ from pipeshard.model.trace import trace
 from pipeshard.model.units import containers, recomputes
 from pipeshard.model.untouched import without_cache
 from pipeshard.planner.measured import measured_costs
-from pipeshard.runtime.agreement import gather, share_scalar, sum_scalar
+from pipeshard.runtime.agreement import gather, share_scalar, sum_scalar, together_in
 from pipeshard.runtime.clock import offsets
+from pipeshard.runtime.compare import compare_trained
 from pipeshard.runtime.deferral import Deferral
+from pipeshard.runtime.finite import Finite
 from pipeshard.runtime.holdings import Holdings
 from pipeshard.runtime.interpreter import Interpreter
 from pipeshard.runtime.outputs import Outputs, ReturnOutputs
 from pipeshard.runtime.p2p import make_p2p
+from pipeshard.runtime.progress import NOW
 from pipeshard.runtime.reader import Reader
 from pipeshard.runtime.recording import Recording
 from pipeshard.runtime.stage import Stage
@@ -81,16 +84,18 @@ class Pipeline:
         self.planner.remember(flow, criterion)
         self.seed = self._first_seed()
         sharder = Sharder(model, self.policy, self.device, self._init_weights(), self.seed)
-        self._shard(sharder)
+        sharder.shard()
         self.blank = set() if sharder.init_weights else sharder.on_meta  # on all stages: names without values so far
         self.holdings = Holdings(model, self.policy, self.grid, self.precision, plugin.fsdp)
         self.sync = self.holdings.sync
+        self.trained = self.sync.trained()
         if plugin.compile:
             self.policy.compile(**(plugin.compile if isinstance(plugin.compile, dict) else {}))
         self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
         last = len(placement) - 1
         shared = self.deferral, self.precision.running
-        self.stages = [Stage(model, self.policy.replay, s, s == last, *shared) for s in self.policy.chunks]
+        finite = {s: self._finite(s) if plugin.check_finite else None for s in self.policy.chunks}
+        self.stages = [Stage(model, self.policy.replay, s, s == last, *shared, finite[s]) for s in self.policy.chunks]
         p2p = make_p2p(plugin.p2p, self.ranks, placement, self.device)
         self.interpreter = Interpreter({stage.index: stage for stage in self.stages}, placement, p2p, self.device)
 
@@ -108,19 +113,26 @@ class Pipeline:
         synchronize: bool,
     ) -> dict[str, Any]:
         """One batch, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
+        NOW.model, NOW.chunks = self.model, self.policy.chunks
         criterion = criterion if criterion is not None else self.criterion
         self._refuse_blank()
         self._refuse_recomputed_containers()
         self.policy.replace_forward()  # again: checkpointing may have been enabled since
         outputs = Outputs(return_outputs)
-        batch, seed, first = self.reader.next(data_iter, criterion, (train, outputs.code, self.model.training))
-        with self.policy.replay.randomness.step(seed, self.steps, first):
+        news = (trained := self.sync.trained()) != self.trained
+        mode = train, outputs.code, self.model.training
+        batch, agreed = self.reader.next(data_iter, criterion, mode, news)
+        if agreed.news:
+            compare_trained(trained, self.grid.world, self.grid.place)
+            self.trained = trained
+        with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed)):
             return self._run(batch, criterion, train, return_loss, outputs, synchronize)
 
     def sync_grads(self) -> None:
         """Sum what has piled up under `no_sync`."""
-        self.sync.begin()
-        self.sync.finish(True)
+        with together_in("plugin.sync_grads"):
+            self.sync.begin()
+            self.sync.finish(True)
 
     def _run(
         self,
@@ -146,6 +158,7 @@ class Pipeline:
             )
         for stage, microbatches in zip(self.stages, planned, strict=True):
             stage.begin(microbatches, criterion, train, outputs, self._scale)
+        NOW.in_flight = self.grid.size > 1
         if train or self.holdings.sharded is not None:
             self.sync.begin()
         try:
@@ -159,6 +172,7 @@ class Pipeline:
         self.steps += train
         if train or self.holdings.sharded is not None:
             self.sync.finish(train and synchronize)
+        NOW.in_flight = False
         end, source = self.stages[-1], self.ranks[self.policy.placement[-1]]  # the last stage is the last of its rank
         loss = self._of_replicas(end)
         total = share_scalar(loss, source, self.group, self.device) if return_loss else None
@@ -172,8 +186,12 @@ class Pipeline:
         """The last step on every rank; all of them call it."""
         if self.last is None:
             raise UsageError("there is nothing recorded before a step: call booster.execute_pipeline first")
+        with together_in("plugin.recording"):
+            return self._recording(self.last)
+
+    def _recording(self, last: Program) -> Recording:
         clocks = self._clocks = self._clocks or offsets(self.group)
-        lengths = [sum(action.kind.is_compute for action in actions) for actions in self.last.ranks]
+        lengths = [sum(action.kind.is_compute for action in actions) for actions in last.ranks]
         times = torch.zeros(max(lengths) + self.num_stages, 2, dtype=torch.float64)
         for k, span in enumerate(self.interpreter.spans):
             times[k, 0], times[k, 1] = span.start - clocks[self.rank], span.end - clocks[self.rank]
@@ -181,7 +199,12 @@ class Pipeline:
             times[max(lengths) + other, 0] = seconds
         tables = gather(times, self.group).tolist()
         waited = [[seconds for seconds, _ in table[max(lengths) :]] for table in tables]
-        return Recording.of(self.last, [table[:n] for table, n in zip(tables, lengths)], waited, self.steps - 1)
+        return Recording.of(last, [table[:n] for table, n in zip(tables, lengths)], waited, self.steps - 1)
+
+    def _finite(self, stage: int) -> Finite:
+        own = self.policy.held_by_parts[stage]
+        held = {name: parameter for name, parameter in self.holdings.held.items() if name in own}
+        return Finite(stage, held, gradients=self.plugin.scaling is None)
 
     def _program(self, num_microbatches: int, train: bool) -> Program:
         plugin = self.plugin
@@ -207,21 +230,6 @@ class Pipeline:
             raise ConfigurationError(
                 f"the model is cut in other places on {self.grid.place(other)} than on {self.grid.place(0)}: give "
                 "every rank the same model, partition and dry_run_input"
-            )
-
-    def _shard(self, sharder: Sharder) -> None:
-        """Raises on every rank what fails on one (a layer that cannot be built, a tensor without values): there as it
-        is, elsewhere ConfigurationError."""
-        failure: Exception | None = None
-        try:
-            sharder.shard()
-        except Exception as error:
-            failure = error
-        failed = gather(torch.tensor([failure is not None]), self.grid.world).flatten().tolist()
-        if any(failed):
-            where = self.grid.place(failed.index(True))
-            raise failure or ConfigurationError(
-                f"the model cannot be built on {where}: the reason is in the error there"
             )
 
     def _first_seed(self) -> int:

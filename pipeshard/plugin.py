@@ -35,16 +35,22 @@ from pipeshard.options import (
     check_precision,
     check_replicas,
     check_split_backward,
+    check_timeout,
 )
 from pipeshard.pipeline import Pipeline, PipelineModel
+from pipeshard.runtime.agreement import together_in
+from pipeshard.runtime.compare import compare_ranks, model_texts, optimizer_texts, texts_of, versions
 from pipeshard.runtime.optimizer import PipelineOptimizer, replace_parameters
 from pipeshard.runtime.outputs import ReturnOutputs
 from pipeshard.runtime.p2p import P2P, check_p2p
 from pipeshard.runtime.precision import PRECISIONS, Precision
 from pipeshard.runtime.recording import Recording
 from pipeshard.runtime.scaling import LossScale
+from pipeshard.runtime.watching import calling, watch_world
 from pipeshard.sample import find_sample
 from pipeshard.stage_manager import PipelineStageManager
+
+NOT_COMPARED = ("self", "__class__", "dry_run_input", "timeout")  # may differ between ranks
 
 
 class PipelinePlugin(PipelinePluginBase):
@@ -93,6 +99,11 @@ class PipelinePlugin(PipelinePluginBase):
         recompute: the units that keep no activations and run again in the backward pass: True (all), a share of each
             stage's units in [0, 1] (repeated layers first), or a list of shares, one for each of the p·v stages.
         activation_checkpoint_interval: or every k-th unit of the model, where k > 0.
+        timeout: seconds that one action of a step, or a wait for another rank, may take (other calls ten times as long)
+            before all ranks end with a table of what each of them does; None for ever. "adaptive" is 20 times the
+            longest so far, and at least 30.
+        check_finite: look at the loss and at what every stage sends and adds up, and stop on what is not finite by an
+            error that names the stage and the parameter. With "fp16", gradients may overflow: they are not looked at.
 
     Raises ConfigurationError for arguments that cannot work, on every rank.
     """
@@ -123,31 +134,42 @@ class PipelinePlugin(PipelinePluginBase):
         recompute: bool | float | Sequence[float] = False,
         activation_checkpoint_interval: int = 0,
         shared_weights: Sequence[Sequence[str]] = (),
+        timeout: float | str | None = 600.0,
+        check_finite: bool = False,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in NOT_COMPARED}
         super().__init__()
-        check_microbatches(num_microbatches, microbatch_size)
-        chunks = check_chunks(schedule, num_model_chunks)
-        check_kinds(policy, init_weights, loss_reduction)
-        check_replicas(zero_stage, fsdp)
-        check_split_backward(schedule, chunks, compile, fsdp)
-        check_precision(precision, autocast)
-        check_declared(batch_dims)
-        self.grid = Grid(pp_size, dp_size, tp_size)
-        self.pp_size, self.num_microbatches, self.microbatch_size = pp_size, num_microbatches, microbatch_size
-        self.schedule, self.num_model_chunks = schedule, chunks
-        self.p2p, self.partition = check_p2p(p2p), partition
-        self.policy, self.dry_run_input, self.init_weights = policy, dry_run_input, init_weights
-        self.max_norm, self.loss_reduction, self.compile = max_norm, loss_reduction, compile
-        self.zero_stage, self.fsdp, self.batch_dims = zero_stage, fsdp, dict(batch_dims or {})
-        self.shared_weights = shared_weights
-        self.recompute = Recompute.of(recompute, activation_checkpoint_interval, pp_size * chunks)
-        self.pg_mesh = self.grid.mesh
-        self.stage_manager = PipelineStageManager(self.pg_mesh, PP, chunks > 1, schedule == "zbv", chunks)
-        self.device = _device()
-        self.precision = Precision(precision, autocast, self.device)
-        self.scaling = LossScale(initial_scale) if self.precision.scales else None
-        self._pipeline: Pipeline | None = None
-        self._synchronize = True
+        check_timeout(timeout)
+        watch = watch_world(timeout)
+        with calling("PipelinePlugin"):
+            check_microbatches(num_microbatches, microbatch_size)
+            chunks = check_chunks(schedule, num_model_chunks)
+            check_kinds(policy, init_weights, loss_reduction)
+            check_replicas(zero_stage, fsdp)
+            check_split_backward(schedule, chunks, compile, fsdp)
+            check_precision(precision, autocast)
+            check_declared(batch_dims)
+            if watch is not None:
+                compare_ranks(versions() | texts_of(given), watch.world)
+            self.grid = Grid(pp_size, dp_size, tp_size)
+            if watch is not None:
+                watch.place = self.grid.place
+            self.pp_size, self.num_microbatches, self.microbatch_size = pp_size, num_microbatches, microbatch_size
+            self.schedule, self.num_model_chunks = schedule, chunks
+            self.p2p, self.partition = check_p2p(p2p), partition
+            self.policy, self.dry_run_input, self.init_weights = policy, dry_run_input, init_weights
+            self.max_norm, self.loss_reduction, self.compile = max_norm, loss_reduction, compile
+            self.check_finite = check_finite
+            self.zero_stage, self.fsdp, self.batch_dims = zero_stage, fsdp, dict(batch_dims or {})
+            self.shared_weights = shared_weights
+            self.recompute = Recompute.of(recompute, activation_checkpoint_interval, pp_size * chunks)
+            self.pg_mesh = self.grid.mesh
+            self.stage_manager = PipelineStageManager(self.pg_mesh, PP, chunks > 1, schedule == "zbv", chunks)
+            self.device = _device()
+            self.precision = Precision(precision, autocast, self.device)
+            self.scaling = LossScale(initial_scale) if self.precision.scales else None
+            self._pipeline: Pipeline | None = None
+            self._synchronize = True
 
     def _yes(self) -> bool:
         return True
@@ -193,6 +215,12 @@ class PipelinePlugin(PipelinePluginBase):
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[PipelineModel, PipelineOptimizer | None, Criterion | None, DataLoader[Any] | None, LRScheduler | None]:
         """Cut the model, keep this rank's stage, and narrow the optimizer to it."""
+        with together_in("booster.boost"):
+            return self._configure(model, optimizer, criterion, dataloader, lr_scheduler)
+
+    def _configure(
+        self, model: nn.Module, optimizer: Any, criterion: Any, dataloader: Any, lr_scheduler: Any
+    ) -> tuple[PipelineModel, Any, Any, Any, Any]:
         if isinstance(model, PipelineModel):
             boosted = model
         else:
@@ -201,6 +229,8 @@ class PipelinePlugin(PipelinePluginBase):
             if optimizer is not None:
                 replace_parameters(optimizer, became)
             size = self.num_microbatches or self.microbatch_size or 1
+            texts = model_texts(model) | ({} if optimizer is None else optimizer_texts(optimizer))
+            compare_ranks(texts, self.grid.world, self.grid.place)
             sample = find_sample(model, self.dry_run_input, dataloader, self.batch_dims, size, self.device)
             boosted = PipelineModel(model, Pipeline(self, model, sample, criterion))
             criterion = boosted.pipeline.criterion
@@ -236,7 +266,7 @@ class PipelinePlugin(PipelinePluginBase):
         train = torch.is_grad_enabled() and optimizer is not None
         if train and isinstance(optimizer, PipelineOptimizer):
             optimizer.forget_norm()
-        with torch.set_grad_enabled(train):
+        with calling("execute_pipeline"), torch.set_grad_enabled(train):
             return model.pipeline.step(data_iter, criterion, train, return_loss, return_outputs, self._synchronize)
 
     @contextmanager

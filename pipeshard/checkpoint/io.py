@@ -20,6 +20,7 @@ from pipeshard.checkpoint.save import FolderSave, owned, save_file_of_stages
 from pipeshard.errors import CheckpointError
 from pipeshard.grid import Grid
 from pipeshard.pipeline import PipelineModel
+from pipeshard.runtime.agreement import together_in
 
 
 class PipelineCheckpointIO(CheckpointIO):
@@ -35,6 +36,7 @@ class PipelineCheckpointIO(CheckpointIO):
         self.pending: FolderSave | None = None  # what this rank writes of a save in the background
         self.saving = False  # whether there is one
 
+    @together_in("save_model")
     def save_model(
         self,
         model: nn.Module,
@@ -70,6 +72,7 @@ class PipelineCheckpointIO(CheckpointIO):
             return
         self.save_folder(boosted, Path(checkpoint), size_per_shard, use_async)
 
+    @together_in("save_model")
     def save_folder(self, model: nn.Module, folder: Path, size_per_shard: int = 1024, use_async: bool = False) -> None:
         """`save_model` with `shard=True`, also of a model with adapters, which `load_model` reads."""
         with self._leading(boosted_model(model)) as (leads, tensors):
@@ -115,6 +118,7 @@ class PipelineCheckpointIO(CheckpointIO):
             if save is not None and save.failed is not None:
                 raise CheckpointError(f"saving {save.folder} in the background failed: {save.failed}")
 
+    @together_in("load_model")
     def load_model(self, model: nn.Module, checkpoint: str, strict: bool = True, **_: Any) -> nn.Module:
         """Read this stage's tensors from a Hugging Face folder, an index or a file, in place.
 
@@ -138,12 +142,14 @@ class PipelineCheckpointIO(CheckpointIO):
 
     load_unsharded_model = load_sharded_model
 
+    @together_in("save_lr_scheduler")
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
         """Write the scheduler's state, which all ranks share, once."""
         with new_file(Path(checkpoint), self.grid.world) as folder:
             if self.grid.first:
                 torch.save(lr_scheduler.state_dict(), folder / Path(checkpoint).name)
 
+    @together_in("load_lr_scheduler")
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
         with together(self.grid.world):
             try:
@@ -157,15 +163,18 @@ class PipelineCheckpointIO(CheckpointIO):
                 ) from error
             lr_scheduler.load_state_dict(state)
 
+    @together_in("save_optimizer")
     def save_sharded_optimizer(
         self, optimizer: Optimizer, checkpoint: str, gather_dtensor: bool, prefix: str | None, *_: Any, **__: Any
     ) -> None:
         _refuse_prefix(prefix)
         save_optimizer(optimizer, checkpoint, shard=True)
 
+    @together_in("save_optimizer")
     def save_unsharded_optimizer(self, optimizer: Optimizer, checkpoint: str, *_: Any, **__: Any) -> None:
         save_optimizer(optimizer, checkpoint, shard=False)
 
+    @together_in("load_optimizer")
     def load_optimizer(self, optimizer: Optimizer, checkpoint: str, prefix: str | None = None, **_: Any) -> None:
         """Read a folder or a file that `save_optimizer` wrote, with any number of stages."""
         _refuse_prefix(prefix)
@@ -173,6 +182,7 @@ class PipelineCheckpointIO(CheckpointIO):
 
     load_sharded_optimizer = load_unsharded_optimizer = load_optimizer
 
+    @together_in("save_lora_as_pretrained")
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: str, *_: Any, **__: Any) -> None:
         save_lora(model, checkpoint)
 

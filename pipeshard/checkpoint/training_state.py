@@ -21,7 +21,7 @@ from pipeshard.checkpoint.io import PipelineCheckpointIO, boosted_model
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.errors import CheckpointError
 from pipeshard.pipeline import Pipeline
-from pipeshard.runtime.agreement import gather_objects
+from pipeshard.runtime.agreement import gather_objects, together_in
 
 logger = logging.getLogger("pipeshard")
 
@@ -29,6 +29,7 @@ FORMAT = 1
 MANIFEST, MODEL, OPTIMIZER, REST = "manifest.json", "model", "optimizer", "training.pt"
 
 
+@together_in("save_training_state")
 def save_training_state(
     directory: str | Path,
     step: int,
@@ -74,6 +75,7 @@ def save_training_state(
                 _remove(_folder(parent, old))
 
 
+@together_in("load_training_state")
 def load_training_state(
     directory: str | Path,
     model: nn.Module,

@@ -1,7 +1,9 @@
 """Agreement: all ranks of a pipeline run the same step on the same batch, or none does."""
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -12,10 +14,14 @@ from pipeshard.errors import BatchError
 from pipeshard.grid import Grid
 from pipeshard.model.batch import Batch
 from pipeshard.model.nested import text
+from pipeshard.runtime.calls import call_of, compare_calls
 from pipeshard.runtime.outputs import describe
+from pipeshard.runtime.progress import NOW
+from pipeshard.runtime.watching import calling
 
 T = TypeVar("T")
 
+SAID = 8  # numbers that ranks compare when they meet
 SAMPLE = 8192  # numbers of a tensor that enter its digest
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -57,21 +63,47 @@ def gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The numbers of every rank of `group`, one row each: shape (ranks, *numbers.shape)."""
     sent = numbers.to(device_of(group))
     gathered = [torch.empty_like(sent) for _ in range(group.size())]
-    dist.all_gather(gathered, sent, group=group)
+    NOW.wait_in(group, dist.all_gather(gathered, sent, group=group, async_op=True))
     return torch.stack(gathered).cpu()
 
 
-def agree(grid: Grid, batch: Batch | None, mode: tuple[bool, int, bool]) -> tuple[int, list[int]]:
+def meet(group: dist.ProcessGroup, place: Callable[[int], str], numbers: Sequence[int] = ()) -> list[list[int]]:
+    """What every rank of the world has to say at the beginning of a call, 8 numbers at most; all of them raise
+    UsageError where they are not at the same call."""
+    mine = [*call_of(NOW), *numbers, *[0] * (SAID - len(numbers))]
+    ranks = gather(torch.tensor(mine), group).tolist()
+    compare_calls([tuple(said[:2]) for said in ranks], place)
+    return [said[2 : 2 + len(numbers)] for said in ranks]
+
+
+@contextmanager
+def together_in(name: str) -> Iterator[None]:
+    """A call of the user's that every rank has to make, as the same one after the same others; also a decorator."""
+    with calling(name) as watch:
+        if watch is not None:
+            meet(watch.world, watch.place)
+        yield
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks have agreed on for a step: the seed of the first one's generator, by which all draw random
+    numbers, the samples of each replica, and whether any rank has `news`."""
+
+    seed: int
+    rows: list[int]
+    news: bool
+
+
+def agree(grid: Grid, batch: Batch | None, mode: tuple[bool, int, bool], news: bool) -> Agreement:
     """Compare this step over all ranks; every rank raises BatchError if they differ.
 
     `batch` is None on a rank that could get none; `mode` is (backward too, the code of the outputs wanted, model in
-    training mode). The ranks of a replica have to have the same batch, all of them the same mode. Returns the seed of
-    the first rank's generator, by which all of them draw random numbers in this step, and how many samples each
-    replica has.
+    training mode). The ranks of a replica have to have the same batch, all of them the same mode.
     """
-    seed = torch.initial_seed() % 2**63
-    mine = [0, 0, 0, *mode, seed] if batch is None else [1, digest(batch), batch.rows, *mode, seed]
-    ranks = gather(torch.tensor(mine), grid.world).tolist()
+    rest = *mode, news, torch.initial_seed() % 2**63
+    mine = [0, 0, 0, *rest] if batch is None else [1, digest(batch), batch.rows, *rest]
+    ranks = meet(grid.world, grid.place, mine)
     without = [grid.place(r) for r, (has, *_) in enumerate(ranks) if not has]
     if without:
         raise BatchError(
@@ -81,17 +113,17 @@ def agree(grid: Grid, batch: Batch | None, mode: tuple[bool, int, bool]) -> tupl
     each = grid.size // grid.dp_size
     replicas = [ranks[first : first + each] for first in range(0, len(ranks), each)]
     same = all(len({tuple(rank[:3]) for rank in replica}) == 1 for replica in replicas)
-    if not same or len({tuple(rank[3:-1]) for rank in ranks}) > 1:
+    if not same or len({tuple(rank[3:6]) for rank in ranks}) > 1:
         table = "; ".join(
             f"{grid.place(r)}: {rows} samples (digest {number:014x}), {'training step' if train else 'forward only'}, "
             f"return_outputs={describe(outputs)}, model.{'train' if training else 'eval'}()"
-            for r, (_, number, rows, train, outputs, training, _) in enumerate(ranks)
+            for r, (_, number, rows, train, outputs, training, *_) in enumerate(ranks)
         )
         raise BatchError(
             f"the stages of one pipeline must read the same batch in the same mode, but {table}. Give every rank the "
             "same data in the same order: plugin.prepare_dataloader(dataset, batch_size, shuffle, seed) does"
         )
-    return ranks[0][-1], [replica[0][2] for replica in replicas]
+    return Agreement(ranks[0][-1], [replica[0][2] for replica in replicas], any(rank[6] for rank in ranks))
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
@@ -105,7 +137,7 @@ def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, de
     """The scalar (or None) that global rank `source` has, on every rank of `group`, with its dtype."""
     content = (0.0, 0.0) if value is None else (float(value), 1.0 + DTYPES.index(value.dtype))
     message = torch.tensor(content, dtype=torch.float64, device=device_of(group))
-    dist.broadcast(message, source, group=group)
+    NOW.wait_in(group, dist.broadcast(message, source, group=group, async_op=True))
     number, code = message.tolist()
     return torch.tensor(number, dtype=DTYPES[int(code) - 1], device=device) if code else None
 
@@ -113,7 +145,7 @@ def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, de
 def sum_scalar(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of a scalar over the ranks of `group`, in its own dtype or fp32, whichever is finer."""
     total = value.detach().to(device_of(group), torch.promote_types(value.dtype, torch.float32))
-    dist.all_reduce(total, group=group)
+    NOW.wait_in(group, dist.all_reduce(total, group=group, async_op=True))
     return total.to(value)
 
 
@@ -129,4 +161,5 @@ def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None, source: int | 
 def broadcast_bytes(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
     """Fill a contiguous tensor with that of global rank `source`; no backend knows every dtype."""
     if tensor.numel():
-        dist.broadcast(tensor.view(-1).view(torch.uint8), source, group=group)
+        content = tensor.view(-1).view(torch.uint8)
+        NOW.wait_in(group, dist.broadcast(content, source, group=group, async_op=True))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pipeshard.runtime.agreement import device_of
 from pipeshard.runtime.fsdp import ShardedUnits
 from pipeshard.runtime.local import align_grad, local, local_grad, set_local_grad
+from pipeshard.runtime.progress import NOW
 
 BUCKET = 25 * 2**20  # bytes of gradients that are reduced in one message
 
@@ -50,6 +51,10 @@ class GradientSync:
     def is_early(self) -> bool:
         """Whether anything can be reduced before a step has ended."""
         return self.sharded is not None or any(not bucket.tie for bucket in self.buckets)
+
+    def trained(self) -> dict[str, bool]:
+        """Which of the shared parameters are."""
+        return {name: p.requires_grad for sharing in self.sharings for name, p in sharing.parameters.items()}
 
     def begin(self) -> None:
         """Set the summed part aside, so that `p.grad` gathers this rank's own part alone."""
@@ -142,7 +147,7 @@ class _Bucket:
         """Each parameter with its gradient summed over the holders, or None if no holder has one."""
         if self.work is None:
             return
-        self.work.wait()
+        NOW.wait_in(self.group, self.work)
         flat, self.flat, self.work = self.flat, torch.empty(0), None
         shapes = [local(parameter).shape for parameter in self.trained]
         *parts, counts = flat.split([*map(math.prod, shapes), len(shapes)])
@@ -181,11 +186,11 @@ def grad_norm(
     norms = [torch.linalg.vector_norm(_at_least_fp32(g), norm_type).to(device).double() for _, g in gradients]
     if math.isinf(norm_type):
         norm = torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=device)]).max()
-        dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
+        NOW.wait_in(group, dist.all_reduce(norm, dist.ReduceOp.MAX, group=group, async_op=True))
         return norm.to(dtype)
     powers = [norm**norm_type / holders(p) for norm, (p, _) in zip(norms, gradients, strict=True)]
     power = torch.stack([*powers, torch.zeros((), dtype=torch.float64, device=device)]).sum()
-    dist.all_reduce(power, group=group)
+    NOW.wait_in(group, dist.all_reduce(power, group=group, async_op=True))
     return (power ** (1.0 / norm_type)).to(dtype)
 
 

@@ -12,6 +12,7 @@ from torch.profiler import record_function
 
 from pipeshard.runtime.buffers import Buffers
 from pipeshard.runtime.p2p import P2P
+from pipeshard.runtime.progress import NOW
 from pipeshard.runtime.stage import Stage
 from pipeshard.schedule.action import Action, Kind
 from pipeshard.schedule.simulate import Span
@@ -34,7 +35,7 @@ class Interpreter:
         self._buffers = Buffers(device)
         self._incoming: dict[Action, tuple[list[Tensor], list[dist.Work]]] = {}
         self._outgoing: dict[Action, list[Tensor]] = {}
-        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sends: deque[tuple[dist.Work, Tensor, int]] = deque()
         compute, receive, send = self._compute, self._receive, self._send
         self._do: dict[Kind, Callable[[Action], None]] = {
             Kind.F: compute,
@@ -53,13 +54,14 @@ class Interpreter:
         profiled = torch._C._autograd._profiler_enabled()
         try:
             for action in actions:
+                NOW.start(action)
                 with record_function(str(action)) if profiled else contextlib.nullcontext():
                     self._do[action.kind](action)
                 self._let_go_of_sent()
                 if stage_done and ends.get(action.stage) is action:
                     stage_done(action.stage)
-            for work, _ in self._sends:
-                work.wait()
+            for work, _, destination in self._sends:
+                self._wait(work, destination)
         finally:
             self._incoming.clear()
             self._outgoing.clear()
@@ -90,10 +92,11 @@ class Interpreter:
         if message not in self._incoming:
             return self._outgoing.pop(Action(action.kind, action.microbatch, message.partner.stage), [])
         tensors, works = self._incoming.pop(message)
+        source = self.placement[message.partner.stage]
         start = time.perf_counter()
         for work in works:
-            work.wait()
-        self.waited[self.placement[message.partner.stage]] += time.perf_counter() - start
+            self._wait(work, source)
+        self.waited[source] += time.perf_counter() - start
         return tensors
 
     def _receive(self, action: Action) -> None:
@@ -110,12 +113,16 @@ class Interpreter:
         compute = Kind.F if action.kind is Kind.SEND_F else Kind.B
         destination = self.placement[action.partner.stage]
         for tensor in self._outgoing.pop(Action(compute, action.microbatch, action.stage), []):
-            self._sends.append((self.p2p.send(_bytes(tensor), destination), tensor))
+            self._sends.append((self.p2p.send(_bytes(tensor), destination), tensor, destination))
 
     def _let_go_of_sent(self) -> None:
         while self._sends and self._sends[0][0].is_completed():
-            work, _ = self._sends.popleft()
-            work.wait()  # at once, or with the error that ended it
+            work, _, destination = self._sends.popleft()
+            self._wait(work, destination)  # at once, or with the error that ended it
+
+    def _wait(self, work: dist.Work, other: int) -> None:
+        assert self.p2p is not None
+        NOW.wait(work, (self.p2p.ranks[other],))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -11,10 +11,12 @@ from torch.optim import Optimizer
 
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.grid import Grid
+from pipeshard.runtime.agreement import together_in
 from pipeshard.runtime.gradients import clip_by_norm, grad_norm
 from pipeshard.runtime.holdings import Holdings
 from pipeshard.runtime.local import local_grad, slice_like
 from pipeshard.runtime.scaling import LossScale
+from pipeshard.runtime.watching import calling
 from pipeshard.runtime.weights import assign, share_updates
 
 
@@ -66,6 +68,11 @@ class PipelineOptimizer(OptimizerWrapper):
         return self.grid.world
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
+        meets = self.max_norm > 0 or self.scaling is not None or bool(self.owners)
+        with together_in("optimizer.step") if meets else calling("optimizer.step"):
+            return self._step(*args, **kwargs)
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
         self._norm = None
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm)
@@ -103,6 +110,10 @@ class PipelineOptimizer(OptimizerWrapper):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Clip to the norm over the whole model, which it returns. Every rank has to call it."""
+        with together_in("optimizer.clip_grad_by_norm"):
+            return self._clip(max_norm, norm_type, error_if_nonfinite)
+
+    def _clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         self._norm = self._unscaled_norm(norm_type)
         self._unscale()
         if error_if_nonfinite and not torch.isfinite(self._norm):
@@ -113,7 +124,10 @@ class PipelineOptimizer(OptimizerWrapper):
     def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float:
         """The norm over the whole model that the last `step` clipped by (as it was before), else that of the gradients
         now. In the latter case every rank has to call it."""
-        return float(self._unscaled_norm(norm_type) if self._norm is None else self._norm)
+        if self._norm is not None:
+            return float(self._norm)
+        with together_in("optimizer.get_grad_norm"):
+            return float(self._unscaled_norm(norm_type))
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         raise UsageError(

@@ -8,7 +8,7 @@ from pipeshard.grid import Grid
 from pipeshard.model.batch import Batch, split_sizes
 from pipeshard.model.criterion import Criterion
 from pipeshard.model.doubts import RowDims
-from pipeshard.runtime.agreement import agree
+from pipeshard.runtime.agreement import Agreement, agree
 from pipeshard.runtime.precision import Precision
 
 
@@ -30,10 +30,9 @@ class Reader:
         return self.precision.of_batch(self.row_dims.settle(batch, criterion) if self.cuts else batch)
 
     def next(
-        self, data_iter: Iterator[Any], criterion: Criterion | None, mode: tuple[bool, int, bool]
-    ) -> tuple[Batch, int, int]:
-        """The next batch, compared over the ranks (all of them raise if one has none, or another one), a seed, and the
-        number of its first microbatch among those of all replicas."""
+        self, data_iter: Iterator[Any], criterion: Criterion | None, mode: tuple[bool, int, bool], news: bool
+    ) -> tuple[Batch, Agreement]:
+        """The next batch, compared over the ranks: all of them raise if one has none, or another one."""
         failure: Exception | None = None
         batch = None
         try:
@@ -41,11 +40,15 @@ class Reader:
         except Exception as error:
             failure = error
         try:
-            seed, rows = agree(self.grid, batch, mode)
+            agreed = agree(self.grid, batch, mode, news)
         except BatchError as disagreement:
             raise (failure or disagreement) from None
         assert batch is not None
-        return batch, seed, sum(len(split_sizes(of_replica, *self.cut())) for of_replica in rows[: self.grid.replica])
+        return batch, agreed
+
+    def first(self, agreed: Agreement) -> int:
+        """The number of this replica's first microbatch among those of all replicas."""
+        return sum(len(split_sizes(rows, *self.cut())) for rows in agreed.rows[: self.grid.replica])
 
     def _read(self, data_iter: Iterator[Any], criterion: Criterion | None) -> Batch:
         if not hasattr(data_iter, "__next__"):

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipeshard.errors import UsageError
+from pipeshard.errors import TraceError, UsageError
 from pipeshard.model.batch import Batch
 from pipeshard.model.criterion import Criterion, loss_of
 from pipeshard.model.replay import Replay
 from pipeshard.model.route import Route
 from pipeshard.model.taint import Value
 from pipeshard.runtime.deferral import Deferral, Gradients
+from pipeshard.runtime.finite import Finite
 from pipeshard.runtime.outputs import Outputs
 
 
@@ -60,9 +61,10 @@ class Stage:
         is_last: bool,
         deferral: Deferral,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        finite: Finite | None = None,
     ) -> None:
         self.model, self.replay, self.index, self.is_last, self.deferral = model, replay, index, is_last, deferral
-        self.around = around
+        self.around, self.finite = around, finite
 
     def begin(
         self,
@@ -110,7 +112,12 @@ class Stage:
         if self.train:
             entered = [received[value] for value in route.enters.gradients]
             self.alive[i] = Alive(entered, [_edge(made[value]) for value in route.leaves.gradients], loss)
-        return [made[value].detach().contiguous() for value in route.leaves.values]
+        sent = [made[value].detach().contiguous() for value in route.leaves.values]
+        units = [route.flow.calls[value.call].unit for value in route.leaves.values]
+        self._refuse_strangers(microbatch, units, sent)
+        if self.finite is not None:
+            self.finite.forward(i, units, sent, loss)
+        return sent
 
     def backward(self, i: int, returning: Sequence[Tensor]) -> list[Tensor]:
         """Back-propagate the gradients of what `forward(i)` returned; returns those of what it took."""
@@ -123,11 +130,27 @@ class Stage:
             pairs = [(edge, grad) for edge, grad in zip(alive.left, returning, strict=True) if edge is not None]
             if pairs:
                 torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
-        return [torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in alive.entered]
+        sent = [torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in alive.entered]
+        if self.finite is not None:
+            self.finite.backward(i, sent)
+        return sent
 
     def weight(self, i: int) -> None:
         """Add up the weight gradients that `backward(i)` has left."""
         self.deferral.finish(self.pending.pop(i))
+        if self.finite is not None:
+            self.finite.backward(i)
+
+    def _refuse_strangers(self, microbatch: Microbatch, units: Sequence[str], sent: Sequence[Tensor]) -> None:
+        """The next stage expects what the trace has seen: anything else would break its connection, or be misread."""
+        for value, unit, tensor in zip(microbatch.route.leaves.values, units, sent, strict=True):
+            shape, dtype = microbatch.shape(value)
+            if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+                raise TraceError(
+                    f"{unit} gives a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}, but gave one of {shape} "
+                    f"and {dtype} for such a batch when the model was traced: its shapes must follow from the batch's, "
+                    "and hooks must keep them"
+                )
 
     def _loss(self, output: Any, microbatch: Microbatch) -> Tensor | None:
         loss = loss_of(output, self.criterion, microbatch.batch)

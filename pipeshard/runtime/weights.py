@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeshard.runtime.local import local, local_grad, slice_like
+from pipeshard.runtime.progress import NOW
 
 
 class Weight:
@@ -87,7 +88,7 @@ def share_updates(weights: Iterable[Weight], owners: Mapping[str, int], group: d
     ranks = dist.get_process_group_ranks(group)
     works = [dist.broadcast(flat, ranks[owner], group=group, async_op=True) for (owner, _), flat in flats.items()]
     for work, (key, flat) in zip(works, flats.items(), strict=True):
-        work.wait()
+        NOW.wait_in(group, work)
         if key[0] != group.rank():
             for tensor, part in zip(bundles[key], flat.split([t.numel() for t in bundles[key]]), strict=True):
                 tensor.copy_(part.view_as(tensor))

@@ -1,0 +1,88 @@
+"""The job: one rank of a small training run that saves after every step, and goes on from its newest state."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from torch.utils.data import Dataset
+
+from pipeshard import PipelinePlugin, load_training_state, save_training_state
+from pipeshard.checkpoint.training_state import newest_step
+from tests import zoo
+
+MICROBATCHES = 6
+STEPS = 4
+FAULTY = 2  # the step, from 0, in which the fault is
+TIMEOUT = 3.0  # seconds of the watchdog
+
+
+class Samples(Dataset[Any]):
+    """Rows of one fixed batch, with uneven labels."""
+
+    def __init__(self) -> None:
+        self.data = zoo.batch("gpt2", rows=MICROBATCHES * STEPS)
+
+    def __len__(self) -> int:
+        return MICROBATCHES * STEPS
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: value[index] for name, value in self.data.items()}
+
+
+def run(rank: int, size: int, port: int, folder: Path, plant: Callable[[Any], None] = lambda job: None) -> int:
+    """Train to the end; `plant(job)` is called before the faulty step. Writes a digest of the parameters at the end."""
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ.update(environment)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    job = Job(folder)
+    job.train(plant)
+    (folder / f"digest{rank}").write_text(job.digest())
+    dist.destroy_process_group()
+    return 0
+
+
+class Job:
+    """What `run` trains; faults are planted in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.plugin = PipelinePlugin(
+            dist.get_world_size(), MICROBATCHES, max_norm=1.0, timeout=TIMEOUT, check_finite=True
+        )
+        model = zoo.build("gpt2")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.loader = self.plugin.prepare_dataloader(Samples(), batch_size=MICROBATCHES)
+        self.booster = Booster(plugin=self.plugin)
+        self.model, self.optimizer, *_ = self.booster.boost(model, optimizer, dataloader=self.loader)
+        self.rank = dist.get_rank()
+
+    def train(self, plant: Callable[[Any], None]) -> None:
+        states = self.folder / "states"
+        begun = newest_step(states)
+        done = 0 if begun is None else load_training_state(states, self.model, self.optimizer, dataloader=self.loader)
+        self.batches = iter(self.loader)
+        for step in range(done, STEPS):
+            if step == FAULTY:
+                plant(self)
+            self.booster.execute_pipeline(self.batches, self.model, None, self.optimizer)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            save_training_state(states, step + 1, self.model, self.optimizer, dataloader=self.loader)
+
+    def digest(self) -> str:
+        state = hashlib.blake2b(digest_size=8)
+        for name, parameter in sorted(self.model.unwrap().named_parameters()):
+            if parameter.device.type != "meta" and parameter.untyped_storage().nbytes() >= parameter.nbytes:
+                state.update(name.encode() + parameter.detach().numpy().tobytes())
+        return state.hexdigest()

@@ -1,0 +1,75 @@
+"""Mechanisms: what each kind of fault is caught by, and how to do without it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from unittest import mock
+
+from pipeshard.checkpoint import beside
+from pipeshard.runtime import agreement, finite, stage, watch, watching
+from tests.faults.plant import Case
+
+
+def _never(*args: object, **kwargs: object) -> None:
+    return None
+
+
+def _patch(owner: object, name: str, value: object) -> None:
+    mock.patch.object(owner, name, value).start()
+
+
+def _no_alarm() -> None:
+    """Nobody is told of anything."""
+    _patch(watch.Watch, "_tell", lambda self, fault, number: fault)
+
+
+def _no_watchdog() -> None:
+    _patch(watch.Watch, "_is_stalled", lambda self: False)
+
+
+def _no_roll_call() -> None:
+    _patch(watch.RollCall, "result", lambda self, fault, number, place: fault)
+
+
+def _no_digest() -> None:
+    _patch(agreement, "digest", lambda batch: 0)
+
+
+def _no_sigterm() -> None:
+    _patch(watching, "_leaving", _never)
+
+
+def _no_shapes() -> None:
+    _patch(stage.Stage, "_refuse_strangers", _never)
+
+
+def _no_finite() -> None:
+    _patch(finite, "_is_finite", lambda tensor: True)
+
+
+def _no_together() -> None:
+    """Ranks leave a save one by one."""
+    _patch(beside, "together", lambda group: contextlib.nullcontext())
+
+
+MECHANISMS: dict[str, Callable[[], None]] = {
+    "the alarm": _no_alarm,
+    "the watchdog": _no_watchdog,
+    "the roll call": _no_roll_call,
+    "the digest of batches": _no_digest,
+    "the look at what is finite": _no_finite,
+    "the look at shapes": _no_shapes,
+}
+RELIES = {
+    "the alarm": ("exception", "SIGTERM"),
+    "the watchdog": ("hang", "SIGSTOP"),
+    "the roll call": ("kill -9", "hang"),
+    "the digest of batches": ("different batch",),
+    "the look at what is finite": ("NaN",),
+    "the look at shapes": ("wrong shape",),
+}
+
+
+def relies_on(case: Case, mechanism: str) -> bool:
+    return case.kind in RELIES[mechanism]

@@ -1,0 +1,170 @@
+"""Plant: faults that are put into one rank of a job, each at one moment of its faulty step."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeshard.checkpoint import save as saving
+from tests.faults.job import MICROBATCHES, TIMEOUT, Job
+
+STAGES = ("first", "middle", "last")
+PHASES = ("batch", "warm-up", "steady", "cool-down", "tie sync", "optimizer", "save")
+KINDS = ("exception", "kill -9", "SIGSTOP", "SIGTERM", "hang", "NaN", "wrong shape", "different batch", "full disk")
+ONLY = {  # kinds that make sense at some moments only
+    "NaN": ("warm-up", "steady", "cool-down", "tie sync", "optimizer"),
+    "wrong shape": ("warm-up", "steady", "cool-down"),
+    "different batch": ("batch",),
+    "full disk": ("save",),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault: its kind, the stage (and so the rank) that has it, and when."""
+
+    kind: str
+    stage: str
+    phase: str
+
+    @property
+    def rank(self) -> int:
+        return STAGES.index(self.stage)
+
+    @property
+    def seconds(self) -> float:
+        """In which all ranks have to be down."""
+        return 10.0 + (TIMEOUT if self.kind in ("SIGSTOP", "hang") else 0.0)
+
+    @property
+    def signs(self) -> tuple[str, ...]:
+        """What the error of every other rank says."""
+        who = f"rank {self.rank} (stage {self.rank})"
+        return {
+            "exception": (who, "ValueError: planted"),
+            "kill -9": (who, "was killed"),
+            "SIGSTOP": (who, "is stopped" if self.rank or self.phase != "never" else ""),
+            "SIGTERM": (who, "by SIGTERM"),
+            "hang": (who, "plant.py"),
+            "NaN": ("NonFiniteError",) if self.phase == "tie sync" else (who, "NonFiniteError"),
+            "wrong shape": (who, "shape"),
+            "different batch": ("must read the same batch", f"stage {self.rank}"),
+            "full disk": (who, "No space left on device"),
+        }[self.kind]
+
+    def __str__(self) -> str:
+        return f"{self.kind} on the {self.stage} stage, {self.phase}"
+
+
+def all_cases() -> Iterator[Case]:
+    for kind in KINDS:
+        for phase in ONLY.get(kind, PHASES):
+            yield from (Case(kind, stage, phase) for stage in STAGES)
+
+
+class Planter:
+    """Puts a case's fault into a Job, on the rank that is to have it; `mark` gets the time at which it happens."""
+
+    def __init__(self, case: Case, mark: Path) -> None:
+        self.case, self.mark = case, mark
+
+    def __call__(self, job: Job) -> None:
+        if job.rank != self.case.rank:
+            return
+        module = next(unit for unit in job.model.pipeline.policy.get_held_layers() if hasattr(unit, "mlp"))
+        act: Callable[[Any], Any] = self._act
+        match self.case.phase:
+            case "batch":
+                job.batches = self._batches(job.batches)
+            case "warm-up" | "steady":
+                after = 1 if self.case.phase == "warm-up" else MICROBATCHES // 2 + 1
+                module.mlp.register_forward_hook(counted(after, lambda module, args, output: act(output)))
+            case "cool-down":
+                module.mlp.c_fc.weight.register_hook(counted(MICROBATCHES, act))
+            case "tie sync":
+                before(job.model.pipeline.sync, "finish", lambda: self._in_gradients(job))
+            case "optimizer":
+                job.optimizer.optim.register_step_pre_hook(lambda *_: self._in_gradients(job))
+            case "save":
+                before(saving, "save_file", lambda *args: self._in_save(*args))
+
+    def _act(self, value: Any) -> Any:
+        """What happens; the value that goes on instead of this one."""
+        self.mark.write_text(str(time.monotonic()))
+        match self.case.kind:
+            case "exception":
+                raise ValueError("planted")
+            case "kill -9":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "SIGSTOP":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)
+            case "hang":
+                while True:
+                    time.sleep(1)
+            case "NaN":
+                return value * float("nan")
+            case "wrong shape":
+                return value[..., :-1]
+        return value
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            if self.case.kind == "different batch":
+                self.mark.write_text(str(time.monotonic()))
+                batch = {name: value.flip(0) for name, value in batch.items()}
+            else:
+                self._act(None)
+            yield batch
+
+    def _in_gradients(self, job: Job) -> None:
+        parameter = next(p for p in job.model.pipeline.sync.parameters or trained(job) if p.grad is not None)
+        parameter.grad = self._act(parameter.grad)
+
+    def _in_save(self, tensors: dict[str, Tensor], path: Path, *_: Any) -> None:
+        if self.case.kind == "full disk":
+            self.mark.write_text(str(time.monotonic()))
+            path.write_bytes(b"\0" * 100)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        self._act(None)
+
+
+def trained(job: Job) -> Iterator[nn.Parameter]:
+    return iter(job.model.pipeline.holdings.held.values())
+
+
+def counted(number: int, act: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that acts in its call of this number alone."""
+    calls = 0
+
+    def hook(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return act(*args) if calls == number else None
+
+    return hook
+
+
+def before(owner: Any, name: str, act: Callable[..., Any]) -> None:
+    """Call `act`, once, before a function, with its arguments as far as it takes some."""
+    original, done = getattr(owner, name), False
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        if not done:
+            done = True
+            with torch.no_grad():
+                act(*args) if act.__code__.co_argcount or act.__code__.co_flags & 4 else act()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, patched)

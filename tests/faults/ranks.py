@@ -1,0 +1,80 @@
+"""Ranks: the processes of one run, forked from this one, which has imported everything already."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+SIZE = 3
+
+
+class Ranks:
+    """Forks `SIZE` processes; in each of them `rank` is its number, and the caller has to go on as that rank, so that
+    it ends as any Python program does. In the one that forked, `rank` is None."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name, self.rank = folder, name, None
+        self.port = free_port()
+        self.pids: list[int] = []
+        self.statuses: dict[int, int] = {}
+        self.ended: dict[int, float] = {}
+        for rank in range(SIZE):
+            if (pid := os.fork()) == 0:
+                self.rank: int | None = rank
+                output = os.open(self.output(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+                return
+            self.pids.append(pid)
+
+    def output(self, rank: int) -> Path:
+        return self.folder / f"{self.name}{rank}.txt"
+
+    def text(self, rank: int) -> str:
+        return self.output(rank).read_text(errors="replace")
+
+    def wait(self, until: Callable[[], bool]) -> bool:
+        """Until all have ended; False if `until()` came to hold before."""
+        while len(self.statuses) < SIZE:
+            for rank, pid in enumerate(self.pids):
+                if rank not in self.statuses:
+                    ended, status = os.waitpid(pid, os.WNOHANG)
+                    if ended:
+                        self.statuses[rank] = os.waitstatus_to_exitcode(status)
+                        self.ended[rank] = time.monotonic()
+            if until():
+                return len(self.statuses) == SIZE
+            time.sleep(0.01)
+        return True
+
+    def signal(self, number: signal.Signals, rank: int) -> None:
+        if rank not in self.statuses:
+            os.kill(self.pids[rank], number)
+
+    def kill(self) -> None:
+        for rank in range(SIZE):
+            self.signal(signal.SIGKILL, rank)
+        self.wait(lambda: False)
+
+    @property
+    def port_is_free(self) -> bool:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended linger
+            try:
+                probe.bind(("127.0.0.1", self.port))
+            except OSError:
+                return False
+        return True
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
