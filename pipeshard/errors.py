@@ -31,6 +31,10 @@ class CheckpointError(PipeshardError, RuntimeError):
     """A checkpoint that cannot be read, written or matched with the model."""
 
 
+class MessageError(PipeshardError, TypeError):
+    """A value that cannot be sent to the other ranks."""
+
+
 class DeadlockError(PipeshardError, RuntimeError):
     """A program in which ranks wait for each other without end."""
 
