@@ -6,7 +6,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipeshard.checkpoint.training_state import load_training_state, newest_step, save_training_state
 from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.layout import Layout, layouts
+from pipeshard.layout import Layout, ToldLayout, layouts
 from pipeshard.runtime.agreement import gather, gather_objects, together_in
 
 logger = logging.getLogger("pipeshard")
@@ -176,16 +176,18 @@ def _join(timeout: float) -> None:
 
 def _chosen(choose: Callable[[int], Layout], ranks: int, global_batch: int) -> Layout:
     """What rank 0 chooses (a measured profile may differ elsewhere), or its error, on every rank."""
-    answer: list[Any] = [None]
+    chosen: Any = None
     if dist.get_rank() == 0:
         try:
-            answer = [choose(ranks)]
+            chosen = choose(ranks)
         except Exception as error:
-            answer = [f"{type(error).__name__}: {error}"]
-    dist.broadcast_object_list(answer)
-    layout = answer[0]
-    if not isinstance(layout, Layout):
-        raise ConfigurationError(f"for {ranks} ranks, the function pp_size gave no Layout, but: {layout}")
+            chosen = f"{type(error).__name__}: {error}"
+    sizes = {f.name: getattr(chosen, f.name) for f in fields(Layout)} if isinstance(chosen, Layout) else None
+    answer: tuple[Any, Any] = (sizes, chosen.arguments if sizes else str(chosen))
+    sizes, told = gather_objects(answer, _world())[0]
+    if sizes is None:
+        raise ConfigurationError(f"for {ranks} ranks, the function pp_size gave no Layout, but: {told}")
+    layout = chosen if dist.get_rank() == 0 else ToldLayout(**sizes, told=told)
     if (layout.ranks, layout.global_batch) != (ranks, global_batch):
         raise ConfigurationError(
             f"the layout chosen for {ranks} ranks and global_batch={global_batch} is for {layout.ranks} ranks and "

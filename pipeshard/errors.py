@@ -44,6 +44,10 @@ class NonFiniteError(PipeshardError, ArithmeticError):
     """A loss, an activation or a gradient that is not finite, where `check_finite=True` asks for them to be."""
 
 
+class MessageError(PipeshardError, TypeError):
+    """A value that cannot be sent to the other ranks."""
+
+
 class DeadlockError(PipeshardError, RuntimeError):
     """A program in which ranks wait for each other without end."""
 

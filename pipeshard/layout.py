@@ -39,6 +39,17 @@ class Layout:
         return {"pp_size": self.pp_size, "dp_size": self.dp_size, "microbatch_size": self.microbatch_size}
 
 
+@dataclass(frozen=True)
+class ToldLayout(Layout):
+    """A layout that another rank has chosen, of whatever class, with the `arguments` that it is `told` to have."""
+
+    told: dict[str, Any]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return self.told
+
+
 def layouts(ranks: int, global_batch: int, microbatch_size: int = 1, pp_size: int | None = None) -> list[Layout]:
     """Every layout of `ranks` that is legal, with at most `pp_size` stages; the most stages come first.
 

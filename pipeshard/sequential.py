@@ -134,11 +134,12 @@ def _is_bound(hook: Any) -> bool:
 
 def _agreed(pipeline: Pipeline, failure: str) -> list[list[Entry]]:
     """The entries of every stage; all ranks raise if one could not copy the model."""
-    answers = gather_objects((failure, list(_entries(pipeline))), pipeline.group)
+    own: list[Any] = [tuple(entry) for entry in _entries(pipeline)]
+    answers = gather_objects((failure, own), pipeline.group)
     failures = [text for text, _ in answers if text]
     if failures:
         raise UsageError(f"{failures[0]}. Remove what copy.deepcopy cannot copy from the model's attributes")
-    return [entries for _, entries in answers]
+    return [[Entry(*entry) for entry in entries] for _, entries in answers]
 
 
 def _entries(pipeline: Pipeline) -> Iterator[Entry]:

@@ -77,7 +77,9 @@ def _written(
             yield writing
         with together(group):
             if first:
+                sync(writing, *writing.rglob("*"))
                 place(writing)
+                sync(target.parent)
     finally:
         if first:
             shutil.rmtree(writing, ignore_errors=True)
@@ -95,6 +97,16 @@ def restore(target: Path) -> None:
     if old.exists() and not target.exists():
         os.rename(old, target)
     remove(old)
+
+
+def sync(*paths: Path) -> None:
+    """Have what was written to these files and folders on disk."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def remove(folder: Path) -> None:

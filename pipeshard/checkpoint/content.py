@@ -6,12 +6,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pipeshard.checkpoint.plain import has_content
 from pipeshard.errors import CheckpointError
 from pipeshard.runtime.local import like, local
 from pipeshard.runtime.optimizer import PipelineOptimizer
 from pipeshard.runtime.weights import Weight
 
-FORMAT = "pipeshard optimizer 1"
+FORMAT = "pipeshard optimizer 2"
+OLDER = "pipeshard optimizer 1"  # the same, but for a folder's tensors: those were torch.distributed.checkpoint's own
 VALUE = "pipeshard.value"  # among the states of a parameter: itself, in full precision
 
 # "format"; "parameters": name -> meta tensor; "param_groups": options and names ("params"); "state": name -> key ->
@@ -109,3 +111,35 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
         params = dict.fromkeys(name for group in groups for name in group["params"])
         whole["param_groups"].append(groups[0] | {"params": list(params)})
     return whole, owners
+
+
+def flaw(content: Content, described: bool) -> str:
+    """What of a dict that somebody wrote is no Content; "" if nothing is. With `described`, tensors are to be on meta;
+    else there are values for all of them."""
+    parts: list[Any] = [content.get(part) for part in ("parameters", "param_groups", "state")]
+    parameters, groups, states = parts
+    if not _by_name(parameters, Tensor):
+        return "its parameters are no tensors by name"
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return "its param_groups are no list of dicts"
+    if not all(isinstance(group.get("params"), list) for group in groups):
+        return "a group has no params"
+    names = [name for group in groups for name in group["params"]]
+    if not all(isinstance(name, str) for name in names) or sorted(names) != sorted(parameters):
+        return "the params of its groups are not its parameters, each once"
+    if not _by_name(states, dict) or not states.keys() <= parameters.keys():
+        return "its state is not of its parameters"
+    for name, values in states.items():
+        if not _by_name(values, object):
+            return f"the state of {name} has no names"
+        for key, value in values.items():
+            if isinstance(value, Tensor) and not (value.is_meta if described else has_content(value)):
+                return f"{key} of {name} is {'in its description' if described else 'without values'}"
+        if VALUE in values and getattr(values[VALUE], "shape", None) != parameters[name].shape:
+            return f"{VALUE} of {name} has not its shape"
+    return ""
+
+
+def _by_name(values: Any, kind: type) -> bool:
+    """Whether these are values of a kind, by names."""
+    return isinstance(values, dict) and all(isinstance(k, str) and isinstance(v, kind) for k, v in values.items())

@@ -16,6 +16,7 @@ from pipeshard.checkpoint.beside import new_file, together
 from pipeshard.checkpoint.load import load_weights
 from pipeshard.checkpoint.lora import save_lora
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
+from pipeshard.checkpoint.plain import load_plain
 from pipeshard.checkpoint.save import FolderSave, owned, save_file_of_stages
 from pipeshard.errors import CheckpointError
 from pipeshard.grid import Grid
@@ -152,15 +153,10 @@ class PipelineCheckpointIO(CheckpointIO):
     @together_in("load_lr_scheduler")
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
         with together(self.grid.world):
-            try:
-                state = torch.load(checkpoint, weights_only=True)
-                if not isinstance(state, dict) or "last_epoch" not in state:
-                    raise ValueError("it has no last_epoch")
-            except Exception as error:
-                raise CheckpointError(
-                    f"{checkpoint} is no state of an LR scheduler ({type(error).__name__}: {error}): pass what "
-                    "booster.save_lr_scheduler wrote"
-                ) from error
+            kind, advice = "state of an LR scheduler", "pass what booster.save_lr_scheduler wrote"
+            state = load_plain(Path(checkpoint), kind, advice)
+            if not isinstance(state, dict) or "last_epoch" not in state:
+                raise CheckpointError(f"{checkpoint} is no {kind} (it has no last_epoch): {advice}")
             lr_scheduler.load_state_dict(state)
 
     @together_in("save_optimizer")

@@ -1,32 +1,44 @@
 """Optimizer checkpoints: states by the names of their parameters, which any number of stages can load."""
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pipeshard.checkpoint.beside import existing, new_file, new_folder, together
-from pipeshard.checkpoint.content import FORMAT, VALUE, Content, content_of, has_slice, merged, numbered, on_meta
-from pipeshard.errors import CheckpointError, listed
+from pipeshard.checkpoint.content import (
+    FORMAT,
+    OLDER,
+    VALUE,
+    Content,
+    content_of,
+    flaw,
+    has_slice,
+    merged,
+    numbered,
+    on_meta,
+)
+from pipeshard.checkpoint.plain import load_plain
+from pipeshard.checkpoint.shards import check_shards, read_shards, write_shards
+from pipeshard.errors import CheckpointError, MessageError, listed
 from pipeshard.runtime.agreement import gather_objects
+from pipeshard.runtime.codec import encode
 from pipeshard.runtime.local import like, local, slice_like, whole
 from pipeshard.runtime.optimizer import PipelineOptimizer
 
-DESCRIPTION = "optimizer.pt"  # beside it are the tensors, in the files of torch.distributed.checkpoint
+DESCRIPTION = "optimizer.pt"  # beside it are the tensors, in the files of every rank
 
 
 def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) -> None:
     """Write the optimizer's state by parameter name; every rank writes what it is the first to hold.
 
-    With `shard` a folder, which torch.distributed.checkpoint reads, else one file, which
-    `torch.load(weights_only=True)` reads. What was there before stays until the new one is complete.
+    With `shard` a folder of safetensors files, which torch.distributed.checkpoint's HuggingFaceStorageReader reads,
+    else one file, which `torch.load(weights_only=True)` reads. What was there before stays until the new one is
+    complete.
 
     Raises CheckpointError, on every rank, where that is impossible.
     """
@@ -37,12 +49,14 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
     description, owners = merged(gather_objects(on_meta(content), boosted.group))
     rank = boosted.group.rank()
     state = {name: {k: v if shard else whole(v) for k, v in vs.items()} for name, vs in content["state"].items()}
-    owned = _tensors(
-        {n: vs for n, vs in state.items() if owners[n] == rank or (shard and has_slice(boosted, n, owners[n]))}
-    )
+    owned = {
+        n: {k: v for k, v in tensors.items() if owners[n] == rank or (sliced and isinstance(v, DTensor))}
+        for n, tensors in _tensors(state).items()
+        if (sliced := shard and has_slice(boosted, n, owners[n])) or owners[n] == rank
+    }
     if shard:
         with new_folder(target, boosted.group, mark=DESCRIPTION) as folder:
-            save(_flat(owned), checkpoint_id=folder, process_group=boosted.group)
+            write_shards(_flat(owned), folder, rank)
             if rank == 0:
                 torch.save(description, folder / DESCRIPTION)
         return
@@ -52,7 +66,7 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
             torch.save({n: {k: _compact(v) for k, v in tensors.items()} for n, tensors in owned.items()}, parts[rank])
         if rank == 0:
             for part in parts:
-                for name, tensors in _read(part).items():
+                for name, tensors in load_plain(part, "part of an optimizer", "save again").items():
                     description["state"][name].update(tensors)
             torch.save(description, folder / target.name)
 
@@ -88,15 +102,10 @@ def _boosted(optimizer: Optimizer) -> PipelineOptimizer:
 
 def _check_readable(description: Content) -> None:
     """Refuse what torch.load(weights_only=True) would not read again."""
-    buffer = io.BytesIO()
     try:
-        torch.save(description, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"the optimizer's options or states are not made of tensors, numbers and strings alone: {error}"
-        ) from error
+        encode(description)
+    except MessageError as error:
+        raise CheckpointError(f"the optimizer's options or states: {error}") from error
 
 
 def _compact(tensor: Tensor) -> Tensor:
@@ -109,29 +118,30 @@ def _tensors(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Tensor]]:
     return {n: {k: v for k, v in values.items() if isinstance(v, Tensor)} for n, values in states.items()}
 
 
-def _flat(states: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+def _flat(states: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
     return {f"state.{name}.{key}": tensor for name, tensors in states.items() for key, tensor in tensors.items()}
 
 
-def _read(file: Path) -> Content:
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-
-
 def _read_content(source: Path) -> Content:
+    """What a folder says of itself, or all of a file; nothing that it says is larger than it is."""
     if not source.exists():
         raise CheckpointError(f"{source} cannot be read: there is no such file or folder")
-    file = source / DESCRIPTION if source.is_dir() else source
-    try:
-        content = _read(file)
-    except Exception as error:
+    described = source.is_dir()
+    advice = "pass what booster.save_optimizer wrote"
+    content = load_plain(source / DESCRIPTION if described else source, "optimizer checkpoint", advice)
+    written = content.get("format") if isinstance(content, dict) else None
+    if written == OLDER and described:
         raise CheckpointError(
-            f"{source} is no optimizer checkpoint ({type(error).__name__}: {error}): pass what "
-            "booster.save_optimizer wrote"
-        ) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{source} is not in the format {FORMAT!r}, which has names: pass what booster.save_optimizer wrote"
+            f"{source} is a folder in the format {OLDER!r}, which had a pickle in it that could run code, and is not "
+            "read any more: load it with the version of pipeshard that wrote it, save it there with shard=False, and "
+            "load that file here"
         )
+    if not isinstance(content, dict) or written not in (FORMAT, OLDER):
+        raise CheckpointError(f"{source} is not in the format {FORMAT!r}, which has names: {advice}")
+    if found := flaw(content, described):
+        raise CheckpointError(f"{source} is damaged: {found}")
+    if described:
+        check_shards(source, _flat(_tensors(content["state"])))
     return content
 
 
@@ -163,7 +173,7 @@ def _states(optimizer: PipelineOptimizer, source: Path, content: Content, names:
         if not value.is_meta:
             return slice_like(value, parameter).clone() if sliced else value.clone()
         shape = local(parameter).shape if sliced else value.shape
-        empty = torch.empty(shape, dtype=value.dtype, device=parameter.device if sliced else "cpu")
+        empty = torch.zeros(shape, dtype=value.dtype, device=parameter.device if sliced else "cpu")
         return like(empty, parameter) if sliced else empty
 
     states = {
@@ -172,12 +182,7 @@ def _states(optimizer: PipelineOptimizer, source: Path, content: Content, names:
         if name in names
     }
     if source.is_dir():
-        flat = _flat(_tensors(states))
-        try:
-            load(flat, checkpoint_id=source, process_group=optimizer.group)
-        except CheckpointException as error:
-            reasons = "; ".join(f"{type(failure).__name__}: {failure}" for failure, _ in error.failures.values())
-            raise CheckpointError(f"{source} is damaged: {reasons}") from error
+        read_shards(source, _flat(_tensors(states)))
     return {
         name: {key: local(value) if isinstance(value, Tensor) else value for key, value in values.items()}
         for name, values in states.items()

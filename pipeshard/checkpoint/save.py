@@ -17,8 +17,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipeshard.checkpoint.beside import together
+from pipeshard.checkpoint.beside import sync, together
 from pipeshard.checkpoint.conversion import copied_names, revert, saved_names
+from pipeshard.checkpoint.join import join
 from pipeshard.checkpoint.source import INDICES, WEIGHTS
 from pipeshard.errors import CheckpointError
 from pipeshard.model.ties import first_names
@@ -108,7 +109,7 @@ class FolderSave:
         for file, tensors in self.parts.items():
             path = self.folder / (self._hidden(SINGLE) if file == SINGLE else file)
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
-            _sync(path)
+            sync(path)
         if self.stage == 0:
             self._write_configs(self.folder / self._hidden("configs"))
             if not self.is_single:
@@ -117,7 +118,7 @@ class FolderSave:
                     "weight_map": dict(sorted(self.weight_map.items())),
                 }
                 (self.folder / self._hidden(INDEX)).write_text(json.dumps(index, indent=2) + "\n")
-                _sync(self.folder / self._hidden(INDEX))
+                sync(self.folder / self._hidden(INDEX))
 
     def commit(self) -> None:
         """On the first stage, once all have written: make it the folder's checkpoint and remove what was before."""
@@ -127,7 +128,7 @@ class FolderSave:
         os.replace(self.folder / self._hidden(last), self.folder / last)
         if not self.is_single:
             (self.folder / SINGLE).unlink(missing_ok=True)  # a reader prefers it to the index
-        _sync(self.folder)
+        sync(self.folder)
         for path in self._leftovers():
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
@@ -210,33 +211,12 @@ def save_file_of_stages(boosted: PipelineModel, tensors: dict[str, Tensor], targ
             save_file(state, parts[pipeline.rank])
         with together(pipeline.group):
             if pipeline.rank == 0:
-                _join(parts, target.with_name(f".{target.name}.whole"))
-                os.replace(target.with_name(f".{target.name}.whole"), target)
+                joined = target.with_name(f".{target.name}.whole")
+                join(parts, joined)
+                sync(joined)
+                os.replace(joined, target)
     finally:
         parts[pipeline.rank].unlink(missing_ok=True)
-
-
-def _join(parts: list[Path], target: Path) -> None:
-    """A safetensors file is the length of its header, the header, and the tensors' bytes, to which it has offsets."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts, offset = [], 0
-    for part in parts:
-        with part.open("rb") as content:
-            length = int.from_bytes(content.read(8), "little")
-            entries = json.loads(content.read(length))
-        for name, entry in entries.items():
-            header[name] = entry | {"data_offsets": [offset + at for at in entry["data_offsets"]]}
-        starts.append(8 + length)
-        offset += part.stat().st_size - 8 - length
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with target.open("wb") as whole:
-        whole.write(len(text).to_bytes(8, "little") + text)
-        for part, start in zip(parts, starts, strict=True):
-            with part.open("rb") as content:
-                content.seek(start)
-                shutil.copyfileobj(content, whole, 1 << 20)
-    _sync(target)
 
 
 def _ready(tensor: Tensor, snapshot: bool) -> Tensor:
@@ -252,11 +232,3 @@ def _generation(folder: Path) -> str:
     while any(name.startswith(f"model{f'-v{k}' if k else ''}-0") for name in taken):
         k += 1
     return f"-v{k}" if k else ""
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

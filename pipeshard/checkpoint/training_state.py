@@ -1,32 +1,30 @@
 """Training state: all that a run needs to go on as if it had never stopped, with any number of stages."""
 
-import json
 import logging
 import os
-import random
 import re
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipeshard.checkpoint.beside import existing, new_folder, remove, restore, together
+from pipeshard.checkpoint.generators import check_random_state, random_state, set_random_state
 from pipeshard.checkpoint.io import PipelineCheckpointIO, boosted_model
+from pipeshard.checkpoint.manifest import MANIFEST, flaw, write_manifest
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
+from pipeshard.checkpoint.plain import load_plain
 from pipeshard.errors import CheckpointError
 from pipeshard.pipeline import Pipeline
 from pipeshard.runtime.agreement import gather_objects, together_in
 
 logger = logging.getLogger("pipeshard")
 
-FORMAT = 1
-MANIFEST, MODEL, OPTIMIZER, REST = "manifest.json", "model", "optimizer", "training.pt"
+MODEL, OPTIMIZER, REST = "model", "optimizer", "training.pt"
 
 
 @together_in("save_training_state")
@@ -62,13 +60,13 @@ def save_training_state(
         if pipeline.grid.first:
             rest = {
                 "steps": pipeline.steps,
-                "random": _random_state(),
+                "random": random_state(),
                 "loss_scale": None if pipeline.plugin.scaling is None else pipeline.plugin.scaling.state_dict(),
                 "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
                 "dataloader": None if dataloader is None else dataloader.state_dict(),
             }
             torch.save(rest, folder / REST)
-            _write_manifest(folder, step, pipeline.num_stages)
+            write_manifest(folder, step, pipeline.num_stages)
     with together(pipeline.grid.world):
         if pipeline.grid.first:
             for old in sorted(_saved(parent))[:-keep]:
@@ -98,17 +96,17 @@ def load_training_state(
         chosen = _choose(parent, step)
     _same(chosen, pipeline, "newest step")
     if step is None and pipeline.grid.first:
-        for path, flaw in _incomplete(parent):
-            logger.warning("%s is not complete (%s): going on from step %d", path, flaw, chosen)
+        for path, why in _incomplete(parent):
+            logger.warning("%s is not complete (%s): going on from step %d", path, why, chosen)
     folder = existing(_folder(parent, chosen))
     with together(pipeline.grid.world):
-        rest = torch.load(folder / REST, weights_only=True)
+        rest = _rest(folder / REST)
         missing = [
             name
             for name, given, saved in (
                 ("optimizer", optimizer, (folder / OPTIMIZER).exists()),
-                ("lr_scheduler", lr_scheduler, rest["lr_scheduler"] is not None),
-                ("dataloader", dataloader, rest["dataloader"] is not None),
+                ("lr_scheduler", lr_scheduler, rest.get("lr_scheduler") is not None),
+                ("dataloader", dataloader, rest.get("dataloader") is not None),
             )
             if given is not None and not saved
         ]
@@ -125,7 +123,7 @@ def load_training_state(
         pipeline.steps = rest["steps"]
         if pipeline.plugin.scaling is not None and rest.get("loss_scale"):
             pipeline.plugin.scaling.load_state_dict(rest["loss_scale"])
-        _set_random_state(rest["random"])
+        set_random_state(rest["random"])
     return chosen
 
 
@@ -171,25 +169,11 @@ def _saved(parent: Path) -> Iterator[int]:
     """The steps whose folders are complete."""
     names = {path.name.removeprefix(".").removesuffix(".old") for path in parent.glob("*step-*")}
     steps = {int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d{8,})", name))}
-    return (step for step in steps if not _flaw(existing(_folder(parent, step))))
-
-
-def _flaw(folder: Path) -> str:
-    """Why the folder is not a complete step; "" if it is."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        if manifest["format"] != FORMAT:
-            return f"its format is {manifest['format']}, not {FORMAT}"
-        for name, size in manifest["files"].items():
-            if (folder / name).stat().st_size != size:
-                return f"{name} has not the size {size} that {MANIFEST} says"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return (step for step in steps if not flaw(existing(_folder(parent, step))))
 
 
 def _incomplete(parent: Path) -> list[tuple[Path, str]]:
-    return [(path, flaw) for path in sorted(parent.glob("step-*")) if (flaw := _flaw(path))]
+    return [(path, why) for path in sorted(parent.glob("step-*")) if (why := flaw(path))]
 
 
 def _choose(parent: Path, step: int | None) -> int:
@@ -198,16 +182,25 @@ def _choose(parent: Path, step: int | None) -> int:
         return steps[-1]
     if step in steps:
         return step
-    flaws = [f"; {path.name} is not complete ({flaw})" for path, flaw in _incomplete(parent)]
+    flaws = [f"; {path.name} is not complete ({why})" for path, why in _incomplete(parent)]
     what = "no complete step" if step is None else f"no complete step {step}, only {steps}"
     raise CheckpointError(f"{parent} holds {what}{''.join(flaws[-3:])}: pass what save_training_state wrote to")
 
 
-def _write_manifest(folder: Path, step: int, stages: int) -> None:
-    files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-    versions = {name: version(name) for name in ("pipeshard", "torch", "transformers", "colossalai")}
-    manifest = {"format": FORMAT, "step": step, "stages": stages, "versions": versions, "files": files}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+def _rest(file: Path) -> dict[str, Any]:
+    """What of a state is neither of the model nor of the optimizer; that it can be given back is known by now."""
+    advice = "load another step (step=...)"
+    rest = load_plain(file, "rest of a training state", advice)
+    try:
+        if not isinstance(rest["steps"], int) or rest["steps"] < 0:
+            raise ValueError("steps is no number of steps")
+        for key in ("lr_scheduler", "dataloader", "loss_scale"):
+            if not isinstance(rest.get(key), dict | None):
+                raise TypeError(f"{key} is no dict")
+        check_random_state(rest["random"])
+    except Exception as error:
+        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error}): {advice}") from error
+    return rest
 
 
 def _remove(folder: Path) -> None:
@@ -223,19 +216,3 @@ def _remove_leftovers(parent: Path) -> None:
         restore(parent / old.name.removeprefix(".").removesuffix(".old"))
     for hidden in parent.glob(".step-*.*"):
         remove(hidden)
-
-
-def _random_state() -> dict[str, Any]:
-    """Also the seed by which dropout is drawn: torch keeps it in its state."""
-    algorithm, keys, *rest = np.random.get_state()
-    numpy = (algorithm, np.asarray(keys).tolist(), *rest)
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(), "numpy": numpy}
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])

@@ -4,17 +4,18 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeshard.errors import BatchError
+from pipeshard.errors import BatchError, MessageError
 from pipeshard.grid import Grid
 from pipeshard.model.batch import Batch
 from pipeshard.model.nested import text
 from pipeshard.runtime.calls import call_of, compare_calls
+from pipeshard.runtime.codec import decode, encode
 from pipeshard.runtime.outputs import describe
 from pipeshard.runtime.progress import NOW
 from pipeshard.runtime.watching import calling
@@ -127,10 +128,22 @@ def agree(grid: Grid, batch: Batch | None, mode: tuple[bool, int, bool], news: b
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """What every rank of `group` has, in their order."""
-    gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
+    """What every rank of `group` has, in their order; nothing that comes from another rank is run.
+
+    Raises MessageError, on every rank, where one has what is not made of tensors, numbers and strings alone.
+    """
+    try:
+        content, flawed = encode(value), False
+    except MessageError as error:  # which the others have to learn instead
+        content, flawed = str(error).encode(errors="backslashreplace"), True
+    heads = gather(torch.tensor([len(content), flawed]), group).tolist()
+    padded = torch.zeros(max(length for length, _ in heads), dtype=torch.uint8)
+    padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    contents = [row[:length].numpy().tobytes() for row, (length, _) in zip(gather(padded, group), heads)]
+    for rank, (content, (_, flawed)) in enumerate(zip(contents, heads)):
+        if flawed:
+            raise MessageError(f"rank {rank} of {len(heads)} cannot tell the others what it has: {content.decode()}")
+    return [decode(content) for content in contents]
 
 
 def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import transformers
 from colossalai.booster import Booster
 from torch import nn, optim
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from pipeshard import PipelinePlugin
 from pipeshard.checkpoint import optimizer as subject
@@ -124,11 +125,13 @@ def test_any_number_of_stages_loads_what_four_saved(pool: Pool, tmp_path: Path) 
     assert content["state"]["transformer.wte.weight"]["exp_avg"].shape == (zoo.VOCABULARY, 32)
     assert content["param_groups"][0]["params"] == ["transformer.wte.weight", "transformer.wpe.weight"]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    # Every tensor is in one of the four files, a tied one too, and nothing else is.
-    stored = FileSystemReader(tmp_path / "adamw").read_metadata().storage_data
-    files = {path.name: path.stat().st_size for path in (tmp_path / "adamw").glob("*.distcp")}
-    assert len(files) == 4 and len(stored) == 3 * len(content["state"])
-    assert sum(files.values()) == sum(entry.length for entry in stored.values())
+    # Every tensor is in one file, a tied one too, and nothing else is; the second stage is frozen.
+    stored = HuggingFaceStorageReader(str(tmp_path / "adamw")).read_metadata()
+    assert sorted(path.name for path in (tmp_path / "adamw").iterdir()) == [
+        "optimizer.pt",
+        *(f"rank-{rank:05d}-00000.safetensors" for rank in (0, 2, 3)),
+    ]
+    assert len(stored.storage_data) == len(stored.state_dict_metadata) == 3 * len(content["state"])
     for p in (1, 2, 3):
         pool.run(loading, p, tmp_path)
 
@@ -181,7 +184,7 @@ def wrong(folder: Path) -> list[str]:
     def full_disk(name: str, shard: bool) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(subject, "save" if shard else "_compact", _no_space)
+                patch.setattr(subject, "write_shards" if shard else "_compact", _no_space)
             save(name, shard)
 
     attempts: list[Callable[[], Any]] = [
@@ -196,6 +199,9 @@ def wrong(folder: Path) -> list[str]:
         lambda: load("torch.pt"),
         lambda: load("torn"),
         lambda: load("empty"),
+        lambda: load("halved"),
+        lambda: load("endless"),
+        lambda: load("older"),
         lambda: load("good" if rank == 0 else "nowhere"),
         lambda: run.booster.load_optimizer(run.optimizer.unwrap(), f"{folder}/good"),
         lambda: run.booster.save_optimizer(run.optimizer.unwrap(), f"{folder}/good"),
@@ -205,6 +211,7 @@ def wrong(folder: Path) -> list[str]:
         lambda: save("foreign", which=foreign),
         lambda: save("strange", which=strange),
         lambda: save("uneven", which=uneven),
+        lambda: full_disk("good", shard=True),
         lambda: full_disk("good.pt", shard=False),
     ]
     before, messages = run.state, []
@@ -236,14 +243,17 @@ def _damage(folder: Path) -> None:
     (folder / "else" / "thesis.txt").write_text("years of work")
     (folder / "junk.pt").write_bytes(b"junk")
     torch.save(optim.AdamW([nn.Parameter(torch.zeros(2))]).state_dict(), folder / "torch.pt")
-    for name in ("torn", "empty"):
-        (folder / name).mkdir()
-        for path in (folder / "good").iterdir():
-            (folder / name / path.name).write_bytes(path.read_bytes())
-    for path in (folder / "torn").glob("*.distcp"):
+    for name in ("torn", "empty", "halved", "endless", "older"):
+        shutil.copytree(folder / "good", folder / name)
+    for path in (folder / "torn").glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:1000])
-    for path in (folder / "empty").glob("*.distcp"):
+    for path in (folder / "empty").glob("*.safetensors"):
         path.unlink()
+    min((folder / "halved").glob("*.safetensors")).unlink()
+    content = torch.load(folder / "good" / "optimizer.pt", weights_only=True)
+    torch.save(content | {"format": "pipeshard optimizer 1"}, folder / "older" / "optimizer.pt")
+    content["state"]["transformer.wpe.weight"]["exp_avg"] = torch.empty(2**40, 2**20, device="meta")
+    torch.save(content, folder / "endless" / "optimizer.pt")
 
 
 def test_what_does_not_fit_is_refused_alike_on_every_rank(pool: Pool, tmp_path: Path) -> None:
@@ -254,11 +264,14 @@ def test_what_does_not_fit_is_refused_alike_on_every_rank(pool: Pool, tmp_path: 
         "it has 3 parameter groups, the optimizer 1; .*h.0.ln_1.weight is in group 2, in the optimizer in group 0",
         r"transformer.wpe.weight has shape \(65, 32\), in the optimizer \(64, 32\)$",
         "nowhere cannot be read: there is no such file or folder",
-        "else is no optimizer checkpoint .*optimizer.pt.*: pass what booster.save_optimizer wrote",
+        "else/optimizer.pt is no optimizer checkpoint .*no such file.*: pass what booster.save_optimizer wrote",
         "junk.pt is no optimizer checkpoint",
-        "torch.pt is not in the format 'pipeshard optimizer 1'",
-        "torn is damaged",
-        "empty is damaged: FileNotFoundError",
+        "torch.pt is not in the format 'pipeshard optimizer 2'",
+        "torn is damaged: SafetensorError: ",
+        "empty is damaged: state.transformer.h.0.*exp_avg is missing; .* more$",
+        "halved is damaged: state.transformer.h.0.*exp_avg is missing; .* more$",
+        r"endless is damaged: .*exp_avg is .* of shape \(64, 32\), but .* of shape \(1099511627776, 1048576\) by its",
+        "older is a folder in the format 'pipeshard optimizer 1', .* save it there with shard=False, and load that",
         "nowhere cannot be read",
         "AdamW is no boosted optimizer",
         "AdamW is no boosted optimizer",
@@ -268,6 +281,7 @@ def test_what_does_not_fit_is_refused_alike_on_every_rank(pool: Pool, tmp_path: 
         r"group 1 has a parameter of shape \(2,\) that is none of the model's",
         "not made of tensors, numbers and strings alone: .*lambda",
         "lr of group 0 is 0.0 on stage 0, but 1.0 on stage 1",
+        "OSError: .*No space left on device",
         "OSError: .*No space left on device",
     ]
     ranks = pool.run(wrong, 2, tmp_path)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import transformers
@@ -22,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from pipeshard import PipelinePlugin, load_training_state, save_training_state
+from pipeshard.checkpoint import save, shards
 from pipeshard.errors import CheckpointError
 from tests import zoo
 from tests.messages import assert_told
@@ -256,7 +258,8 @@ def test_what_cannot_be_saved_or_loaded_is_refused_alike_on_every_rank(pool: Poo
     assert not list((tmp_path / "new").iterdir())
 
 
-EVENTS = ("os.rename", "os.mkdir", "os.rmdir", "os.remove")
+SAVED = "safetensors.saved"  # which writes files by itself
+EVENTS = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", SAVED)
 
 
 class Moments:
@@ -264,7 +267,14 @@ class Moments:
 
     def __init__(self, fatal: int | None = None) -> None:
         self.count, self.fatal, self.on = 0, fatal, True
+        save.save_file = shards.save_file = self._save
         sys.addaudithook(self._hear)
+
+    @staticmethod
+    def _save(*args: Any, **kwargs: Any) -> None:
+        sys.audit(SAVED)
+        safetensors.torch.save_file(*args, **kwargs)
+        sys.audit(SAVED)
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
         writes = event == "open" and isinstance(args[1], str) and args[1][:1] in ("w", "x")
