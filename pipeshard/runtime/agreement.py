@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeshard.errors import BatchError, MessageError
+from pipeshard.errors import BatchError, MessageError, listed
 from pipeshard.grid import Grid
 from pipeshard.model.batch import Batch
 from pipeshard.model.nested import text
@@ -96,20 +96,22 @@ class Agreement:
     news: bool
 
 
-def agree(grid: Grid, batch: Batch | None, mode: tuple[bool, int, bool], news: bool) -> Agreement:
+def agree(grid: Grid, batch: Batch | Exception, mode: tuple[bool, int, bool], news: bool) -> Agreement:
     """Compare this step over all ranks; every rank raises BatchError if they differ.
 
-    `batch` is None on a rank that could get none; `mode` is (backward too, the code of the outputs wanted, model in
-    training mode). The ranks of a replica have to have the same batch, all of them the same mode.
+    `batch` is the reason on a rank that could get none; `mode` is (backward too, the code of the outputs wanted, model
+    in training mode). The ranks of a replica have to have the same batch, all of them the same mode.
     """
     rest = *mode, news, torch.initial_seed() % 2**63
-    mine = [0, 0, 0, *rest] if batch is None else [1, digest(batch), batch.rows, *rest]
+    mine = [1, digest(batch), batch.rows, *rest] if isinstance(batch, Batch) else [0, 0, 0, *rest]
     ranks = meet(grid.world, grid.place, mine)
-    without = [grid.place(r) for r, (has, *_) in enumerate(ranks) if not has]
-    if without:
+    if not all(has for has, *_ in ranks):
+        reason = f"{type(batch).__name__}: {batch}" if isinstance(batch, Exception) else None
+        reasons = gather_objects(reason, grid.world)
+        without = [f"rank {r} ({grid.place(r)}): {reason}" for r, reason in enumerate(reasons) if reason is not None]
         raise BatchError(
-            f"{'; '.join(without)} (of {len(ranks)} ranks) got no usable batch from the data iterator (the reason is "
-            "in the error there); no rank ran this step"
+            f"{len(without)} of {len(ranks)} ranks got no usable batch from the data iterator, so none ran this step: "
+            f"{listed(without)}"
         )
     each = grid.size // grid.dp_size
     replicas = [ranks[first : first + each] for first in range(0, len(ranks), each)]

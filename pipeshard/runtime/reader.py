@@ -33,17 +33,16 @@ class Reader:
         self, data_iter: Iterator[Any], criterion: Criterion | None, mode: tuple[bool, int, bool], news: bool
     ) -> tuple[Batch, Agreement]:
         """The next batch, compared over the ranks: all of them raise if one has none, or another one."""
-        failure: Exception | None = None
-        batch = None
+        batch: Batch | Exception
         try:
             batch = self._read(data_iter, criterion)
         except Exception as error:
-            failure = error
+            batch = error
         try:
             agreed = agree(self.grid, batch, mode, news)
         except BatchError as disagreement:
-            raise (failure or disagreement) from None
-        assert batch is not None
+            raise (batch if isinstance(batch, Exception) else disagreement) from None
+        assert isinstance(batch, Batch)
         return batch, agreed
 
     def first(self, agreed: Agreement) -> int:

@@ -116,7 +116,7 @@ class Stage:
         units = [route.flow.calls[value.call].unit for value in route.leaves.values]
         self._refuse_strangers(microbatch, units, sent)
         if self.finite is not None:
-            self.finite.forward(i, units, sent, loss)
+            self.finite.forward(i, units, sent, loss if microbatch.weight else None)  # 0/0 without labels
         return sent
 
     def backward(self, i: int, returning: Sequence[Tensor]) -> list[Tensor]:

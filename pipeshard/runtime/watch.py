@@ -27,6 +27,7 @@ SETTLED = 0.3  # seconds after which a wait is taken for one that will not end, 
 GRACE = 3.0  # seconds that a call has to end by itself, where a rank has failed; then it is interrupted
 LAST = 6.0  # seconds after which the process is ended
 SILENT = 40  # looks after which a store is taken for one that does not answer, where nothing moves either
+LINGER = 2.0  # seconds that the process which holds the store waits for the others at its end
 PATIENCE = 0.5  # seconds in which a lost connection is explained by the rank that failed, or never
 OTHERS = 10  # how much longer than a step's action a save, a load or a boost may stand still
 LOST = re.compile(r"gloo/transport|pair closure|Connection (was )?(closed|reset)|Broken pipe|NCCL|nccl")
@@ -132,8 +133,20 @@ class Watch:
     def leaving(self, kind: str, message: str) -> None:
         """Tell what ends this process between two calls, to ranks that will wait for it in the next."""
         with contextlib.suppress(RuntimeError):
-            if not NOW.call and dist.group.WORLD is self.world:
+            if not NOW.call and self.fault is None and dist.group.WORLD is self.world:
                 self._tell(self._own(kind, message), NOW.number + 1)
+
+    def left(self) -> None:
+        """At the end of the process: the one that holds the store stays until the others need it no more."""
+        self.stop()
+        with contextlib.suppress(RuntimeError):
+            if self._storeless or dist.group.WORLD is not self.world:
+                return
+            self._store.set(f"left/{self.rank}", "")
+            others = [f"left/{rank}" for rank in range(dist.get_world_size())]
+            until = time.monotonic() + LINGER
+            while self.rank == 0 and not _has_agents() and time.monotonic() < until and not self._store.check(others):
+                time.sleep(0.02)
 
     # In both.
 
@@ -161,8 +174,7 @@ class Watch:
             abort_groups()
 
     def _without_store(self) -> Fault:
-        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        holder = "the agent of the first machine holds it" if agents else f"rank 0 ({self.place(0)}) holds it"
+        holder = "the agent of the first machine holds it" if _has_agents() else f"rank 0 ({self.place(0)}) holds it"
         why = f"{holder}, which was killed, is stopped, or is cut off"
         return Fault(GONE, 0, self.place(0), message=f"the store in which the ranks met does not answer: {why}")
 
@@ -246,6 +258,11 @@ class Watch:
 
     def _is_stalled(self) -> bool:
         return bool(NOW.call) and time.monotonic() - NOW.since > self.limit
+
+
+def _has_agents() -> bool:
+    """Whether the store is torchrun's, and not a rank's."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _is_lost(error: BaseException) -> bool:

@@ -56,7 +56,7 @@ def _hook() -> None:
     def at_exit() -> None:
         _leaving(ENDED, "its program being through")
         if _watch is not None:
-            _watch.stop()
+            _watch.left()
 
     sys.excepthook = excepthook
     atexit.register(at_exit)

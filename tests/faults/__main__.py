@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shutil
 import signal
@@ -23,12 +24,13 @@ from tests.faults.plant import Case, Planter, all_cases
 from tests.faults.ranks import SIZE, Ranks
 from tests.faults.report import Result, write_table
 
-PATIENCE = 60.0  # seconds for a run without a fault
+PATIENCE = 20.0  # seconds for a run without a fault
 
 
 def main() -> int:
     arguments = parse()
     own, folder = os.getpid(), Path(tempfile.mkdtemp(prefix="faults-"))
+    gc.freeze()  # else each rank copies all of this process's objects when it ends, to look at them
     try:
         return run(arguments, folder, Console(soft_wrap=True, highlight=False))
     finally:
@@ -131,7 +133,7 @@ def judged(case: Case, ranks: Ranks, folder: Path) -> Result:
 def resumed(ranks: Ranks, folder: Path, digests: list[str]) -> list[str]:
     """What is wrong with the next run, which goes on from the last state to the end."""
     if not ended_well(ranks):
-        return [f"the next run failed: {ranks.text(0)[-300:]}"]
+        return ["\n".join(["the next run failed:", *(ranks.text(rank)[-3000:] for rank in range(SIZE))])]
     wrong = [] if read_digests(folder) == digests else ["the next run comes to other parameters"]
     left = [path.name for path in (folder / "states").iterdir() if path.name.startswith(".")]
     return wrong + [f"{name} is left in the folder of the states" for name in left]
@@ -150,7 +152,8 @@ def read_digests(folder: Path) -> list[str]:
 
 def show(console: Console, case: Case, result: Result, mechanism: str | None, ranks: Ranks | None) -> None:
     what = f" without {mechanism}" if mechanism else ""
-    console.print(f"{'ok  ' if ranks is None else 'BAD '} {case}{what}: {result.seconds:.2f} s  {'; '.join(result.wrong)}")
+    word = "BAD" if ranks else "ok "
+    console.print(f"{word} {case}{what}: {result.seconds:.2f} s  {'; '.join(result.wrong)}", markup=False)
     for rank in range(SIZE if ranks is not None else 0):
         console.print(f"--- rank {rank}, status {ranks.statuses.get(rank)}\n{ranks.text(rank)[-2500:]}", markup=False)
 

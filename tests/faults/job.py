@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import logging
 import os
+import signal
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +44,7 @@ def run(rank: int, size: int, port: int, folder: Path, plant: Callable[[Any], No
     """Train to the end; `plant(job)` is called before the faulty step. Writes a digest of the parameters at the end."""
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ.update(environment)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))

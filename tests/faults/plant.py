@@ -97,9 +97,15 @@ class Planter:
             case "save":
                 before(saving, "save_file", lambda *args: self._in_save(*args))
 
+    def _happens(self) -> None:
+        """Tell when it does; whole at once, since somebody waits for it."""
+        beside = self.mark.with_suffix(".writing")
+        beside.write_text(str(time.monotonic()))
+        beside.rename(self.mark)
+
     def _act(self, value: Any) -> Any:
         """What happens; the value that goes on instead of this one."""
-        self.mark.write_text(str(time.monotonic()))
+        self._happens()
         match self.case.kind:
             case "exception":
                 raise ValueError("planted")
@@ -121,7 +127,7 @@ class Planter:
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             if self.case.kind == "different batch":
-                self.mark.write_text(str(time.monotonic()))
+                self._happens()
                 batch = {name: value.flip(0) for name, value in batch.items()}
             else:
                 self._act(None)
@@ -133,7 +139,7 @@ class Planter:
 
     def _in_save(self, tensors: dict[str, Tensor], path: Path, *_: Any) -> None:
         if self.case.kind == "full disk":
-            self.mark.write_text(str(time.monotonic()))
+            self._happens()
             path.write_bytes(b"\0" * 100)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         self._act(None)

@@ -58,6 +58,12 @@ class Ranks:
             os.kill(self.pids[rank], number)
 
     def kill(self) -> None:
+        """End those that are left, which show where they are before."""
+        for rank in range(SIZE):
+            self.signal(signal.SIGCONT, rank)
+            self.signal(signal.SIGUSR1, rank)
+        if len(self.statuses) < SIZE:
+            time.sleep(0.5)
         for rank in range(SIZE):
             self.signal(signal.SIGKILL, rank)
         self.wait(lambda: False)
