@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import ceil
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def campaign(parsers: Sequence[Parser], inputs: int, seed: int, processes: int, 
     base = Path(tempfile.mkdtemp(prefix="fuzz-", dir=MEMORY if MEMORY.is_dir() else None))
     tallies = {parser.name: Tally() for parser in parsers}
     jobs = iter(_jobs(parsers, inputs, seed))
-    total = sum(round(inputs * parser.share) for parser in parsers)
+    total = sum(ceil(inputs * parser.share) for parser in parsers)
     executor = ProcessPoolExecutor(processes, get_context("fork"), _limit)
     try:
         with executor, tqdm(total=total, unit="input", disable=not show) as bar:
@@ -132,7 +133,7 @@ def attempt(parser: Parser, content: bytes, folder: Path) -> str:
         with _timed():
             parser.parse(file)
     except CheckpointError as error:
-        refusal = _kind(str(error), folder)
+        refusal = _kind(str(error), folder, parser.file)
         if cause := _absurd(error):
             raise Unnamed(f"it was allocated, in vain: {cause}") from error
     except KeyboardInterrupt:
@@ -153,15 +154,15 @@ def _absurd(error: BaseException | None) -> str:
     return ""
 
 
-def _kind(message: str, folder: Path) -> str:
+def _kind(message: str, folder: Path, name: str) -> str:
     """A message without what is particular to the input."""
-    text = message.replace(str(folder), "").replace("\n", " ").replace("Error while deserializing header: ", "")
-    return re.sub(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^]]*\]|\([\d, ]*\)|-?\d[\w.+]*", "_", text)[:100]
+    text = message.replace(str(folder), "").replace("Error while deserializing header: ", "").replace(f"/{name}", "")
+    return re.sub(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^]]*\]|\([\d, ]*\)|-?\d[\w.+]*", "_", text)[:160]
 
 
 def _jobs(parsers: Sequence[Parser], inputs: int, seed: int) -> Iterator[tuple[Parser, range]]:
     """Chunks of numbers, the parsers' in turn."""
-    lengths = {parser.name: round(inputs * parser.share) for parser in parsers}
+    lengths = {parser.name: ceil(inputs * parser.share) for parser in parsers}
     for start in range(0, max(lengths.values()), CHUNK):
         for parser in parsers:
             if start < lengths[parser.name]:
