@@ -8,6 +8,8 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import islice, takewhile
 from pathlib import Path
 
 import torch
@@ -109,9 +111,19 @@ def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def _is_whole(stored: TensorStorageMetadata) -> bool:
-    """Whether the slices, all inside of the tensor, have as many elements as it has."""
-    inside = all(
-        len(chunk.offsets) == len(chunk.sizes) == len(stored.size) and min(chunk.offsets, default=0) >= 0
-        for chunk in stored.chunks
-    )
-    return inside and sum(math.prod(chunk.sizes) for chunk in stored.chunks) == math.prod(stored.size)
+    """Whether the slices, all inside of the tensor, have as many elements as it has, and none twice."""
+    chunks, dims = stored.chunks, len(stored.size)
+    if any(len(c.offsets) != dims or len(c.sizes) != dims or min(c.offsets, default=0) < 0 for c in chunks):
+        return False
+    if sum(math.prod(c.sizes) for c in chunks) != math.prod(stored.size):
+        return False
+    boxes = sorted([(at, at + size) for at, size in zip(c.offsets, c.sizes)] for c in chunks)
+    for k, box in enumerate(boxes if dims else []):
+        behind = takewhile(partial(_begins_before, box[0][1]), islice(boxes, k + 1, None))
+        if any(all(a < d and c < b for (a, b), (c, d) in zip(box, other)) for other in behind):
+            return False
+    return True
+
+
+def _begins_before(end: int, box: list[tuple[int, int]]) -> bool:
+    return box[0][0] < end

@@ -1,0 +1,327 @@
+"""Checkpoints from strangers: nothing in them is run, nothing outside is read, nothing absurd is allocated."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipeshard import load_training_state, save_training_state
+from pipeshard.checkpoint import document, manifest, shards
+from pipeshard.checkpoint.content import VALUE, flaw
+from pipeshard.checkpoint.join import join
+from pipeshard.checkpoint.plain import load_plain
+from pipeshard.checkpoint.shards import check_shards, read_shards, write_shards
+from pipeshard.checkpoint.source import Source
+from pipeshard.errors import CheckpointError
+from tests.checkpoint.test_training_state import Training
+from tests.messages import assert_told
+from tests.pool import Pool
+
+
+class Harmful:
+    """Leaves a mark where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = str(mark)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.mark,)
+
+
+def plant(file: Path, mark: Path) -> None:
+    """A pickle that runs code in the place of a file."""
+    if file.name == ".metadata":
+        file.write_bytes(pickle.dumps(Harmful(mark)))
+    else:
+        torch.save({"a": Harmful(mark)}, file)
+
+
+def complete(place: Path) -> None:
+    (place / manifest.MANIFEST).unlink()
+    manifest.write_manifest(place, 1, 2)
+
+
+def stranger(folder: Path) -> list[str]:
+    """A training state with harm in each file that torch reads, in turn."""
+    training = Training("llama", 0)
+    training.run(1)
+    save_training_state(folder / "good", 1, **training.parts)
+    step, first = "step-00000001", dist.get_rank() == 0
+    rest = torch.load(folder / "good" / step / "training.pt", weights_only=True)
+    others = strange_rests(rest)
+    names = ["optimizer/.metadata", "training.pt", "optimizer/optimizer.pt", "model/model.safetensors.index.json"]
+    if first:
+        for k, name in enumerate(names):
+            place = folder / f"bad{k}" / step
+            shutil.copytree(folder / "good", place.parent)
+            if k == 3:
+                shutil.rmtree(place / "model")
+                (place / "model").mkdir()
+                name = "model/pytorch_model.bin"
+            plant(place / name, folder / "mark")
+            complete(place)
+        for k, other in enumerate(others):
+            place = folder / f"rest{k}" / step
+            shutil.copytree(folder / "good", place.parent)
+            torch.save(other, place / "training.pt")
+            complete(place)
+    dist.barrier()
+    load_training_state(folder / "bad0", **training.parts)  # nobody reads it
+    before, messages = training.values, []
+    position = (training.loader.epoch, training.loader.batches, training.schedule.last_epoch)
+    for name in [*(f"bad{k}" for k in (1, 2, 3)), *(f"rest{k}" for k in range(len(others)))]:
+        with pytest.raises(CheckpointError) as caught:
+            load_training_state(folder / name, **training.parts)
+        messages.append(str(caught.value))
+        if name.startswith("rest"):
+            assert position == (training.loader.epoch, training.loader.batches, training.schedule.last_epoch)
+    assert all(torch.equal(value, before[key]) for key, value in training.values.items())
+    return messages
+
+
+def strange_rests(rest: dict[str, Any]) -> list[Any]:
+    numpy, python = rest["random"]["numpy"], rest["random"]["python"]
+    randoms = [
+        *(
+            {},
+            None,
+            {"numpy": [numpy[0], numpy[1], 10**6, *numpy[3:]]},
+            {"numpy": [numpy[0], numpy[1][:9], *numpy[2:]]},
+        ),
+        *({"python": (3, python[1][:-1], None)}, {"torch": torch.zeros(7, dtype=torch.uint8)}, {"torch": [1]}),
+    ]
+    return [
+        *(
+            [],
+            {},
+            {**rest, "steps": "1"},
+            {**rest, "steps": -1},
+            {**rest, "lr_scheduler": [1]},
+            {**rest, "dataloader": 3},
+        ),
+        *({**rest, "random": {**rest["random"], **other} if other else other} for other in randoms),
+    ]
+
+
+def test_a_stranger_s_training_state_runs_no_code(pool: Pool, tmp_path: Path) -> None:
+    ranks = pool.run(stranger, 2, tmp_path)
+    assert ranks[0] == ranks[1]
+    expected = [
+        r"training.pt is no rest of a training state \(UnpicklingError: .*GLOBAL posix.mkdir.*\): load another step",
+        r"optimizer.pt is no optimizer checkpoint \(UnpicklingError: .*GLOBAL posix.mkdir.*\): pass what booster.save",
+        r"pytorch_model.bin is no checkpoint that weights_only=True reads .*posix.mkdir.*convert the checkpoint to",
+        "training.pt is damaged .TypeError: ",
+        "training.pt is damaged .KeyError: 'steps'",
+        "training.pt is damaged .ValueError: steps is no number of steps",
+        "training.pt is damaged .ValueError: steps is no number of steps",
+        "training.pt is damaged .TypeError: lr_scheduler is no dict.: load another step",
+        "training.pt is damaged .TypeError: dataloader is no dict",
+        "training.pt is damaged .KeyError: 'torch'",
+        "training.pt is damaged .TypeError: ",
+        "training.pt is damaged .ValueError: NumPy's position is 1000000",
+        "training.pt is damaged .IndexError",
+        "training.pt is damaged .ValueError",
+        "training.pt is damaged .RuntimeError: .* size to be 7",
+        "training.pt is damaged .TypeError",
+    ]
+    assert_told(ranks[0], expected)
+    assert not (tmp_path / "mark").exists()
+    for file in (tmp_path / "good").rglob("*.*"):  # what is saved can be read without running anything
+        if file.suffix == ".safetensors":
+            assert safe_open(file, "pt").keys() is not None
+        elif file.suffix == ".json":
+            assert json.loads(file.read_text())
+        else:
+            assert file.suffix == ".pt" and torch.load(file, weights_only=True)
+
+
+def refused(parse: Callable[[], Any], what: str) -> None:
+    with pytest.raises(CheckpointError, match=what):
+        parse()
+
+
+def test_files_that_claim_more_than_they_have_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.bin"
+    wide = torch.as_strided(torch.zeros(1), (2**30, 2**20), (0, 0))
+    for tensor in (wide, torch.empty(2**40, 2**20, device="meta"), torch.eye(2).to_sparse()):
+        torch.save({"a": tensor}, file)
+        refused(lambda: Source(file), "has no values for 'a': pass the weights of a model")
+    torch.save({"a": torch.zeros(9)}, file)
+    with zipfile.ZipFile(file) as whole, zipfile.ZipFile(tmp_path / "packed.bin", "w", zipfile.ZIP_DEFLATED) as packed:
+        for entry in whole.infolist():
+            packed.writestr(entry.filename, whole.read(entry))
+    refused(lambda: Source(tmp_path / "packed.bin"), "data.pkl' in it is compressed, which torch.save does not do")
+    file.write_bytes(b"")
+    refused(lambda: load_plain(file, "what", "do that"), r"x.bin is no what \(EOFError: .*\): do that")
+    file.write_bytes(b"\x80\x02]q\x01." + b"1" * 99)
+    refused(lambda: Source(file), "x.bin ")
+
+
+def index_of(folder: Path, content: Any) -> Callable[[], Source]:
+    text = content if isinstance(content, str) else json.dumps({"weight_map": content})
+    (folder / "model.safetensors.index.json").write_text(text)
+    return lambda: Source(folder)
+
+
+def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "snapshot", tmp_path / "outside.safetensors"
+    folder.mkdir()
+    for path in (outside, folder / "a.safetensors"):
+        save_file({"a": torch.ones(1)}, path)
+    (folder / "link.safetensors").symlink_to("../outside.safetensors")  # as in the caches of the hub
+    assert torch.equal(index_of(folder, {"a": "link.safetensors"})().read("a"), torch.ones(1))
+    for name in ("../outside.safetensors", str(outside), "", ".", "..", "a\0", "./a.safetensors", 3, None, ["a"], {}):
+        refused(index_of(folder, {"a": name}), "which is not a file of its own folder")
+    refused(index_of(folder, {"a": "a" * 300}), "is no index of a checkpoint: OSError: .*name too long")
+    refused(index_of(folder, {"a": "\ud800"}), r"names '\\ud800', which is not there: the checkpoint is not whole")
+    refused(index_of(folder, {"a": "snapshot"}), "which is not there")
+    for weights in (None, [], True, 3):
+        refused(index_of(folder, weights), "its weight_map is no object")
+    for text, what in (("[]", "no object, but a list"), ("[" * 10**5, "nested too deeply"), ("{}", "KeyError")):
+        refused(index_of(folder, text), f"is no index of a checkpoint: .*{what}")
+    refused(index_of(folder, '{"weight_map": ' + "1" * 5000 + "}"), "is no index of a checkpoint: ValueError")
+    (folder / "model.safetensors.index.json").unlink()
+    os.mkfifo(folder / "model.safetensors.index.json")  # of which a reader would wait for a writer
+    refused(lambda: Source(folder), "there is no such file or folder")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "manifest.json"])
+def test_a_document_that_is_too_large_is_not_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / name).touch()
+    os.truncate(tmp_path / name, document.LARGEST + 1)
+    monkeypatch.setattr(Path, "read_text", None)
+    said = manifest.flaw(tmp_path)
+    if name != "manifest.json":
+        with pytest.raises(CheckpointError) as caught:
+            Source(tmp_path)
+        said = str(caught.value)
+    assert "it has 67108865 bytes, more than the 67108864 that are read" in said
+
+
+def test_headers_are_checked_before_anything_is_allocated(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    four = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
+    headers: list[tuple[Any, int | None]] = [
+        ({}, 2**63),
+        ({}, 10**8),
+        ({"a": {"dtype": "F32", "shape": [2**62], "data_offsets": [0, 4]}}, None),
+        ({"a": {"dtype": "F32", "shape": [2**32, 2**32], "data_offsets": [0, 0]}}, None),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 2**64]}}, None),
+        ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, None),
+        ({"a": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}, None),  # torch sees 4 elements
+        ({"a": {"dtype": "U8", "shape": [0, 2**63], "data_offsets": [0, 0]}, "b": four}, None),
+    ]
+    for header, length in headers:
+        text = json.dumps(header).encode()
+        file.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + bytes(4))
+        refused(lambda: [Source(file).read(key) for key in Source(file).shapes], "cannot be read as safetensors")
+
+
+def test_a_part_that_is_not_whole_is_not_joined(tmp_path: Path) -> None:
+    parts = [tmp_path / "a", tmp_path / "b"]
+    save_file({"a": torch.ones(2)}, parts[0], {"format": "pt"})
+    save_file({"b": torch.ones(3)}, parts[1])
+    join(parts, tmp_path / "whole.safetensors")
+    assert Source(tmp_path / "whole.safetensors").shapes == {"a": (2,), "b": (3,)}
+    parts[1].write_bytes(parts[1].read_bytes()[:-1])
+    refused(lambda: join(parts, tmp_path / "whole.safetensors"), "b cannot be read as safetensors")
+
+
+def test_shards_of_any_tensors_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "LARGEST", 100)
+    base = torch.arange(24.0).view(4, 6)
+    tensors = {
+        "state.a.b.step": torch.tensor(3.0),
+        "same": base,
+        "again": base,
+        "turned": base.t(),
+        "wide": torch.ones(1).expand(5),
+        "none": torch.zeros(0, 3),
+        "flags": torch.tensor([True, False]),
+        "whole": torch.tensor([2**40]),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "ä /\0": torch.zeros(1),
+    }
+    write_shards(tensors, tmp_path, 0)
+    assert len(list(tmp_path.iterdir())) > 3
+    check_shards(tmp_path, tensors)
+    found = {key: torch.zeros_like(value).contiguous() for key, value in tensors.items()}
+    read_shards(tmp_path, found)
+    assert all(torch.equal(value, tensors[key]) for key, value in found.items())
+    for key, other, what in (
+        ("same", torch.zeros(4, 7), r"same is torch.float32 of shape \(4, 6\), but .*\(4, 7\) by its description"),
+        ("flags", torch.zeros(2), "flags is torch.bool"),
+        ("more", torch.zeros(2), "more is missing"),
+    ):
+        refused(lambda tensors={**tensors, key: other}: check_shards(tmp_path, tensors), f"is damaged: {what}")
+    refused(lambda: check_shards(tmp_path, {}), "is damaged: 'again' is unexpected")
+
+
+def test_slices_have_no_holes_and_do_not_overlap(tmp_path: Path) -> None:
+    told = {"x": torch.empty(4, 2, device="meta")}
+
+    def write(rank: int, begin: list[Any], rows: int) -> None:
+        metadata = {"DCP_SHARDING_INFO": json.dumps({"x": {"saved_offsets": begin}})}
+        save_file({"x": torch.ones(rows, 2)}, tmp_path / f"rank-{rank:05d}-00000.safetensors", metadata)
+
+    write(0, [0, 0], 1)
+    write(1, [1, 0], 3)
+    check_shards(tmp_path, told)
+    write(0, [1, 0], 1)
+    write(1, [1, 0], 3)
+    refused(lambda: check_shards(tmp_path, told), "x is not whole: no file has some slice of it, or two files have one")
+    write(0, [0, 0], 1)
+    for begin, rows in (
+        ([1, 0], 2),
+        ([2, 0], 2),
+        ([2, 0], 3),
+        ([0, 0], 4),
+        ([-1, 0], 4),
+        ([1], 3),
+        ([1, 0, 0], 3),
+        (["1", 0], 3),
+        (1, 3),
+    ):
+        write(1, begin, rows)  # type: ignore[arg-type]
+        refused(lambda: check_shards(tmp_path, told), "is damaged: ")
+
+
+def test_a_description_that_is_none_is_refused() -> None:
+    meta = torch.empty(3, device="meta")
+    good: dict[str, Any] = {
+        "parameters": {"w": meta},
+        "param_groups": [{"params": ["w"], "lr": 0.1}],
+        "state": {"w": {"step": torch.empty((), device="meta"), "kind": 3}},
+    }
+    assert flaw(good, described=True) == ""
+    assert flaw(good, described=False) == "step of w is without values"
+    value: Tensor | str
+    for part, value, what in (
+        *(("parameters", value, "its parameters are no tensors by name") for value in (None, [], {"w": 1}, {3: meta})),
+        ("param_groups", {}, "no list of dicts"),
+        ("param_groups", [3], "no list of dicts"),
+        ("param_groups", [{}], "a group has no params"),
+        ("param_groups", [{"params": ["w", "w"]}], "not its parameters, each once"),
+        ("param_groups", [{"params": [["w"]]}], "not its parameters, each once"),
+        ("param_groups", [], "not its parameters, each once"),
+        ("state", [], "its state is not of its parameters"),
+        ("state", {"v": {}}, "its state is not of its parameters"),
+        ("state", {"w": {3: 3}}, "the state of w has no names"),
+        ("state", {"w": {"step": torch.zeros(())}}, "step of w is in its description"),
+        ("state", {"w": {VALUE: torch.empty(4, device="meta")}}, "pipeshard.value of w has not its shape"),
+        ("state", {"w": {VALUE: 3}}, "pipeshard.value of w has not its shape"),
+    ):
+        assert what in flaw({**good, part: value}, described=True), (part, value)
