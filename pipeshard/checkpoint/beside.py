@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from pipeshard.errors import CheckpointError, PipeshardError
 from pipeshard.runtime.agreement import gather_objects
+from pipeshard.runtime.watching import named
 
 
 @contextmanager
@@ -21,9 +22,12 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
     except Exception as error:
         failure = error
     mine = str(failure) if isinstance(failure, PipeshardError) else failure and f"{type(failure).__name__}: {failure}"
-    first = next((message for message in gather_objects(mine, group) if message is not None), None)
+    messages = gather_objects(mine, group)
+    first = next((rank for rank, message in enumerate(messages) if message is not None), None)
     if first is not None:
-        raise CheckpointError(first) from failure
+        message, rank = str(messages[first]), dist.get_process_group_ranks(group)[first]
+        own = len(set(messages)) == 1 or message.startswith("rank ")  # of all ranks, or of one that is named
+        raise CheckpointError(message if own else f"{named(rank)}: {message}") from failure
 
 
 def new_folder(target: Path, group: dist.ProcessGroup, mark: str) -> AbstractContextManager[Path]:

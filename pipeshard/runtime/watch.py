@@ -29,7 +29,7 @@ LAST = 6.0  # seconds after which the process is ended
 SILENT = 40  # looks after which a store is taken for one that does not answer, where nothing moves either
 LINGER = 2.0  # seconds that the process which holds the store waits for the others at its end
 PATIENCE = 0.5  # seconds in which a lost connection is explained by the rank that failed, or never
-OTHERS = 10  # how much longer than a step's action a save, a load or a boost may stand still
+OTHERS = 3  # how much longer than a step's action a save, a load or a boost may stand still
 LOST = re.compile(r"gloo/transport|pair closure|Connection (was )?(closed|reset)|Broken pipe|NCCL|nccl")
 STEPS = ("execute_pipeline", "optimizer.step")
 

@@ -45,6 +45,11 @@ def calling(name: str) -> Iterator[Watch | None]:
         yield _watch
 
 
+def named(rank: int) -> str:
+    """What errors call a rank of the world, as `rank 2 (stage 2)`."""
+    return f"rank {rank}" if _watch is None else f"rank {rank} ({_watch.place(rank)})"
+
+
 def _hook() -> None:
     """Once in a process: the others are told what ends it between two calls, too."""
     before = sys.excepthook

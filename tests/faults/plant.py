@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.checkpoint import save as saving
+from pipeshard.runtime.watch import OTHERS
 from tests.faults.job import MICROBATCHES, TIMEOUT, Job
 
 STAGES = ("first", "middle", "last")
@@ -43,7 +44,9 @@ class Case:
     @property
     def seconds(self) -> float:
         """In which all ranks have to be down."""
-        return 10.0 + (TIMEOUT if self.kind in ("SIGSTOP", "hang") else 0.0)
+        if self.kind not in ("SIGSTOP", "hang"):
+            return 10.0
+        return 10.0 + TIMEOUT * (OTHERS if self.phase in ("optimizer", "save") else 1)  # the others wait in the save
 
     @property
     def signs(self) -> tuple[str, ...]:
@@ -52,7 +55,7 @@ class Case:
         return {
             "exception": (who, "ValueError: planted"),
             "kill -9": (who, "was killed"),
-            "SIGSTOP": (who, "is stopped" if self.rank or self.phase != "never" else ""),
+            "SIGSTOP": (who, "is stopped"),
             "SIGTERM": (who, "by SIGTERM"),
             "hang": (who, "plant.py"),
             "NaN": ("NonFiniteError",) if self.phase == "tie sync" else (who, "NonFiniteError"),
