@@ -99,7 +99,7 @@ class PipelinePlugin(PipelinePluginBase):
         recompute: the units that keep no activations and run again in the backward pass: True (all), a share of each
             stage's units in [0, 1] (repeated layers first), or a list of shares, one for each of the p·v stages.
         activation_checkpoint_interval: or every k-th unit of the model, where k > 0.
-        timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long in other calls)
+        timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long elsewhere)
             before all ranks end with a table of what each of them does; None for ever. "adaptive" is 20 times the
             longest so far, and at least 30.
         check_finite: look at the loss and at what every stage sends and adds up, and stop on what is not finite by an
