@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -94,7 +94,7 @@ class Pipeline:
         self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
         last = len(placement) - 1
         shared = self.deferral, self.precision.running
-        finite = {s: self._finite(s) if plugin.check_finite else None for s in self.policy.chunks}
+        finite = {s: self.finite(s, self.policy.held_by_parts[s]) for s in self.policy.chunks}
         self.stages = [Stage(model, self.policy.replay, s, s == last, *shared, finite[s]) for s in self.policy.chunks]
         p2p = make_p2p(plugin.p2p, self.ranks, placement, self.device)
         self.interpreter = Interpreter({stage.index: stage for stage in self.stages}, placement, p2p, self.device)
@@ -170,6 +170,7 @@ class Pipeline:
             for stage in self.stages:
                 stage.end()
         self.steps += train
+        NOW.start("the sums of gradients and losses")
         if train or self.holdings.sharded is not None:
             self.sync.finish(train and synchronize)
         NOW.in_flight = False
@@ -201,10 +202,10 @@ class Pipeline:
         waited = [[seconds for seconds, _ in table[max(lengths) :]] for table in tables]
         return Recording.of(last, [table[:n] for table, n in zip(tables, lengths)], waited, self.steps - 1)
 
-    def _finite(self, stage: int) -> Finite:
-        own = self.policy.held_by_parts[stage]
-        held = {name: parameter for name, parameter in self.holdings.held.items() if name in own}
-        return Finite(stage, held, gradients=self.plugin.scaling is None)
+    def finite(self, stage: int, names: Collection[str]) -> Finite | None:
+        """What looks at these of the held parameters, if the plugin is asked to."""
+        held = {name: parameter for name, parameter in self.holdings.held.items() if name in names}
+        return Finite(stage, held, gradients=self.plugin.scaling is None) if self.plugin.check_finite else None
 
     def _program(self, num_microbatches: int, train: bool) -> Program:
         plugin = self.plugin

@@ -237,7 +237,8 @@ class PipelinePlugin(PipelinePluginBase):
         self._pipeline = boosted.pipeline
         if optimizer is not None and not isinstance(optimizer, PipelineOptimizer):
             holdings, zero = boosted.pipeline.holdings, self.zero_stage == 1
-            optimizer = PipelineOptimizer(optimizer, holdings, self.grid, self.max_norm, self.scaling, zero)
+            finite = boosted.pipeline.finite(self.grid.stage, holdings.held)
+            optimizer = PipelineOptimizer(optimizer, holdings, self.grid, self.max_norm, self.scaling, zero, finite)
         return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     def execute_pipeline(

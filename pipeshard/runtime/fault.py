@@ -19,6 +19,7 @@ class Fault:
     module: str = ""
     message: str = ""
     told_by: int = -1
+    number: int = -1  # of the call of which it is told
 
     @property
     def is_asked(self) -> bool:

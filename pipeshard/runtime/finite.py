@@ -28,18 +28,33 @@ class Finite:
 
     def backward(self, i: int, sent: Sequence[Tensor] = ()) -> None:
         """The gradients that have been added up with microbatch i, and those that the previous stage is to get."""
+        self._gradients(f"after the backward pass of microbatch {i}")
+        if self.gradients and not all(map(_is_finite, sent)):
+            self._stop(f"the gradient that goes back to the stage before is not finite for microbatch {i}")
+
+    def before_update(self) -> None:
+        """The gradients, summed over all that hold a parameter."""
+        self._gradients("when the optimizer is to use it")
+
+    def after_update(self) -> None:
+        """The values that an optimizer has made, before they are saved or used."""
+        if (broken := self._broken()) is not None:
+            self._stop(f"the optimizer has made {broken} what is not finite")
+
+    def _gradients(self, when: str) -> None:
         if not self.gradients:
             return
         named = [(name, g) for name, p in self.parameters.items() if (g := local_grad(p)) is not None]
         if named and not bool(torch.isfinite(torch.stack(torch._foreach_norm([g for _, g in named]))).all()):
             broken = [name for name, g in named if not _is_finite(g)]  # none, where a norm alone overflows
             if broken:  # the last one was made first
-                self._stop(f"the gradient of {broken[-1]} is not finite after the backward pass of microbatch {i}")
-        if not all(map(_is_finite, sent)):
-            self._stop(f"the gradient that goes back to the stage before is not finite for microbatch {i}")
+                self._stop(f"the gradient of {broken[-1]} is not finite {when}")
+
+    def _broken(self) -> str | None:
+        return next((name for name, p in self.parameters.items() if not _is_finite(local(p.detach()))), None)
 
     def _stop(self, what: str) -> None:
-        broken = next((name for name, p in self.parameters.items() if not _is_finite(local(p.detach()))), None)
+        broken = self._broken()
         why = f"its parameter {broken} is not finite itself" if broken else "its parameters are: look at the batch"
         raise NonFiniteError(
             f"on stage {self.stage} {what}; {why}. Go on from the last training state, with a smaller learning rate, "

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.grid import Grid
 from pipeshard.runtime.agreement import together_in
+from pipeshard.runtime.finite import Finite
 from pipeshard.runtime.gradients import clip_by_norm, grad_norm
 from pipeshard.runtime.holdings import Holdings
 from pipeshard.runtime.local import local_grad, slice_like
@@ -41,9 +42,11 @@ class PipelineOptimizer(OptimizerWrapper):
         max_norm: float,
         scaling: LossScale | None = None,
         zero: bool = False,
+        finite: Finite | None = None,
     ) -> None:
         super().__init__(optim)
         self.sync, self.grid, self.max_norm, self.scaling = holdings.sync, grid, max_norm, scaling
+        self.finite = finite
         weights = holdings.weights
         given = dict.fromkeys(p for param_group in optim.param_groups for p in param_group["params"])
         self.weights = {weights[p].name: weights[p] for p in given if p in weights}
@@ -73,6 +76,8 @@ class PipelineOptimizer(OptimizerWrapper):
             return self._step(*args, **kwargs)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.finite is not None:
+            self.finite.before_update()
         self._norm = None
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm)
@@ -89,6 +94,8 @@ class PipelineOptimizer(OptimizerWrapper):
         result = self.optim.step(*args, **kwargs)
         for weight in self.weights.values():
             weight.take_value()
+        if self.finite is not None:
+            self.finite.after_update()
         if self.owners:
             share_updates(self.weights.values(), self.owners, self.grid.replicas)
         return result

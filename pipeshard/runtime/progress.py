@@ -34,14 +34,14 @@ class Progress:
     def reset(self) -> None:
         """Begin anew, in a new world."""
         self.call, self.number, self.in_flight = "", 0, False
-        self.action: Action | None = None
+        self.action: Action | str | None = None
         self.waits: Sequence[int] = ()
         self.since, self.longest = time.monotonic(), 0.0
         self.model: nn.Module | None = None  # whose modules' names errors tell
         self.chunks: Sequence[int] = ()  # the stages of this process
 
-    def start(self, action: Action) -> None:
-        """The next action of a step."""
+    def start(self, action: Action | str) -> None:
+        """The next action of a step, or what it does beside the schedule's."""
         now = time.monotonic()
         self.longest = max(self.longest, now - self.since)
         self.action, self.since = action, now
@@ -70,8 +70,8 @@ class Progress:
         """As in `execute_pipeline, F3@2 (forward of microbatch 3 on stage 2)`."""
         if not self.call:
             return "the program, between two calls"
-        if self.action is None:
-            return self.call
+        if self.action is None or isinstance(self.action, str):
+            return ", ".join(filter(None, [self.call, self.action]))
         kind, i, stage = self.action
         chunk = f", chunk {list(self.chunks).index(stage)}" if len(self.chunks) > 1 and stage in self.chunks else ""
         what = f"{COMPUTES[kind]} of microbatch {i} on stage {stage}{chunk}" if kind.is_compute else f"microbatch {i}"

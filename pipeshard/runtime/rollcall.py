@@ -26,9 +26,9 @@ class RollCall:
             self._answered = number
             self.store.set(f"answer/{number}/{self.rank}", json.dumps(_state()))
 
-    def result(self, fault: Fault, number: int, place: Callable[[int], str]) -> Fault:
+    def result(self, fault: Fault, place: Callable[[int], str]) -> Fault:
         """The fault with a message that names who does not answer, or what everybody does."""
-        answers = self._collect(number)
+        answers = self._collect(fault.number)
         silent = [rank for rank in range(self.size) if rank not in answers]
         if fault.kind == GONE:
             return replace(fault, message=_gone(silent, place, fault))

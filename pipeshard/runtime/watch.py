@@ -9,13 +9,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from pipeshard.errors import RankError
 from pipeshard.runtime.abort import abort_groups
+from pipeshard.runtime.alarm import Alarm, has_agents
 from pipeshard.runtime.fault import ENDED, GONE, RAISED, STALLED, Fault
 from pipeshard.runtime.progress import NOW, main_stack
 from pipeshard.runtime.rollcall import RollCall
@@ -27,7 +26,6 @@ SETTLED = 0.3  # seconds after which a wait is taken for one that will not end, 
 GRACE = 3.0  # seconds that a call has to end by itself, where a rank has failed; then it is interrupted
 LAST = 6.0  # seconds after which the process is ended
 SILENT = 40  # looks after which a store is taken for one that does not answer, where nothing moves either
-LINGER = 2.0  # seconds that the process which holds the store waits for the others at its end
 PATIENCE = 0.5  # seconds in which a lost connection is explained by the rank that failed, or never
 OTHERS = 3  # how much longer than a step's action a save, a load or a boost may stand still
 LOST = re.compile(r"gloo/transport|pair closure|Connection (was )?(closed|reset)|Broken pipe|NCCL|nccl")
@@ -59,13 +57,12 @@ class Watch:
         self.rank, self.timeout = dist.get_rank(), timeout
         self.place: Callable[[int], str] = lambda rank: f"of {dist.get_world_size()}"
         self.fault: Fault | None = None  # why groups are broken
-        store: Any = PrefixStore("pipeshard.watch", _get_default_store())
-        self._store = store.clone()  # a connection of its own
-        self._roll = RollCall(self._store, self.rank, dist.get_world_size())
+        self._alarm = Alarm(self.rank, dist.get_world_size())
+        self._roll = RollCall(self._alarm.store, self.rank, dist.get_world_size())
         self._heard: tuple[Fault, int, float] | None = None  # with the number of the call, and when
         self.interrupt: Callable[[], None] = lambda: None  # makes the thread that trains raise an Interrupt
-        self._broken = self._storeless = False
-        self._interrupted = -1  # the number of the call that was
+        self._broken = False
+        self._interrupted = self._well = -1  # the number of the call that was, and of the last one that ended well
         self._ticks = 0  # looks since the store has last answered
         self._stop = threading.Event()
         targets = {"pipeshard-watch": self._look, "pipeshard-listen": self._listen}
@@ -84,6 +81,7 @@ class Watch:
             if self.fault is not None:
                 raise RankError(f"this process cannot go on, since {self.fault}. Start the ranks again", self.fault)
             yield
+            self._well = NOW.number
         except BaseException as error:
             told = self._explained(error)
             if told is None:
@@ -105,9 +103,9 @@ class Watch:
         lost, number = _is_lost(error), NOW.number
         own = not lost and not isinstance(error, Interrupt)
         try:
-            fault = self._alarm(number, 0.0 if own else PATIENCE) or self._tell(self._fault_of(error, lost), number)
+            fault = self._told(0.0 if own else PATIENCE) or self._alarm.tell(self._fault_of(error, lost), number)
             if not own and fault.is_asked:
-                fault = self._roll.result(fault, number, self.place)
+                fault = self._roll.result(fault, self.place)
         except RuntimeError:
             fault = self._without_store()
         if not own or NOW.in_flight:
@@ -134,38 +132,20 @@ class Watch:
         """Tell what ends this process between two calls, to ranks that will wait for it in the next."""
         with contextlib.suppress(RuntimeError):
             if not NOW.call and self.fault is None and dist.group.WORLD is self.world:
-                self._tell(self._own(kind, message), NOW.number + 1)
+                self._alarm.tell(self._own(kind, message), NOW.number + 1)
 
     def left(self) -> None:
-        """At the end of the process: the one that holds the store stays until the others need it no more."""
+        """At the end of the process."""
         self.stop()
-        with contextlib.suppress(RuntimeError):
-            if self._storeless or dist.group.WORLD is not self.world:
-                return
-            self._store.set(f"left/{self.rank}", "")
-            others = [f"left/{rank}" for rank in range(dist.get_world_size())]
-            until = time.monotonic() + LINGER
-            while self.rank == 0 and not _has_agents() and time.monotonic() < until and not self._store.check(others):
-                time.sleep(0.02)
+        if dist.group.WORLD is self.world:
+            self._alarm.leave()
 
     # In both.
 
-    def _tell(self, fault: Fault, number: int) -> Fault:
-        """Tell all ranks, unless one was first: what they were told."""
-        if self._storeless:
-            raise dist.DistStoreError("the store is gone")
-        return Fault.from_json(self._store.compare_set(f"alarm/{number}", "", fault.to_json().decode()))
-
-    def _alarm(self, number: int, patience: float = 0.0) -> Fault | None:
-        """What was told of this call, at the latest in so many seconds."""
-        until = time.monotonic() + patience
-        while self._storeless or not self._store.check([f"alarm/{number}"]):
-            if self._storeless:
-                raise dist.DistStoreError("the store is gone")
-            if time.monotonic() >= until:
-                return None
-            time.sleep(0.02)
-        return Fault.from_json(self._store.get(f"alarm/{number}"))
+    def _told(self, patience: float = 0.0) -> Fault | None:
+        """What was told of this call (or the next, between two), or of the one before, if that went well here."""
+        number = NOW.number + (not NOW.call)
+        return self._alarm.told([number, *([number - 1] if self._well == number - 1 else [])], patience)
 
     def _break(self, fault: Fault) -> None:
         self.fault = fault
@@ -174,7 +154,7 @@ class Watch:
             abort_groups()
 
     def _without_store(self) -> Fault:
-        holder = "the agent of the first machine holds it" if _has_agents() else f"rank 0 ({self.place(0)}) holds it"
+        holder = "the agent of the first machine holds it" if has_agents() else f"rank 0 ({self.place(0)}) holds it"
         why = f"{holder}, which was killed, is stopped, or is cut off"
         return Fault(GONE, 0, self.place(0), message=f"the store in which the ranks met does not answer: {why}")
 
@@ -186,14 +166,14 @@ class Watch:
                 self._once()
                 self._ticks = 0
         if not self._stop.is_set():
-            self._storeless = True
+            self._alarm.gone = True
 
     def _look(self) -> None:
         while self._goes_on():
             self._ticks += 1
             silent = self._ticks > SILENT and self._is_stalled()
-            if NOW.call and (silent or self._storeless) and self._heard is None:
-                self._storeless = True
+            if NOW.call and (silent or self._alarm.gone) and self._heard is None:
+                self._alarm.gone = True
                 self._heard = self._without_store(), NOW.number, time.monotonic()
             self._press()
 
@@ -204,13 +184,13 @@ class Watch:
         number = NOW.number + (not NOW.call)
         if self._heard is not None and self._heard[1] == number:
             return
-        fault = self._alarm(number)
+        fault = self._told()
         if fault is None and self._is_stalled():
-            fault = self._tell(Fault(STALLED, -1, "", message=f"{self.limit:.3g}", told_by=self.rank), number)
+            fault = self._alarm.tell(Fault(STALLED, -1, "", message=f"{self.limit:.3g}", told_by=self.rank), number)
         self._heard = None
         if fault is not None and fault.rank != self.rank:
             if fault.is_asked:
-                self._roll.answer(number)
+                self._roll.answer(fault.number)
             self._heard = fault, number, time.monotonic()
 
     def _press(self) -> None:
@@ -226,7 +206,7 @@ class Watch:
             self._interrupted = number
             self.interrupt()
         if now - at > LAST:
-            self._end(fault, number)
+            self._end(fault)
 
     @property
     def interrupts(self) -> bool:
@@ -236,11 +216,11 @@ class Watch:
             return False
         return bool(NOW.call) or heard[0].kind == STALLED
 
-    def _end(self, fault: Fault, number: int) -> None:
+    def _end(self, fault: Fault) -> None:
         """End a process that hangs in code that cannot be interrupted."""
-        if fault.is_asked and not self._storeless:
+        if fault.is_asked and not self._alarm.gone:
             with contextlib.suppress(RuntimeError):
-                fault = self._roll.result(fault, number, self.place)
+                fault = self._roll.result(fault, self.place)
         stack = "".join(traceback.format_stack(main_stack()[-1]))
         logger.error("this process does not stop by itself, so it is ended, since %s\nIt is at\n%s", fault, stack)
         os._exit(1)
@@ -258,11 +238,6 @@ class Watch:
 
     def _is_stalled(self) -> bool:
         return bool(NOW.call) and time.monotonic() - NOW.since > self.limit
-
-
-def _has_agents() -> bool:
-    """Whether the store is torchrun's, and not a rank's."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _is_lost(error: BaseException) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from unittest import mock
 
-from pipeshard.checkpoint import beside
-from pipeshard.runtime import agreement, finite, stage, watch, watching
+from pipeshard.runtime import agreement, alarm, finite, rollcall, stage, watch
 from tests.faults.plant import Case
 
 
@@ -21,7 +19,7 @@ def _patch(owner: object, name: str, value: object) -> None:
 
 def _no_alarm() -> None:
     """Nobody is told of anything."""
-    _patch(watch.Watch, "_tell", lambda self, fault, number: fault)
+    _patch(alarm.Alarm, "tell", lambda self, fault, number: fault)
 
 
 def _no_watchdog() -> None:
@@ -29,15 +27,11 @@ def _no_watchdog() -> None:
 
 
 def _no_roll_call() -> None:
-    _patch(watch.RollCall, "result", lambda self, fault, number, place: fault)
+    _patch(rollcall.RollCall, "result", lambda self, fault, place: fault)
 
 
 def _no_digest() -> None:
     _patch(agreement, "digest", lambda batch: 0)
-
-
-def _no_sigterm() -> None:
-    _patch(watching, "_leaving", _never)
 
 
 def _no_shapes() -> None:
@@ -46,11 +40,6 @@ def _no_shapes() -> None:
 
 def _no_finite() -> None:
     _patch(finite, "_is_finite", lambda tensor: True)
-
-
-def _no_together() -> None:
-    """Ranks leave a save one by one."""
-    _patch(beside, "together", lambda group: contextlib.nullcontext())
 
 
 MECHANISMS: dict[str, Callable[[], None]] = {
