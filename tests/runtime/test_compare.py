@@ -1,0 +1,172 @@
+"""Tests of what ranks compare before they train, and at the beginning of each call."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeshard import PipelinePlugin
+from pipeshard.errors import BatchError, ConfigurationError, PipeshardError, RankError, UsageError
+from pipeshard.runtime import compare
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import Split
+
+
+def plugin_with(of_rank: dict[str, list[Any]], **options: Any) -> None:
+    own = {name: values[dist.get_rank()] for name, values in of_rank.items()}
+    PipelinePlugin(**{"pp_size": dist.get_world_size(), "num_microbatches": 2, **options, **own})
+
+
+@pytest.mark.parametrize(
+    ("options", "sign"),
+    [
+        ({"schedule": ["1f1b", "gpipe"]}, "schedule='1f1b' on rank 0, but schedule='gpipe' on rank 1"),
+        ({"num_microbatches": [2, 4]}, "num_microbatches=2 on rank 0, but num_microbatches=4 on rank 1"),
+        ({"partition": ["uniform", [2, 4]]}, "partition='uniform' on rank 0, but partition=[2, 4] on rank 1"),
+        ({"pp_size": [2, 1]}, "pp_size=2 on rank 0, but pp_size=1 on rank 1"),
+        ({"precision": ["bf16", "fp32"]}, "precision='bf16' on rank 0"),
+    ],
+)
+def test_other_arguments_are_named(pool: Pool, options: dict[str, list[Any]], sign: str) -> None:
+    for message in pool.run_expecting(ConfigurationError, plugin_with, 2, options):
+        assert sign in message
+
+
+def old_transformers() -> None:
+    def old(name: str) -> str:
+        return "4.57.6" if name == "transformers" and dist.get_rank() == 1 else version(name)
+
+    with mock.patch.object(compare, "version", old):
+        PipelinePlugin(2, 2)
+
+
+def test_other_packages_are_named(pool: Pool) -> None:
+    for message in pool.run_expecting(ConfigurationError, old_transformers, 2):
+        assert message.startswith("a version differs between ranks: transformers ")
+        assert "but transformers 4.57.6 on rank 1" in message
+
+
+def wrong_on_one_rank() -> None:
+    PipelinePlugin(2, 2, schedule="zigzag" if dist.get_rank() else "1f1b")
+
+
+def test_an_argument_that_one_rank_refuses_ends_the_others(pool: Pool) -> None:
+    first, second = pool.run_expecting(PipeshardError, wrong_on_one_rank, 2)
+    assert first.startswith("rank 1 (of 2) failed in PipelinePlugin: ConfigurationError") and "zigzag" in second
+
+
+def boosted_with(change: str) -> None:
+    model = zoo.build("gpt2", layers=2 + (change == "layers" and dist.get_rank()))
+    if change == "frozen" and dist.get_rank():
+        model.transformer.wte.requires_grad_(False)
+    options = {"lr": 1e-3 * (1 + (change == "lr" and dist.get_rank()))}
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    plugin = PipelinePlugin(2, 2, dry_run_input=zoo.batch("gpt2"))
+    plugin.configure(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "sign"),
+    [
+        ("layers", "on rank 0 (stage 0), but transformer.h.2.ln_1.weight of shape (32,)"),
+        ("frozen", "what is trained differs between ranks: transformer.wte.weight.requires_grad=True on rank 0"),
+        ("lr", "the optimizer differs between ranks: group 0 with lr=0.001"),
+    ],
+)
+def test_another_model_or_optimizer_is_named(pool: Pool, change: str, sign: str) -> None:
+    for message in pool.run_expecting(ConfigurationError, boosted_with, 2, change):
+        assert sign in message
+
+
+def split_of_two(**options: Any) -> Split:
+    return Split(zoo.build("gpt2"), 2, zoo.batch("gpt2"), num_microbatches=2, **options)
+
+
+def frozen_after_boost() -> tuple[str, float]:
+    """A tied weight that one rank freezes between two steps is refused; the ranks go on once it is mended."""
+    split = split_of_two()
+    split.backward(zoo.batch("gpt2"))
+    tied = split.held["transformer.wte.weight"]
+    if dist.get_rank():
+        tied.requires_grad_(False)
+    with pytest.raises(UsageError) as refused:
+        split.backward(zoo.batch("gpt2"))
+    tied.requires_grad_(True)
+    return str(refused.value), float(split.backward(zoo.batch("gpt2"))["loss"])
+
+
+def test_a_tied_weight_frozen_on_one_rank_is_refused(pool: Pool) -> None:
+    for message, loss in pool.run(frozen_after_boost, 2):
+        assert "transformer.wte.weight is held by several ranks" in message and "freeze it, or train it" in message
+        assert loss == loss
+
+
+def other_calls() -> float:
+    """Ranks at different calls learn so, and go on."""
+    split = split_of_two(max_norm=1.0)
+    split.backward(zoo.batch("gpt2"))
+    with pytest.raises(UsageError, match=r"rank 0 \(stage 0\): optimizer.step.*rank 1 \(stage 1\): execute_pipeline"):
+        split.optimizer.step() if dist.get_rank() == 0 else split.backward(zoo.batch("gpt2"))
+    split.optimizer.step()
+    return float(split.backward(zoo.batch("gpt2"))["loss"])
+
+
+def test_ranks_at_different_calls_are_told_apart(pool: Pool) -> None:
+    first, second = pool.run(other_calls, 2)
+    assert first == second
+
+
+def broken_data() -> None:
+    split = split_of_two()
+    good = iter([zoo.batch("gpt2")])
+
+    def broken() -> Any:
+        raise OSError("the disk is gone")
+        yield
+
+    split.booster.execute_pipeline(broken() if dist.get_rank() else good, split.model, None, split.optimizer)
+
+
+def test_the_reason_for_a_missing_batch_is_told_everywhere(pool: Pool) -> None:
+    first, second = pool.run_expecting(Exception, broken_data, 2)
+    assert "rank 1 (stage 1): OSError: the disk is gone" in first and second == "the disk is gone"
+
+
+def failing_once() -> list[str]:
+    """After a failure amid a step, every further call is refused with its reason, on every rank."""
+    split = split_of_two()
+
+    def fail(*_: Any) -> None:
+        raise ValueError("planted")
+
+    if dist.get_rank():
+        next(iter(split.model.pipeline.policy.get_held_layers())).register_forward_pre_hook(fail)
+    messages = []
+    for _ in range(2):
+        with pytest.raises((ValueError, RankError)) as raised:
+            split.backward(zoo.batch("gpt2"))
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_a_broken_step_is_the_last_one(pool: Pool) -> None:
+    (first, again), (own, own_again) = pool.run(failing_once, 2)
+    where = "rank 1 (stage 1) failed in execute_pipeline, F0@1 (forward of microbatch 0 on stage 1), in transformer.h."
+    assert first.startswith(where) and first.endswith("ValueError: planted") and own == "planted"
+    assert again.startswith("this process cannot go on, since rank 1 (stage 1) failed")
+    assert own_again.startswith("this process cannot go on, since rank 1 (stage 1) failed")
+
+
+def different_batches() -> None:
+    split_of_two().backward(zoo.batch("gpt2", seed=dist.get_rank()))
+
+
+def test_other_batches_are_named(pool: Pool) -> None:
+    for message in pool.run_expecting(BatchError, different_batches, 2):
+        assert "must read the same batch" in message

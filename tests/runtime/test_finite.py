@@ -1,0 +1,78 @@
+"""Tests of `check_finite`: what is not finite stops all ranks, at the stage that made it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeshard.errors import NonFiniteError
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import Split
+
+NAN = float("nan")
+
+
+def spoil(parameter: torch.nn.Parameter) -> None:
+    parameter.grad = torch.full_like(parameter, NAN)
+
+
+def spoiled(where: str, **options: Any) -> tuple[str, str]:
+    """The class of the error, and its message, where rank 1 of 2 makes something that is not finite."""
+    split = Split(zoo.build("gpt2"), 2, zoo.batch("gpt2"), num_microbatches=4, check_finite=True, **options)
+    unit = next(unit for unit in split.model.pipeline.policy.get_held_layers() if hasattr(unit, "mlp"))
+    if dist.get_rank() == 1:
+        match where:
+            case "forward":
+                unit.mlp.register_forward_hook(lambda module, args, output: output * NAN)
+            case "backward":
+                unit.mlp.c_fc.weight.register_hook(lambda gradient: gradient * NAN)
+            case "parameter":
+                unit.mlp.c_fc.weight.data[0, 0] = float("inf")
+            case "update":
+                split.optimizer.optim.register_step_pre_hook(lambda *_: spoil(unit.mlp.c_fc.weight))
+    with pytest.raises(Exception) as raised:
+        split.backward(zoo.batch("gpt2"))
+        split.optimizer.step()
+        split.backward(zoo.batch("gpt2"))
+    return type(raised.value).__name__, str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "sign"),
+    [
+        ("forward", "on stage 1 the loss of microbatch 0 is nan; its parameters are: look at the batch"),
+        ("backward", "c_fc.weight is not finite after the backward pass of microbatch 0"),
+        ("parameter", "c_fc.weight is not finite itself"),
+        ("update", "the optimizer has made transformer.h.2.mlp.c_fc.weight what is not finite"),
+    ],
+)
+def test_the_stage_and_the_parameter_are_named(pool: Pool, where: str, sign: str) -> None:
+    (first, told), (second, own) = pool.run(spoiled, 2, where)
+    assert (first, second) == ("RankError", "NonFiniteError")
+    assert sign in own and sign in told and "rank 1 (stage 1) failed" in told
+
+
+def finite() -> float:
+    """A microbatch without labels has no loss, which is nothing to stop for."""
+    split = Split(zoo.build("gpt2"), 2, zoo.batch("gpt2"), num_microbatches=8, check_finite=True)
+    return float(split.backward(zoo.batch("gpt2"))["loss"])
+
+
+def test_a_microbatch_without_labels_is_no_reason(pool: Pool) -> None:
+    first, second = pool.run(finite, 2)
+    assert first == second == pytest.approx(float(zoo.build("gpt2")(**zoo.batch("gpt2")).loss), rel=1e-5)
+
+
+def test_overflow_of_a_norm_alone_is_none() -> None:
+    from pipeshard.runtime.finite import Finite
+
+    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter.grad = torch.full((4,), 3e38)
+    Finite(0, {"weight": parameter}).before_update()
+    parameter.grad[2] = torch.inf
+    with pytest.raises(NonFiniteError, match="the gradient of weight is not finite when the optimizer is to use it"):
+        Finite(0, {"weight": parameter}).before_update()
