@@ -25,7 +25,7 @@ PERIOD = 0.25  # seconds between two looks at the store
 SETTLED = 0.3  # seconds after which a wait is taken for one that will not end, where a rank has failed
 GRACE = 3.0  # seconds that a call has to end by itself, where a rank has failed; then it is interrupted
 LAST = 6.0  # seconds after which the process is ended
-SILENT = 40  # looks after which a store is taken for one that does not answer, where nothing moves either
+SILENT = 12  # looks after which a store is taken for one that does not answer, where nothing moves either
 PATIENCE = 0.5  # seconds in which a lost connection is explained by the rank that failed, or never
 OTHERS = 3  # how much longer than a step's action a save, a load or a boost may stand still
 LOST = re.compile(r"gloo/transport|pair closure|Connection (was )?(closed|reset)|Broken pipe|NCCL|nccl")
@@ -65,10 +65,8 @@ class Watch:
         self._interrupted = self._well = -1  # the number of the call that was, and of the last one that ended well
         self._ticks = 0  # looks since the store has last answered
         self._stop = threading.Event()
-        targets = {"pipeshard-watch": self._look, "pipeshard-listen": self._listen}
-        self._threads = [threading.Thread(target=target, name=name, daemon=True) for name, target in targets.items()]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        self.start()
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -90,11 +88,19 @@ class Watch:
         finally:
             NOW.leave()
 
-    def stop(self) -> None:
-        """End the threads, if the process is to go on without them, or to end."""
+    def start(self) -> None:
+        self._stop.clear()
+        targets = {"pipeshard-watch": self._look, "pipeshard-listen": self._listen}
+        self._threads = [threading.Thread(target=target, name=name, daemon=True) for name, target in targets.items()]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> bool:
+        """End the threads, if the process is to go on without them, or to end; False if one hangs at a silent store."""
         self._stop.set()
         for thread in self._threads:
             thread.join(timeout=2)
+        return not any(thread.is_alive() for thread in self._threads)
 
     # In the thread that trains.
 
@@ -134,11 +140,12 @@ class Watch:
             if not NOW.call and self.fault is None and dist.group.WORLD is self.world:
                 self._alarm.tell(self._own(kind, message), NOW.number + 1)
 
-    def left(self) -> None:
-        """At the end of the process."""
-        self.stop()
-        if dist.group.WORLD is self.world:
+    def left(self) -> bool:
+        """At the end of the process; False if a thread hangs at a silent store."""
+        stopped = self.stop()
+        if stopped and dist.group.WORLD is self.world:
             self._alarm.leave()
+        return stopped
 
     # In both.
 

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -60,8 +61,10 @@ def _hook() -> None:
 
     def at_exit() -> None:
         _leaving(ENDED, "its program being through")
-        if _watch is not None:
-            _watch.left()
+        if _watch is not None and not _watch.left() and hasattr(sys, "last_value"):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # after an error that was shown; torch would abort the process if the thread came back later
 
     sys.excepthook = excepthook
     atexit.register(at_exit)

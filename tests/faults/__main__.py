@@ -19,8 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process that has started thre
 from rich.console import Console
 
 from tests.faults import job
-from tests.faults.mechanisms import MECHANISMS, relies_on
-from tests.faults.plant import Case, Planter, all_cases
+from tests.faults.mechanisms import MECHANISMS, RELIES
+from tests.faults.plant import KINDS, Case, Planter, all_cases
 from tests.faults.ranks import SIZE, Ranks
 from tests.faults.report import Result, write_table
 
@@ -76,20 +76,28 @@ def run(arguments: argparse.Namespace, folder: Path, console: Console) -> int:
 
 def chosen(arguments: argparse.Namespace) -> list[tuple[Case, str | None]]:
     """The cases, and what is disabled in each."""
-    cases = [case for case in all_cases() if all(part in str(case) for part in arguments.only)][:: arguments.every]
+    cases = [case for case in all_cases() if all(part in str(case) for part in arguments.only)]
+    if arguments.sample:  # of each kind one, on all stages and at all moments in turn
+        kinds = [[case for case in cases if case.kind == kind] for kind in KINDS]
+        cases = [of_kind[(7 * k + 4) % len(of_kind)] for k, of_kind in enumerate(kinds) if of_kind]
     if not arguments.disable:
         return [(case, None) for case in cases]
     return [
-        (case, mechanism)
-        for mechanism in MECHANISMS
-        for case in [case for case in cases if relies_on(case, mechanism)][: arguments.disable]
+        (case, name)
+        for name, relies in RELIES.items()
+        for case in spread([case for case in cases if relies(case)], arguments.disable)
     ]
+
+
+def spread(cases: list[Case], number: int) -> list[Case]:
+    """So many of them, from the first to the last."""
+    return [cases[k * len(cases) // number] for k in range(min(number, len(cases)))]
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("only", nargs="*", help="parts of the names of the cases that are run, as 'hang' or 'middle'")
-    parser.add_argument("--every", type=int, default=1, help="run every n-th case alone")
+    parser.add_argument("--sample", action="store_true", help="one case of each kind")
     parser.add_argument("--output", type=Path, help="the page whose table of results is written")
     parser.add_argument(
         "--disable", type=int, metavar="N", help="run N cases of each mechanism without it: all of them are to fail"

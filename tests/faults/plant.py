@@ -83,14 +83,16 @@ class Planter:
     def __call__(self, job: Job) -> None:
         if job.rank != self.case.rank:
             return
-        module = next(unit for unit in job.model.pipeline.policy.get_held_layers() if hasattr(unit, "mlp"))
+        blocks = [unit for unit in job.model.pipeline.policy.get_held_layers() if hasattr(unit, "mlp")]
+        module = blocks[-1]
         act: Callable[[Any], Any] = self._act
         match self.case.phase:
             case "batch":
                 job.batches = self._batches(job.batches)
             case "warm-up" | "steady":
                 after = 1 if self.case.phase == "warm-up" else MICROBATCHES // 2 + 1
-                module.mlp.register_forward_hook(counted(after, lambda module, args, output: act(output)))
+                place = module if self.case.kind == "wrong shape" else module.mlp
+                place.register_forward_hook(counted(after, lambda module, args, output: act(output)))
             case "cool-down":
                 module.mlp.c_fc.weight.register_hook(counted(MICROBATCHES, act))
             case "tie sync":
