@@ -6,6 +6,8 @@
 # make lint     ruff and mypy alone
 # make exact    every model of the tests with every schedule, transport and number of microbatches, against the unsplit one
 # make elastic  kills one of four ranks of a job, and brings it back
+# make faults   plants every kind of fault on every stage at every moment of a step: all ranks end by name, the next run
+#               goes on; writes the table in docs/reliability.md; make faults DISABLE=2 runs cases without their mechanism
 # make fuzz     tries INPUTS broken headers, indices and manifests of checkpoints: each is read, or refused by name
 # make parity   trains every architecture of transformers split and unsplit, and writes docs/parity.md; RESUME=1 goes on
 #               where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6
@@ -41,7 +43,7 @@ EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint exact elastic fuzz parity parity-4.57 bench curves targets clean $(EXAMPLES)
+.PHONY: help setup setup-peers train examples test lint exact elastic faults fuzz parity parity-4.57 bench curves targets clean $(EXAMPLES)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -115,6 +117,9 @@ exact: setup
 elastic: setup
 	@$(BIN)/python -m pytest -m 'slow or not slow' tests/test_elastic.py
 
+faults: setup
+	@$(BIN)/python -W ignore -m tests.faults $(if $(DISABLE),--disable $(DISABLE),--output docs/reliability.md)
+
 fuzz: setup
 	@$(BIN)/python -W ignore -m tests.fuzz --inputs $(INPUTS)
 
@@ -133,6 +138,7 @@ targets: setup .venv-deepspeed/installed
 bench: setup setup-peers
 	@$(BIN)/python -W ignore -m benchmarks.speed --rounds $(ROUNDS) --part $(PART)
 	@$(BIN)/python -W ignore -m benchmarks.memory
+	@$(BIN)/python -W ignore -m benchmarks.watch
 
 clean:
 	rm -rf outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

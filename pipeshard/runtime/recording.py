@@ -13,6 +13,8 @@ from typing import Any, Self
 from pipeshard.errors import ConfigurationError
 from pipeshard.schedule import Action, Kind, Program, Simulation, Span, draw_timeline, simulate
 
+STRAGGLES = 1.25  # how many times as busy as the median rank a straggler is
+
 
 @dataclass(frozen=True)
 class Recording:
@@ -64,11 +66,18 @@ class Recording:
         slowest = max(range(len(busy)), key=busy.__getitem__)
         line = (
             f"step {self.step}: {_seconds(self.makespan)}, bubble {self.bubble:.1%} "
-            f"(simulated {self.simulation().bubble:.1%}), slowest is rank {slowest} ({_seconds(busy[slowest])} busy)"
+            f"(simulated {self.simulation().bubble:.1%}), slowest is rank {slowest} ({_seconds(busy[slowest])} busy"
+            f"{self._beside_others(slowest)})"
         )
         waits = [(wait, rank, other) for rank, row in enumerate(self.waited) for other, wait in enumerate(row)]
         longest, rank, other = max(waits)
         return f"{line}, longest wait: rank {rank} for rank {other} ({_seconds(longest)})" if longest > 0 else line
+
+    def _beside_others(self, rank: int) -> str:
+        """By how much a rank is slower than most, where that is much: a straggler, or an uneven partition."""
+        median = statistics.median_low(self.busy)
+        times = self.busy[rank] / median if median else 1.0
+        return f", {times:.1f} times the median rank" if times > STRAGGLES else ""
 
     def draw(self, path: str | os.PathLike[str], title: str = "") -> None:
         """The step as measured above the simulated one, as a picture; its suffix names the format. Needs matplotlib."""
