@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-SIZE = 3
+SIZE = 4
 
 
 class Ranks:
