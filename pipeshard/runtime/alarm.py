@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,13 +44,14 @@ class Alarm:
                 return None
             time.sleep(0.02)
 
-    def leave(self) -> None:
-        """At the end of the process: the one that holds the store stays until the others need it no more."""
+    def leave(self, without: Collection[int]) -> None:
+        """At the end of the process: the one that holds the store stays until the others need it no more; `without` are
+        those that will not say so."""
         with contextlib.suppress(RuntimeError):
             self._refuse_gone()
             self.store.set(f"left/{self.rank}", "")
             until = time.monotonic() + LINGER
-            everyone = [f"left/{rank}" for rank in range(self.size)]
+            everyone = [f"left/{rank}" for rank in range(self.size) if rank not in without]
             while self.rank == 0 and not has_agents() and time.monotonic() < until and not self.store.check(everyone):
                 time.sleep(0.02)
 

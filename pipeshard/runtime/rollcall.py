@@ -19,6 +19,7 @@ class RollCall:
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
         self._answered = -1
+        self.silent: list[int] = []  # the ranks that did not answer
 
     def answer(self, number: int) -> None:
         """Once for each call, by the thread that watches: it lives also where the one that trains hangs."""
@@ -29,7 +30,7 @@ class RollCall:
     def result(self, fault: Fault, place: Callable[[int], str]) -> Fault:
         """The fault with a message that names who does not answer, or what everybody does."""
         answers = self._collect(fault.number)
-        silent = [rank for rank in range(self.size) if rank not in answers]
+        silent = self.silent = [rank for rank in range(self.size) if rank not in answers]
         if fault.kind == GONE:
             return replace(fault, message=_gone(silent, place, fault))
         busy = [rank for rank, state in answers.items() if not state["waits"]]

@@ -144,7 +144,7 @@ class Watch:
         """At the end of the process; False if a thread hangs at a silent store."""
         stopped = self.stop()
         if stopped and dist.group.WORLD is self.world:
-            self._alarm.leave()
+            self._alarm.leave(without=self._roll.silent)
         return stopped
 
     # In both.
