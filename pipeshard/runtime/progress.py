@@ -51,7 +51,8 @@ class Progress:
         self.waits, self.since = ranks, time.monotonic()
         work.wait()
         now = time.monotonic()
-        self.longest = max(self.longest, now - self.since)
+        if self.action is not None:
+            self.longest = max(self.longest, now - self.since)
         self.waits, self.since = (), now
 
     def wait_in(self, group: dist.ProcessGroup, work: Any) -> None:
