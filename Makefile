@@ -6,6 +6,7 @@
 # make lint     ruff and mypy alone
 # make exact    every model of the tests with every schedule, transport and number of microbatches, against the unsplit one
 # make elastic  kills one of four ranks of a job, and brings it back
+# make hosts    cuts the cable between two hosts (network namespaces, for which it must be root) that train together
 # make fuzz     tries INPUTS broken headers, indices and manifests of checkpoints: each is read, or refused by name
 # make parity   trains every architecture of transformers split and unsplit, and writes docs/parity.md; RESUME=1 goes on
 #               where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6
@@ -41,7 +42,7 @@ EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint exact elastic fuzz parity parity-4.57 bench curves targets clean $(EXAMPLES)
+.PHONY: help setup setup-peers train examples test lint exact elastic hosts fuzz parity parity-4.57 bench curves targets clean $(EXAMPLES)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -114,6 +115,9 @@ exact: setup
 
 elastic: setup
 	@$(BIN)/python -m pytest -m 'slow or not slow' tests/test_elastic.py
+
+hosts: setup
+	@$(BIN)/python -m pytest -m 'slow or not slow' -rs tests/test_hosts.py
 
 fuzz: setup
 	@$(BIN)/python -W ignore -m tests.fuzz --inputs $(INPUTS)

@@ -26,7 +26,7 @@ PERIOD = 0.25  # seconds between two looks at the store
 SETTLED = 0.3  # seconds after which a wait is taken for one that will not end, where a rank has failed
 GRACE = 3.0  # seconds that a call has to end by itself, where a rank has failed; then it is interrupted
 LAST = 6.0  # seconds after which the process is ended
-SILENT = 40  # looks after which a store is taken for one that does not answer, where nothing moves either
+SILENT = 12  # looks after which a store is taken for one that does not answer, where nothing moves either
 LINGER = 2.0  # seconds that the process which holds the store waits for the others at its end
 PATIENCE = 0.5  # seconds in which a lost connection is explained by the rank that failed, or never
 OTHERS = 3  # how much longer than a step's action a save, a load or a boost may stand still
@@ -95,7 +95,7 @@ class Watch:
     def stop(self) -> None:
         """End the threads, if the process is to go on without them, or to end."""
         self._stop.set()
-        for thread in self._threads:
+        for thread in self._threads[: 1 if self._storeless else 2]:  # who asks a silent store hangs there
             thread.join(timeout=2)
 
     # In the thread that trains.
