@@ -8,6 +8,7 @@
 # make elastic  kills one of four ranks of a job, and brings it back
 # make faults   plants every kind of fault on every stage at every moment of a step: all ranks end by name, the next run
 #               goes on; writes the table in docs/reliability.md; make faults DISABLE=2 runs cases without their mechanism
+# make hosts    cuts the cable between two hosts (network namespaces, for which it must be root) that train together
 # make fuzz     tries INPUTS broken headers, indices and manifests of checkpoints: each is read, or refused by name
 # make parity   trains every architecture of transformers split and unsplit, and writes docs/parity.md; RESUME=1 goes on
 #               where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6
@@ -43,7 +44,7 @@ EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint exact elastic faults fuzz parity parity-4.57 bench curves targets clean $(EXAMPLES)
+.PHONY: help setup setup-peers train examples test lint exact elastic faults hosts fuzz parity parity-4.57 bench curves targets clean $(EXAMPLES)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -119,6 +120,9 @@ elastic: setup
 
 faults: setup
 	@$(BIN)/python -W ignore -m tests.faults $(if $(DISABLE),--disable $(DISABLE),--output docs/reliability.md)
+
+hosts: setup
+	@$(BIN)/python -m pytest -m 'slow or not slow' -rs tests/test_hosts.py
 
 fuzz: setup
 	@$(BIN)/python -W ignore -m tests.fuzz --inputs $(INPUTS)

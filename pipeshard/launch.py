@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 
 import psutil
@@ -25,6 +26,8 @@ logger = logging.getLogger("pipeshard")
 # number of them is there.
 RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_timeout": 5}
 RESTARTS = 100
+PERIOD = 0.5  # seconds between two looks at the workers
+STUCK = 10  # looks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # that stays goes on looking where the first of them met, though it be gone.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     _forward(signal.SIGUSR1)
+    _end_if_stuck(args.rdzv_endpoint)
     try:
         run(args)
     except SignalException as stop:
@@ -86,6 +90,33 @@ def _forward(number: signal.Signals) -> None:
                 worker.send_signal(number)
 
     threading.Thread(target=forward, daemon=True).start()
+
+
+def _end_if_stuck(endpoint: str) -> None:
+    """End this agent when all of its workers have ended, and it has not noticed for a while.
+
+    It asks the store of the rendezvous over and over, and where its machine was cut off from that one, it waits for the
+    answer until the kernel gives up the connection, a quarter of an hour later.
+    """
+
+    def look() -> None:
+        looks = 0
+        while looks < STUCK:
+            time.sleep(PERIOD)
+            workers = psutil.Process().children()
+            looks = looks + 1 if workers and all(_has_ended(worker) for worker in workers) else 0
+        logger.error("all workers have ended, and the store of the rendezvous at %s does not answer", endpoint)
+        os._exit(1)
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+def _has_ended(worker: psutil.Process) -> bool:
+    """Whether it has, and the agent has not asked for its exit status yet."""
+    try:
+        return bool(worker.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 if __name__ == "__main__":

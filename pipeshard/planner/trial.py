@@ -15,6 +15,7 @@ from pipeshard.errors import ConfigurationError
 from pipeshard.model.made_up import made_up
 from pipeshard.planner.source import build
 from pipeshard.runtime.recording import Recording
+from pipeshard.runtime.watch import NOTE
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Trial:
             try:
                 spawn(_rank, (self, folder), nprocs=self.pp_size)
             except ProcessRaisedException as error:
-                lines = [line for line in str(error).splitlines() if line.strip()]
+                lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(NOTE)]
                 raise ConfigurationError(f"a process of the trial run failed: {lines[-1]}") from error
             return Recording.load(Path(folder) / "recording.json")
 

@@ -29,6 +29,7 @@ SILENT = 12  # looks after which a store is taken for one that does not answer, 
 PATIENCE = 0.5  # seconds in which a lost connection is explained by the rank that failed, or never
 OTHERS = 3  # how much longer than a step's action a save, a load or a boost may stand still
 LOST = re.compile(r"gloo/transport|pair closure|Connection (was )?(closed|reset)|Broken pipe|NCCL|nccl")
+NOTE = "pipeshard: "  # how a line below an error begins that says where it was
 STEPS = ("execute_pipeline", "optimizer.step")
 
 
@@ -98,7 +99,7 @@ class Watch:
     def stop(self) -> bool:
         """End the threads, if the process is to go on without them, or to end; False if one hangs at a silent store."""
         self._stop.set()
-        for thread in self._threads:
+        for thread in self._threads[: 1 if self._alarm.gone else 2]:  # who asks a silent store hangs there
             thread.join(timeout=2)
         return not any(thread.is_alive() for thread in self._threads)
 
@@ -117,7 +118,7 @@ class Watch:
         if not own or NOW.in_flight:
             self._break(fault)
         if own:
-            error.add_note(f"pipeshard: this is rank {self.rank} ({self.place(self.rank)}), in {NOW.where}")
+            error.add_note(f"{NOTE}this is rank {self.rank} ({self.place(self.rank)}), in {NOW.where}")
             return None
         return RankError(str(fault), fault)
 

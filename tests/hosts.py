@@ -1,0 +1,100 @@
+"""Hosts: two network namespaces of this machine, joined by a cable that can be cut, each with processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+INTERFACE = "eth0"  # of both hosts
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+_numbers = itertools.count()
+
+
+class Hosts:
+    """As a context, it leaves neither processes nor namespaces behind."""
+
+    def __init__(self) -> None:
+        number = next(_numbers)
+        self.names = [f"pipeshard-{os.getpid()}-{number}-{host}" for host in range(2)]
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Hosts:
+        try:
+            for name in self.names:
+                _ip("netns", "add", name)
+                _ip("-n", name, "link", "set", "lo", "up")
+            first, second = self.names
+            ends = ["name", INTERFACE, "type", "veth", "peer", "name", INTERFACE]
+            _ip("-n", first, "link", "add", *ends, "netns", second)
+            for name, address in zip(self.names, ADDRESSES, strict=True):
+                _ip("-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
+                _ip("-n", name, "link", "set", INTERFACE, "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for host, name in enumerate(self.names):
+            with contextlib.suppress(OSError, subprocess.CalledProcessError):  # it may not have come to be
+                while pids := self.processes(host):
+                    for pid in pids:
+                        os.kill(pid, signal.SIGKILL)
+                    time.sleep(0.02)
+                _ip("netns", "delete", name)
+        for process in self._started:
+            process.wait()
+
+    def start(
+        self, host: int, command: Sequence[str], output: Path, environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Run a command on a host."""
+        with output.open("wb") as file:
+            inside = ["ip", "netns", "exec", self.names[host], *command]
+            process = subprocess.Popen(inside, env=environment, stdout=file, stderr=file)
+        self._started.append(process)
+        return process
+
+    def cut(self, end: int) -> None:
+        """Pull the cable out of a host: what either sends to the other from now on is lost, and neither is told."""
+        _ip("-n", self.names[end], "link", "set", INTERFACE, "down")
+
+    def mend(self) -> None:
+        for name in self.names:
+            _ip("-n", name, "link", "set", INTERFACE, "up")
+
+    def processes(self, host: int) -> list[int]:
+        for process in self._started:
+            process.poll()
+        return [int(pid) for pid in _ip("netns", "pids", self.names[host]).split()]
+
+    def listening(self, host: int) -> list[tuple[str, int]]:
+        """Address and port of every socket there that others can connect or send to; `*` is any address."""
+        sockets = _ip("netns", "exec", self.names[host], "ss", "--listening", "--tcp", "--udp", "-nH")
+        local = [line.split()[4].rpartition(":") for line in sockets.splitlines()]
+        return [("*" if address in ("0.0.0.0", "[::]") else address, int(port)) for address, _, port in local]
+
+
+@functools.cache
+def missing() -> str:
+    """Why there can be no hosts here; "" if there can."""
+    try:
+        with Hosts() as hosts:
+            hosts.listening(0)
+    except FileNotFoundError:
+        return "the command ip (of Debian's iproute2) is missing"
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces cannot be made: {error.stderr.strip()}"
+    return ""
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
