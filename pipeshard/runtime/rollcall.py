@@ -37,7 +37,7 @@ class RollCall:
         found = silent or busy
         names = ", ".join(f"rank {rank} ({place(rank)})" for rank in found) or "no rank alone"
         table = "\n".join(f"  rank {rank} ({place(rank)}) {_line(answers.get(rank))}" for rank in range(self.size))
-        message = f"nothing has moved for {fault.message} seconds, because of {names}:\n{table}"
+        message = f"{fault.message}, because of {names}:\n{table}"
         return replace(fault, message=message, rank=found[0] if found else -1, place=place(found[0]) if found else "")
 
     def _collect(self, number: int) -> dict[int, Any]:

@@ -126,7 +126,7 @@ class Watch:
         if isinstance(error, RankError) and error.fault is not None:  # of an earlier call
             return error.fault
         if lost:
-            return Fault(GONE, -1, "", NOW.where, told_by=self.rank)
+            return Fault(GONE, -1, "", NOW.where, message=f"a connection broke in {NOW.where}", told_by=self.rank)
         if isinstance(error, Exception):
             frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
             return self._own(RAISED, f"{type(error).__name__}: {error}", NOW.module(frames))
@@ -194,7 +194,7 @@ class Watch:
             return
         fault = self._told()
         if fault is None and self._is_stalled():
-            fault = self._alarm.tell(Fault(STALLED, -1, "", message=f"{self.limit:.3g}", told_by=self.rank), number)
+            fault = self._alarm.tell(Fault(STALLED, -1, "", message=f"nothing has moved for {self.limit:.3g} seconds", told_by=self.rank), number)
         self._heard = None
         if fault is not None and fault.rank != self.rank:
             if fault.is_asked:
