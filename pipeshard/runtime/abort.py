@@ -14,8 +14,8 @@ def abort_groups() -> None:
     """Break the connections of all process groups, so that what waits in one, in any thread, raises at once.
 
     Collectives of gloo cannot be aborted, but a receive that is given up takes the connections of its group along, and
-    with them all that is on its way there; one over a connection that is broken already does not. Without this a process whose messages nobody takes would not even end: the
-    threads that carry them are joined at its end.
+    with them all that is on its way there; one over a connection that is broken already does not. Without this a
+    process whose messages nobody takes would not even end: the threads that carry them are joined at its end.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         if isinstance(group, dist.ProcessGroup) and group.size() > 1:

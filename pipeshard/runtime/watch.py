@@ -194,7 +194,8 @@ class Watch:
             return
         fault = self._told()
         if fault is None and self._is_stalled():
-            fault = self._alarm.tell(Fault(STALLED, -1, "", message=f"nothing has moved for {self.limit:.3g} seconds", told_by=self.rank), number)
+            still = f"nothing has moved for {self.limit:.3g} seconds"
+            fault = self._alarm.tell(Fault(STALLED, -1, "", message=still, told_by=self.rank), number)
         self._heard = None
         if fault is not None and fault.rank != self.rank:
             if fault.is_asked:
