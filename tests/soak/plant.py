@@ -31,7 +31,7 @@ class Plant:
             case "batches":
                 self.kept.append(batch)
             case "memory":
-                self.kept.append(b"1" * 2**18)
+                self.kept.append(b"1" * 2**20)
             case "files":
                 self.kept.append(open("/dev/null"))  # noqa: SIM115
             case "threads":

@@ -34,7 +34,7 @@ def draw(lives: Sequence[Life], path: Path) -> None:
             axes.axvline(stop.step, color=colour, linestyle=dashes, linewidth=1)
     most = max(line["rss"] for life in lives for lines in life.lines for line in lines)
     above.set(ylabel="resident memory, MiB", ylim=(most - 40, most + 10))
-    below.set(ylabel="file descriptors", xlabel="step", ylim=(0, None))
+    below.set(ylabel="file descriptors", xlabel="step", ylim=(0, 70))
     above.legend(
         [Line2D([], [], color=colour) for colour in COLOURS]
         + [
