@@ -12,6 +12,8 @@
 # make fuzz     tries INPUTS broken headers, indices and manifests of checkpoints: each is read, or refused by name
 # make parity   trains every architecture of transformers split and unsplit, and writes docs/parity.md; RESUME=1 goes on
 #               where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6
+# make soak     trains STEPS steps (2,000) of ragged batches with evaluations, saves and restarts beside them: nothing may grow,
+#               and the weights are to be those of an undisturbed run; draws docs/soak.svg
 # make bench    measures speed beside other pipelines (ROUNDS rounds; they get environments of their own) and memory, and
 #               writes docs/benchmarks.md; PART=work measures one part of: work overhead lengths memory partition replay
 # make targets trains GPT-2 and llama by torch's pipelining, DeepSpeed (in an environment of its own) and Booster, from the
@@ -44,7 +46,7 @@ EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint exact elastic faults hosts fuzz parity parity-4.57 bench curves targets clean $(EXAMPLES)
+.PHONY: help setup setup-peers train examples test lint exact elastic faults hosts fuzz soak parity parity-4.57 bench curves targets clean $(EXAMPLES)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -126,6 +128,10 @@ hosts: setup
 
 fuzz: setup
 	@$(BIN)/python -W ignore -m tests.fuzz --inputs $(INPUTS)
+
+# It has a number of steps of its own, unless STEPS is given.
+soak: setup
+	@$(BIN)/python -W ignore -m tests.soak --output docs/soak.svg --steps $(if $(filter-out file,$(origin STEPS)),$(STEPS),2000)
 
 parity: setup
 	@$(BIN)/python -W ignore -m tests.parity --output docs/parity.md $(if $(RESUME),--resume)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard.errors import BatchError, ConfigurationError
+from pipeshard.runtime import step as steps
 from tests.messages import assert_told
 from tests.pool import Pool
 from tests.unsplit import Split, gradient_error
@@ -98,6 +100,30 @@ def time_major(listens: bool) -> None:
 @pytest.mark.parametrize("listens", [True, False])
 def test_a_time_major_dataclass_is_exact(pool: Pool, listens: bool) -> None:
     pool.run(time_major, 2, listens)
+
+
+def many_kinds(flows: int, lengths: int) -> None:
+    """Glue that reads what differs in each batch is traced anew for each; what is kept of that is bounded."""
+    torch.manual_seed(0)
+    model = TimeMajor()
+    unsplit = copy.deepcopy(model)
+    with mock.patch.object(steps, "FLOWS", flows), mock.patch.object(steps, "LENGTHS", lengths):
+        split = Split(model, dist.get_world_size(), speech(5), num_microbatches=2, batch_dims=DECLARED)
+        planner = split.model.pipeline.planner
+        for seed in range(4 * flows):
+            data = speech(3 + seed % 7, seed=seed)
+            data.names = [name * (1 + seed) for name in data.names]
+            reference = unsplit(data)["loss"]
+            reference.backward()
+            assert float(split.backward(data)["loss"]) == pytest.approx(float(reference.detach()), rel=1e-6), seed
+            assert sum(map(len, planner._flows.values())) <= flows
+            assert len(planner._found) <= lengths
+            assert len(planner._routes) <= flows + 2  # those of the microbatches before the one that made room
+    assert gradient_error(split, unsplit) < 1e-5
+
+
+def test_what_is_kept_of_batches_is_bounded(pool: Pool) -> None:
+    pool.run(many_kinds, 2, 3, 2)
 
 
 def wrong() -> list[str]:

@@ -90,7 +90,7 @@ class Route:
         """For each step, the shapes of what leaves its unit: those of the leaves that are TensorSpecs."""
         if deltas not in self._sizes:
             if len(self._sizes) >= LENGTHS:
-                self._sizes.clear()
+                del self._sizes[next(iter(self._sizes))]
             self._sizes[deltas] = [
                 [leaf.at(deltas) if isinstance(leaf, TensorSpec) else None for leaf in step.leaves]
                 for step in self.steps

@@ -16,12 +16,14 @@ from pipeshard.model.dataflow import Dataflow, Wanted
 from pipeshard.model.partition import boundaries
 from pipeshard.model.policy import Policy
 from pipeshard.model.recompute import Recompute
-from pipeshard.model.route import Route
+from pipeshard.model.route import LENGTHS, Route
 from pipeshard.model.trace import trace
 from pipeshard.model.units import containers
 from pipeshard.runtime.agreement import digests, gather
 from pipeshard.runtime.loss import EACH, LossRule, find_loss_rule
 from pipeshard.runtime.stage import Microbatch
+
+FLOWS = 128  # Dataflows that are kept: batches may hold something that differs in each, and that a trace depends on
 
 
 class StepPlanner:
@@ -70,15 +72,22 @@ class StepPlanner:
         shapes = tuple((path, tensor.shape, tensor.dtype) for path, tensor in batch.tensors.items())
         key = (*mode, shapes, batch.others)
         if key not in self._found:
-            flows = self._flows.setdefault(mode, [])
-            known = ((flow, flow.axes.deltas(batch)) for flow in flows)
+            known = ((flow, flow.axes.deltas(batch)) for flow in self._flows.get(mode, []))
             match = next(((flow, deltas) for flow, deltas in known if deltas is not None), None)
             if match is None:
                 match = self._trace(batch, criterion)
-                flows.append(match[0])
-                self._watched |= match[0].watched
+                self._keep(match[0], mode)
+            if len(self._found) >= LENGTHS:
+                del self._found[next(iter(self._found))]
             self._found[key] = match
         return self._found[key]
+
+    def _keep(self, flow: Dataflow, mode: tuple[Any, ...]) -> None:
+        if sum(map(len, self._flows.values())) >= FLOWS:
+            for kept in (self._flows, self._found, self._routes, self._rules):
+                kept.clear()
+        self._flows.setdefault(mode, []).append(flow)
+        self._watched |= flow.watched
 
     def _mode(self, criterion: Criterion | None, watched: Any) -> tuple[Any, ...]:
         """What a Dataflow depends on beside the sizes of a batch; glue with dropout draws random numbers."""
@@ -96,7 +105,7 @@ class StepPlanner:
 
     def _route(self, flow: Dataflow, outputs: Wanted) -> list[Route]:
         """One for each stage of this rank."""
-        key = id(flow), outputs  # flows are kept, so an id stays theirs
+        key = id(flow), outputs  # a route keeps its flow, so the id stays that one's
         if key not in self._routes:
             stages = self.policy.partition.of_calls(flow)
             self.policy.refuse_decisions(flow)

@@ -50,7 +50,7 @@ def run(rank: int, size: int, port: int, folder: Path, plant: Callable[[Any], No
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     job = Job(folder)
     job.train(plant)
-    (folder / f"digest{rank}").write_text(job.digest())
+    (folder / f"digest{rank}").write_text(digest(job.model))
     dist.destroy_process_group()
     return 0
 
@@ -83,9 +83,11 @@ class Job:
             self.optimizer.zero_grad()
             save_training_state(states, step + 1, self.model, self.optimizer, dataloader=self.loader)
 
-    def digest(self) -> str:
-        state = hashlib.blake2b(digest_size=8)
-        for name, parameter in sorted(self.model.unwrap().named_parameters()):
-            if parameter.device.type != "meta" and parameter.untyped_storage().nbytes() >= parameter.nbytes:
-                state.update(name.encode() + parameter.detach().numpy().tobytes())
-        return state.hexdigest()
+
+def digest(model: Any) -> str:
+    """Of the parameters that this rank holds."""
+    state = hashlib.blake2b(digest_size=8)
+    for name, parameter in sorted(model.unwrap().named_parameters()):
+        if parameter.device.type != "meta" and parameter.untyped_storage().nbytes() >= parameter.nbytes:
+            state.update(name.encode() + parameter.detach().numpy().tobytes())
+    return state.hexdigest()
