@@ -1,6 +1,7 @@
 """The cost of watching: steps with the watch and without it, in turns, in the same processes.
 
-`python -m benchmarks.watch [--rounds N]` prints the median of the ratios of each pair of rounds, with quartiles.
+`python -m benchmarks.watch [--rounds N]` prints the median of the ratios of each pair of rounds, with quartiles, and the
+share of a core that the watch's own threads take, which other work on the machine does not disturb.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import contextlib
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -38,18 +41,18 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15, help="pairs of rounds after the warm-up")
     rounds = parser.parse_args().rounds
     table = Table(title="a step with the watch, as a multiple of one without", width=100)
-    for column in ("work", "median", "quartiles", "ms with", "ms without"):
+    for column in ("work", "median", "quartiles", "ms with", "ms without", "its threads"):
         table.add_column(column)
     for name in WORKS:
         with tempfile.TemporaryDirectory() as folder:
             context = multiprocessing.get_context("spawn")
             results = context.SimpleQueue()
             spawn(measure, (folder, name, rounds, results), STAGES)
-            pairs = results.get()
+            pairs, share = results.get()
         ratios = [watched / bare for watched, bare in pairs]
         low, median, high = statistics.quantiles(ratios, n=4)
         with_, without = (1e3 * statistics.median(times) for times in zip(*pairs))
-        table.add_row(name, f"{median:.4f}", f"{low:.4f} to {high:.4f}", f"{with_:.1f}", f"{without:.1f}")
+        table.add_row(name, f"{median:.4f}", f"{low:.4f} to {high:.4f}", f"{with_:.1f}", f"{without:.1f}", f"{share:.3%}")
     Console().print(table)
     return 0
 
@@ -83,17 +86,26 @@ def measure(rank: int, folder: str, name: str, rounds: int, results: Any) -> Non
         dist.barrier()
         return (time.perf_counter() - start) / steps
 
-    pairs = []
+    pairs, shares = [], []
     for k in range(rounds + 2):
         order = (False, True) if k % 2 else (True, False)  # whichever comes first may find the machine busier
         times = {}
         for bare in order:
             with unwatched() if bare else nullcontext():
+                before, start = own_seconds(), time.perf_counter()
                 times[bare] = seconds()
+                if not bare:
+                    shares.append((own_seconds() - before) / (time.perf_counter() - start))
         pairs.append((times[False], times[True]))
     if rank == 0:
-        results.put(pairs[2:])
+        results.put((pairs[2:], statistics.median(shares[2:])))
     dist.destroy_process_group()
+
+
+def own_seconds() -> float:
+    """Of CPU time, that the watch's threads have taken."""
+    own = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("pipeshard-")}
+    return sum(t.user_time + t.system_time for t in psutil.Process().threads() if t.id in own)
 
 
 @contextlib.contextmanager
