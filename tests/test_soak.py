@@ -31,11 +31,10 @@ def test_what_is_planted_is_found() -> None:
     plants = ("batches:2", "memory:1", "files:1", "threads:2", "groups:0", "restart")
     result = soak("--steps", "60", "--plant", *plants)
     assert result.returncode == 1, result.stdout + result.stderr
-    found = re.findall(r"^rank (\d), undisturbed: (.*)", result.stdout, re.MULTILINE)
-    names = {(int(rank), name) for rank, text in found for name in re.findall(r"more (.*?)(?: in 1000|$)", text)}
-    for rank, name in ((2, "tensors"), (1, "file descriptors"), (2, "threads"), (0, "process groups")):
-        assert (rank, name) in names, result.stdout
-    assert re.search(r"^rank 1, undisturbed: .* MiB more", result.stdout, re.MULTILINE), result.stdout
+    growth = r"^rank (\d), undisturbed: [\d.]+ (?:more (.+)|(.+) more in 1000 .*)$"
+    names = {(int(rank), count or slope) for rank, count, slope in re.findall(growth, result.stdout, re.MULTILINE)}
+    planted = {(2, "tensors"), (1, "MiB"), (1, "file descriptors"), (2, "threads"), (0, "process groups")}
+    assert names >= planted, result.stdout
     assert not names & {(0, "tensors"), (0, "MiB"), (2, "file descriptors"), (1, "threads"), (1, "process groups")}
     assert "rank 0: the restarts led to other parameters" in result.stdout
 
@@ -57,7 +56,7 @@ def test_a_course_is_that_of_its_seed() -> None:
     "quantity,held,growth",
     [
         ("rss", lambda step: 400 + min(step, 40) + step % 3, ""),
-        ("rss", lambda step: 400 + step * 0.05, "50.0 MiB more in 1000 steps, 10 are allowed"),
+        ("rss", lambda step: 400 + step * 0.1, "100.0 MiB more in 1000 steps, 10 are allowed"),
         ("rss", lambda step: 400 + step * 0.02, ""),  # less than the noise, in so few steps
         ("fds", lambda step: 44 + (step % 20 == 0), ""),  # while a save goes on
         ("fds", lambda step: 44 + step // 50, "1 more file descriptors"),
