@@ -1,7 +1,7 @@
 """The cost of watching: steps with the watch and without it, in turns, in the same processes.
 
-`python -m benchmarks.watch [--rounds N]` prints the median of the ratios of each pair of rounds, with quartiles, and the
-share of a core that the watch's own threads take, which other work on the machine does not disturb.
+`python -m benchmarks.watch [--rounds N]` prints the median of the ratios of each pair of rounds, with quartiles, and
+the share of a core that the watch's own threads take, which other work on the machine does not disturb.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.watch", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="pairs of rounds after the warm-up")
     rounds = parser.parse_args().rounds
-    table = Table(title="a step with the watch, as a multiple of one without", width=100)
-    for column in ("work", "median", "quartiles", "ms with", "ms without", "its threads"):
+    table = Table(title="a step with the watch, as a multiple of one without")
+    for column in ("work", "median", "quartiles", "ms with", "ms without", "threads"):
         table.add_column(column)
     for name in WORKS:
         with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +52,8 @@ def main() -> int:
         ratios = [watched / bare for watched, bare in pairs]
         low, median, high = statistics.quantiles(ratios, n=4)
         with_, without = (1e3 * statistics.median(times) for times in zip(*pairs))
-        table.add_row(name, f"{median:.4f}", f"{low:.4f} to {high:.4f}", f"{with_:.1f}", f"{without:.1f}", f"{share:.3%}")
+        spread = f"{low:.4f} to {high:.4f}"
+        table.add_row(name, f"{median:.4f}", spread, f"{with_:.1f}", f"{without:.1f}", f"{share:.3%}")
     Console().print(table)
     return 0
 

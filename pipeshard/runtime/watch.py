@@ -151,9 +151,9 @@ class Watch:
     # In both.
 
     def _told(self, patience: float = 0.0) -> Fault | None:
-        """What was told of this call (or the next, between two), or of the one before, if that went well here."""
+        """What was told of the call before, if that went well here, or of this one (or the next, between two)."""
         number = NOW.number + (not NOW.call)
-        return self._alarm.told([number, *([number - 1] if self._well == number - 1 else [])], patience)
+        return self._alarm.told([*([number - 1] if self._well == number - 1 else []), number], patience)
 
     def _break(self, fault: Fault) -> None:
         self.fault = fault

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -61,10 +62,13 @@ def _hook() -> None:
 
     def at_exit() -> None:
         _leaving(ENDED, "its program being through")
-        if _watch is not None and not _watch.left() and hasattr(sys, "last_value"):
+        stopped = _watch is None or _watch.left()
+        broken = _watch is not None and _watch.fault is not None
+        if hasattr(sys, "last_value") and (broken or not stopped):  # an error was shown, and ends the process
+            logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # after an error that was shown; torch would abort the process if the thread came back later
+            os._exit(1)  # torch would join threads that wait for ranks which are gone, and may do so for ever
 
     sys.excepthook = excepthook
     atexit.register(at_exit)
