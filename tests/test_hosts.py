@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeshard.checkpoint.training_state import newest_step
-from tests.faults.job import FAULTY, STEPS, TIMEOUT, Job
+from tests.faults.job import FAULTY, STEPS, TIMEOUT, Job, digest
 from tests.hosts import ADDRESSES, INTERFACE, Hosts, missing
 from tests.pool import ENVIRONMENT, Pool
 
@@ -39,7 +39,7 @@ def alone(folder: Path) -> str:
     """The same job on the ranks of a pool, which nothing happens to."""
     job = Job(folder)
     job.train(lambda job: None)
-    return job.digest()
+    return digest(job.model)
 
 
 class Run:
@@ -68,7 +68,7 @@ class Run:
             dist.init_process_group("gloo")
             job = jobs.Job(folder)
             job.train(plant)
-            (folder / f"digest{{job.rank}}").write_text(job.digest())
+            (folder / f"digest{{job.rank}}").write_text(jobs.digest(job.model))
             dist.destroy_process_group()
             """)
         )
