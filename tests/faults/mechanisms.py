@@ -57,5 +57,5 @@ RELIES: dict[str, Callable[[Case], bool]] = {
     "the roll call": lambda case: case.kind == "kill -9" and case.rank > 0,
     "the digest of batches": lambda case: case.kind == "different batch",
     "the look at what is finite": lambda case: case.kind == "NaN",
-    "the look at shapes": lambda case: (case.kind, case.phase) == ("wrong shape", "warm-up") and case.stage != "last",
+    "the look at shapes": lambda case: case.kind == "wrong shape" and case.leaves,
 }

@@ -43,6 +43,11 @@ class Case:
         return {"first": 0, "middle": SIZE // 2, "last": SIZE - 1}[self.stage]
 
     @property
+    def leaves(self) -> bool:
+        """Whether what is wrong would reach another stage, if nobody looked."""
+        return self.phase != "cool-down" and self.stage != "last"
+
+    @property
     def seconds(self) -> float:
         """In which all ranks have to be down."""
         if self.kind not in ("SIGSTOP", "hang"):
@@ -60,7 +65,7 @@ class Case:
             "SIGTERM": (who, "by SIGTERM"),
             "hang": (who, "plant.py"),
             "NaN": ("NonFiniteError",) if self.phase == "tie sync" else (who, "NonFiniteError"),
-            "wrong shape": (who, "shape"),
+            "wrong shape": (who, "shape" if self.leaves else "size"),
             "different batch": ("must read the same batch", f"stage {self.rank}"),
             "full disk": (who, "No space left on device"),
         }[self.kind]
@@ -92,8 +97,7 @@ class Planter:
                 job.batches = self._batches(job.batches)
             case "warm-up" | "steady":
                 after = 1 if self.case.phase == "warm-up" else MICROBATCHES // 2 + 1
-                place = module if self.case.kind == "wrong shape" else module.mlp
-                place.register_forward_hook(counted(after, lambda module, args, output: act(output)))
+                module.mlp.register_forward_hook(counted(after, lambda module, args, output: act(output)))
             case "cool-down":
                 module.mlp.c_fc.weight.register_hook(counted(MICROBATCHES, act))
             case "tie sync":
@@ -127,7 +131,7 @@ class Planter:
             case "NaN":
                 return value * float("nan")
             case "wrong shape":
-                return value[..., :-1]
+                return value.double() if self.case.leaves else value[..., :-1]
         return value
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
