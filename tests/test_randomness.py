@@ -56,7 +56,7 @@ def test_dropout_is_the_same_for_every_number_of_stages(pool: Pool, name: str, r
     assert expected == pytest.approx(plain, rel=1e-6), "recomputing changes the masks"
     for p in (2, 4):
         for found, gradients in pool.run(losses, p, name, recompute):
-            assert found == expected if name != "t5" else found == pytest.approx(expected, rel=1e-6)
+            assert found == expected if name == "llama" else found == pytest.approx(expected, rel=1e-6)
             for key, gradient in gradients.items():
                 assert (gradient - whole[key]).norm() <= 1e-5 * whole[key].norm() + 1e-8, (key, p)
 

@@ -65,7 +65,7 @@ class Case:
             "SIGTERM": (who, "by SIGTERM"),
             "hang": (who, "plant.py"),
             "NaN": ("NonFiniteError",) if self.phase == "tie sync" else (who, "NonFiniteError"),
-            "wrong shape": (who, "shape" if self.leaves else "size"),
+            "wrong shape": (who, "hooks must keep them" if self.leaves else "size"),
             "different batch": ("must read the same batch", f"stage {self.rank}"),
             "full disk": (who, "No space left on device"),
         }[self.kind]
