@@ -14,6 +14,7 @@ from pipeshard.model.exits import RESULT, Exits, Source, answer
 from pipeshard.model.randomness import Randomness
 from pipeshard.model.recompute import recomputes_itself, run_again
 from pipeshard.model.route import Route, Step
+from pipeshard.model.shapes import TensorSpec
 from pipeshard.model.taint import Value
 
 
@@ -149,15 +150,9 @@ class Replay:
         for source, tree in step.parts:
             leaves += made.get(source, [None] * tree.num_leaves)
         for value in step.keeps:
-            tensor, spec = leaves[value.leaf] if value.leaf < len(leaves) else None, run.route.flow.spec(value)
-            shape = spec.at(run.deltas)
-            if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != spec.dtype:
-                got = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise TraceError(
-                    f"result {value.leaf} of unit {step.unit} is {got} where the trace has {shape} {spec.dtype} "
-                    f"(stage {run.route.stage}). The unit's shapes or dtypes depend on more than the batch's sizes "
-                    "(autocast around execute_pipeline?); pass dry_run_input=<a batch like this one>"
-                )
+            spec = run.route.flow.spec(value)
+            tensor: Any = leaves[value.leaf] if value.leaf < len(leaves) else None
+            self._refuse_stranger(tensor, value, spec, run)
             if tensor.requires_grad and not spec.requires_grad:
                 raise TraceError(
                     f"result {value.leaf} of unit {step.unit} (stage {run.route.stage}) requires a gradient, which "
@@ -165,6 +160,18 @@ class Replay:
                     "recompute on, before booster.boost"
                 )
             run.made[value] = tensor.clone() if value in run.route.flow.written else tensor
+
+    def _refuse_stranger(self, tensor: Any, value: Value, spec: TensorSpec, run: Run) -> None:
+        """The next stage expects what the trace has seen: anything else would break its connection, or be misread."""
+        shape = spec.at(run.deltas)
+        if isinstance(tensor, Tensor) and tensor.shape == shape and tensor.dtype == spec.dtype:
+            return
+        got = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TraceError(
+            f"result {value.leaf} of unit {run.route.flow.calls[value.call].unit} is {got} where the trace has {shape} "
+            f"{spec.dtype} (stage {run.route.stage}). Shapes and dtypes must follow from the batch's sizes: pass "
+            "dry_run_input=<a batch like this one>, and have no hook or autocast around execute_pipeline change them"
+        )
 
     def _lost(self, run: Run, what: str) -> TraceError:
         steps = run.route.steps

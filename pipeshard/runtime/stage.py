@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipeshard.errors import TraceError, UsageError
+from pipeshard.errors import UsageError
 from pipeshard.model.batch import Batch
 from pipeshard.model.criterion import Criterion, loss_of
 from pipeshard.model.replay import Replay
@@ -113,9 +113,8 @@ class Stage:
             entered = [received[value] for value in route.enters.gradients]
             self.alive[i] = Alive(entered, [_edge(made[value]) for value in route.leaves.gradients], loss)
         sent = [made[value].detach().contiguous() for value in route.leaves.values]
-        units = [route.flow.calls[value.call].unit for value in route.leaves.values]
-        self._refuse_strangers(microbatch, units, sent)
         if self.finite is not None:
+            units = [route.flow.calls[value.call].unit for value in route.leaves.values]
             self.finite.forward(i, units, sent, loss if microbatch.weight else None)  # 0/0 without labels
         return sent
 
@@ -140,17 +139,6 @@ class Stage:
         self.deferral.finish(self.pending.pop(i))
         if self.finite is not None:
             self.finite.backward(i)
-
-    def _refuse_strangers(self, microbatch: Microbatch, units: Sequence[str], sent: Sequence[Tensor]) -> None:
-        """The next stage expects what the trace has seen: anything else would break its connection, or be misread."""
-        for value, unit, tensor in zip(microbatch.route.leaves.values, units, sent, strict=True):
-            shape, dtype = microbatch.shape(value)
-            if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
-                raise TraceError(
-                    f"{unit} gives a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}, but gave one of {shape} "
-                    f"and {dtype} for such a batch when the model was traced: its shapes must follow from the batch's, "
-                    "and hooks must keep them"
-                )
 
     def _loss(self, output: Any, microbatch: Microbatch) -> Tensor | None:
         loss = loss_of(output, self.criterion, microbatch.batch)

@@ -19,9 +19,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process that has started thre
 from rich.console import Console
 
 from tests.faults import job
+from tests.faults.job import SIZE
 from tests.faults.mechanisms import MECHANISMS, RELIES
 from tests.faults.plant import KINDS, Case, Planter, all_cases
-from tests.faults.ranks import SIZE, Ranks
+from tests.faults.ranks import Ranks
 from tests.faults.report import Result, write_table
 
 PATIENCE = 20.0  # seconds for a run without a fault
@@ -39,9 +40,9 @@ def main() -> int:
 
 
 def run(arguments: argparse.Namespace, folder: Path, console: Console) -> int:
-    undisturbed = Ranks(folder, "undisturbed")
+    undisturbed = Ranks(folder, "undisturbed", SIZE)
     if undisturbed.rank is not None:
-        return job.run(undisturbed.rank, SIZE, undisturbed.port, folder)
+        return job.run(undisturbed, folder)
     if not ended_well(undisturbed):
         console.print("the run without a fault failed:\n" + undisturbed.text(0))
         return 1
@@ -50,16 +51,16 @@ def run(arguments: argparse.Namespace, folder: Path, console: Console) -> int:
         here = folder / "case"
         shutil.rmtree(here, ignore_errors=True)
         here.mkdir()
-        ranks = Ranks(here, "rank")
+        ranks = Ranks(here, "rank", SIZE)
         if ranks.rank is not None:
             if mechanism is not None:
                 MECHANISMS[mechanism]()
-            return job.run(ranks.rank, SIZE, ranks.port, here, Planter(case, here / "mark"))
+            return job.run(ranks, here, Planter(case, here / "mark"))
         results.append(result := judged(case, ranks, here))
         if mechanism is None:
-            again = Ranks(here, "again")
+            again = Ranks(here, "again", SIZE)
             if again.rank is not None:
-                return job.run(again.rank, SIZE, again.port, here)
+                return job.run(again, here)
             result.wrong += resumed(again, here, digests)
         unexpected = bool(result.wrong) == (mechanism is None)
         bad += unexpected

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
 import hashlib
-import logging
-import os
-import signal
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +15,9 @@ from torch.utils.data import Dataset
 from pipeshard import PipelinePlugin, load_training_state, save_training_state
 from pipeshard.checkpoint.training_state import newest_step
 from tests import zoo
+from tests.faults.ranks import Ranks
 
+SIZE = 4  # ranks
 MICROBATCHES = 6
 STEPS = 4
 FAULTY = 2  # the step, from 0, in which the fault is
@@ -40,17 +37,12 @@ class Samples(Dataset[Any]):
         return {name: value[index] for name, value in self.data.items()}
 
 
-def run(rank: int, size: int, port: int, folder: Path, plant: Callable[[Any], None] = lambda job: None) -> int:
+def run(ranks: Ranks, folder: Path, plant: Callable[[Any], None] = lambda job: None) -> int:
     """Train to the end; `plant(job)` is called before the faulty step. Writes a digest of the parameters at the end."""
-    logging.basicConfig(level=logging.INFO)
-    torch.set_num_threads(1)
-    faulthandler.register(signal.SIGUSR1)
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
-    os.environ.update(environment)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    ranks.join()
     job = Job(folder)
     job.train(plant)
-    (folder / f"digest{rank}").write_text(digest(job.model))
+    (folder / f"digest{job.rank}").write_text(digest(job.model))
     dist.destroy_process_group()
     return 0
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from unittest import mock
 
-from pipeshard.runtime import agreement, alarm, finite, rollcall, stage, watch
+from pipeshard.model import replay
+from pipeshard.runtime import agreement, alarm, finite, rollcall, watch
 from tests.faults.plant import Case
 
 
@@ -35,7 +36,7 @@ def _no_digest() -> None:
 
 
 def _no_shapes() -> None:
-    _patch(stage.Stage, "_refuse_strangers", _never)
+    _patch(replay.Replay, "_refuse_stranger", _never)
 
 
 def _no_finite() -> None:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from pipeshard.checkpoint import save as saving
 from pipeshard.runtime.watch import OTHERS
-from tests.faults.job import MICROBATCHES, TIMEOUT, Job
-from tests.faults.ranks import SIZE
+from tests.faults.job import MICROBATCHES, SIZE, TIMEOUT, Job
 
 STAGES = ("first", "middle", "last")
 PHASES = ("batch", "warm-up", "steady", "cool-down", "tie sync", "optimizer", "save")
@@ -65,7 +64,7 @@ class Case:
             "SIGTERM": (who, "by SIGTERM"),
             "hang": (who, "plant.py"),
             "NaN": ("NonFiniteError",) if self.phase == "tie sync" else (who, "NonFiniteError"),
-            "wrong shape": (who, "hooks must keep them" if self.leaves else "size"),
+            "wrong shape": (who, "torch.float64 where the trace has" if self.leaves else "size"),
             "different batch": ("must read the same batch", f"stage {self.rank}"),
             "full disk": (who, "No space left on device"),
         }[self.kind]

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import faulthandler
+import logging
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
-SIZE = 4
+import torch
+import torch.distributed as dist
 
 
 class Ranks:
-    """Forks `SIZE` processes; in each of them `rank` is its number, and the caller has to go on as that rank, so that
+    """Forks `size` processes; in each of them `rank` is its number, and the caller has to go on as that rank, so that
     it ends as any Python program does. In the one that forked, `rank` is None."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name, self.rank = folder, name, None
+    def __init__(self, folder: Path, name: str, size: int) -> None:
+        self.folder, self.name, self.size, self.rank = folder, name, size, None
         self.port = free_port()
         self.pids: list[int] = []
         self.statuses: dict[int, int] = {}
         self.ended: dict[int, float] = {}
-        for rank in range(SIZE):
+        for rank in range(size):
             if (pid := os.fork()) == 0:
                 self.rank: int | None = rank
                 output = os.open(self.output(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -33,6 +37,15 @@ class Ranks:
                 return
             self.pids.append(pid)
 
+    def join(self) -> None:
+        """Make a process group of them, in each of them; signal 10 shows where one is."""
+        logging.basicConfig(level=logging.INFO)
+        torch.set_num_threads(1)
+        faulthandler.register(signal.SIGUSR1)
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        os.environ.update(where, RANK=str(self.rank), WORLD_SIZE=str(self.size))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+
     def output(self, rank: int) -> Path:
         return self.folder / f"{self.name}{rank}.txt"
 
@@ -41,7 +54,7 @@ class Ranks:
 
     def wait(self, until: Callable[[], bool]) -> bool:
         """Until all have ended; False if `until()` came to hold before."""
-        while len(self.statuses) < SIZE:
+        while len(self.statuses) < self.size:
             for rank, pid in enumerate(self.pids):
                 if rank not in self.statuses:
                     ended, status = os.waitpid(pid, os.WNOHANG)
@@ -49,7 +62,7 @@ class Ranks:
                         self.statuses[rank] = os.waitstatus_to_exitcode(status)
                         self.ended[rank] = time.monotonic()
             if until():
-                return len(self.statuses) == SIZE
+                return len(self.statuses) == self.size
             time.sleep(0.01)
         return True
 
@@ -59,12 +72,12 @@ class Ranks:
 
     def kill(self) -> None:
         """End those that are left, which show where they are before."""
-        for rank in range(SIZE):
+        for rank in range(self.size):
             self.signal(signal.SIGCONT, rank)
             self.signal(signal.SIGUSR1, rank)
-        if len(self.statuses) < SIZE:
+        if len(self.statuses) < self.size:
             time.sleep(0.5)
-        for rank in range(SIZE):
+        for rank in range(self.size):
             self.signal(signal.SIGKILL, rank)
         self.wait(lambda: False)
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import Dataset
 
 from tests import zoo
-from tests.faults.ranks import SIZE
 
+SIZE = 3  # ranks
 MICROBATCH = 4  # rows, but for the last one of a batch
 EVALUATION, SAVE, EXPORT = 7, 25, 60  # each happens once in so many steps, at a random one of them
 VALIDATION = 8  # batches to evaluate on

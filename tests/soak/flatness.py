@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.faults.ranks import SIZE
+from tests.soak.course import SIZE
 from tests.soak.lives import Life
 from tests.soak.meter import QUANTITIES
 

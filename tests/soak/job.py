@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -17,29 +14,23 @@ from pipeshard import PipelinePlugin, load_training_state, save_training_state
 from pipeshard.checkpoint.training_state import newest_step
 from tests import zoo
 from tests.faults.job import digest
-from tests.faults.ranks import SIZE
-from tests.soak.course import EVALUATION, EXPORT, MICROBATCH, SAVE, VALIDATION, Batches, Course, Stop
+from tests.faults.ranks import Ranks
+from tests.soak.course import EVALUATION, EXPORT, MICROBATCH, SAVE, SIZE, VALIDATION, Batches, Course, Stop
 from tests.soak.meter import Meter
 from tests.soak.plant import Plant
 
 STATES, DIGEST = "states", "digest"
 
 
-def run(
-    rank: int, port: int, folder: Path, name: str, course: Course, stop: Stop | None, plants: Sequence[Plant]
-) -> int:
+def run(ranks: Ranks, folder: Path, name: str, course: Course, stop: Stop | None, plants: Sequence[Plant]) -> int:
     """Train until `stop`, or undisturbed to the end; the end leaves a digest of the parameters."""
-    logging.basicConfig(level=logging.INFO)
-    torch.set_num_threads(1)
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(SIZE)}
-    os.environ.update(environment)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    ranks.join()
     job = Job(folder, name, course, plants)
     if stop is None:
         job.train(course.steps)
     else:
         job.train(course.steps if stop.victim is not None else stop.step, disturbed=True)
-    (folder / f"{DIGEST}-{name}-{rank}").write_text(digest(job.model))
+    (folder / f"{DIGEST}-{name}-{job.rank}").write_text(digest(job.model))
     dist.destroy_process_group()
     return 0
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.faults.ranks import SIZE, Ranks
+from tests.faults.ranks import Ranks
 from tests.soak import job
-from tests.soak.course import Course, Stop
+from tests.soak.course import SIZE, Course, Stop
 from tests.soak.plant import Plant
 
 PATIENCE = 60.0  # seconds for a start and an end, and as many for a hundred steps
@@ -36,9 +36,9 @@ class Life:
 
 def live(folder: Path, name: str, course: Course, stop: Stop | None, plants: Sequence[Plant]) -> Life | int:
     """Run a life to its end. In the ranks, which come out here too, it is the status to leave with."""
-    ranks = Ranks(folder, name)
+    ranks = Ranks(folder, name, SIZE)
     if ranks.rank is not None:
-        return job.run(ranks.rank, ranks.port, folder, name, course, stop, plants)
+        return job.run(ranks, folder, name, course, stop, plants)
     deadline = time.monotonic() + PATIENCE * (1 + course.steps / 100)
     if stop is not None and stop.victim is not None:
         progress = folder / f"progress-{name}"

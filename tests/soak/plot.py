@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.faults.ranks import SIZE
+from tests.soak.course import SIZE
 from tests.soak.lives import Life
 
 COLOURS = ("#4477aa", "#228833", "#ccbb44")
