@@ -61,13 +61,13 @@ class Grid:
         """Whether this is rank 0."""
         return self.leads and self.stage == 0
 
-    def place(self, rank: int) -> str:
-        """What errors call a rank of the world."""
+    def named(self, rank: int) -> str:
+        """What errors call a rank of the world, as `rank 2 (stage 2)`."""
         replica, stage, piece = self.mesh.unravel(rank, self.mesh.shape)
         names = (
             [f"replica {replica}"] * (self.dp_size > 1) + [f"stage {stage}"] + [f"slice {piece}"] * (self.tp_size > 1)
         )
-        return ", ".join(names)
+        return f"rank {rank} ({', '.join(names)})"
 
     def at(self, stage: int, group: dist.ProcessGroup) -> int:
         """The first global rank of `group` that is of this stage."""

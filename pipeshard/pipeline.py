@@ -1,7 +1,6 @@
 """Pipeline: one rank's stages of a boosted model, ready to run steps."""
 
 import math
-import zlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -9,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from colossalai.interface import ModelWrapper
 from torch import Tensor, nn
 
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import UsageError
 from pipeshard.model.batch import Batch
 from pipeshard.model.criterion import Criterion
 from pipeshard.model.doubts import RowDims
@@ -26,8 +24,7 @@ from pipeshard.model.units import containers, recomputes
 from pipeshard.model.untouched import without_cache
 from pipeshard.planner.measured import measured_costs
 from pipeshard.runtime.agreement import gather, share_scalar, sum_scalar, together_in
-from pipeshard.runtime.clock import offsets
-from pipeshard.runtime.compare import compare_trained
+from pipeshard.runtime.compare import compare_ranks, compare_trained
 from pipeshard.runtime.deferral import Deferral
 from pipeshard.runtime.finite import Finite
 from pipeshard.runtime.holdings import Holdings
@@ -36,6 +33,7 @@ from pipeshard.runtime.outputs import Outputs, ReturnOutputs
 from pipeshard.runtime.p2p import make_p2p
 from pipeshard.runtime.progress import NOW
 from pipeshard.runtime.reader import Reader
+from pipeshard.runtime.recorder import Recorder
 from pipeshard.runtime.recording import Recording
 from pipeshard.runtime.stage import Stage
 from pipeshard.runtime.step import StepPlanner
@@ -61,7 +59,7 @@ class Pipeline:
         self.program = lru_cache(self._program)
         self.steps = 0  # training steps so far
         self.last: Program | None = None  # what ran last
-        self._clocks: list[float] = []
+        self.recorder = Recorder(self.group)
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # of the whole model
         if self.grid.tp_size > 1:
             check_plan(model, self.grid.tp_size)
@@ -77,7 +75,8 @@ class Pipeline:
         costs = measured_costs(str(partition), model, flow, sample, self._cut(), self.device, self.grid.world)
         where = self.rank, self.num_stages, partition, scale, self.device
         self.policy = policy(model, flow, *where, placement=placement, costs=costs)
-        self._compare_partitions()
+        cuts = [f"{call.unit} in stage {stage}" for call, stage in zip(flow.calls, self.policy.stages, strict=True)]
+        compare_ranks({"where the model is cut": cuts}, self.grid.world, self.grid.named)
         self.containers = containers(model, self.policy.units)
         replicas = self.grid.replicas if self.grid.dp_size > 1 else None
         self.planner = StepPlanner(model, self.policy, recompute, replicas)
@@ -123,16 +122,16 @@ class Pipeline:
         mode = train, outputs.code, self.model.training
         batch, agreed = self.reader.next(data_iter, criterion, mode, news)
         if agreed.news:
-            compare_trained(trained, self.grid.world, self.grid.place)
+            compare_trained(trained, self.grid.world, self.grid.named)
             self.trained = trained
         with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed)):
             return self._run(batch, criterion, train, return_loss, outputs, synchronize)
 
+    @together_in("plugin.sync_grads")
     def sync_grads(self) -> None:
         """Sum what has piled up under `no_sync`."""
-        with together_in("plugin.sync_grads"):
-            self.sync.begin()
-            self.sync.finish(True)
+        self.sync.begin()
+        self.sync.finish(True)
 
     def _run(
         self,
@@ -183,24 +182,12 @@ class Pipeline:
                 outputs.raise_failure(failed - 1)
         return {"loss": total, "outputs": outputs.merged(flow, loss) if end.is_last else None}
 
+    @together_in("plugin.recording")
     def recording(self) -> Recording:
         """The last step on every rank; all of them call it."""
         if self.last is None:
             raise UsageError("there is nothing recorded before a step: call booster.execute_pipeline first")
-        with together_in("plugin.recording"):
-            return self._recording(self.last)
-
-    def _recording(self, last: Program) -> Recording:
-        clocks = self._clocks = self._clocks or offsets(self.group)
-        lengths = [sum(action.kind.is_compute for action in actions) for actions in last.ranks]
-        times = torch.zeros(max(lengths) + self.num_stages, 2, dtype=torch.float64)
-        for k, span in enumerate(self.interpreter.spans):
-            times[k, 0], times[k, 1] = span.start - clocks[self.rank], span.end - clocks[self.rank]
-        for other, seconds in self.interpreter.waited.items():
-            times[max(lengths) + other, 0] = seconds
-        tables = gather(times, self.group).tolist()
-        waited = [[seconds for seconds, _ in table[max(lengths) :]] for table in tables]
-        return Recording.of(last, [table[:n] for table, n in zip(tables, lengths)], waited, self.steps - 1)
+        return self.recorder.recording(self.last, self.interpreter.spans, self.interpreter.waited, self.steps - 1)
 
     def finite(self, stage: int, names: Collection[str]) -> Finite | None:
         """What looks at these of the held parameters, if the plugin is asked to."""
@@ -221,17 +208,6 @@ class Pipeline:
         if self.plugin.init_weights:
             self.holdings.draw(names, self.plugin.init_weights, self.seed)
             self.blank -= set(names)
-
-    def _compare_partitions(self) -> None:
-        """Refuse replicas that were cut in different ways, since they traced different batches."""
-        mine = zlib.crc32(repr(self.policy.stages).encode())
-        cuts = gather(torch.tensor([mine]), self.grid.world).flatten().tolist()
-        other = next((rank for rank, cut in enumerate(cuts) if cut != cuts[0]), None)
-        if other is not None:
-            raise ConfigurationError(
-                f"the model is cut in other places on {self.grid.place(other)} than on {self.grid.place(0)}: give "
-                "every rank the same model, partition and dry_run_input"
-            )
 
     def _first_seed(self) -> int:
         """That of the first rank's generator: what is drawn must not depend on the rank."""
@@ -267,23 +243,3 @@ class Pipeline:
         if end.is_last and end.loss is not None and self.grid.dp_size > 1:
             return sum_scalar(end.loss, self.grid.replicas)
         return end.loss
-
-
-class PipelineModel(ModelWrapper):
-    """A boosted model: `unwrap()` is the model itself, of which this rank holds one stage."""
-
-    def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
-        super().__init__(module)
-        self.pipeline = pipeline
-
-    def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
-        """The model that was boosted, a PeftModel too: ColossalAI would give its base, without the adapters' names."""
-        module: nn.Module = self.module
-        return module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise UsageError(
-            f"this process holds stage {self.pipeline.rank} of {self.pipeline.num_stages} only, so model(...) cannot "
-            "be called: use booster.execute_pipeline(data_iter, model, criterion, optimizer, return_outputs=True), "
-            "under torch.no_grad() for evaluation"
-        )

@@ -1,13 +1,11 @@
 """PipelinePlugin: pipeline parallelism behind ColossalAI's Booster."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from colossalai.booster.plugin.pp_plugin_base import PipelinePluginBase
 from colossalai.checkpoint_io import CheckpointIO
 from torch import nn
@@ -15,8 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from pipeshard.boost import boost_model, boost_optimizer
+from pipeshard.boosted import PipelineModel
 from pipeshard.checkpoint.io import PipelineCheckpointIO
-from pipeshard.checkpoint.lora import enable_lora, refuse_blank_adapters
+from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.checkpoint.pretrained import blank_model
 from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.errors import UsageError
@@ -27,7 +27,6 @@ from pipeshard.model.partition import Cuts
 from pipeshard.model.policy import Policy
 from pipeshard.model.recompute import Recompute
 from pipeshard.model.rows import check_declared
-from pipeshard.model.ties import share_weights
 from pipeshard.options import (
     check_chunks,
     check_kinds,
@@ -37,17 +36,17 @@ from pipeshard.options import (
     check_split_backward,
     check_timeout,
 )
-from pipeshard.pipeline import Pipeline, PipelineModel
+from pipeshard.pipeline import Pipeline
 from pipeshard.runtime.agreement import together_in
-from pipeshard.runtime.compare import compare_ranks, model_texts, optimizer_texts, texts_of, versions
-from pipeshard.runtime.optimizer import PipelineOptimizer, replace_parameters
+from pipeshard.runtime.compare import compare_ranks, texts_of, versions
+from pipeshard.runtime.device import own_device
+from pipeshard.runtime.optimizer import PipelineOptimizer
 from pipeshard.runtime.outputs import ReturnOutputs
 from pipeshard.runtime.p2p import P2P, check_p2p
 from pipeshard.runtime.precision import PRECISIONS, Precision
 from pipeshard.runtime.recording import Recording
 from pipeshard.runtime.scaling import LossScale
 from pipeshard.runtime.watching import calling, watch_world
-from pipeshard.sample import find_sample
 from pipeshard.stage_manager import PipelineStageManager
 
 NOT_COMPARED = ("self", "__class__", "dry_run_input", "timeout")  # may differ between ranks
@@ -150,10 +149,10 @@ class PipelinePlugin(PipelinePluginBase):
             check_precision(precision, autocast)
             check_declared(batch_dims)
             if watch is not None:
-                compare_ranks(versions() | texts_of(given), watch.world)
+                compare_ranks(versions() | texts_of(given), watch.world, watch.named)
             self.grid = Grid(pp_size, dp_size, tp_size)
             if watch is not None:
-                watch.place = self.grid.place
+                watch.named = self.grid.named
             self.pp_size, self.num_microbatches, self.microbatch_size = pp_size, num_microbatches, microbatch_size
             self.schedule, self.num_model_chunks = schedule, chunks
             self.p2p, self.partition = check_p2p(p2p), partition
@@ -165,7 +164,7 @@ class PipelinePlugin(PipelinePluginBase):
             self.recompute = Recompute.of(recompute, activation_checkpoint_interval, pp_size * chunks)
             self.pg_mesh = self.grid.mesh
             self.stage_manager = PipelineStageManager(self.pg_mesh, PP, chunks > 1, schedule == "zbv", chunks)
-            self.device = _device()
+            self.device = own_device()
             self.precision = Precision(precision, autocast, self.device)
             self.scaling = LossScale(initial_scale) if self.precision.scales else None
             self._pipeline: Pipeline | None = None
@@ -206,6 +205,7 @@ class PipelinePlugin(PipelinePluginBase):
         """
         return blank_model(auto_class, Path(path), gguf_file, options)
 
+    @together_in("booster.boost")
     def configure(
         self,
         model: nn.Module,
@@ -215,31 +215,9 @@ class PipelinePlugin(PipelinePluginBase):
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[PipelineModel, PipelineOptimizer | None, Criterion | None, DataLoader[Any] | None, LRScheduler | None]:
         """Cut the model, keep this rank's stage, and narrow the optimizer to it."""
-        with together_in("booster.boost"):
-            return self._configure(model, optimizer, criterion, dataloader, lr_scheduler)
-
-    def _configure(
-        self, model: nn.Module, optimizer: Any, criterion: Any, dataloader: Any, lr_scheduler: Any
-    ) -> tuple[PipelineModel, Any, Any, Any, Any]:
-        if isinstance(model, PipelineModel):
-            boosted = model
-        else:
-            refuse_blank_adapters(model)
-            became = share_weights(model, self.shared_weights, warns=self.grid.first)
-            if optimizer is not None:
-                replace_parameters(optimizer, became)
-            size = self.num_microbatches or self.microbatch_size or 1
-            texts = model_texts(model) | ({} if optimizer is None else optimizer_texts(optimizer))
-            compare_ranks(texts, self.grid.world, self.grid.place)
-            sample = find_sample(model, self.dry_run_input, dataloader, self.batch_dims, size, self.device)
-            boosted = PipelineModel(model, Pipeline(self, model, sample, criterion))
-            criterion = boosted.pipeline.criterion
-        self._pipeline = boosted.pipeline
-        if optimizer is not None and not isinstance(optimizer, PipelineOptimizer):
-            holdings, zero = boosted.pipeline.holdings, self.zero_stage == 1
-            finite = boosted.pipeline.finite(self.grid.stage, holdings.held)
-            optimizer = PipelineOptimizer(optimizer, holdings, self.grid, self.max_norm, self.scaling, zero, finite)
-        return boosted, optimizer, criterion, dataloader, lr_scheduler
+        model, criterion = boost_model(self, model, optimizer, criterion, dataloader)
+        self._pipeline = model.pipeline
+        return model, boost_optimizer(self, model.pipeline, optimizer), criterion, dataloader, lr_scheduler
 
     def execute_pipeline(
         self,
@@ -318,11 +296,3 @@ class PipelinePlugin(PipelinePluginBase):
             yield
         finally:
             interpreter.synchronous = False
-
-
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", dist.get_rank())) % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from pipeshard.boosted import PipelineModel
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.model.skeleton import build, skeletons
 from pipeshard.model.slicing import Sliced
 from pipeshard.model.units import Interception, Recomputation
-from pipeshard.pipeline import Pipeline, PipelineModel
+from pipeshard.pipeline import Pipeline
 from pipeshard.runtime.agreement import broadcast_bytes, gather_objects
 from pipeshard.runtime.fsdp import additions, own_classes, remove_additions
 from pipeshard.runtime.local import whole

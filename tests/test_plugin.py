@@ -137,7 +137,7 @@ def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
         "UsageError: execute_pipeline got a GPT2LMHeadModel: pass the model that booster.boost",
         "CheckpointError: nowhere cannot be read",
         "CheckpointError: this is a GPT2LMHeadModel",
-        r"BatchError: .*stage 0: .*model.train\(\); stage 1: .*model.eval\(\)",
+        r"BatchError: .*\(stage 0\): .*model.train\(\); rank 1 \(stage 1\): .*model.eval\(\)",
     ]
     for messages in pool.run(mistakes, 2):
         assert_told(messages, expected)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipeshard.boosted import PipelineModel
 from pipeshard.checkpoint.beside import new_file, together
 from pipeshard.checkpoint.load import load_weights
 from pipeshard.checkpoint.lora import save_lora
@@ -20,7 +21,6 @@ from pipeshard.checkpoint.plain import load_plain
 from pipeshard.checkpoint.save import FolderSave, owned, save_file_of_stages
 from pipeshard.errors import CheckpointError
 from pipeshard.grid import Grid
-from pipeshard.pipeline import PipelineModel
 from pipeshard.runtime.agreement import together_in
 
 

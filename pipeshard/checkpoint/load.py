@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from pipeshard.boosted import PipelineModel
 from pipeshard.checkpoint.beside import together
 from pipeshard.checkpoint.conversion import Conversion, Piece
 from pipeshard.checkpoint.source import Source
 from pipeshard.errors import CheckpointError, listed
 from pipeshard.model.ties import first_names
-from pipeshard.pipeline import PipelineModel
 from pipeshard.runtime.holdings import Holdings
 
 logger = logging.getLogger("pipeshard")

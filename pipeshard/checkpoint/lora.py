@@ -9,10 +9,11 @@ import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
+from pipeshard.boosted import PipelineModel
 from pipeshard.checkpoint.beside import existing, new_folder, together
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.model.ties import first_names
-from pipeshard.pipeline import Pipeline, PipelineModel
+from pipeshard.pipeline import Pipeline
 from pipeshard.runtime.agreement import broadcast_bytes, gather_objects
 from pipeshard.runtime.local import whole
 

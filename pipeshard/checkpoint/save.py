@@ -17,13 +17,13 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from pipeshard.boosted import PipelineModel
 from pipeshard.checkpoint.beside import sync, together
 from pipeshard.checkpoint.conversion import copied_names, revert, saved_names
 from pipeshard.checkpoint.join import join
 from pipeshard.checkpoint.source import INDICES, WEIGHTS
 from pipeshard.errors import CheckpointError
 from pipeshard.model.ties import first_names
-from pipeshard.pipeline import PipelineModel
 from pipeshard.runtime.agreement import gather_objects
 from pipeshard.runtime.local import whole
 

@@ -68,12 +68,12 @@ def gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.stack(gathered).cpu()
 
 
-def meet(group: dist.ProcessGroup, place: Callable[[int], str], numbers: Sequence[int] = ()) -> list[list[int]]:
+def meet(group: dist.ProcessGroup, named: Callable[[int], str], numbers: Sequence[int] = ()) -> list[list[int]]:
     """What every rank of the world has to say at the beginning of a call, 8 numbers at most; all of them raise
     UsageError where they are not at the same call."""
     mine = [*call_of(NOW), *numbers, *[0] * (SAID - len(numbers))]
     ranks = gather(torch.tensor(mine), group).tolist()
-    compare_calls([tuple(said[:2]) for said in ranks], place)
+    compare_calls([tuple(said[:2]) for said in ranks], named)
     return [said[2 : 2 + len(numbers)] for said in ranks]
 
 
@@ -82,7 +82,7 @@ def together_in(name: str) -> Iterator[None]:
     """A call of the user's that every rank has to make, as the same one after the same others; also a decorator."""
     with calling(name) as watch:
         if watch is not None:
-            meet(watch.world, watch.place)
+            meet(watch.world, watch.named)
         yield
 
 
@@ -104,11 +104,11 @@ def agree(grid: Grid, batch: Batch | Exception, mode: tuple[bool, int, bool], ne
     """
     rest = *mode, news, torch.initial_seed() % 2**63
     mine = [1, digest(batch), batch.rows, *rest] if isinstance(batch, Batch) else [0, 0, 0, *rest]
-    ranks = meet(grid.world, grid.place, mine)
+    ranks = meet(grid.world, grid.named, mine)
     if not all(has for has, *_ in ranks):
         reason = f"{type(batch).__name__}: {batch}" if isinstance(batch, Exception) else None
         reasons = gather_objects(reason, grid.world)
-        without = [f"rank {r} ({grid.place(r)}): {reason}" for r, reason in enumerate(reasons) if reason is not None]
+        without = [f"{grid.named(r)}: {reason}" for r, reason in enumerate(reasons) if reason is not None]
         raise BatchError(
             f"{len(without)} of {len(ranks)} ranks got no usable batch from the data iterator, so none ran this step: "
             f"{listed(without)}"
@@ -118,7 +118,7 @@ def agree(grid: Grid, batch: Batch | Exception, mode: tuple[bool, int, bool], ne
     same = all(len({tuple(rank[:3]) for rank in replica}) == 1 for replica in replicas)
     if not same or len({tuple(rank[3:6]) for rank in ranks}) > 1:
         table = "; ".join(
-            f"{grid.place(r)}: {rows} samples (digest {number:014x}), {'training step' if train else 'forward only'}, "
+            f"{grid.named(r)}: {rows} samples (digest {number:014x}), {'training step' if train else 'forward only'}, "
             f"return_outputs={describe(outputs)}, model.{'train' if training else 'eval'}()"
             for r, (_, number, rows, train, outputs, training, *_) in enumerate(ranks)
         )

@@ -29,7 +29,7 @@ class Alarm:
     def tell(self, fault: Fault, number: int) -> Fault:
         """Tell all ranks, unless one was first: what they are told."""
         self._refuse_gone()
-        text = replace(fault, number=number).to_json().decode()
+        text = replace(fault, number=number).to_json()
         return Fault.from_json(self.store.compare_set(f"alarm/{number}", "", text))
 
     def told(self, numbers: Sequence[int], patience: float = 0.0) -> Fault | None:

@@ -34,11 +34,11 @@ def call_of(now: Progress) -> tuple[int, int]:
     return CALLS.index(now.call), now.number
 
 
-def compare_calls(said: Sequence[tuple[int, ...]], place: Callable[[int], str]) -> None:
+def compare_calls(said: Sequence[tuple[int, ...]], named: Callable[[int], str]) -> None:
     """Raise UsageError where ranks are at other calls, or after another number of them."""
     if len(set(said)) > 1:
         table = "; ".join(
-            f"rank {rank} ({place(rank)}): {CALLS[code]}, its call {number}" for rank, (code, number) in enumerate(said)
+            f"{named(rank)}: {CALLS[code]}, its call {number}" for rank, (code, number) in enumerate(said)
         )
         raise UsageError(
             f"the ranks are not at the same call: {table}. Every rank has to make each collective call of the plugin, "

@@ -18,9 +18,7 @@ PACKAGES = ("pipeshard", "torch", "transformers", "colossalai", "peft", "acceler
 PLAIN = (bool, int, float, str, type(None))
 
 
-def compare_ranks(
-    items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, place: Callable[[int], str] | None = None
-) -> None:
+def compare_ranks(items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
     """Raise ConfigurationError, on every rank, where one of these texts is not the same on all ranks of the world.
 
     Digests travel; the lines themselves do where they differ, and the first one that does is named.
@@ -34,9 +32,6 @@ def compare_ranks(
     other = next(rank for rank, lines in enumerate(texts) if lines != texts[0])
     pairs = zip_longest(texts[0], texts[other], fillvalue="nothing")
     first, second = next(pair for pair in pairs if pair[0] != pair[1])
-
-    def named(rank: int) -> str:
-        return f"rank {rank} ({place(rank)})" if place else f"rank {rank}"
 
     raise ConfigurationError(
         f"{differs} differs between ranks: {first} on {named(0)}, but {second} on {named(other)}. Start every "
@@ -79,7 +74,7 @@ def optimizer_texts(optimizer: Optimizer) -> dict[str, list[str]]:
     return {"the optimizer": [type(optimizer).__qualname__, *(f"group {k} with {g}" for k, g in enumerate(groups))]}
 
 
-def compare_trained(trained: Mapping[str, bool], group: dist.ProcessGroup, place: Callable[[int], str]) -> None:
+def compare_trained(trained: Mapping[str, bool], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
     """Raise UsageError, on every rank, where ranks that share a parameter do not all train it, or all not."""
     ranks = gather_objects(dict(trained), group)
     for rank, of_rank in enumerate(ranks):
@@ -87,8 +82,8 @@ def compare_trained(trained: Mapping[str, bool], group: dist.ProcessGroup, place
             other = next((k for k, flags in enumerate(ranks) if flags.get(name, flag) != flag), None)
             if other is not None:
                 raise UsageError(
-                    f"{name} is held by several ranks, and has requires_grad={flag} on rank {rank} ({place(rank)}), "
-                    f"but {not flag} on rank {other} ({place(other)}): freeze it, or train it, on all of them"
+                    f"{name} is held by several ranks, and has requires_grad={flag} on {named(rank)}, but "
+                    f"{not flag} on {named(other)}: freeze it, or train it, on all of them"
                 )
 
 

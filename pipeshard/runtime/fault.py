@@ -9,12 +9,12 @@ RAISED, GONE, STALLED, ENDED = "raised", "gone", "stalled", "ended"  # kinds
 
 @dataclass(frozen=True)
 class Fault:
-    """`rank` (which is at `place`, as "stage 2") has raised an error with `message` while it was at `where`, maybe in
+    """`rank` (whose `name` is "rank 2 (stage 2)") has raised an error with `message` while it was at `where`, maybe in
     the code of `module`; or it is gone, or stalled, or has ended. `told_by` is the rank that says so."""
 
     kind: str
     rank: int
-    place: str
+    name: str
     where: str = ""
     module: str = ""
     message: str = ""
@@ -27,16 +27,15 @@ class Fault:
         return self.kind in (GONE, STALLED) and self.told_by >= 0
 
     def __str__(self) -> str:
-        rank = f"rank {self.rank} ({self.place})"
         if self.kind == RAISED:
             module = f", in {self.module}" if self.module else ""
-            return f"{rank} failed in {self.where}{module}: {self.message}"
+            return f"{self.name} failed in {self.where}{module}: {self.message}"
         if self.kind == ENDED:
-            return f"{rank} has ended, {self.message}, in {self.where}"
+            return f"{self.name} has ended, {self.message}, in {self.where}"
         return self.message
 
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: bytes) -> Self:

@@ -113,14 +113,11 @@ class PipelineOptimizer(OptimizerWrapper):
         for weight in self.weights.values():
             weight.zero_grad(set_to_none)
 
+    @together_in("optimizer.clip_grad_by_norm")
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Clip to the norm over the whole model, which it returns. Every rank has to call it."""
-        with together_in("optimizer.clip_grad_by_norm"):
-            return self._clip(max_norm, norm_type, error_if_nonfinite)
-
-    def _clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         self._norm = self._unscaled_norm(norm_type)
         self._unscale()
         if error_if_nonfinite and not torch.isfinite(self._norm):

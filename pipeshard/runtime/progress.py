@@ -90,14 +90,10 @@ class Progress:
 NOW = Progress()  # a process trains in one thread
 
 
-def stack_of(thread: int) -> list[FrameType]:
-    """The frames of a thread, the outermost first."""
-    frame, frames = sys._current_frames().get(thread), []
+def main_stack() -> list[FrameType]:
+    """The frames of the main thread, the outermost first."""
+    frame, frames = sys._current_frames().get(threading.main_thread().ident or 0), []
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
     return frames[::-1]
-
-
-def main_stack() -> list[FrameType]:
-    return stack_of(threading.main_thread().ident or 0)

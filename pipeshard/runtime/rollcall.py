@@ -27,18 +27,18 @@ class RollCall:
             self._answered = number
             self.store.set(f"answer/{number}/{self.rank}", json.dumps(_state()))
 
-    def result(self, fault: Fault, place: Callable[[int], str]) -> Fault:
+    def result(self, fault: Fault, named: Callable[[int], str]) -> Fault:
         """The fault with a message that names who does not answer, or what everybody does."""
         answers = self._collect(fault.number)
         silent = self.silent = [rank for rank in range(self.size) if rank not in answers]
         if fault.kind == GONE:
-            return replace(fault, message=_gone(silent, place, fault))
+            return replace(fault, message=_gone(silent, named, fault))
         busy = [rank for rank, state in answers.items() if not state["waits"]]
         found = silent or busy
-        names = ", ".join(f"rank {rank} ({place(rank)})" for rank in found) or "no rank alone"
-        table = "\n".join(f"  rank {rank} ({place(rank)}) {_line(answers.get(rank))}" for rank in range(self.size))
+        names = ", ".join(map(named, found)) or "no rank alone"
+        table = "\n".join(f"  {named(rank)} {_line(answers.get(rank))}" for rank in range(self.size))
         message = f"{fault.message}, because of {names}:\n{table}"
-        return replace(fault, message=message, rank=found[0] if found else -1, place=place(found[0]) if found else "")
+        return replace(fault, message=message, rank=found[0] if found else -1, name=named(found[0]) if found else "")
 
     def _collect(self, number: int) -> dict[int, Any]:
         until = time.monotonic() + SECONDS
@@ -71,8 +71,8 @@ def _line(state: dict[str, Any] | None) -> str:
     return f"has been {since} in {state['where']}{module}" + (f" ({state['at']})" if state["at"] else "")
 
 
-def _gone(silent: list[int], place: Callable[[int], str], fault: Fault) -> str:
+def _gone(silent: list[int], named: Callable[[int], str], fault: Fault) -> str:
     if not silent:
         return f"a connection of rank {fault.told_by} broke in {fault.where}, but all ranks answer: look at the network"
-    names = ", ".join(f"rank {rank} ({place(rank)})" for rank in silent)
+    names = ", ".join(map(named, silent))
     return f"{names} is gone: it was killed, has crashed, or is cut off (seen by rank {fault.told_by} in {fault.where})"

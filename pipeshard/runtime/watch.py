@@ -56,7 +56,7 @@ class Watch:
         assert world is not None
         self.world: dist.ProcessGroup = world
         self.rank, self.timeout = dist.get_rank(), timeout
-        self.place: Callable[[int], str] = lambda rank: f"of {dist.get_world_size()}"
+        self.named: Callable[[int], str] = lambda rank: f"rank {rank} of {dist.get_world_size()}"
         self.fault: Fault | None = None  # why groups are broken
         self._alarm = Alarm(self.rank, dist.get_world_size())
         self._roll = RollCall(self._alarm.store, self.rank, dist.get_world_size())
@@ -112,13 +112,13 @@ class Watch:
         try:
             fault = self._told(0.0 if own else PATIENCE) or self._alarm.tell(self._fault_of(error, lost), number)
             if not own and fault.is_asked:
-                fault = self._roll.result(fault, self.place)
+                fault = self._roll.result(fault, self.named)
         except RuntimeError:
             fault = self._without_store()
         if not own or NOW.in_flight:
             self._break(fault)
         if own:
-            error.add_note(f"{NOTE}this is rank {self.rank} ({self.place(self.rank)}), in {NOW.where}")
+            error.add_note(f"{NOTE}this is {self.named(self.rank)}, in {NOW.where}")
             return None
         return RankError(str(fault), fault)
 
@@ -133,7 +133,7 @@ class Watch:
         return self._own(ENDED, _ending(error))
 
     def _own(self, kind: str, message: str, module: str = "") -> Fault:
-        return Fault(kind, self.rank, self.place(self.rank), NOW.where, module, message, self.rank)
+        return Fault(kind, self.rank, self.named(self.rank), NOW.where, module, message, self.rank)
 
     def leaving(self, kind: str, message: str) -> None:
         """Tell what ends this process between two calls, to ranks that will wait for it in the next."""
@@ -162,9 +162,9 @@ class Watch:
             abort_groups()
 
     def _without_store(self) -> Fault:
-        holder = "the agent of the first machine holds it" if has_agents() else f"rank 0 ({self.place(0)}) holds it"
+        holder = "the agent of the first machine holds it" if has_agents() else f"{self.named(0)} holds it"
         why = f"{holder}, which was killed, is stopped, or is cut off"
-        return Fault(GONE, 0, self.place(0), message=f"the store in which the ranks met does not answer: {why}")
+        return Fault(GONE, 0, self.named(0), message=f"the store in which the ranks met does not answer: {why}")
 
     # In the threads that watch: one listens to the store, which may be silent, the other one looks at the clock.
 
@@ -229,7 +229,7 @@ class Watch:
         """End a process that hangs in code that cannot be interrupted."""
         if fault.is_asked and not self._alarm.gone:
             with contextlib.suppress(RuntimeError):
-                fault = self._roll.result(fault, self.place)
+                fault = self._roll.result(fault, self.named)
         stack = "".join(traceback.format_stack(main_stack()[-1]))
         logger.error("this process does not stop by itself, so it is ended, since %s\nIt is at\n%s", fault, stack)
         os._exit(1)

@@ -49,7 +49,7 @@ def calling(name: str) -> Iterator[Watch | None]:
 
 def named(rank: int) -> str:
     """What errors call a rank of the world, as `rank 2 (stage 2)`."""
-    return f"rank {rank}" if _watch is None else f"rank {rank} ({_watch.place(rank)})"
+    return f"rank {rank}" if _watch is None else _watch.named(rank)
 
 
 def _hook() -> None:

@@ -26,10 +26,10 @@ def plugin_with(of_rank: dict[str, list[Any]], **options: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "sign"),
     [
-        ({"schedule": ["1f1b", "gpipe"]}, "schedule='1f1b' on rank 0, but schedule='gpipe' on rank 1"),
-        ({"num_microbatches": [2, 4]}, "num_microbatches=2 on rank 0, but num_microbatches=4 on rank 1"),
-        ({"partition": ["uniform", [2, 4]]}, "partition='uniform' on rank 0, but partition=[2, 4] on rank 1"),
-        ({"pp_size": [2, 1]}, "pp_size=2 on rank 0, but pp_size=1 on rank 1"),
+        ({"schedule": ["1f1b", "gpipe"]}, "schedule='1f1b' on rank 0 of 2, but schedule='gpipe' on rank 1 of 2"),
+        ({"num_microbatches": [2, 4]}, "num_microbatches=2 on rank 0 of 2, but num_microbatches=4 on rank 1 of 2"),
+        ({"partition": ["uniform", [2, 4]]}, "partition='uniform' on rank 0 of 2, but partition=[2, 4] on rank 1 of 2"),
+        ({"pp_size": [2, 1]}, "pp_size=2 on rank 0 of 2, but pp_size=1 on rank 1 of 2"),
         ({"precision": ["bf16", "fp32"]}, "precision='bf16' on rank 0"),
     ],
 )
@@ -58,7 +58,7 @@ def wrong_on_one_rank() -> None:
 
 def test_an_argument_that_one_rank_refuses_ends_the_others(pool: Pool) -> None:
     first, second = pool.run_expecting(PipeshardError, wrong_on_one_rank, 2)
-    assert first.startswith("rank 1 (of 2) failed in PipelinePlugin: ConfigurationError") and "zigzag" in second
+    assert first.startswith("rank 1 of 2 failed in PipelinePlugin: ConfigurationError") and "zigzag" in second
 
 
 def boosted_with(change: str) -> None:

@@ -1,0 +1,49 @@
+"""Boost: a model and its optimizer become one rank's part of a pipeline."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from pipeshard.boosted import PipelineModel
+from pipeshard.checkpoint.lora import refuse_blank_adapters
+from pipeshard.model.criterion import Criterion
+from pipeshard.model.ties import share_weights
+from pipeshard.pipeline import Pipeline
+from pipeshard.runtime.compare import compare_ranks, model_texts, optimizer_texts
+from pipeshard.runtime.optimizer import PipelineOptimizer, replace_parameters
+from pipeshard.sample import find_sample
+
+if TYPE_CHECKING:
+    from pipeshard.plugin import PipelinePlugin
+
+
+def boost_model(
+    plugin: "PipelinePlugin",
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    criterion: Criterion | None,
+    dataloader: Any,
+) -> tuple[PipelineModel, Criterion | None]:
+    """This rank's stages of a whole model, and what gives its loss. A model that is boosted already stays as it is."""
+    if isinstance(model, PipelineModel):
+        return model, criterion
+    refuse_blank_adapters(model)
+    became = share_weights(model, plugin.shared_weights, warns=plugin.grid.first)
+    if optimizer is not None:
+        replace_parameters(optimizer, became)
+    texts = model_texts(model) | ({} if optimizer is None else optimizer_texts(optimizer))
+    compare_ranks(texts, plugin.grid.world, plugin.grid.named)
+    size = plugin.num_microbatches or plugin.microbatch_size or 1
+    sample = find_sample(model, plugin.dry_run_input, dataloader, plugin.batch_dims, size, plugin.device)
+    boosted = PipelineModel(model, Pipeline(plugin, model, sample, criterion))
+    return boosted, boosted.pipeline.criterion
+
+
+def boost_optimizer(plugin: "PipelinePlugin", pipeline: Pipeline, optimizer: Any) -> PipelineOptimizer | None:
+    """An optimizer of what this rank holds."""
+    if optimizer is None or isinstance(optimizer, PipelineOptimizer):
+        return optimizer
+    grid, holdings = plugin.grid, pipeline.holdings
+    finite = pipeline.finite(grid.stage, holdings.held)
+    return PipelineOptimizer(optimizer, holdings, grid, plugin.max_norm, plugin.scaling, plugin.zero_stage == 1, finite)
