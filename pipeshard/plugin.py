@@ -265,7 +265,7 @@ class PipelinePlugin(PipelinePluginBase):
         self._pipeline.sync_grads()
 
     def prepare_dataloader(
-        self, dataset: Dataset[Any], batch_size: int, shuffle: bool = False, seed: int = 1024, **options: Any
+        self, dataset: Dataset[Any], batch_size: int | None, shuffle: bool = False, seed: int = 1024, **options: Any
     ) -> ResumableDataLoader:
         """A DataLoader from which every stage reads the same batches, in an order that depends on `seed` and epoch.
 

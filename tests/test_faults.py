@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+from tests.faults.report import Result, write_table
 
 
 def faults(*arguments: str) -> str:
@@ -19,3 +22,13 @@ def test_one_fault_of_each_kind_ends_all_ranks_by_name_and_the_next_run_goes_on(
 
 def test_without_its_mechanism_a_fault_is_missed() -> None:
     assert "6 of 6 cases are as they should be" in faults("--disable", "1")
+
+
+def test_the_table_has_the_slowest_stage_and_what_fails(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n")
+    hung = Result("hang", "middle", "steady", 9.0, ["rank 1 is still there"])
+    write_table([Result("NaN", "first", "save", 1.0, []), Result("NaN", "last", "save", 1.26, []), hung], page)
+    lines = page.read_text().splitlines()
+    assert lines[0] == "before" and lines[-1] == "after" and "old" not in lines
+    assert "| NaN |  |  |  |  |  |  | 1.3 s |" in lines and "| hang |  |  | **fails** (middle) |  |  |  |  |" in lines

@@ -99,7 +99,7 @@ EXTRA: dict[str, Callable[[int], nn.Module]] = {
 def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, layers: int = 4) -> nn.Module:
     """A model of the zoo, the same for the same seed, in training mode (no dropout)."""
     torch.manual_seed(seed)
-    model = {**MODELS, **EXTRA}[name](layers).to(dtype).train()
+    model: Any = {**MODELS, **EXTRA}[name](layers).to(dtype).train()
     if name == "t5":
         model.config.use_cache = False
     return model

@@ -163,8 +163,10 @@ def show(console: Console, case: Case, result: Result, mechanism: str | None, ra
     what = f" without {mechanism}" if mechanism else ""
     word = "BAD" if ranks else "ok "
     console.print(f"{word} {case}{what}: {result.seconds:.2f} s  {'; '.join(result.wrong)}", markup=False)
-    for rank in range(SIZE if ranks is not None else 0):
-        console.print(f"--- rank {rank}, status {ranks.statuses.get(rank)}\n{ranks.text(rank)[-2500:]}", markup=False)
+    if ranks:
+        for rank in range(SIZE):
+            said = f"--- rank {rank}, status {ranks.statuses.get(rank)}\n{ranks.text(rank)[-2500:]}"
+            console.print(said, markup=False)
 
 
 if __name__ == "__main__":

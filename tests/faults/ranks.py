@@ -22,14 +22,15 @@ class Ranks:
     it ends as any Python program does. In the one that forked, `rank` is None."""
 
     def __init__(self, folder: Path, name: str, size: int) -> None:
-        self.folder, self.name, self.size, self.rank = folder, name, size, None
+        self.folder, self.name, self.size = folder, name, size
+        self.rank: int | None = None
         self.port = free_port()
         self.pids: list[int] = []
         self.statuses: dict[int, int] = {}
         self.ended: dict[int, float] = {}
         for rank in range(size):
             if (pid := os.fork()) == 0:
-                self.rank: int | None = rank
+                self.rank = rank
                 output = os.open(self.output(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(output, 1)
                 os.dup2(output, 2)

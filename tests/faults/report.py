@@ -42,4 +42,4 @@ def _cell(results: Sequence[Result]) -> str:
     if not results:
         return ""
     failed = [r.stage for r in results if r.wrong]
-    return f"**fails** ({', '.join(failed)})" if failed else f"{max(r['seconds'] for r in results):.1f} s"
+    return f"**fails** ({', '.join(failed)})" if failed else f"{max(r.seconds for r in results):.1f} s"
