@@ -7,7 +7,7 @@
 # make exact    every model of the tests with every schedule, transport and number of microbatches, against the unsplit one
 # make elastic  kills one of four ranks of a job, and brings it back
 # make faults   plants every kind of fault on every stage at every moment of a step: all ranks end by name, the next run
-#               goes on; writes the table in docs/reliability.md; make faults DISABLE=2 runs cases without their mechanism
+#               goes on; writes the table in docs/reliability.md; make faults DISABLE=99 runs them without their mechanism
 # make hosts    cuts the cable between two hosts (network namespaces, for which it must be root) that train together
 # make fuzz     tries INPUTS broken headers, indices and manifests of checkpoints: each is read, or refused by name
 # make parity   trains every architecture of transformers split and unsplit, and writes docs/parity.md; RESUME=1 goes on

@@ -1,24 +1,27 @@
 """The cost of watching: steps with the watch and without it, in turns, in the same processes.
 
-`python -m benchmarks.watch [--rounds N]` prints the median of the ratios of each pair of rounds, with quartiles, and
-the share of a core that the watch's own threads take, which other work on the machine does not disturb.
+`python -m benchmarks.watch [--rounds N]` prints the medians of the ratios of each pair of rounds, with quartiles: of
+seconds, and of CPU seconds of a rank, which other work on the machine disturbs less. What it takes is too little for
+that: beside them are the CPU time of the watch's own threads, which the kernel counts in nanoseconds, as a share of
+a core; and the time of all that a step notes and tells, each thing timed a thousand times, as a share of the step.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from timeit import timeit
 from typing import Any
 from unittest import mock
 
-import psutil
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -29,37 +32,49 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeshard import PipelinePlugin, plugin
 from pipeshard.runtime import agreement, optimizer, watching
-from pipeshard.runtime.progress import Progress
+from pipeshard.runtime.progress import NOW, Progress
+from pipeshard.runtime.watch import Watch
 
 # name: hidden size, layers, sequence length, microbatches, samples of each, steps in a round
-WORKS = {"20 M parameters": (256, 8, 128, 8, 2, 2), "bound by overhead": (64, 8, 32, 64, 1, 1)}
+WORKS = {"20 M parameters": (256, 8, 128, 8, 2, 1), "bound by overhead": (64, 8, 32, 64, 1, 2)}
 STAGES = 2
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.watch", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="pairs of rounds after the warm-up")
+    parser.add_argument("--rounds", type=int, default=31, help="pairs of rounds after the warm-up")
     rounds = parser.parse_args().rounds
     table = Table(title="a step with the watch, as a multiple of one without")
-    for column in ("work", "median", "quartiles", "ms with", "ms without", "threads"):
+    for column in ("work", "seconds", "CPU seconds", "ms with", "ms without", "threads", "notes"):
         table.add_column(column)
     for name in WORKS:
         with tempfile.TemporaryDirectory() as folder:
             context = multiprocessing.get_context("spawn")
             results = context.SimpleQueue()
             spawn(measure, (folder, name, rounds, results), STAGES)
-            pairs, share = results.get()
-        ratios = [watched / bare for watched, bare in pairs]
-        low, median, high = statistics.quantiles(ratios, n=4)
-        with_, without = (1e3 * statistics.median(times) for times in zip(*pairs))
-        spread = f"{low:.4f} to {high:.4f}"
-        table.add_row(name, f"{median:.4f}", spread, f"{with_:.1f}", f"{without:.1f}", f"{share:.3%}")
+            watched, bare, share, noted = results.get()
+        (with_, own_with), (without, own_without) = (list(zip(*rounds)) for rounds in (watched, bare))
+        ms = (f"{1e3 * statistics.median(seconds):.1f}" for seconds in (with_, without))
+        table.add_row(
+            name,
+            ratio(with_, without),
+            ratio(own_with, own_without),
+            *ms,
+            f"{share:.3%}",
+            f"{noted / statistics.median(without):.3%}",
+        )
     Console().print(table)
     return 0
 
 
+def ratio(watched: Sequence[float], bare: Sequence[float]) -> str:
+    low, median, high = statistics.quantiles([a / b for a, b in zip(watched, bare, strict=True)], n=4)
+    return f"{median:.4f} ({low:.4f} to {high:.4f})"
+
+
 def measure(rank: int, folder: str, name: str, rounds: int, results: Any) -> None:
-    """One rank: pairs of seconds a step, with the watch and without."""
+    """One rank: seconds and CPU seconds of steps with the watch, and without; the share of its threads, and the seconds
+    that a step takes for its notes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=STAGES)
     hidden, layers, length, microbatches, size, steps = WORKS[name]
@@ -77,36 +92,67 @@ def measure(rank: int, folder: str, name: str, rounds: int, results: Any) -> Non
     pipeline = PipelinePlugin(STAGES, microbatches, max_norm=1.0, dry_run_input=batch)
     boosted, trained, *_ = pipeline.configure(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
-    def seconds() -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(steps):
-            pipeline.execute_pipeline(iter([batch]), boosted, None, trained)
-            trained.step()  # type: ignore[union-attr]
-            trained.zero_grad()  # type: ignore[union-attr]
-        dist.barrier()
-        return (time.perf_counter() - start) / steps
+    def step() -> None:
+        pipeline.execute_pipeline(iter([batch]), boosted, None, trained)
+        trained.step()  # type: ignore[union-attr]
+        trained.zero_grad()  # type: ignore[union-attr]
 
-    pairs, shares = [], []
+    def seconds() -> tuple[float, float]:
+        dist.barrier()
+        start, own = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            step()
+        dist.barrier()
+        return (time.perf_counter() - start) / steps, (time.process_time() - own) / steps
+
+    watched, bare, shares = [], [], []
     for k in range(rounds + 2):
-        order = (False, True) if k % 2 else (True, False)  # whichever comes first may find the machine busier
-        times = {}
-        for bare in order:
-            with unwatched() if bare else nullcontext():
-                before, start = own_seconds(), time.perf_counter()
-                times[bare] = seconds()
-                if not bare:
-                    shares.append((own_seconds() - before) / (time.perf_counter() - start))
-        pairs.append((times[False], times[True]))
+        for watches in (False, True) if k % 2 else (True, False):  # the first may find the machine busier
+            if not watches:
+                with unwatched():
+                    bare.append(seconds())
+                continue
+            before, start = thread_seconds(), time.perf_counter()
+            watched.append(seconds())
+            shares.append((thread_seconds() - before) / (time.perf_counter() - start))
+    noted = note_seconds(step)
     if rank == 0:
-        results.put((pairs[2:], statistics.median(shares[2:])))
+        results.put((watched[2:], bare[2:], statistics.mean(shares[2:]), noted))
     dist.destroy_process_group()
 
 
-def own_seconds() -> float:
+def thread_seconds() -> float:
     """Of CPU time, that the watch's threads have taken."""
-    own = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("pipeshard-")}
-    return sum(t.user_time + t.system_time for t in psutil.Process().threads() if t.id in own)
+    own = [thread.native_id for thread in threading.enumerate() if thread.name.startswith("pipeshard-")]
+    return sum(int(Path(f"/proc/{os.getpid()}/task/{task}/schedstat").read_text().split()[0]) for task in own) / 1e9
+
+
+def note_seconds(step: Callable[[], None]) -> float:
+    """What all notes of a step take, and what ranks tell each other of the call they are at."""
+    watch = watching._watch
+    assert watch is not None
+    done = mock.Mock(spec=["wait"])
+    done.wait = lambda: None
+
+    def call() -> None:
+        with watch.call("optimizer.step"):
+            pass
+
+    each: dict[tuple[Any, str], Callable[[], Any]] = {
+        (Progress, "start"): lambda: NOW.start("a note"),
+        (Progress, "wait"): lambda: NOW.wait(done, (0,)),
+        (Watch, "call"): call,
+        (agreement, "compare_calls"): lambda: agreement.meet(watch.world, watch.named),
+    }
+    with contextlib.ExitStack() as stack:
+        patches = {
+            key: stack.enter_context(mock.patch.object(*key, autospec=True, side_effect=getattr(*key))) for key in each
+        }
+        step()
+        counts = {key: counted.call_count for key, counted in patches.items()}
+    counts[agreement, "compare_calls"] -= 1  # that of the batches, which are compared without a watch, too
+    dist.barrier()
+    return sum(counts[key] * timeit(note, number=1000) / 1000 for key, note in each.items())
 
 
 @contextlib.contextmanager

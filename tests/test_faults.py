@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.faults.mechanisms import RELIES
+from tests.faults.plant import all_cases
 from tests.faults.report import Result, write_table
 
 
@@ -20,8 +22,12 @@ def test_one_fault_of_each_kind_ends_all_ranks_by_name_and_the_next_run_goes_on(
     assert "9 of 9 cases are as they should be" in faults("--sample")
 
 
+def test_every_case_relies_on_one_mechanism() -> None:
+    assert {sum(relies(case) for relies in RELIES.values()) for case in all_cases()} == {1}
+
+
 def test_without_its_mechanism_a_fault_is_missed() -> None:
-    assert "6 of 6 cases are as they should be" in faults("--disable", "1")
+    assert "7 of 7 cases are as they should be" in faults("--disable", "1")
 
 
 def test_the_table_has_the_slowest_stage_and_what_fails(tmp_path: Path) -> None:

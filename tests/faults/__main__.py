@@ -26,6 +26,7 @@ from tests.faults.ranks import Ranks
 from tests.faults.report import Result, write_table
 
 PATIENCE = 20.0  # seconds for a run without a fault
+NEVER = "the fault never happened"
 
 
 def main() -> int:
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace, folder: Path, console: Console) -> int:
             if again.rank is not None:
                 return job.run(again, here)
             result.wrong += resumed(again, here, digests)
-        unexpected = bool(result.wrong) == (mechanism is None)
+        unexpected = bool(result.wrong) == (mechanism is None) or NEVER in result.wrong
         bad += unexpected
         show(console, case, result, mechanism, ranks if unexpected else None)
     if arguments.output:
@@ -92,7 +93,8 @@ def chosen(arguments: argparse.Namespace) -> list[tuple[Case, str | None]]:
 
 def spread(cases: list[Case], number: int) -> list[Case]:
     """So many of them, from the first to the last."""
-    return [cases[k * len(cases) // number] for k in range(min(number, len(cases)))]
+    number = min(number, len(cases))
+    return [cases[k * len(cases) // number] for k in range(number)]
 
 
 def parse() -> argparse.Namespace:
@@ -127,7 +129,7 @@ def judged(case: Case, ranks: Ranks, folder: Path) -> Result:
     elif case.rank in ranks.ended:
         seconds = max(seconds, ranks.ended[case.rank] - at)
     if not mark.exists():
-        wrong.append("the fault never happened")
+        wrong.append(NEVER)
     wrong += [f"rank {rank} is still there" for rank in range(SIZE) if rank not in ranks.statuses]
     ranks.kill()
     wrong += [f"rank {rank} ended with status 0" for rank, status in ranks.statuses.items() if status == 0]

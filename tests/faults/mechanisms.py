@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NoReturn
 from unittest import mock
 
+import torch.distributed as dist
+
+from pipeshard.checkpoint import beside
 from pipeshard.model import replay
 from pipeshard.runtime import agreement, alarm, finite, rollcall, watch
+from pipeshard.runtime.agreement import gather_objects
 from tests.faults.plant import Case
 
 
@@ -19,8 +24,25 @@ def _patch(owner: object, name: str, value: object) -> None:
 
 
 def _no_alarm() -> None:
-    """Nobody is told of anything."""
+    """Nobody is told of anything, neither by the store nor where ranks compare what failed."""
     _patch(alarm.Alarm, "tell", lambda self, fault, number: fault)
+    for owner in (agreement, beside):
+        _patch(owner, "gather_objects", _untold)
+
+
+def _untold(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What is no reason for a failure, from others."""
+    said = enumerate(gather_objects(value, group))
+    return [None if isinstance(other, str) and rank != group.rank() else other for rank, other in said]
+
+
+def _no_look_at_the_store() -> None:
+    """A store that does not answer is an error as any other."""
+
+    def fail(self: watch.Watch) -> NoReturn:
+        raise RuntimeError("the store does not answer")
+
+    _patch(watch.Watch, "_without_store", fail)
 
 
 def _no_watchdog() -> None:
@@ -45,15 +67,17 @@ def _no_finite() -> None:
 
 MECHANISMS: dict[str, Callable[[], None]] = {
     "the alarm": _no_alarm,
+    "the look at the store": _no_look_at_the_store,
     "the watchdog": _no_watchdog,
     "the roll call": _no_roll_call,
     "the digest of batches": _no_digest,
     "the look at what is finite": _no_finite,
     "the look at shapes": _no_shapes,
 }
-INSIDE = ("warm-up", "steady", "cool-down", "tie sync")  # moments at which ranks agree on nothing
-RELIES: dict[str, Callable[[Case], bool]] = {
-    "the alarm": lambda case: case.kind in ("exception", "SIGTERM") and case.phase in INSIDE,
+TOLD = ("exception", "SIGTERM", "full disk")
+RELIES: dict[str, Callable[[Case], bool]] = {  # each case on one of them
+    "the alarm": lambda case: case.kind in TOLD or (case.kind == "wrong shape" and not case.leaves),
+    "the look at the store": lambda case: case.kind == "kill -9" and case.rank == 0,
     "the watchdog": lambda case: case.kind in ("hang", "SIGSTOP"),
     "the roll call": lambda case: case.kind == "kill -9" and case.rank > 0,
     "the digest of batches": lambda case: case.kind == "different batch",
