@@ -1,5 +1,6 @@
 """The command `pipeshard`: a group, to which each of its commands is added."""
 
+import atexit
 import gc
 import sys
 from collections.abc import Iterator
@@ -81,7 +82,8 @@ def plan(
       pipeshard plan path/to/folder --pp 8 --microbatches 32 --device-memory 80GB
       pipeshard plan llama hidden_size=8192 num_hidden_layers=80 --pp 16 --microbatches 64
     """
-    gc.disable()  # importing makes many objects and no garbage
+    gc.disable()  # importing makes many objects and no garbage,
+    atexit.register(gc.freeze)  # for which the interpreter would look for a second when it ends
     with progress("building the model"):
         from pipeshard.planner.planner import plan as make_plan
         from pipeshard.planner.source import build
