@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from timeit import timeit
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -131,8 +132,7 @@ def note_seconds(step: Callable[[], None]) -> float:
     """What all notes of a step take, and what ranks tell each other of the call they are at."""
     watch = watching._watch
     assert watch is not None
-    done = mock.Mock(spec=["wait"])
-    done.wait = lambda: None
+    done = SimpleNamespace(wait=lambda: None)
 
     def call() -> None:
         with watch.call("optimizer.step"):

@@ -97,8 +97,8 @@ def ragged(name: str, schedule: str) -> None:
     # Grouped matrix products know no fp64, and Gemma 2's soft-capped masks overflow in it, unsplit too.
     dtype = torch.float32 if name in ("mixtral", "gemma2") else torch.float64
     depth = layers(name, schedule, p)
-    # Six layers differ by up to 4e-6 in one process, too, which adds up microbatches where the other has a whole batch.
-    tolerance = 1e-6 if dtype is torch.float64 and depth == 4 else 1e-5
+    # Six of GPT-2's differ by 4e-6 in one process, too, whose sums over microbatches are not those of a whole batch.
+    tolerance = 1e-6 if dtype is torch.float64 and (name, depth) != ("gpt2", 6) else 1e-5
     model = zoo.build(name, dtype, layers=depth)
     unsplit = Unsplit(copy.deepcopy(model), max_norm=0.5)
     options: Any = {"schedule": schedule, "num_model_chunks": CHUNKS[schedule]}

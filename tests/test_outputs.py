@@ -182,8 +182,8 @@ def test_mistakes_are_told_on_every_rank_and_harm_nothing(pool: Pool) -> None:
         "UsageError: return_outputs=None is none of",
         r"UsageError: return_outputs=\['logits', 3\] is none of",
         "UsageError: return_outputs='loss', but there is none: give the batch labels, or pass a criterion",
-        "BatchError: .*stage 0.: .*return_outputs=False, .*stage 1.: .*return_outputs=True",
-        "BatchError: .*stage 0.: .*return_outputs='loss', .*stage 1.: .*return_outputs=fields with digest",
+        r"BatchError: .*\(stage 0\): .*return_outputs=False, .*\(stage 1\): .*return_outputs=True",
+        r"BatchError: .*\(stage 0\): .*return_outputs='loss', .*\(stage 1\): .*return_outputs=fields with digest",
         "BatchError: .*return_outputs=fields with digest .*return_outputs=fields with digest",
         "BatchError: .*return_outputs=a function, .*return_outputs=True",
     ]

@@ -54,9 +54,11 @@ def test_dropout_is_the_same_for_every_number_of_stages(pool: Pool, name: str, r
     expected, whole = pool.run(losses, 1, name, recompute)[0]
     plain, _ = pool.run(losses, 1, name, "")[0]
     assert expected == pytest.approx(plain, rel=1e-6), "recomputing changes the masks"
+    # So many losses are equal to the bit: BERT's step adds up tied gradients in another order.
+    equal = {"t5": 0, "bert": 1}.get(name, STEPS)
     for p in (2, 4):
         for found, gradients in pool.run(losses, p, name, recompute):
-            assert found == expected if name == "llama" else found == pytest.approx(expected, rel=1e-6)
+            assert found[:equal] == expected[:equal] and found == pytest.approx(expected, rel=1e-6)
             for key, gradient in gradients.items():
                 assert (gradient - whole[key]).norm() <= 1e-5 * whole[key].norm() + 1e-8, (key, p)
 

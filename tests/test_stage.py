@@ -97,7 +97,8 @@ def last_token_changed(name: str) -> Any:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "granite", "gemma2", "mixtral"])
 def test_the_last_token_changes_no_earlier_logit(pool: Pool, name: str) -> None:
     earlier, last = pool.run(last_token_changed, 2, name)[-1]
-    assert earlier < 1e-6 < last  # rounding: it may go to another expert, whose product then has another size
+    rounding = 1e-6 if name == "mixtral" else 0.0  # the last token may go to an expert, whose product grows with it
+    assert earlier <= rounding and last > 1e-6
 
 
 def peaks(schedule: str, m: int) -> list[int]:

@@ -32,7 +32,6 @@ def compare_ranks(items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, 
     other = next(rank for rank, lines in enumerate(texts) if lines != texts[0])
     pairs = zip_longest(texts[0], texts[other], fillvalue="nothing")
     first, second = next(pair for pair in pairs if pair[0] != pair[1])
-
     raise ConfigurationError(
         f"{differs} differs between ranks: {first} on {named(0)}, but {second} on {named(other)}. Start every "
         "rank with the same program, arguments and packages"

@@ -39,7 +39,7 @@ class Ranks:
             self.pids.append(pid)
 
     def join(self) -> None:
-        """Make a process group of them, in each of them; signal 10 shows where one is."""
+        """Make a process group of them, in each of them; SIGUSR1 shows where one is."""
         logging.basicConfig(level=logging.INFO)
         torch.set_num_threads(1)
         faulthandler.register(signal.SIGUSR1)
