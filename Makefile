@@ -149,6 +149,7 @@ bench: setup setup-peers
 	@$(BIN)/python -W ignore -m benchmarks.speed --rounds $(ROUNDS) --part $(PART)
 	@$(BIN)/python -W ignore -m benchmarks.memory
 	@$(BIN)/python -W ignore -m benchmarks.watch
+	@$(BIN)/python -W ignore -m benchmarks.plan
 
 clean:
 	rm -rf outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -80,11 +80,11 @@ class Profile:
 
 
 def profile_units(
-    model: nn.Module, flow: Dataflow, batch: Any, device: torch.device | str, repeats: int = 3
+    model: nn.Module, flow: Dataflow, batch: Any, device: torch.device | str, repeats: int = 5
 ) -> Profile:
     """Time the unit calls of `flow` on `device`, for a microbatch like `batch`.
 
-    Each kind of unit is run alone, forward and backward, once to warm up and `repeats` times for the median, in
+    Each kind of unit is run alone, forward and backward, three times to warm up and `repeats` times for the median, in
     training mode. Its inputs are random numbers in the shapes that the trace finds, and masks and positions as the
     model makes them; parameters that are not on `device` are random too. A kind that does not run on such values gets
     its estimated share of the others' time, with a warning. Only one unit is on the device at a time.

@@ -19,6 +19,10 @@ from pipeshard.model.taint import Value
 from pipeshard.runtime.deferral import Deferral
 
 SPREAD = 0.02  # the standard deviation of made-up parameters
+# Runs before the first that counts. The first gives parameters the gradients that later ones add to, and the next few
+# may each get memory from the system that no run had before: an embedding's is five times as long then.
+WARM_UPS = 3
+COLD = 64 * 2**20  # bytes written before F and B, which in a step find in no cache what other units have run since
 
 
 @dataclass
@@ -72,21 +76,23 @@ class Stopwatch:
             if tensor.device != self.device and state[name].is_floating_point():
                 state[name].data.normal_(0, SPREAD)
         arguments = [self._placed(leaf, k in self.capture.made_up) for k, leaf in enumerate(self.capture.leaves)]
+        self.cold = torch.empty(COLD, dtype=torch.uint8, device=self.device)
         deferral = Deferral(self.unit.modules())
         with stateless._reparametrize_module(self.unit, state), deferral.installed(), torch.enable_grad():
-            self._run(arguments, deferral)  # warms up, and gives parameters their gradients to add to
-            runs = [self._run(arguments, deferral) for _ in range(repeats)]
-        return Cost(*(statistics.median(part) for part in zip(*runs, strict=True)))
+            runs = [self._run(arguments, deferral) for _ in range(WARM_UPS + repeats)]
+        return Cost(*(statistics.median(part) for part in zip(*runs[WARM_UPS:], strict=True)))
 
     def _run(self, arguments: list[Any], deferral: Deferral) -> Cost:
         leaves = tree_map_only(Tensor, lambda t: t.clone(), [_copied(leaf) for leaf in arguments])
         args, kwargs = tree_unflatten(leaves, self.capture.tree)
+        self.cold.zero_()
         start = self._now()
         result = self.unit(*args, **kwargs)
         forward = self._now() - start
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
         gradients = [torch.randn_like(t) for t in made]
         pending = deferral.begin()
+        self.cold.zero_()
         start = self._now()
         if made:
             torch.autograd.backward(made, gradients)
