@@ -12,11 +12,14 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_structure
 
 from pipeshard import plan, trace
 from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.model.partition import Cost
 from pipeshard.model.policy import Policy
 from pipeshard.planner import Profile, profile_units
+from pipeshard.planner.stopwatch import Capture, Stopwatch
 from tests import zoo
 
 H = 16
@@ -72,6 +75,13 @@ def test_times_are_those_of_each_unit() -> None:
     assert slow.forward >= 0.02 > slow.backward and back.backward >= 0.04 > back.forward
     assert again == slow  # of one kind, and timed once
     assert found.device == "cpu" and found.microbatch == {"input_ids": (2, 6), "labels": (2, 6)}
+
+
+def test_the_first_runs_of_a_unit_do_not_count() -> None:
+    watch = Stopwatch(nn.Linear(H, H), Capture([], frozenset(), tree_structure(())), torch.device("cpu"))
+    slow, settled = [Cost(9, 9, 9)] * 3, [Cost(k, k + 1, k + 2) for k in (5, 4, 3, 2, 1)]
+    with mock.patch.object(watch, "_run", side_effect=slow + settled):
+        assert watch.median(5) == Cost(3, 4, 5)
 
 
 class Wide(nn.Module):
