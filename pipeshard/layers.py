@@ -107,7 +107,7 @@ class PipelineModule(nn.Module):
         if skeletons(self):
             try:
                 fn(torch.empty(0, device="meta"))
-            except NotImplementedError:
+            except NotImplementedError:  # torch's own: what is on meta cannot be copied to a device
                 self.build()
         return super()._apply(fn, recurse)
 
