@@ -2,15 +2,19 @@
 
 import contextlib
 import os
+import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from pipeshard.runtime.fault import Fault
+
+T = TypeVar("T")
 
 LINGER = 2.0  # seconds that the process which holds the store waits for the others at its end
 
@@ -18,13 +22,37 @@ LINGER = 2.0  # seconds that the process which holds the store waits for the oth
 class Alarm:
     """One Fault for each call of the user's, by its number: the first that is told counts, on every rank.
 
-    `gone` says that the store does not answer any more; then methods raise DistStoreError at once.
+    `gone` says that the store does not answer any more; then methods raise DistStoreError at once. `asked` says that
+    somebody waits for what it says, in `ask`.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         store: Any = PrefixStore("pipeshard.watch", _get_default_store())
         self.store = store.clone()  # a connection of its own
-        self.rank, self.size, self.gone = rank, size, False
+        self.rank, self.size, self.gone, self.asked = rank, size, False, False
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """`question()`, in a thread of its own: it hangs at a store that is silent, but this one waits until `gone`."""
+        answer: Future[T] = Future()
+
+        def put() -> None:
+            try:
+                answer.set_result(question())
+            except BaseException as error:  # it is raised by the thread that waits
+                answer.set_exception(error)
+
+        try:
+            threading.Thread(target=put, name="pipeshard-ask", daemon=True).start()
+        except RuntimeError:  # since Python 3.12 none starts where a process ends
+            return question()
+        self.asked = True
+        try:
+            while not self.gone:
+                with contextlib.suppress(TimeoutError):
+                    return answer.result(timeout=0.05)
+        finally:
+            self.asked = False
+        raise _gone()
 
     def tell(self, fault: Fault, number: int) -> Fault:
         """Tell all ranks, unless one was first: what they are told."""
@@ -57,7 +85,11 @@ class Alarm:
 
     def _refuse_gone(self) -> None:
         if self.gone:
-            raise dist.DistStoreError("the store does not answer")
+            raise _gone()
+
+
+def _gone() -> Exception:
+    return dist.DistStoreError("the store does not answer")
 
 
 def has_agents() -> bool:

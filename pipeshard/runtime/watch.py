@@ -25,7 +25,7 @@ PERIOD = 0.25  # seconds between two looks at the store
 SETTLED = 0.3  # seconds after which a wait is taken for one that will not end, where a rank has failed
 GRACE = 3.0  # seconds that a call has to end by itself, where a rank has failed; then it is interrupted
 LAST = 6.0  # seconds after which the process is ended
-SILENT = 12  # looks after which a store is taken for one that does not answer, where nothing moves either
+SILENT = 12  # looks after which a store is taken for one that does not answer, where nothing moves, or one asks it
 PATIENCE = 0.5  # seconds in which a lost connection is explained by the rank that failed, or never
 OTHERS = 3  # how much longer than a step's action a save, a load or a boost may stand still
 LOST = re.compile(r"gloo/transport|pair closure|Connection (was )?(closed|reset)|Broken pipe|NCCL|nccl")
@@ -108,11 +108,14 @@ class Watch:
     def _explained(self, error: BaseException) -> RankError | None:
         """What to raise in the place of an error that another rank has caused; None where it is this one's own."""
         lost, number = _is_lost(error), NOW.number
-        own = not lost and not isinstance(error, Interrupt)
+        own, mine = not lost and not isinstance(error, Interrupt), self._fault_of(error, lost)
+
+        def ask() -> Fault:
+            fault = self._told(0.0 if own else PATIENCE) or self._alarm.tell(mine, number)
+            return self._roll.result(fault, self.named) if fault.is_asked and not own else fault
+
         try:
-            fault = self._told(0.0 if own else PATIENCE) or self._alarm.tell(self._fault_of(error, lost), number)
-            if not own and fault.is_asked:
-                fault = self._roll.result(fault, self.named)
+            fault = self._alarm.ask(ask)
         except RuntimeError:
             fault = self._without_store()
         if not own or NOW.in_flight:
@@ -139,7 +142,8 @@ class Watch:
         """Tell what ends this process between two calls, to ranks that will wait for it in the next."""
         with contextlib.suppress(RuntimeError):
             if not NOW.call and self.fault is None and dist.group.WORLD is self.world:
-                self._alarm.tell(self._own(kind, message), NOW.number + 1)
+                fault = self._own(kind, message)
+                self._alarm.ask(lambda: self._alarm.tell(fault, NOW.number + 1))
 
     def left(self) -> bool:
         """At the end of the process; False if a thread hangs at a silent store."""
@@ -179,9 +183,9 @@ class Watch:
     def _look(self) -> None:
         while self._goes_on():
             self._ticks += 1
-            silent = self._ticks > SILENT and self._is_stalled()
-            if NOW.call and (silent or self._alarm.gone) and self._heard is None:
+            if self._ticks > SILENT and (self._alarm.asked or self._is_stalled()):
                 self._alarm.gone = True
+            if NOW.call and self._alarm.gone and self._heard is None:
                 self._heard = self._without_store(), NOW.number, time.monotonic()
             self._press()
 
@@ -227,7 +231,7 @@ class Watch:
 
     def _end(self, fault: Fault) -> None:
         """End a process that hangs in code that cannot be interrupted."""
-        if fault.is_asked and not self._alarm.gone:
+        if fault.is_asked and self._ticks < SILENT // 3:  # else the store may be silent, and this thread hang there
             with contextlib.suppress(RuntimeError):
                 fault = self._roll.result(fault, self.named)
         stack = "".join(traceback.format_stack(main_stack()[-1]))

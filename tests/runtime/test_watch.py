@@ -1,0 +1,90 @@
+"""The watch, where the store in which ranks tell each other of failures does not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from pipeshard.errors import RankError
+from pipeshard.runtime import alarm
+from pipeshard.runtime.watch import PERIOD, SILENT, Watch
+from tests.pool import Pool
+
+SERVER = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+LIMIT = SILENT * PERIOD + 2.0  # seconds
+
+
+def fail_at_a_silent_store(call: str, error: Exception, silent: float) -> tuple[float, str, list[str], bool]:
+    """What comes of an error, in a call or between two, where the store has been silent for so many seconds: how long
+    it took, the error and its notes, and whether all threads of the watch have come to their end."""
+    server = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        store: Any = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), timeout=timedelta(seconds=30))
+        with mock.patch.object(alarm, "_get_default_store", lambda: store):
+            watch = Watch(timeout=None)
+        time.sleep(3 * PERIOD)
+        os.kill(server.pid, signal.SIGSTOP)
+        time.sleep(silent)
+        begin = time.monotonic()
+        try:
+            if call:
+                with watch.call(call):
+                    raise error
+            watch.leaving("raised", "ValueError: own")
+            raised: Exception = error
+        except Exception as other:
+            raised = other
+        seconds = time.monotonic() - begin
+        return seconds, f"{type(raised).__name__}: {raised}", getattr(raised, "__notes__", []), watch.left()
+    finally:
+        server.kill()
+        server.wait()
+
+
+LOST = RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.parametrize("silent", [0.0, SILENT * PERIOD + 1.0], ids=["just now", "long since"])
+def test_a_lost_connection_is_explained_by_the_silent_store(pool: Pool, silent: float) -> None:
+    [(seconds, message, _, stopped)] = pool.run(fail_at_a_silent_store, 1, "save_training_state", LOST, silent)
+    assert message.startswith("RankError: the store in which the ranks met does not answer: rank 0")
+    assert seconds < (LIMIT if silent == 0 else 1.0) and not stopped
+
+
+def test_an_error_of_its_own_is_raised_though_nobody_can_be_told(pool: Pool) -> None:
+    [(seconds, message, notes, _)] = pool.run(fail_at_a_silent_store, 1, "boost", ValueError("own"), 0.0)
+    assert message == "ValueError: own" and seconds < LIMIT
+    assert notes == ["pipeshard: this is rank 0 of 1, in boost"]
+
+
+def test_a_process_that_ends_between_two_calls_does_not_hang(pool: Pool) -> None:
+    [(seconds, *_)] = pool.run(fail_at_a_silent_store, 1, "", ValueError("own"), 0.0)
+    assert seconds < LIMIT
+
+
+def test_a_question_is_put_where_no_thread_can_start() -> None:
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("at interpreter shutdown")):
+        assert alarm.Alarm.ask(mock.Mock(gone=False), lambda: 3) == 3
+
+
+def test_what_a_question_raises_is_raised_where_it_is_asked() -> None:
+    with pytest.raises(RankError, match="as it is"):
+        alarm.Alarm.ask(mock.Mock(gone=False), mock.Mock(side_effect=RankError("as it is")))
