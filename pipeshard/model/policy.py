@@ -16,6 +16,8 @@ from pipeshard.model.replay import Replay
 from pipeshard.model.units import find_units, intercept
 from pipeshard.model.weights import weights
 
+SINGLE = (nn.Linear, nn.Embedding, CutPoint)  # one operation at most
+
 
 class Policy:
     """The four questions a sharder asks, answered for one stage of one model.
@@ -181,8 +183,11 @@ class Policy:
             interception.handler = self.replay
 
     def compile(self, **options: Any) -> None:
-        """Let torch.compile compile each held unit by itself; units of one class share what is compiled."""
-        units = {name: unit for name, unit in self.held_units.items() if not isinstance(unit, CutPoint)}
+        """Let torch.compile compile each held unit by itself; units of one class share what is compiled.
+
+        In one that is a single operation there is nothing to fuse, and calling what was compiled takes longer.
+        """
+        units = {name: unit for name, unit in self.held_units.items() if type(unit) not in SINGLE}
         for interception in intercept(units):
             interception.compiled = torch.compile(interception.original, **options)
 

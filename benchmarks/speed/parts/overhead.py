@@ -8,7 +8,7 @@ from rich.progress import Progress
 
 from benchmarks.speed.lanes import Lane, Outcome, Rounds, failures
 from benchmarks.speed.parts import Effort
-from benchmarks.speed.parts.work import COLOSSALAI, TORCH, UNSPLIT, batches, ours, spread
+from benchmarks.speed.parts.work import COLOSSALAI, CPP_CALLS, TORCH, UNSPLIT, batches, compiled, ours, spread
 from benchmarks.speed.section import FAILED, Bar, Section, Table, milliseconds
 from benchmarks.speed.work import Work
 
@@ -17,18 +17,23 @@ A llama of hidden size 64 and 8 layers, 64 microbatches of one sample of 32 toke
 takes few milliseconds, most of it not in matrix products. "Times 1F1B" is the contender's time over that of
 pipeshard's 1F1B in the same round, median and quartiles: above 1, that is faster. torch's stages are a bare loop over
 the layers, which leaves out what the model's own forward does around them (masks, mostly); pipeshard runs that forward,
-on every stage. "compiled" is `compile=True`, and for torch a call of `compile()` on each layer."""
+on every stage. "compiled" is `compile=True`, and for torch a call of `compile()` on each layer; "C++ calls" is
+`compile={"options": {"cpp_wrapper": True}}`, and the same option for torch's: then what calls a layer's kernels is
+compiled, too, which Python does else."""
 
 OURS = ours("1f1b")
-MINE = [OURS, ours("gpipe"), ours("1f1b", compile=True), ours("gpipe", compile=True)]
-TORCH_COMPILED = dataclasses.replace(TORCH, name=f"{TORCH.name} compiled", options={"compiled": True})
+COMPILED = [True, CPP_CALLS]
+MINE = [OURS, ours("gpipe"), *(ours(schedule, compile=how) for how in COMPILED for schedule in ("1f1b", "gpipe"))]
+TORCH_COMPILED = [
+    dataclasses.replace(TORCH, name=f"{TORCH.name} {compiled(how)}", options={"compile": how}) for how in COMPILED
+]
 BARS = {COLOSSALAI.name: 1.5, TORCH.name: 1.0}  # how many times pipeshard's least time they should take at least
 
 
 def run(effort: Effort, progress: Progress) -> Section:
     work = Work(hidden=64, heads=4, vocabulary=512, length=32, microbatch=1, microbatches=8 if effort.quick else 64)
-    contenders = [*MINE, TORCH, TORCH_COMPILED, COLOSSALAI, UNSPLIT]
-    lanes = [Lane(contender, lambda k: batches(k, 1 if effort.quick else 3)) for contender in contenders]
+    contenders = [*MINE, TORCH, *TORCH_COMPILED, COLOSSALAI, UNSPLIT]
+    lanes = [Lane(contender, lambda k: batches(k, 1 if effort.quick else 6)) for contender in contenders]
     outcomes = Rounds(work, lanes, effort.rounds, progress).run()
     times = {name: statistics.median(outcome.seconds) for name, outcome in outcomes.items() if outcome.seconds}
     best = min((contender.name for contender in MINE if contender.name in times), key=lambda name: times[name])

@@ -29,10 +29,15 @@ def ours(schedule: str, **options: Any) -> Contender:
     if schedule == "interleaved":
         options["num_model_chunks"] = chunks
     name = f"pipeshard {schedule}" + (" isend" if options.get("p2p") == "isend" else "")
-    name += " compiled" if options.get("compile") else ""
+    name += " " + compiled(options["compile"]) if options.get("compile") else ""
     return Contender(name, "pipeshard", {"schedule": schedule, "stages": 2 * chunks, **options})
 
 
+def compiled(how: Any) -> str:
+    return "compiled, C++ calls" if how == CPP_CALLS else "compiled"
+
+
+CPP_CALLS = {"options": {"cpp_wrapper": True}}  # what calls the kernels is C++, too, and not Python
 TORCH = Contender("torch 1F1B", "torch")
 DEEPSPEED = Contender("DeepSpeed", "deepspeed", {}, ".venv-deepspeed")
 COLOSSALAI = Contender("ColossalAI", "colossalai", {}, ".venv-colossalai")

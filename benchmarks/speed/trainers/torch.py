@@ -11,13 +11,13 @@ from benchmarks.speed.work import LEARNING_RATE, Batch, Work
 
 
 class Trainer:
-    """`compiled` compiles each layer by itself."""
+    """`compile` is True, or options of torch.compile: each layer is compiled by itself."""
 
-    def __init__(self, work: Work, rank: int, size: int, compiled: bool = False) -> None:
+    def __init__(self, work: Work, rank: int, size: int, compile: bool | dict[str, Any] = False) -> None:
         share = work.layers // size
         part = HandStage(work.model(), rank * share, (rank + 1) * share)
-        for layer in part.layers if compiled else ():
-            layer.compile()
+        for layer in part.layers if compile else ():
+            layer.compile(**(compile if isinstance(compile, dict) else {}))
         stage = PipelineStage(part, rank, size, torch.device("cpu"))
         self.schedule = Schedule1F1B(stage, n_microbatches=work.microbatches, loss_fn=causal_loss)
         self.optimizer = torch.optim.AdamW(part.parameters(), lr=LEARNING_RATE)
