@@ -194,9 +194,9 @@ class Watch:
 
     def _once(self) -> None:
         number = NOW.number + (not NOW.call)
+        fault = self._told()  # asked also where it is known, so that a store which falls silent is noticed
         if self._heard is not None and self._heard[1] == number:
             return
-        fault = self._told()
         if fault is None and self._is_stalled():
             still = f"nothing has moved for {self.limit:.3g} seconds"
             fault = self._alarm.tell(Fault(STALLED, -1, "", message=still, told_by=self.rank), number)
