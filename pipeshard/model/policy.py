@@ -16,7 +16,7 @@ from pipeshard.model.replay import Replay
 from pipeshard.model.units import find_units, intercept
 from pipeshard.model.weights import weights
 
-SINGLE = (nn.Linear, nn.Embedding, CutPoint)  # one operation at most
+SINGLE = (nn.Linear, nn.Embedding)  # one operation; classes made of them may do more
 
 
 class Policy:
@@ -187,7 +187,8 @@ class Policy:
 
         In one that is a single operation there is nothing to fuse, and calling what was compiled takes longer.
         """
-        units = {name: unit for name, unit in self.held_units.items() if type(unit) not in SINGLE}
+        held = self.held_units.items()
+        units = {name: unit for name, unit in held if type(unit) not in SINGLE and not isinstance(unit, CutPoint)}
         for interception in intercept(units):
             interception.compiled = torch.compile(interception.original, **options)
 
