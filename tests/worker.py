@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import random
@@ -58,6 +59,7 @@ def serve(connection: Connection, log: str) -> None:
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2)
     torch.set_num_threads(1)
+    gc.freeze()  # half a million objects, imported before the fork: to look through them takes a rank a second or more
     with contextlib.suppress(EOFError):
         while True:
             job: Job = pickle.loads(connection.recv_bytes())
