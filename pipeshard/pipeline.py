@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -155,14 +155,14 @@ class Pipeline:
                 "there is nothing to train: every parameter was frozen when the model was boosted (a PeftModel that "
                 "was loaded without is_trainable=True?). Evaluate under torch.no_grad()"
             )
+        self.last = program = self.program(len(batches), train)
         for stage, microbatches in zip(self.stages, planned, strict=True):
-            stage.begin(microbatches, criterion, train, outputs, self._scale)
+            stage.begin(microbatches, criterion, train, outputs, self._scale, program.has_weight)
         NOW.in_flight = self.grid.size > 1
         if train or self.holdings.sharded is not None:
             self.sync.begin()
         try:
-            self.last = program = self.program(len(batches), train)
-            with self.deferral.installed() if program.has_weight else nullcontext():
+            with self._deferring(program):
                 reduces = train and synchronize and self.sync.is_early
                 self.interpreter.run(program.ranks[self.rank], self.sync.stage_done if reduces else None)
         finally:
@@ -188,6 +188,15 @@ class Pipeline:
         if self.last is None:
             raise UsageError("there is nothing recorded before a step: call booster.execute_pipeline first")
         return self.recorder.recording(self.last, self.interpreter.spans, self.interpreter.waited, self.steps - 1)
+
+    def _deferring(self, program: Program) -> AbstractContextManager[None]:
+        """Around a step's actions: layers leave their weight gradients to W. Where there is none, embeddings leave
+        theirs to the end of each B, if nothing is to happen to their parameters or their forwards."""
+        if program.has_weight:
+            return self.deferral.installed()
+        if self.plugin.compile or self.plugin.fsdp or self.grid.tp_size > 1 or not torch.is_grad_enabled():
+            return nullcontext()
+        return self.deferral.installed(lookups=True)
 
     def finite(self, stage: int, names: Collection[str]) -> Finite | None:
         """What looks at these of the held parameters, if the plugin is asked to."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipeshard.errors import ConfigurationError
 from pipeshard.runtime.deferral import Deferral
 from pipeshard.runtime.stage import Stage
+from pipeshard.runtime.summand import Product
 from pipeshard.schedule import Action, make_program, simulate
 from tests import zoo
 from tests.pool import Pool
@@ -79,6 +80,56 @@ def peak(schedule: str) -> int:
 def test_no_more_activations_live_than_simulated(pool: Pool, schedule: str) -> None:
     program = make_program(schedule, 2, 8, 2 if schedule == "interleaved" else 1)
     assert tuple(pool.run(peak, 2, schedule)) == simulate(program).peak_activations
+
+
+def added_up_in_place(name: str, schedule: str) -> list[str]:
+    """With every weight taken for a large one: what differs from the unsplit model, twice without zero_grad."""
+    model, data = zoo.build(name), zoo.batch(name)
+    unsplit, chunks = Unsplit(copy.deepcopy(model)), 2 if schedule == "interleaved" else 1
+    with mock.patch("pipeshard.runtime.deferral.LARGE", 0):
+        split = Split(
+            model, dist.get_world_size(), data, num_microbatches=M, schedule=schedule, num_model_chunks=chunks
+        )
+        return [
+            difference
+            for seed in range(2)
+            for difference in differences(split, unsplit, zoo.batch(name, seed=seed), num_microbatches=M)
+        ]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv"])
+@pytest.mark.parametrize("name", sorted(zoo.MODELS))
+def test_gradients_that_are_added_up_in_place(pool: Pool, name: str, schedule: str) -> None:
+    assert pool.run(added_up_in_place, 2, name, schedule) == [[], []]
+
+
+def lookup_left_out() -> Any:
+    return mock.patch("pipeshard.runtime.summand.Lookup.add_to", lambda self, total: None)
+
+
+def product_twice() -> Any:
+    add_to = Product.add_to
+
+    def twice(self: Product, total: Tensor) -> None:
+        add_to(self, total)
+        add_to(self, total)
+
+    return mock.patch.object(Product, "add_to", twice)
+
+
+def mutated_in_place(schedule: str, mutation: Callable[[], Any]) -> list[str]:
+    with mutation():
+        return added_up_in_place("llama", schedule)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mutation"), [("1f1b", lookup_left_out), ("zbv", lookup_left_out), ("zbv", product_twice)]
+)
+def test_a_mutation_of_what_is_added_up_in_place_is_seen(
+    pool: Pool, schedule: str, mutation: Callable[[], Any]
+) -> None:
+    found = [difference for rank in pool.run(mutated_in_place, 2, schedule, mutation) for difference in rank]
+    assert any("gradients differ" in difference for difference in found), found
 
 
 def weight_left_out() -> Any:

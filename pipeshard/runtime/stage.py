@@ -50,7 +50,7 @@ class Stage:
 
     The last stage computes the loss: `loss` sums it over the microbatches, and `outputs` takes what is wanted of the
     model's outputs. Forwards run inside `around()`. Where `deferral` is installed, `backward` leaves weight gradients
-    to `weight`.
+    to `weight` if it is split, and else to its own end.
     """
 
     def __init__(
@@ -73,10 +73,12 @@ class Stage:
         train: bool,
         outputs: Outputs,
         scale: float = 1.0,
+        splits: bool = False,
     ) -> None:
-        """Get ready for a step; gradients are to be those of the loss times `scale`."""
+        """Get ready for a step; gradients are to be those of the loss times `scale`. `splits`: each backward has a
+        `weight` of its own."""
         self.microbatches, self.criterion, self.train, self.outputs = microbatches, criterion, train, outputs
-        self.scale = scale
+        self.scale, self.splits = scale, splits
         self.loss: Tensor | None = None
         self.alive: dict[int, Alive] = {}
         self.pending: dict[int, list[Gradients]] = {}
@@ -129,6 +131,9 @@ class Stage:
             pairs = [(edge, grad) for edge, grad in zip(alive.left, returning, strict=True) if edge is not None]
             if pairs:
                 torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+        self.deferral.end()
+        if not self.splits:
+            self.deferral.finish(self.pending.pop(i))
         sent = [torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in alive.entered]
         if self.finite is not None:
             self.finite.backward(i, sent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+from pipeshard.runtime import deferral as module
 from pipeshard.runtime.deferral import Deferral
+from pipeshard.runtime.summand import Lookup, Product, Summand
 
 
 class Layers(nn.Module):
@@ -140,6 +143,18 @@ def test_under_autocast_and_without_gradients_layers_are_plain() -> None:
         assert torch.equal(model(ids(1)), copy.deepcopy(plain)(ids(1)))
 
 
+def test_layers_of_what_the_user_has_compiled_are_plain() -> None:
+    model, plain = layers(), layers()
+    model.compile(backend="eager", fullgraph=True)
+    deferral = Deferral(model.modules())
+    with deferral.installed():
+        loss, pending = model(ids(0)), deferral.begin()
+        loss.backward()
+        assert not pending
+    plain(ids(0)).backward()
+    assert_same(gradients(model), gradients(plain))
+
+
 def test_a_list_gives_its_memory_back() -> None:
     model = layers()
     deferral = Deferral(model.modules())
@@ -149,3 +164,79 @@ def test_a_list_gives_its_memory_back() -> None:
         assert len(pending) == 4
         deferral.finish(pending)
         assert not pending
+
+
+def added_up(model: Layers, seeds: range) -> None:
+    """One backward pass for each seed, with every weight taken for a large one."""
+    deferral = Deferral(model.modules())
+    with mock.patch.object(module, "LARGE", 0), deferral.installed():
+        for seed in seeds:
+            loss, pending = model(ids(seed)), deferral.begin()
+            loss.backward()
+            deferral.finish(pending)
+
+
+def test_large_gradients_are_added_up_in_place() -> None:
+    model, plain = layers(), layers()
+    added_up(model, range(1))
+    places = {name: grad.data_ptr() for name, grad in gradients(model).items() if grad is not None}
+    with mock.patch.object(Product, "made"), mock.patch.object(Lookup, "made"):  # neither is called any more
+        added_up(model, range(1, 4))
+    for seed in range(4):
+        plain(ids(seed)).backward()
+    for name, expected in gradients(plain).items():
+        assert expected is not None
+        torch.testing.assert_close(gradients(model)[name], expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
+        assert model.get_parameter(name).grad.data_ptr() == places[name]  # type: ignore[union-attr]
+    assert not model.embed.weight.grad[0].any()  # type: ignore[index]  # the padding's
+
+
+@pytest.mark.parametrize(
+    ("summand", "total"),
+    [
+        (Product(torch.ones(2, 3), torch.ones(3, 4)), torch.zeros(2, 4, dtype=torch.bfloat16)),
+        (Product(torch.ones(2, 3), torch.ones(3, 4)), torch.zeros(2, 4).to_sparse()),
+        (Lookup(torch.ones(3, 4), torch.tensor([0, 1, 0]), 2, None), torch.zeros(2, 4).to_sparse()),
+    ],
+)
+def test_what_cannot_be_added_up_in_place(summand: Summand, total: Tensor) -> None:
+    assert not summand.fits(total)
+
+
+def test_a_lookup_is_added_up_in_the_dtype_of_the_sum() -> None:
+    gradient, read = torch.randn(2, 3, 4), torch.tensor([[0, 1, 0], [2, 2, 1]])
+    total = torch.ones(3, 4, dtype=torch.float64)
+    lookup = Lookup(gradient, read, 3, 1)
+    assert lookup.fits(total)
+    lookup.add_to(total)
+    torch.testing.assert_close(total, 1 + lookup.made().double(), rtol=1e-6, atol=1e-6)
+    assert bool((total[1] == 1).all())
+
+
+def test_embeddings_alone_are_put_off_where_only_lookups_are() -> None:
+    model, plain = layers(), layers()
+    deferral = Deferral(model.modules())
+    with mock.patch.object(module, "LARGE", model.embed.weight.numel()), deferral.installed(lookups=True):
+        loss, pending = model(ids(0)), deferral.begin()
+        loss.backward()
+        assert {name for name, grad in gradients(model).items() if grad is None} == {"embed.weight"}
+        deferral.finish(pending)
+    plain(ids(0)).backward()
+    assert_same(gradients(model), gradients(plain))
+    with deferral.installed(lookups=True):
+        assert "forward" not in model.embed.__dict__  # small
+
+
+def test_a_backward_pass_of_the_models_own_puts_nothing_off() -> None:
+    model, plain = layers(), layers()
+    deferral = Deferral(model.modules())
+    expected = torch.autograd.grad(plain(ids(0)), list(plain.parameters()))
+    with deferral.installed():
+        found = torch.autograd.grad(model(ids(0)), list(model.parameters()))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        loss, pending = model(ids(1)), deferral.begin()
+        loss.backward()
+        deferral.end()
+        assert len(pending) == 4
+        model(ids(2)).backward()
+        assert len(pending) == 4 and model.first.weight.grad is not None
