@@ -99,7 +99,8 @@ class _Deferred:
     def __init__(self, deferral: Deferral, module: nn.Module, kind: Any, plain: Callable[..., Any]) -> None:
         self.deferral, self.module, self.kind, self.plain = deferral, module, kind, plain
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        (x,) = *args, *kwargs.values()  # its name is the layer's affair
         if torch.compiler.is_compiling():  # what the user has compiled has a backward of its own
             return self.plain(x)
         weight: Tensor = self.module.weight  # type: ignore[assignment]

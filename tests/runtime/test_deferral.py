@@ -155,6 +155,19 @@ def test_layers_of_what_the_user_has_compiled_are_plain() -> None:
     assert_same(gradients(model), gradients(plain))
 
 
+def test_layers_may_be_called_by_keyword() -> None:
+    model, plain = layers(), layers()
+    deferral = Deferral(model.modules())
+    with deferral.installed():
+        hidden = model.conv(x=model.first(input=model.embed(input=ids(0))))
+        pending = deferral.begin()
+        model.last(input=hidden).sum().backward()
+        assert len(pending) == 4
+        deferral.finish(pending)
+    plain.last(plain.conv(plain.first(plain.embed(ids(0))))).sum().backward()
+    assert_same(gradients(model), gradients(plain))
+
+
 def test_a_list_gives_its_memory_back() -> None:
     model = layers()
     deferral = Deferral(model.modules())
