@@ -38,6 +38,7 @@ from pipeshard.runtime.recording import Recording
 from pipeshard.runtime.stage import Stage
 from pipeshard.runtime.step import StepPlanner
 from pipeshard.schedule.communicate import add_communication
+from pipeshard.schedule.cooldown import shorten_cooldown
 from pipeshard.schedule.program import Program, forward_only, make_program
 from pipeshard.wishes import settled
 
@@ -157,12 +158,12 @@ class Pipeline:
             )
         self.last = program = self.program(len(batches), train)
         for stage, microbatches in zip(self.stages, planned, strict=True):
-            stage.begin(microbatches, criterion, train, outputs, self._scale, program.has_weight)
+            stage.begin(microbatches, criterion, train, outputs, self._scale, program.splits(stage.index))
         NOW.in_flight = self.grid.size > 1
         if train or self.holdings.sharded is not None:
             self.sync.begin()
         try:
-            with self._deferring(program):
+            with self._deferring():
                 reduces = train and synchronize and self.sync.is_early
                 self.interpreter.run(program.ranks[self.rank], self.sync.stage_done if reduces else None)
         finally:
@@ -189,14 +190,18 @@ class Pipeline:
             raise UsageError("there is nothing recorded before a step: call booster.execute_pipeline first")
         return self.recorder.recording(self.last, self.interpreter.spans, self.interpreter.waited, self.steps - 1)
 
-    def _deferring(self, program: Program) -> AbstractContextManager[None]:
+    def _deferring(self) -> AbstractContextManager[None]:
         """Around a step's actions: layers leave their weight gradients to W. Where there is none, embeddings leave
-        theirs to the end of each B, if nothing is to happen to their parameters or their forwards."""
-        if program.has_weight:
+        theirs to the end of each B."""
+        if any(stage.splits for stage in self.stages):
             return self.deferral.installed()
-        if self.plugin.compile or self.plugin.fsdp or self.grid.tp_size > 1 or not torch.is_grad_enabled():
-            return nullcontext()
-        return self.deferral.installed(lookups=True)
+        return self.deferral.installed(lookups=True) if self._defers and torch.is_grad_enabled() else nullcontext()
+
+    @property
+    def _defers(self) -> bool:
+        """Whether weight gradients may come apart though the schedule does not ask for it: nothing else is to happen to
+        the parameters of layers, or to their forwards."""
+        return not (self.plugin.compile or self.plugin.fsdp or self.grid.tp_size > 1)
 
     def finite(self, stage: int, names: Collection[str]) -> Finite | None:
         """What looks at these of the held parameters, if the plugin is asked to."""
@@ -206,6 +211,7 @@ class Pipeline:
     def _program(self, num_microbatches: int, train: bool) -> Program:
         plugin = self.plugin
         program = make_program(plugin.schedule, self.num_stages, num_microbatches, plugin.num_model_chunks)
+        program = shorten_cooldown(program) if self._defers else program
         return add_communication(program if train else forward_only(program))
 
     def _init_weights(self) -> InitWeights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard.errors import ConfigurationError
+from pipeshard.pipeline import Pipeline
 from pipeshard.runtime.deferral import Deferral
 from pipeshard.runtime.stage import Stage
 from pipeshard.runtime.summand import Product
@@ -33,18 +35,30 @@ def split_of(name: str, schedule: str, m: int = M, **options: Any) -> Split:
     )
 
 
-def gradients(name: str, schedule: str) -> dict[str, Tensor | None]:
-    split = split_of(name, schedule)
-    split.backward(zoo.batch(name))
-    return {key: p.grad for key, p in split.held.items()}
+def gradients(name: str, schedule: str, defers: bool) -> tuple[dict[str, Tensor | None], list[str]]:
+    """Of what this rank holds, and what it did."""
+    with contextlib.nullcontext() if defers else mock.patch.object(Pipeline, "_defers", False):
+        split = split_of(name, schedule)
+        split.backward(zoo.batch(name))
+        did = [str(span.action) for span in split.plugin.recording().spans[dist.get_rank()]]
+    return {key: p.grad for key, p in split.held.items()}, did
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
-def test_putting_weight_gradients_off_changes_no_bit(pool: Pool, name: str) -> None:
-    for plain, deferred in zip(pool.run(gradients, 2, name, "1f1b"), pool.run(gradients, 2, name, "zb-h1")):
+def test_putting_weight_gradients_off_changes_no_bit(pool: Pool, name: str, schedule: str) -> None:
+    whole, split = pool.run(gradients, 2, name, "1f1b", False), pool.run(gradients, 2, name, schedule, True)
+    for (plain, _), (deferred, _) in zip(whole, split):
         assert plain.keys() == deferred.keys()
         for key, gradient in plain.items():
             assert torch.equal(gradient, deferred[key]), key
+    assert not any(action.startswith("W") for _, did in whole for action in did)
+
+
+def test_a_gradient_that_others_wait_for_is_sent_before_the_weights_are_done(pool: Pool) -> None:
+    (_, first), (_, last) = pool.run(gradients, 2, "llama", "1f1b", True)
+    assert first == ["F0@0", "F1@0", "B0@0", "F2@0", "B1@0", "F3@0", "B2@0", "B3@0"]
+    assert last == ["F0@1", "B0@1", "F1@1", "B1@1", "F2@1", "B2@1", "F3@1", "B3@1", "W3@1"]
 
 
 def ties(schedule: str) -> list[str]:
@@ -180,6 +194,7 @@ def mutated(schedule: str, mutation: Callable[[], Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("schedule", "mutation"),
     [
+        ("1f1b", weight_left_out),
         ("zb-h1", weight_left_out),
         ("zb-h1", weight_twice),
         ("zbv", weight_of_another),

@@ -4,20 +4,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.speed.contender import RANKS
-from pipeshard.schedule import Simulation, make_program, simulate
+from pipeshard.schedule import Simulation, make_program, shorten_cooldown, simulate
 
 CHUNKS = {"interleaved": 2, "zbv": 2}  # of each rank; one for the others
 
 Report = Sequence[dict[str, Any]]  # from each rank, the costs of the two halves of its stage (trainers/limit.py)
 
 
-def limit(schedule: str, microbatches: int, report: Report) -> float:
+def limit(schedule: str, microbatches: int, report: Report, plain: bool = False) -> float:
     """Seconds a step takes at least: the schedule's makespan, messages free, and then the slower rank's optimizer."""
-    return simulation(schedule, microbatches, report).makespan + max(rank["optimizer"] for rank in report)
+    return simulation(schedule, microbatches, report, plain).makespan + max(rank["optimizer"] for rank in report)
 
 
-def simulation(schedule: str, microbatches: int, report: Report) -> Simulation:
+def simulation(schedule: str, microbatches: int, report: Report, plain: bool = False) -> Simulation:
+    """As pipeshard runs it; or `plain`, as it is in the literature, and as its peers do."""
     program = make_program(schedule, RANKS, microbatches, CHUNKS.get(schedule, 1))
+    program = program if plain else shorten_cooldown(program)
     forward, backward, weight = (per_stage(schedule, kind, report) for kind in ("F", "B", "W"))
     if not program.has_weight:
         backward, weight = [sum(pair) for pair in zip(backward, weight)], [0.0] * len(weight)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeshard.planner.memory import Memory
+from pipeshard.schedule.cooldown import shorten_cooldown
 from pipeshard.schedule.draw import draw_timeline
 from pipeshard.schedule.program import make_program
 from pipeshard.schedule.simulate import Simulation, simulate
@@ -122,6 +123,7 @@ class Plan:
     def simulate(self) -> Simulation:
         """The time line of a step."""
         program = make_program(self.schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
+        program = shorten_cooldown(program)
         forward, weight = [s.forward for s in self.stages], [s.weight for s in self.stages]
         backward = [s.backward for s in self.stages]
         if not program.has_weight:

@@ -23,6 +23,7 @@ from pipeshard.planner.memory import Footprint
 from pipeshard.planner.plan import Estimate, Plan
 from pipeshard.planner.profile import Profile, find_profile
 from pipeshard.planner.sizes import parse_bytes
+from pipeshard.schedule.cooldown import shorten_cooldown
 from pipeshard.schedule.program import SCHEDULES, make_program, num_chunks
 
 LENGTH = 2048  # tokens of a made-up sample, if the model takes as many
@@ -137,7 +138,7 @@ def study(
 def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | Estimate:
     """The model cut for this schedule, or an estimate that says why it cannot be."""
     try:
-        return Candidate(subject, make_program(name, p, m, v), v)
+        return Candidate(subject, shorten_cooldown(make_program(name, p, m, v)), v)
     except PartitionError as error:
         return Estimate(name, v, problem=str(error))
 

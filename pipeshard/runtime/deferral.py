@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from pipeshard.model.units import Interception
@@ -23,11 +23,13 @@ class Deferral:
     While `installed`, a layer whose class computes exactly `nn.Linear`, `nn.Embedding` or transformers' `Conv1D` puts
     what its weight gradient is made of on the list of the backward pass that runs, and `finish` adds it up. All other
     parameters, and weights with hooks of their own, get their gradients in the backward pass itself (the split of Qi
-    et al. 2023, arXiv:2401.10241, by layer), as all do in a pass that is not between `begin` and `end`.
+    et al. 2023, arXiv:2401.10241, by layer), as all do in a pass that is not between `begin` and `end`. What runs
+    forward while `whole` is true leaves nothing out but the gradients of large embeddings.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.layers = {module: kind for module in modules if (kind := kind_of(module)) is not None}
+        self.whole = False
         self._pending: list[Gradients] | None = None
 
     @contextmanager
@@ -35,7 +37,7 @@ class Deferral:
         """Inside, the layers defer, or large embeddings alone; afterwards their forwards are what they were."""
         undo: list[tuple[Any, str, Any]] = []
         for module, kind in self.layers.items():
-            if lookups and not (kind is _Embedding and _is_large(module.weight)):
+            if lookups and not _looks_up(kind, module):
                 continue
             own = module.__dict__.get("forward")
             at: Any = own if isinstance(own, Interception) else module
@@ -64,8 +66,8 @@ class Deferral:
         self._pending = None
 
     def puts_off(self, *gradients: tuple[nn.Parameter | None, Summand]) -> bool:
-        """Put them on the list, if there is one."""
-        if self._pending is None:
+        """Put them on the list, if there is one and they are not to be differentiated again."""
+        if self._pending is None or torch.is_grad_enabled():
             return False
         self._pending.append(gradients)
         return True
@@ -98,25 +100,40 @@ class _Deferred:
 
     def __init__(self, deferral: Deferral, module: nn.Module, kind: Any, plain: Callable[..., Any]) -> None:
         self.deferral, self.module, self.kind, self.plain = deferral, module, kind, plain
+        self.looks_up = _looks_up(kind, module)
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        if self.deferral.whole and not self.looks_up:
+            return self.plain(*args, **kwargs)
         (x,) = *args, *kwargs.values()  # its name is the layer's affair
-        if torch.compiler.is_compiling():  # what the user has compiled has a backward of its own
-            return self.plain(x)
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return self.plain(x)  # they make a backward of their own
         weight: Tensor = self.module.weight  # type: ignore[assignment]
         bias: Tensor | None = getattr(self.module, "bias", None)
         if not torch.is_grad_enabled() or not (_deferrable(weight) and (bias is None or _deferrable(bias))):
             return self.plain(x)
-        if torch.is_autocast_enabled(x.device.type) or x.numel() == 0:  # autocast's casts are autograd's to undo
+        # Autocast's casts are autograd's to undo.
+        if torch.is_autocast_enabled(x.device.type) or x.numel() == 0 or not _is_ordinary(x):
             return self.plain(x)
         return self.kind.apply(x, weight, bias, self.module, self.deferral)
 
 
 def _deferrable(parameter: Tensor) -> bool:
     """A plain trainable leaf to whose gradient nobody listens."""
-    if not parameter.requires_grad or not parameter.is_leaf:
+    if not parameter.requires_grad or not parameter.is_leaf or not _is_ordinary(parameter):
         return False
     return not (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Nothing whose products are another class's affair, as a quantized weight's are."""
+    known = type(tensor) in (Tensor, nn.Parameter, DTensor)
+    return known and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _looks_up(kind: Any, module: Any) -> bool:
+    """Whether it is a large embedding."""
+    return kind is _Embedding and _is_large(module.weight)
 
 
 def _is_large(weight: Any) -> bool:
@@ -124,17 +141,17 @@ def _is_large(weight: Any) -> bool:
 
 
 def _keep(ctx: Any, x: Tensor, weight: Any, bias: Any, deferral: Deferral) -> None:
-    ctx.save_for_backward(x)
+    ctx.save_for_backward(x, weight)  # the weight too: autograd refuses one that was written to since
     ctx.weight, ctx.bias, ctx.deferral = weight, bias, deferral
 
 
-def _backward(ctx: Any, grad: Tensor, of_weight: Callable[[Tensor, Tensor], Product], matrix: Tensor) -> Any:
-    """That of a product: the input's gradient is `grad` times `matrix`; the weight's waits, and is made by
-    `of_weight` of the rows that came back and of those that entered."""
-    (x,) = ctx.saved_tensors
+def _backward(ctx: Any, grad: Tensor, transposed: bool) -> Any:
+    """That of a product with the weight, or with its transpose."""
+    x, matrix = ctx.saved_tensors
     rows, entered = _rows(grad), _rows(x)
-    weight, bias = of_weight(rows, entered), RowSum(rows)
-    returned = rows.mm(matrix).view(x.shape) if ctx.needs_input_grad[0] else None
+    weight = Product(rows.t(), entered) if transposed else Product(entered.t(), rows)
+    bias = RowSum(rows)
+    returned = rows.mm(matrix if transposed else matrix.t()).view(x.shape) if ctx.needs_input_grad[0] else None
     if ctx.deferral.puts_off((ctx.weight, weight), (ctx.bias, bias)):
         return returned, None, None, None, None
     return returned, weight.made(), None if ctx.bias is None else bias.made(), None, None
@@ -144,18 +161,22 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def _no_view(made: Tensor) -> Tensor:
+    """The same memory as a tensor of its own: an in-place ReLU may not write to a view that came out of a Function."""
+    return torch.ops.aten._unsafe_view(made, made.shape) if made._is_view() else made
+
+
 class _Linear(torch.autograd.Function):
     """y = x Wᵀ + b."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, module: Any, deferral: Deferral) -> Tensor:
         _keep(ctx, x, weight, bias, deferral)
-        return F.linear(x, weight, bias)
+        return _no_view(F.linear(x, weight, bias))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _backward(ctx, grad, lambda rows, entered: Product(rows.t(), entered), ctx.weight)
+        return _backward(ctx, grad, transposed=True)
 
 
 class _Conv1D(torch.autograd.Function):
@@ -164,12 +185,11 @@ class _Conv1D(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, module: Any, deferral: Deferral) -> Tensor:
         _keep(ctx, x, weight, bias, deferral)
-        return torch.addmm(bias, _rows(x), weight).view(*x.shape[:-1], weight.shape[1])
+        return _no_view(torch.addmm(bias, _rows(x), weight).view(*x.shape[:-1], weight.shape[1]))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _backward(ctx, grad, lambda rows, entered: Product(entered.t(), rows), ctx.weight.t())
+        return _backward(ctx, grad, transposed=False)
 
 
 class _Embedding(torch.autograd.Function):
@@ -179,10 +199,9 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, module: Any, deferral: Deferral) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.module, ctx.deferral = weight, module, deferral
-        return F.embedding(x, weight, module.padding_idx)
+        return _no_view(F.embedding(x, weight, module.padding_idx))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         lookup = Lookup(grad, x, ctx.weight.shape[0], ctx.module.padding_idx)

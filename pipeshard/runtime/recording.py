@@ -48,13 +48,20 @@ class Recording:
         return max(0.0, 1 - math.fsum(self.busy) / (len(self.spans) * self.makespan)) if self.makespan else 0.0
 
     def cost(self, kind: Kind) -> tuple[float, ...]:
-        """What an action of this kind took each stage, as a median over its microbatches; 0 where there is none."""
-        times: list[list[float]] = [[] for _ in self.program.placement]
-        for row in self.spans:
-            for span in row:
-                if span.action.kind is kind:
-                    times[span.action.stage].append(span.end - span.start)
-        return tuple(statistics.median(of_stage) if of_stage else 0.0 for of_stage in times)
+        """What an action of this kind took each stage, as a median over its microbatches; 0 where there is none.
+
+        Of a stage where some B are whole backward passes and others are split, B is what the former take beyond W.
+        """
+        return tuple(self._cost(kind, stage) for stage in range(len(self.program.placement)))
+
+    def _cost(self, kind: Kind, stage: int) -> float:
+        spans = [span for span in self.spans[self.program.placement[stage]] if span.action.stage == stage]
+        times = {span.action: span.end - span.start for span in spans}
+        splits = self.program.splits(stage)
+        whole = [time for (k, i, _), time in times.items() if k is Kind.B is kind and i not in splits]
+        found = whole or [time for action, time in times.items() if action.kind is kind]
+        cost = statistics.median(found) if found else 0.0
+        return max(0.0, cost - self._cost(Kind.W, stage)) if whole and splits else cost
 
     def simulation(self) -> Simulation:
         """The same program on paper, where each action takes its stage's median and messages take no time."""

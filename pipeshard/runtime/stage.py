@@ -1,6 +1,6 @@
 """Stage: one part of the model, run forward and backward on one microbatch at a time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +50,7 @@ class Stage:
 
     The last stage computes the loss: `loss` sums it over the microbatches, and `outputs` takes what is wanted of the
     model's outputs. Forwards run inside `around()`. Where `deferral` is installed, `backward` leaves weight gradients
-    to `weight` if it is split, and else to its own end.
+    to `weight` if it is split, and else those of large embeddings to its own end.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Stage:
         train: bool,
         outputs: Outputs,
         scale: float = 1.0,
-        splits: bool = False,
+        splits: Collection[int] = (),
     ) -> None:
-        """Get ready for a step; gradients are to be those of the loss times `scale`. `splits`: each backward has a
-        `weight` of its own."""
+        """Get ready for a step; gradients are to be those of the loss times `scale`. `splits`: the microbatches whose
+        backward has a `weight` of its own."""
         self.microbatches, self.criterion, self.train, self.outputs = microbatches, criterion, train, outputs
         self.scale, self.splits = scale, splits
         self.loss: Tensor | None = None
@@ -102,6 +102,7 @@ class Stage:
         """Run microbatch i on what the previous stage sent; returns what the next stage is to get."""
         microbatch = self.microbatches[i]
         route = microbatch.route
+        self.deferral.whole = i not in self.splits
         received = dict(zip(route.enters.values, entering, strict=True))
         if self.train:
             for value, tensor in received.items():
@@ -123,6 +124,7 @@ class Stage:
     def backward(self, i: int, returning: Sequence[Tensor]) -> list[Tensor]:
         """Back-propagate the gradients of what `forward(i)` returned; returns those of what it took."""
         alive, weight = self.alive.pop(i), self.microbatches[i].weight
+        self.deferral.whole = i not in self.splits  # units that recompute run forward again
         self.pending[i] = self.deferral.begin()
         if self.is_last:
             if alive.loss is not None and weight != 0:  # no label: no gradient, rather than 0/0
@@ -132,7 +134,7 @@ class Stage:
             if pairs:
                 torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
         self.deferral.end()
-        if not self.splits:
+        if self.deferral.whole:
             self.deferral.finish(self.pending.pop(i))
         sent = [torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in alive.entered]
         if self.finite is not None:

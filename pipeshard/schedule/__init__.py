@@ -6,6 +6,7 @@ its messages, `simulate` proves that it ends and says how long it takes, `draw_t
 
 from pipeshard.schedule.action import Action, Kind
 from pipeshard.schedule.communicate import add_communication
+from pipeshard.schedule.cooldown import shorten_cooldown
 from pipeshard.schedule.draw import draw_text, draw_timeline
 from pipeshard.schedule.program import (
     SCHEDULES,
@@ -22,5 +23,5 @@ from pipeshard.schedule.program import (
 from pipeshard.schedule.simulate import Simulation, Span, simulate
 
 __all__ = ["SCHEDULES", "Action", "Kind", "Program", "forward_only", "gpipe", "interleaved", "make_program"]
-__all__ += ["num_chunks", "one_f_one_b", "zb_h1", "zbv"]
+__all__ += ["num_chunks", "one_f_one_b", "shorten_cooldown", "zb_h1", "zbv"]
 __all__ += ["Simulation", "Span", "add_communication", "draw_text", "draw_timeline", "simulate"]

@@ -15,8 +15,9 @@ Positions = Mapping[tuple[Kind, int, int], int]  # of actions, each among those 
 def add_communication(program: Program) -> Program:
     """`program` with a send after each compute action that feeds another rank, and a receive before the one it feeds.
 
-    A receive is a post and does not block. It stands one compute action early, so that the transfer overlaps that
-    compute; or earlier still where the order of messages asks for it (see `_posts`). Rank 1 of 1F1B, p=3:
+    A receive is a post and does not block. It stands one compute action early (a B and its W are one), so that the
+    transfer overlaps that compute; or earlier still where the order of messages asks for it (see `_posts`). Rank 1 of
+    1F1B, p=3:
 
         RecvF0 RecvF1 F0 SendF0 RecvB0 F1 SendF1 RecvF2 B0 SendB0 RecvB1 F2 SendF2 ...
 
@@ -56,7 +57,7 @@ def _posts(program: Program, actions: tuple[Action, ...], position: Positions) -
             message = receives[kind, stage]
             source = stage + PARTNER[message][1]
             sent = position.get((kind, i, source), math.inf)  # one never sent is the simulator's to report
-            edges[program.placement[source]].append((sent, k - 1 if k else 0, Action(message, i, stage)))
+            edges[program.placement[source]].append((sent, _one_early(actions, k), Action(message, i, stage)))
     posts: defaultdict[int, list[Action]] = defaultdict(list)
     for source in sorted(edges, reverse=True):
         earliest = len(actions)
@@ -65,6 +66,12 @@ def _posts(program: Program, actions: tuple[Action, ...], position: Positions) -
                 earliest = slot
             posts[earliest].append(receive)
     return posts
+
+
+def _one_early(actions: tuple[Action, ...], k: int) -> int:
+    if k > 1 and actions[k - 1].kind is Kind.W and actions[k - 2] == actions[k - 1]._replace(kind=Kind.B):
+        return k - 2
+    return max(k - 1, 0)
 
 
 def _crossing(program: Program, messages: dict[Kind, Kind]) -> dict[Step, Kind]:

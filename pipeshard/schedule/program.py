@@ -14,8 +14,8 @@ from pipeshard.schedule.action import AFTER, PARTNER, RECEIVE, Action, Kind, Ste
 class Program:
     """What each rank of a pipeline does in one training step, in order.
 
-    `placement[s]` is the rank that holds (virtual) stage `s`; `ranks[r]` are the actions of rank `r`. In a program
-    with W, B makes the input-gradient only; in one without, B is the whole backward.
+    `placement[s]` is the rank that holds (virtual) stage `s`; `ranks[r]` are the actions of rank `r`. A B that a W
+    follows makes the input-gradient only; one without is the whole backward.
     """
 
     name: str
@@ -29,8 +29,13 @@ class Program:
 
     @property
     def has_weight(self) -> bool:
-        """Whether B makes input-gradients only, and W the gradients of the weights."""
+        """Whether there is a B that makes input-gradients only, with a W for the gradients of the weights."""
         return Kind.W in self.kinds
+
+    def splits(self, stage: int) -> frozenset[int]:
+        """The microbatches whose backward is split in B and W on this stage."""
+        actions = self.ranks[self.placement[stage]]
+        return frozenset(i for kind, i, at in actions if kind is Kind.W and at == stage)
 
     @property
     def has_communication(self) -> bool:

@@ -61,10 +61,10 @@ def simulate(
 ) -> Simulation:
     """Run `program` on paper, as it would run with communication if it has none.
 
-    `forward`, `backward` and `weight` are the costs of F, B and W: one number, or one for each stage. A rank computes
-    one action at a time, in order, once its input is there. Messages never hold up the rank that posts them, but they
-    are rendezvous: a transfer begins when both ends are posted and the earlier ones of its directed edge are done,
-    and takes `latency`.
+    `forward`, `backward` and `weight` are the costs of F, B and W: one number, or one for each stage. In a program with
+    W, a B without one of its own costs `backward` and `weight` together. A rank computes one action at a time, in
+    order, once its input is there. Messages never hold up the rank that posts them, but they are rendezvous: a transfer
+    begins when both ends are posted and the earlier ones of its directed edge are done, and takes `latency`.
 
     Raises DeadlockError, which says who waits for what from whom, if the program cannot finish or if the two ends of
     an edge disagree on the order of messages; ConfigurationError for costs that are negative or not one a stage.
@@ -151,16 +151,25 @@ class _Run:
         # when the compute was done, or the receive had arrived; infinite until then.
         stages, m = range(len(program.placement)), program.num_microbatches
         self.times = {kind: [[math.inf] * m for _ in stages] for kind in Kind}
+        self.split = {action[1:] for actions in program.ranks for action in actions if action.kind is Kind.W}
         self.steps = {kind: [self._step(kind, stage) for stage in stages] for kind in Kind}
         self.routes = {kind: [self._route(kind, stage) for stage in stages] for kind in PARTNER}
 
-    def _step(self, kind: Kind, stage: int) -> tuple[list[tuple[Step, Times]], Times, float | None]:
-        """Of an action: what it needs, with the times of that; its own times; its cost, or None for a message."""
+    def _step(self, kind: Kind, stage: int) -> tuple[list[tuple[Step, Times]], Times, list[float] | None]:
+        """Of an action: what it needs, with the times of that; its own times; its costs, or None for a message."""
         needed = self.program.needs(kind, stage)
         if not self.has_communication:  # what would be received is there once it is made
             needed = [(kind, at + PARTNER[k][1]) if k.is_receive else (k, at) for k, at in needed]
         needs = [((k, at), self.times[k][at]) for k, at in needed]
-        return needs, self.times[kind][stage], self.costs[kind][stage] if kind in self.costs else None
+        return needs, self.times[kind][stage], self._costs(kind, stage) if kind in self.costs else None
+
+    def _costs(self, kind: Kind, stage: int) -> list[float]:
+        """By microbatch."""
+        m, cost = self.program.num_microbatches, self.costs[kind][stage]
+        if kind is not Kind.B or not self.split:
+            return [cost] * m
+        whole = cost + self.costs[Kind.W][stage]
+        return [cost if (i, stage) in self.split else whole for i in range(m)]
 
     def _route(self, kind: Kind, stage: int) -> tuple[_Edge, Posts, Posts, Step, Times] | None:
         """Of a message: its edge, the posts of its end and of the other, the other end's step, the times of arrival."""
@@ -202,16 +211,16 @@ class _Run:
         clock, never, spans, steps, post = 0.0, math.inf, self.spans[rank], self.steps, self._post
         for action in self.program.ranks[rank]:
             kind, i, stage = action
-            needs, done, cost = steps[kind][stage]
+            needs, done, costs = steps[kind][stage]
             for (needed, at), times in needs:
                 if times[i] == never:
                     yield action, Action(needed, i, at)
                 if times[i] > clock:
                     clock = times[i]
-            if cost is None:
+            if costs is None:
                 post(rank, action, clock)
             else:
-                start, clock = clock, clock + cost
+                start, clock = clock, clock + costs[i]
                 done[i] = clock
                 spans.append(Span(action, start, clock))
 

@@ -168,6 +168,98 @@ def test_layers_may_be_called_by_keyword() -> None:
     assert_same(gradients(model), gradients(plain))
 
 
+def test_what_layers_return_may_be_written_to() -> None:
+    def through(model: Layers) -> Tensor:
+        hidden = model.embed(ids(0))
+        hidden *= 3
+        hidden = model.first(hidden).relu_()
+        return model.last(model.conv(hidden).mul_(2)).add_(1).square().mean()
+
+    model, plain = layers(), layers()
+    deferral = Deferral(model.modules())
+    with deferral.installed():
+        loss, pending = through(model), deferral.begin()
+        loss.backward()
+        assert len(pending) == 4
+        deferral.finish(pending)
+    through(plain).backward()
+    assert_same(gradients(model), gradients(plain))
+
+
+def test_a_gradient_may_be_differentiated_again() -> None:
+    def penalty(model: Layers) -> Tensor:
+        hidden = model.embed(ids(0)).detach().requires_grad_()
+        made = model.last(model.conv(torch.tanh(model.first(hidden)))).square().sum()
+        (gradient,) = torch.autograd.grad(made, hidden, create_graph=True)
+        return made + gradient.square().sum()
+
+    model, plain = layers(), layers()
+    deferral = Deferral(model.modules())
+    with deferral.installed():
+        loss, pending = penalty(model), deferral.begin()
+        loss.backward()
+        deferral.finish(pending)
+    penalty(plain).backward()
+    for name, expected in gradients(plain).items():
+        assert expected is None or torch.allclose(gradients(model)[name], expected, rtol=1e-5, atol=1e-6), name
+
+
+def test_layers_under_a_transform_are_plain() -> None:
+    def loss(model: Layers, x: Tensor) -> Tensor:
+        return model.last(model.conv(model.first(x))).square().sum()
+
+    model, x = layers(), torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    deferral = Deferral(model.modules())
+    with deferral.installed():
+        found = torch.func.vmap(torch.func.grad(lambda row: loss(model, row)))(x)
+    leaf = x.clone().requires_grad_()
+    loss(model, leaf).backward()
+    assert torch.allclose(found, leaf.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_that_was_written_to_since_is_refused() -> None:
+    model = layers()
+    deferral = Deferral(model.modules())
+    with deferral.installed():
+        loss = model(ids(0))
+        deferral.begin()
+        with torch.no_grad():
+            model.first.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_weight_of_a_class_of_its_own_is_not_put_off() -> None:
+    class Doubled(torch.Tensor):
+        pass
+
+    model = layers()
+    model.first.weight = nn.Parameter(model.first.weight.detach().as_subclass(Doubled))
+    deferral = Deferral(model.modules())
+    with deferral.installed():
+        loss, pending = model(ids(0)), deferral.begin()
+        loss.backward()
+        assert all(parameter is not model.first.weight for of_layer in pending for parameter, _ in of_layer)
+    assert model.first.weight.grad is not None
+
+
+def test_while_passes_are_whole_large_embeddings_alone_are_put_off() -> None:
+    model, plain = layers(), layers()
+    deferral = Deferral(model.modules())
+    with mock.patch.object(module, "LARGE", model.embed.weight.numel()), deferral.installed():
+        for whole, layers_put_off in ((True, 1), (False, 4)):
+            deferral.whole = whole
+            loss, pending = model(ids(0)), deferral.begin()
+            loss.backward()
+            assert len(pending) == layers_put_off
+            deferral.finish(pending)
+        plain(ids(0)).backward()
+        plain(ids(0)).backward()
+    assert torch.allclose(model.embed.weight.grad, plain.embed.weight.grad, rtol=1e-6)
+    model.embed.weight.grad = plain.embed.weight.grad
+    assert_same(gradients(model), gradients(plain))
+
+
 def test_a_list_gives_its_memory_back() -> None:
     model = layers()
     deferral = Deferral(model.modules())

@@ -131,6 +131,12 @@ def test_memory_is_held_until_the_weight_gradients_are_made() -> None:
     assert (split.peak_memory(3), whole.peak_memory(3)) == ((6,), (3,))
 
 
+def test_a_backward_that_is_not_split_costs_both_parts_where_others_are() -> None:
+    program = Program("mixed", 2, (0,), (actions("F0 B0 F1 B1 W1", 0),))
+    simulation = simulate(program, forward=1, backward=2, weight=5)
+    assert [span.end - span.start for span in simulation.spans[0]] == [1, 7, 1, 2, 5]
+
+
 @pytest.mark.parametrize(("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zbv", 2)])
 def test_a_large_program_is_quick(name: str, v: int) -> None:
     program = make_program(name, 64, 1024, v)

@@ -19,8 +19,10 @@ TEXT = """\
 Each contender trains the same model on the same batches with AdamW in fp32, p = 2, the layers cut in the middle.
 Times are a step's, medians over the rounds with their quartiles. The limit is the schedule's makespan, simulated
 with the stages' own F, B and W as measured in the same round, plus the optimizer's step; messages, ties and Python
-cost nothing in it. "1F1B's limit" is the bars' unit. One process is the unsplit model with gradient accumulation,
-two copies of it at once, one on each core: two ranks share memory bandwidth and clock, too."""
+cost nothing in it. The unit of the plot is the limit of 1F1B as it is in the literature, and as its peers run it.
+pipeshard's own limit is shorter: after its last forward a rank sends each gradient before it computes the weight
+gradients of that microbatch (`shorten_cooldown`). One process is the unsplit model with gradient accumulation, two
+copies of it at once, one on each core: two ranks share memory bandwidth and clock, too."""
 
 
 def ours(schedule: str, **options: Any) -> Contender:
@@ -71,14 +73,14 @@ def batches(k: int, steps: int) -> Batches:
 
 
 def against_limit(work: Work, outcomes: dict[str, Outcome]) -> dict[str, list[float]]:
-    """Each contender's time over 1F1B's limit, round by round."""
-    limits = _limits("1f1b", work, outcomes)
+    """Each contender's time over that of the literature's 1F1B at best, round by round."""
+    limits = _limits("1f1b", work, outcomes, plain=True)
     others = {name: outcome for name, outcome in outcomes.items() if name != LIMIT.name}
     return {name: [a / b for a, b in zip(outcome.seconds, limits)] for name, outcome in others.items()}
 
 
 def bars_of(outcomes: Mapping[Work, dict[str, Outcome]]) -> list[Bar]:
-    """1F1B beside its limit, each peer and isend, as geometric means over the works, which a busy machine disturbs
+    """1F1B beside its own limit, each peer and isend, as geometric means over the works, which a busy machine disturbs
     one by one; and for each work the best schedule beside the fastest peer. All of median times."""
     plain, isend = _name("1f1b"), ours("1f1b", p2p="isend").name
     times = {work: _medians(work, found) for work, found in outcomes.items()}
@@ -110,9 +112,9 @@ def _medians(work: Work, outcomes: dict[str, Outcome]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items() if values}
 
 
-def _limits(schedule: str, work: Work, outcomes: dict[str, Outcome]) -> list[float]:
+def _limits(schedule: str, work: Work, outcomes: dict[str, Outcome], plain: bool = False) -> list[float]:
     """Of each round."""
-    return [limit(schedule, work.microbatches, report) for report in outcomes[LIMIT.name].reports]
+    return [limit(schedule, work.microbatches, report, plain) for report in outcomes[LIMIT.name].reports]
 
 
 def _name(schedule: str) -> str:
@@ -139,8 +141,8 @@ def _table(work: Work, lanes: list[Lane], outcomes: dict[str, Outcome], ratios: 
         low, middle, high = spread(outcome.seconds)
         row = [name, milliseconds(middle), f"{milliseconds(low)} to {milliseconds(high)}"]
         if ratios[name]:
-            schedule = name.split()[1] if name.startswith("pipeshard") else "1f1b"
-            own = statistics.median(_limits(schedule, work, outcomes))
+            mine = name.startswith("pipeshard")
+            own = statistics.median(_limits(name.split()[1] if mine else "1f1b", work, outcomes, plain=not mine))
             over = "" if name == UNSPLIT.name else f"{milliseconds(own)}"
             low, middle, high = spread(ratios[name])
             row += [over, f"{middle:.3f}", f"{low:.3f} to {high:.3f}"]
