@@ -115,6 +115,8 @@ class _Deferred:
         # Autocast's casts are autograd's to undo.
         if torch.is_autocast_enabled(x.device.type) or x.numel() == 0 or not _is_ordinary(x):
             return self.plain(x)
+        if self.kind is not _Embedding and not x.is_contiguous():  # torch adds up in another order then
+            return self.plain(x)
         return self.kind.apply(x, weight, bias, self.module, self.deferral)
 
 
