@@ -1,5 +1,6 @@
 """Deferral: the weight gradients of linear and embedding layers, computed apart from the rest of a backward pass."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -76,23 +77,31 @@ class Deferral:
     def finish(pending: list[Gradients]) -> None:
         """Compute what is on the list, in its order, and add it up in `.grad`; memory is given back on the way.
 
-        The kernels and their order are autograd's own; but for what is added to the gradient of a weight of 131,072
-        elements or more, which is never made by itself: a product adds up into it, a lookup into the rows it has read
-        (the sums are the same up to the order of their terms).
+        The kernels and their order are autograd's own, which adds up those of one parameter before it adds them to
+        `.grad`; but for what is added to the gradient of a weight of 131,072 elements or more, which is never made by
+        itself: a product adds up into it, a lookup into the rows it has read (the sums are the same up to the order of
+        their terms).
         """
         pending.reverse()
+        left = Counter(id(parameter) for gradients in pending for parameter, _ in gradients)
+        sums: dict[int, Tensor] = {}  # of parameters of which there is more to come
         with torch.no_grad():
             while pending:
                 for parameter, summand in pending.pop():
                     if parameter is None or not parameter.requires_grad:
                         continue
-                    total = parameter.grad
-                    if total is None:
-                        parameter.grad = summand.made().to(grad_dtype(parameter))
-                    elif _is_large(total) and summand.fits(total):
+                    total, key = parameter.grad, id(parameter)
+                    left[key] -= 1
+                    if total is not None and _is_large(total) and summand.fits(total):
                         summand.add_to(total)
+                        continue
+                    made = sums.pop(key) + summand.made() if key in sums else summand.made()
+                    if left[key]:
+                        sums[key] = made
+                    elif total is None:
+                        parameter.grad = made.to(grad_dtype(parameter))
                     else:
-                        total += summand.made().to(grad_dtype(parameter))
+                        total += made.to(grad_dtype(parameter))
 
 
 class _Deferred:

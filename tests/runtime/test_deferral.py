@@ -186,6 +186,26 @@ def test_what_layers_return_may_be_written_to() -> None:
     assert_same(gradients(model), gradients(plain))
 
 
+def test_layers_that_come_twice_and_inputs_with_gaps_bitwise() -> None:
+    def through(model: Layers, seed: int) -> Tensor:
+        hidden = model.embed(ids(seed))
+        swapped = torch.tanh(model.first(hidden.transpose(0, 1)).transpose(0, 1).contiguous())
+        once, again = model.conv(swapped), model.conv(swapped.square())
+        return model.last(once + again).square().mean() + model.embed(ids(seed + 5)).square().mean()
+
+    model, plain = layers(), layers()
+    deferral = Deferral(model.modules())
+    with deferral.installed():
+        for seed in range(3):
+            loss, pending = through(model, seed), deferral.begin()
+            loss.backward()
+            deferral.finish(pending)
+            assert not pending
+    for seed in range(3):
+        through(plain, seed).backward()
+    assert_same(gradients(model), gradients(plain))
+
+
 def test_a_gradient_may_be_differentiated_again() -> None:
     def penalty(model: Layers) -> Tensor:
         hidden = model.embed(ids(0)).detach().requires_grad_()
