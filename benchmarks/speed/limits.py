@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.speed.contender import RANKS
-from pipeshard.schedule import Simulation, make_program, shorten_cooldown, simulate
+from pipeshard.schedule import Simulation, make_program, shorten_cooldown, simulate_parts
 
 CHUNKS = {"interleaved": 2, "zbv": 2}  # of each rank; one for the others
 
@@ -20,10 +20,7 @@ def simulation(schedule: str, microbatches: int, report: Report, plain: bool = F
     """As pipeshard runs it; or `plain`, as it is in the literature, and as its peers do."""
     program = make_program(schedule, RANKS, microbatches, CHUNKS.get(schedule, 1))
     program = program if plain else shorten_cooldown(program)
-    forward, backward, weight = (per_stage(schedule, kind, report) for kind in ("F", "B", "W"))
-    if not program.has_weight:
-        backward, weight = [sum(pair) for pair in zip(backward, weight)], [0.0] * len(weight)
-    return simulate(program, forward, backward, weight)
+    return simulate_parts(program, *(per_stage(schedule, kind, report) for kind in ("F", "B", "W")))
 
 
 def per_stage(schedule: str, kind: str, report: Report) -> list[float]:

@@ -16,7 +16,7 @@ from pipeshard.planner.fit import fit
 from pipeshard.planner.memory import Footprint, Memory, alive_at_peak, tensor_bytes
 from pipeshard.planner.plan import Crossing, Estimate, StagePlan
 from pipeshard.schedule.program import Program
-from pipeshard.schedule.simulate import simulate
+from pipeshard.schedule.simulate import simulate_parts
 
 SHOWN = 5  # names in the short form of a stage's units
 
@@ -101,10 +101,7 @@ class Candidate:
     def estimate(self, unit: float) -> Estimate:
         """How long a step takes, in this unit."""
         costs = [Cost(*(part / unit for part in cost)) for cost in of_stages(self.subject.costs, self.counts)]
-        forward, backward, weight = map(list, zip(*costs, strict=True))
-        if not self.program.has_weight:
-            backward, weight = [b + w for b, w in zip(backward, weight, strict=True)], [0.0] * len(weight)
-        simulation = simulate(self.program, forward, backward, weight)
+        simulation = simulate_parts(self.program, *zip(*costs, strict=True))
         return Estimate(
             self.program.name,
             self.num_model_chunks,

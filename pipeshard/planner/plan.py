@@ -10,7 +10,7 @@ from pipeshard.planner.memory import Memory
 from pipeshard.schedule.cooldown import shorten_cooldown
 from pipeshard.schedule.draw import draw_timeline
 from pipeshard.schedule.program import make_program
-from pipeshard.schedule.simulate import Simulation, simulate
+from pipeshard.schedule.simulate import Simulation, simulate_parts
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,8 @@ class Plan:
     def simulate(self) -> Simulation:
         """The time line of a step."""
         program = make_program(self.schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
-        program = shorten_cooldown(program)
-        forward, weight = [s.forward for s in self.stages], [s.weight for s in self.stages]
-        backward = [s.backward for s in self.stages]
-        if not program.has_weight:
-            backward, weight = [b + w for b, w in zip(backward, weight)], [0.0] * len(weight)
-        return simulate(program, forward, backward, weight)
+        costs = [(stage.forward, stage.backward, stage.weight) for stage in self.stages]
+        return simulate_parts(shorten_cooldown(program), *zip(*costs, strict=True))
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Draw that into the file `path`, in the format that its suffix names (png, svg, pdf). Needs matplotlib."""

@@ -20,8 +20,8 @@ from pipeshard.schedule.program import (
     zb_h1,
     zbv,
 )
-from pipeshard.schedule.simulate import Simulation, Span, simulate
+from pipeshard.schedule.simulate import Simulation, Span, simulate, simulate_parts
 
 __all__ = ["SCHEDULES", "Action", "Kind", "Program", "forward_only", "gpipe", "interleaved", "make_program"]
 __all__ += ["num_chunks", "one_f_one_b", "shorten_cooldown", "zb_h1", "zbv"]
-__all__ += ["Simulation", "Span", "add_communication", "draw_text", "draw_timeline", "simulate"]
+__all__ += ["Simulation", "Span", "add_communication", "draw_text", "draw_timeline", "simulate", "simulate_parts"]

@@ -90,6 +90,15 @@ def simulate(
     return Simulation(program, spans, makespan, busy, bubble)
 
 
+def simulate_parts(
+    program: Program, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float]
+) -> Simulation:
+    """`simulate` with the costs of B and W known apart: B takes both in a program without W, too."""
+    if not program.has_weight:
+        backward, weight = [b + w for b, w in zip(backward, weight, strict=True)], [0.0] * len(weight)
+    return simulate(program, forward, backward, weight)
+
+
 @contextmanager
 def _collector_paused() -> Iterator[None]:
     """Without the garbage collector, which would walk all over a million new actions, none of them garbage."""
