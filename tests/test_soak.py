@@ -21,7 +21,7 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_nothing_is_left_behind_or_lost(tmp_path: Path) -> None:
     plot = tmp_path / "soak.svg"
-    result = soak("--steps", "200", "--output", str(plot))
+    result = soak("--steps", "400", "--output", str(plot))  # the heap has its full size after some 150
     assert result.returncode == 0, result.stdout + result.stderr
     assert "2 restarts" in result.stdout and "passed" in result.stdout
     assert "</svg>" in plot.read_text()

@@ -26,6 +26,7 @@ from tests.soak.plot import draw
 def main() -> int:
     arguments = parse()
     own, folder = os.getpid(), arguments.folder or Path(tempfile.mkdtemp(prefix="soak-"))
+    folder.mkdir(parents=True, exist_ok=True)
     gc.freeze()  # else each rank copies all of this process's objects when it ends, to look at them
     try:
         return run(arguments, folder, Console(soft_wrap=True, highlight=False))
