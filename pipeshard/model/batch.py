@@ -134,23 +134,22 @@ class Batch:
         rows = range(start, start + length)
         return self._pick(rows, lambda leaf, dim, at: leaf.narrow(dim, at[0] if at else 0, len(at)))
 
-    def _pick(self, rows: Sequence[int], select: Callable[[Tensor, int, list[int]], Tensor]) -> Self:
+    def _pick(self, rows: Sequence[int], select: Callable[[Tensor, int, Sequence[int]], Tensor]) -> Self:
         """These samples, `select(leaf, dimension, indices)` taking what belongs to them."""
 
-        def pick(path: str, leaf: Tensor, dim: int | None) -> Tensor | None:
+        def pick(path: str, leaf: Any, dim: int | None) -> Any:
+            if is_entries(leaf, dim):
+                return type(leaf)(leaf[row] for row in rows)
             owners = self.owners.get(path)
             if owners is not None:
                 entries = [entry for row in rows for entry in self._entries(path, owners, row)]
                 dim = 0 if len(leaf) == sum(owners) else leaf.ndim - 1
                 return select(leaf, dim, entries) if entries else None  # as if there were no images at all
-            return leaf if dim is None else select(leaf, dim, list(rows))
+            return select(leaf, dim, rows) if isinstance(leaf, Tensor) and dim is not None else leaf
 
+        leaves = tuple(map(pick, self.paths, self.leaves, self.row_dims))
         owners = {path: tuple(own[row] for row in rows) for path, own in self.owners.items() if own}
-        leaves = (
-            type(leaf)(leaf[row] for row in rows) if is_entries(leaf, dim) else leaf
-            for leaf, dim in zip(self.leaves, self.row_dims, strict=True)
-        )
-        return replace(replace(self, leaves=tuple(leaves)).map(pick), owners=owners)
+        return replace(self, leaves=leaves, rows=len(rows), owners=owners)
 
     def _entries(self, path: str, owners: tuple[int, ...], row: int) -> range:
         if not owners:

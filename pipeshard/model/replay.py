@@ -27,7 +27,6 @@ class Run:
     """The state of one forward: what came in, what was made, and the next call."""
 
     route: Route
-    deltas: Sequence[int]
     received: Mapping[Value, Tensor]
     sizes: list[list[tuple[int, ...] | None]]
     made: dict[Value, Tensor] = field(default_factory=dict)
@@ -49,7 +48,7 @@ class Replay:
         self, route: Route, deltas: Sequence[int], received: Mapping[Value, Tensor], forward: Callable[[], Any]
     ) -> tuple[Any, dict[Value, Tensor]]:
         """Run `forward` (the whole model) as this stage: its output (None before the last stage), what leaves."""
-        self.active = run = Run(route, deltas, received, route.sizes(deltas))
+        self.active = run = Run(route, received, route.sizes(deltas))
         self.randomness.python = route.flow.python_random
         self.randomness.at(0)
         try:
@@ -163,7 +162,7 @@ class Replay:
 
     def _refuse_stranger(self, tensor: Any, value: Value, spec: TensorSpec, run: Run) -> None:
         """The next stage expects what the trace has seen: anything else would break its connection, or be misread."""
-        shape = spec.at(run.deltas)
+        shape = run.sizes[value.call][value.leaf]
         if isinstance(tensor, Tensor) and tensor.shape == shape and tensor.dtype == spec.dtype:
             return
         got = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__

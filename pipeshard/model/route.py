@@ -87,13 +87,13 @@ class Route:
         return cls(stage, tuple(steps), stop, enters, leaves, inputs, flow)
 
     def sizes(self, deltas: Sequence[int]) -> list[list[tuple[int, ...] | None]]:
-        """For each step, the shapes of what leaves its unit: those of the leaves that are TensorSpecs."""
+        """For each unit call, the shapes of the tensors that leave it; None for a leaf that is a constant."""
         if deltas not in self._sizes:
             if len(self._sizes) >= LENGTHS:
                 del self._sizes[next(iter(self._sizes))]
             self._sizes[deltas] = [
-                [leaf.at(deltas) if isinstance(leaf, TensorSpec) else None for leaf in step.leaves]
-                for step in self.steps
+                [leaf.at(deltas) if isinstance(leaf, TensorSpec) else None for leaf in call.leaves]
+                for call in self.flow.calls
             ]
         return self._sizes[deltas]
 

@@ -1,10 +1,13 @@
 """Buffers: memory for what is received, lent again once nobody holds it."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 
 Kind = tuple[tuple[int, ...], torch.dtype]
+strides_of = lru_cache(make_contiguous_strides_for)  # a step takes the same few shapes, again and again
 
 
 class Buffers:
@@ -20,10 +23,11 @@ class Buffers:
         kind = shape, dtype
         self._asked.add(kind)
         kept = self._kept.setdefault(kind, [])
-        for storage in kept:
+        for k, storage in enumerate(kept):
             if _owners(storage) == 1:
+                kept.append(kept.pop(k))  # the next to be free is that which was lent first
                 empty = torch.empty(0, dtype=dtype, device=self.device)
-                return empty.set_(storage, 0, shape, make_contiguous_strides_for(shape))
+                return empty.set_(storage, 0, shape, strides_of(shape))
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
         kept.append(tensor.untyped_storage())
         return tensor

@@ -31,8 +31,9 @@ class Microbatch:
     weight: float
 
     def shape(self, value: Value) -> tuple[tuple[int, ...], torch.dtype]:
-        spec = self.route.flow.spec(value)
-        return spec.at(self.deltas), spec.dtype
+        shape = self.route.sizes(self.deltas)[value.call][value.leaf]
+        assert shape is not None
+        return shape, self.route.flow.spec(value).dtype
 
 
 @dataclass(frozen=True, slots=True)
