@@ -75,6 +75,18 @@ def check_split_backward(schedule: str, chunks: int, compile: Any, fsdp: bool) -
         )
 
 
+def check_compile(compile: Any) -> None:
+    """True, False, or options of torch.compile beside the number of units in a region."""
+    if not isinstance(compile, bool | dict):
+        raise ConfigurationError(f"compile={compile!r} is none of True, False, and a dict of torch.compile's options")
+    units = compile.get("units", 1) if isinstance(compile, dict) else 1
+    if not isinstance(units, int) or isinstance(units, bool) or units < 1:
+        raise ConfigurationError(
+            f"compile={compile!r}: units={units!r} is no positive integer, the number of consecutive units that are "
+            "compiled as one"
+        )
+
+
 def check_timeout(timeout: Any) -> None:
     number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not (timeout is None or timeout == "adaptive" or (number and timeout > 0)):

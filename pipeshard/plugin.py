@@ -29,6 +29,7 @@ from pipeshard.model.recompute import Recompute
 from pipeshard.model.rows import check_declared
 from pipeshard.options import (
     check_chunks,
+    check_compile,
     check_kinds,
     check_microbatches,
     check_precision,
@@ -91,7 +92,9 @@ class PipelinePlugin(PipelinePluginBase):
         autocast: keep the parameters in fp32, and run forwards under torch.autocast of `precision`.
         initial_scale: what the loss is scaled with at first, with "fp16".
         compile: True, or options of torch.compile: each held unit is compiled by itself, and units of one class once.
-            Not with "zb-h1" and "zbv", which split the backward of layers.
+            With {"units": k} among them, up to k consecutive layers are compiled as one function where the model does
+            nothing between them: faster where layers are small, but k times as long to compile. Not with "zb-h1" and
+            "zbv", which split the backward of layers.
         batch_dims: for leaves of the batch, by path, the dimension that counts the samples where that is not the first
             (time-major inputs), or None for what every microbatch gets whole. What is not declared and may be either
             is found by running the glue both ways; a main input has to be declared.
@@ -145,6 +148,7 @@ class PipelinePlugin(PipelinePluginBase):
             chunks = check_chunks(schedule, num_model_chunks)
             check_kinds(policy, init_weights, loss_reduction)
             check_replicas(zero_stage, fsdp)
+            check_compile(compile)
             check_split_backward(schedule, chunks, compile, fsdp)
             check_precision(precision, autocast)
             check_declared(batch_dims)

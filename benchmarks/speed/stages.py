@@ -37,11 +37,14 @@ class HandStage(nn.Module):
         return hidden if self.positions is None else hidden + self.positions(_positions(x))
 
     def run(self, hidden: Tensor) -> Tensor:
-        context = self._context(hidden)
-        for layer in self.layers:
-            hidden = layer(hidden, **context)
+        hidden = self.through_layers(hidden, **self._context(hidden))
         hidden = hidden if self.norm is None else self.norm(hidden)
         return hidden if self.head is None else self.head(hidden)
+
+    def through_layers(self, hidden: Tensor, **context: Any) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, **context)
+        return hidden
 
     def _context(self, hidden: Tensor) -> dict[str, Any]:
         """What the layers share: rotary embeddings for llama's sdpa, the causal mask for GPT-2's eager attention."""

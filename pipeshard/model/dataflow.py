@@ -41,7 +41,8 @@ class Call:
     `differentiated`, those of the values read that come by an argument which requires one. `flops` and `elements`
     (numbers made by its operators) are those of one forward at the traced size; to `flops` belong those of glue with
     parameters of its own before the call. `writes` is whether it changes an argument in place, `is_cut` whether it is a
-    CutPoint.
+    CutPoint. `continues` is whether it is given what the call before has returned, and else the same as that one was;
+    both return one tensor, draw no random numbers and write to nothing.
     """
 
     unit: str
@@ -53,6 +54,7 @@ class Call:
     elements: int
     writes: bool = False
     is_cut: bool = False
+    continues: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Dataflow:
     the leaves of the batch it decides on, or writes to, `watched` those among them whose values are part of what the
     Dataflow is for: sizes of images, and masks that select. `glue_random` is whether glue draws random numbers,
     `python_random` whether anything draws from `random` or numpy's generator. `tail` are the flops of glue with
-    parameters of its own after the last call.
+    parameters of its own after the last call. `touched` are values that operators of glue were given.
     """
 
     calls: tuple[Call, ...]
@@ -78,6 +80,7 @@ class Dataflow:
     glue_random: bool = True
     python_random: bool = False
     tail: int = 0
+    touched: frozenset[Value] = frozenset()
 
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:

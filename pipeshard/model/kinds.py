@@ -12,10 +12,10 @@ PLACE = re.compile(r"(^|_)(idx|id|index|number)$")  # attributes that only say w
 
 
 def kind_name(module: nn.Module) -> Any:
-    """What two units share if their results have the same shapes for the same inputs."""
+    """What two units share if their results have the same shapes for the same inputs, and both or none drops some."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     flags = tuple(
-        (name, key, value)
+        (name, key, value != 0 if isinstance(value, float) else value)  # a dropout's p
         for name, child in module.named_modules()
         for key, value in child.__dict__.items()
         if _is_setting(value) and not PLACE.search(key)
@@ -26,7 +26,7 @@ def kind_name(module: nn.Module) -> Any:
 def _is_setting(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_setting, value))
-    return isinstance(value, bool | int | str)
+    return isinstance(value, bool | int | float | str)
 
 
 def describe(leaf: Any) -> Any:

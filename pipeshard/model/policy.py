@@ -1,6 +1,7 @@
 """Policy: what a stage holds and runs; the base class derives all of it from the Dataflow."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +13,9 @@ from pipeshard.model.cutpoint import CutPoint
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.names import full_name, unknown
 from pipeshard.model.partition import Cuts, Partition, balance, call_costs, forbidden_cuts, held_parameters
+from pipeshard.model.region import in_turn, is_hooked
 from pipeshard.model.replay import Replay
-from pipeshard.model.units import find_units, intercept
+from pipeshard.model.units import find_units, intercept, recomputes
 from pipeshard.model.weights import weights
 
 SINGLE = (nn.Linear, nn.Embedding)  # one operation; classes made of them may do more
@@ -74,6 +76,7 @@ class Policy:
         self.held_by_parts = held_parameters(model, flow, self.stages, self.units, parts)
         self.held = self._merged(self.held_by_parts)
         running = {call.unit for call, part in zip(flow.calls, self.stages, strict=True) if part in self.chunks}
+        self.longest = 1  # region of units
         self.replay = Replay(self.units, frozenset(running), stage, device or torch.device("cpu"))
 
     def refuse_decisions(self, flow: Dataflow) -> None:
@@ -182,15 +185,32 @@ class Policy:
         for interception in intercept(self.units):
             interception.handler = self.replay
 
-    def compile(self, **options: Any) -> None:
-        """Let torch.compile compile each held unit by itself; units of one class share what is compiled.
+    def compile(self, units: int = 1, **options: Any) -> None:
+        """Let torch.compile compile each held unit by itself, units of one class sharing what is compiled, or regions
+        of as many as `units`.
 
-        In one that is a single operation there is nothing to fuse, and calling what was compiled takes longer.
+        In a unit that is a single operation there is nothing to fuse, and calling what was compiled takes longer.
         """
         held = self.held_units.items()
-        units = {name: unit for name, unit in held if type(unit) not in SINGLE and not isinstance(unit, CutPoint)}
-        for interception in intercept(units):
+        many = {name: unit for name, unit in held if type(unit) not in SINGLE and not isinstance(unit, CutPoint)}
+        found = dict(zip(many, intercept(many), strict=True))
+        for interception in found.values():
             interception.compiled = torch.compile(interception.original, **options)
+
+        @lru_cache
+        def compiled(names: tuple[str, ...]) -> Callable[..., Any]:
+            return torch.compile(in_turn([found[name].original for name in names]), **options)
+
+        self.replay.regions, self.longest, self._compiled = compiled, units, many
+
+    @property
+    def joinable(self) -> frozenset[str]:
+        """The units that may be part of a region: those compiled, to which nobody listens and which do not recompute
+        themselves at the moment."""
+        if self.longest == 1:
+            return frozenset()
+        units = self._compiled.items()
+        return frozenset(n for n, unit in units if not is_hooked(unit) and not any(map(recomputes, unit.modules())))
 
     def _merged(self, parts: Sequence[set[str]]) -> list[set[str]]:
         """What each process holds, of what the parts it runs hold."""

@@ -30,6 +30,7 @@ class Run:
     received: Mapping[Value, Tensor]
     sizes: list[list[tuple[int, ...] | None]]
     made: dict[Value, Tensor] = field(default_factory=dict)
+    opened: Any = None
     next: int = 0
     inside: bool = False
 
@@ -42,6 +43,7 @@ class Replay:
         self.randomness = Randomness(device)
         self.active: Run | None = None
         self.recomputing = False
+        self.regions: Callable[[tuple[str, ...]], Callable[..., Any]]  # what runs units of these names in turn
         self._blanks: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
     def run(
@@ -79,6 +81,8 @@ class Replay:
             raise self._lost(run, f"the forward called {unit}")
         step = steps[number]
         run.next = number + 1
+        if step.opens:
+            run.opened = args[0]
         if step.held:
             result = self._run_unit(step, run, original, args, kwargs)
             if run.next == run.route.stop:
@@ -98,6 +102,8 @@ class Replay:
 
     def _run_unit(self, step: Step, run: Run, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         draw = self.randomness.at(2 * run.next - 1)
+        if step.region:
+            forward, args = self.regions(step.region), (run.opened, *args[1:])
         if step.again and torch.is_grad_enabled() and not recomputes_itself(self.units[step.unit]):
             forward = run_again(forward, step.unit, lambda: self._second(draw))
         run.inside = True

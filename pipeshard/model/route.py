@@ -26,7 +26,8 @@ class Step:
     `leaves` holds for each leaf of what leaves the unit a constant, a TensorSpec of nothing that matters, or the
     Value that was received. `keeps` are those later stages or the boundary need, `modules` the ones inside the unit
     that make some of them, `aside` says whether any leave it other than as its result; `plain` is a unit that nothing
-    leaves but its result, one tensor. `again` is one that runs again in its backward.
+    leaves but its result, one tensor. `again` is one that runs again in its backward. Of a region, the first call
+    `opens` it, and the last one, which alone is held, runs it: `region` are the names of its units.
     """
 
     unit: str
@@ -38,6 +39,8 @@ class Step:
     aside: bool = False
     plain: bool = False
     again: bool = False
+    opens: bool = False
+    region: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,18 @@ class Route:
         crossing: Sequence[Boundary],
         outputs: Wanted = False,
         recomputed: Collection[int] = (),
+        regions: Collection[range] = (),
     ) -> Self:
         nothing = Boundary((), ())
         enters, leaves = crossing[stage], crossing[stage + 1] if stage + 1 < len(crossing) else nothing
         received, leaving = set(enters.values), set(leaves.values)
         steps = []
+        opening = {region.start for region in regions}
+        ending = {region.stop - 1: tuple(flow.calls[k].unit for k in region) for region in regions}
+        inside = {k for region in regions for k in region[:-1]}
         for index, call in enumerate(flow.calls):
             values = [Value(index, k) for k in range(len(call.leaves))]
-            held = stages[index] == stage
+            held = stages[index] == stage and index not in inside
             result = tuple(v if v in received else leaf for v, leaf in zip(values, call.leaves, strict=True))
             keeps = tuple(v for v in values if held and v in leaving)
             ends = list(itertools.accumulate(part.tree.num_leaves for part in call.parts))
@@ -78,7 +85,8 @@ class Route:
             makers = frozenset(source.module for source in sources) - {""}
             plain = len(call.parts) == 1 and call.parts[0].tree.is_leaf()
             aside, again = bool(sources - {RESULT}), index in recomputed
-            steps.append(Step(call.unit, held, call.parts, result, keeps, makers, aside, plain, again))
+            region = index in opening, ending.get(index, ())
+            steps.append(Step(call.unit, held, call.parts, result, keeps, makers, aside, plain, again, *region))
         is_last = stage == len(crossing) - 1
         stop = None if is_last else max((k + 1 for k, step in enumerate(steps) if step.held), default=0)
         uses = [call.reads for call, s in zip(flow.calls, stages, strict=True) if s == stage]

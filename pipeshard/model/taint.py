@@ -73,6 +73,8 @@ class Taint(TorchDispatchMode):
         self.shaping: set[str] = set()  # inputs whose values made the shape of something
         self.met: set[Tag] = set()
         self.drawn = False  # whether glue drew random numbers of torch
+        self.drew = False  # whether the unit inside of which this is did
+        self.touched: set[Value] = set()  # values that an operator of glue was given
         self.flops = self.elements = 0
         self.of_glue = 0  # flops of glue with parameters of its own
         self.is_checking = False
@@ -99,7 +101,10 @@ class Taint(TorchDispatchMode):
         tags = self.of(inputs) if func._overloadpacket not in SHAPED else NOTHING
         if tags and (deciding := self.of(_deciding(func, args))):
             self.decide(deciding, shaping=func._overloadpacket not in SCALAR)
-        self.drawn |= self.inside is None and torch.Tag.nondeterministic_seeded in func.tags
+        self.drawn |= self.inside is None and _draws(func, args, kwargs)
+        self.drew |= self.inside is not None and _draws(func, args, kwargs)
+        if self.inside is None:
+            self.touched |= {tag for tag in tags if isinstance(tag, Value)}
         result = self._run(func, args, kwargs, inputs)
         outputs = list(_tensors(result if isinstance(result, tuple | list) else (result,)))
         if self.inside is not None:
@@ -208,6 +213,16 @@ def mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from _tensors([args[position] if position < len(args) else kwargs.get(argument.name)])
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator draws random numbers; attention without dropout does not, though it is marked so."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value))
+    return True
 
 
 def _deciding(func: Any, args: Any) -> list[Tensor]:

@@ -143,9 +143,11 @@ def _holds(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, grow
 
 
 def _same_path(a: Dataflow, b: Dataflow) -> bool:
-    return [(c.unit, c.reads, c.parts) for c in a.calls] == [(c.unit, c.reads, c.parts) for c in b.calls] and (
-        [(path, use) for path, use, _ in a.outputs] == [(path, use) for path, use, _ in b.outputs]
+    (calls, uses), (others, other_uses) = (
+        ([(c.unit, c.reads, c.parts, c.continues) for c in flow.calls], [(path, use) for path, use, _ in flow.outputs])
+        for flow in (a, b)
     )
+    return calls == others and uses == other_uses
 
 
 def _specs(flow: Dataflow) -> Iterator[TensorSpec]:

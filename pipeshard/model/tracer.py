@@ -22,6 +22,7 @@ from pipeshard.model.kinds import describe, kind_name
 from pipeshard.model.meter import Meter, Visit
 from pipeshard.model.names import flatten_with_names
 from pipeshard.model.randomness import Randomness, python_state
+from pipeshard.model.region import Handed
 from pipeshard.model.shapes import Axes, TensorSpec
 from pipeshard.model.slicing import unsliced
 from pipeshard.model.standin import blank_state, copy_to, stand_in
@@ -47,6 +48,13 @@ class _Kind:
     flops: int
     elements: int
     visit: Visit | None
+    draws: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one tensor leaves it, as its result, and it does nothing else that anybody notices."""
+        one = len(self.parts) == 1 and self.parts[0].tree.is_leaf() and isinstance(self.leaves[0], TensorSpec)
+        return one and not self.written and not self.met and not self.draws
 
 
 class Tracer:
@@ -80,6 +88,7 @@ class Tracer:
     def _run(self, batch: Batch) -> Dataflow:
         self.taint = Taint(self.device)
         self.calls: list[Call] = []
+        self.handed: Handed | None = None
         self.rows = batch.rows
         for name, parameter in self.model.named_parameters():
             self.taint.mark(parameter, frozenset({Used(name)}))
@@ -133,7 +142,8 @@ class Tracer:
         check_aliases(self.calls, self.taint.written, [*(use for _, use, _ in outputs), *([used] if used else [])])
         axes, random = Axes((), (), (), ()), (self.taint.drawn or self.python_random, self.python_random)
         told = written, decisions, consulted, watched, axes, *random
-        return Dataflow(tuple(self.calls), used, outputs, *told, tail=self.taint.of_glue)
+        touched = frozenset(self.taint.touched)
+        return Dataflow(tuple(self.calls), used, outputs, *told, tail=self.taint.of_glue, touched=touched)
 
     @contextlib.contextmanager
     def _sealing(self) -> Iterator[None]:
@@ -184,13 +194,17 @@ class Tracer:
         differentiable = taint.of(t for t in leaves if isinstance(t, Tensor) and t.requires_grad) | kind.met
         differentiated = Use.of(differentiable).values
         work, taint.of_glue, writes = (kind.flops + taint.of_glue, kind.elements), 0, bool(kind.written)
-        self.calls.append(Call(unit, use, differentiated, kind.parts, kind.leaves, *work, writes=writes, is_cut=is_cut))
-        result = []
+        handed = Handed.of(args, kwargs) if kind.is_plain and not is_cut else None
+        continues = handed is not None and handed.continues(self.handed)
+        told = {"writes": writes, "is_cut": is_cut, "continues": continues}
+        self.calls.append(Call(unit, use, differentiated, kind.parts, kind.leaves, *work, **told))
+        result: list[Any] = []
         for position, leaf in enumerate(kind.leaves):
             if isinstance(leaf, TensorSpec):
                 leaf = stand_in(leaf, self.device)
                 taint.mark(leaf, frozenset({Value(index, position)}), home=Value(index, position))
             result.append(leaf)
+        self.handed = handed.returning(result[0], self.handed if continues else None) if handed else None
         if self.meter and kind.visit:
             self.meter.add(kind.visit, leaves, tree, result)
         return answer(self.units[unit], kind.parts, result, (args, kwargs))
@@ -220,7 +234,7 @@ class Tracer:
         positions = {t.untyped_storage()._cdata: Value(-1, k) for k, t in enumerate(inputs) if isinstance(t, Tensor)}
         homes, written = taint.homes, taint.written
         taint.homes, taint.written = positions, set()
-        taint.inside, taint.met, taint.flops, taint.elements = len(self.calls), set(), 0, 0
+        taint.inside, taint.met, taint.flops, taint.elements, taint.drew = len(self.calls), set(), 0, 0, False
         args, kwargs = tree_unflatten(inputs, tree)
         try:
             with (
@@ -240,7 +254,8 @@ class Tracer:
         parts = tuple(Part(source, tree) for source, _, tree in flat)
         specs = tuple(TensorSpec.of(t) if isinstance(t, Tensor) else t for _, leaves, _ in flat for t in leaves)
         met = frozenset(taint.met) - taint.of(module.parameters())
-        return _Kind(parts, specs, tuple(value.leaf for value in changed), met, taint.flops, taint.elements, visit)
+        writes, work = tuple(value.leaf for value in changed), (taint.flops, taint.elements)
+        return _Kind(parts, specs, writes, met, *work, visit, taint.drew)
 
     def _lent(self, leaf: Any, device: torch.device) -> Any:
         """An argument for a visit: a copy, and of a mapping one whose entries tell when they are read."""

@@ -16,6 +16,7 @@ from pipeshard.model.dataflow import Dataflow, Wanted
 from pipeshard.model.partition import boundaries
 from pipeshard.model.policy import Policy
 from pipeshard.model.recompute import Recompute
+from pipeshard.model.region import regions
 from pipeshard.model.route import LENGTHS, Route
 from pipeshard.model.trace import trace
 from pipeshard.model.units import containers
@@ -37,7 +38,7 @@ class StepPlanner:
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
         self._found: dict[Any, tuple[Dataflow, tuple[int, ...]]] = {}
-        self._routes: dict[tuple[int, Wanted], list[Route]] = {}
+        self._routes: dict[tuple[int, Wanted, frozenset[str]], list[Route]] = {}
         self._rules: dict[Any, LossRule] = {}
 
     def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
@@ -58,7 +59,8 @@ class StepPlanner:
         if self.policy.stage == self.policy.placement[-1]:
             rule = self._rule(found[0][0], batches, criterion) if exact_loss else EACH
             weights = rule.weights(batches, lambda count: self._total(count, rule))
-        routes = [self._route(flow, outputs) for flow, _ in found]
+        joinable = self.policy.joinable
+        routes = [self._route(flow, outputs, joinable) for flow, _ in found]
         return [
             [
                 Microbatch(route.feed(batch, self.policy.replay.device), route, deltas, weight)
@@ -103,19 +105,22 @@ class StepPlanner:
         assert deltas is not None
         return flow, deltas
 
-    def _route(self, flow: Dataflow, outputs: Wanted) -> list[Route]:
+    def _route(self, flow: Dataflow, outputs: Wanted, joinable: frozenset[str]) -> list[Route]:
         """One for each stage of this rank."""
-        key = id(flow), outputs  # a route keeps its flow, so the id stays that one's
+        key = id(flow), outputs, joinable  # a route keeps its flow, so the id stays that one's
         if key not in self._routes:
             stages = self.policy.partition.of_calls(flow)
             self.policy.refuse_decisions(flow)
             self._refuse_released(flow, stages, outputs)
             crossing = boundaries(flow, stages, len(self.policy.placement), outputs)
-            again = [self.recompute.calls(flow, stages, stage, self.policy.units) for stage in self.policy.chunks]
-            self._routes[key] = [
-                Route.of(flow, stages, stage, crossing, outputs, recomputed)
-                for stage, recomputed in zip(self.policy.chunks, again, strict=True)
-            ]
+            routes = []
+            for stage in self.policy.chunks:
+                again = self.recompute.calls(flow, stages, stage, self.policy.units)
+                here = (k for k, s in enumerate(stages) if s == stage)
+                free = {k for k in here if k not in again and flow.calls[k].unit in joinable}
+                joined = regions(flow, free, self.policy.longest, outputs)
+                routes.append(Route.of(flow, stages, stage, crossing, outputs, again, joined))
+            self._routes[key] = routes
         return self._routes[key]
 
     def _refuse_released(self, flow: Dataflow, stages: Sequence[int], outputs: Wanted) -> None:
