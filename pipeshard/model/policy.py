@@ -76,7 +76,8 @@ class Policy:
         self.held_by_parts = held_parameters(model, flow, self.stages, self.units, parts)
         self.held = self._merged(self.held_by_parts)
         running = {call.unit for call, part in zip(flow.calls, self.stages, strict=True) if part in self.chunks}
-        self.longest = 1  # region of units
+        self.longest = 1  # the most units of a region
+        self._in_regions: dict[str, nn.Module] = {}
         self.replay = Replay(self.units, frozenset(running), stage, device or torch.device("cpu"))
 
     def refuse_decisions(self, flow: Dataflow) -> None:
@@ -201,15 +202,12 @@ class Policy:
         def compiled(names: tuple[str, ...]) -> Callable[..., Any]:
             return torch.compile(in_turn([found[name].original for name in names]), **options)
 
-        self.replay.regions, self.longest, self._compiled = compiled, units, many
+        self.replay.regions, self.longest, self._in_regions = compiled, units, many if units > 1 else {}
 
     @property
     def joinable(self) -> frozenset[str]:
-        """The units that may be part of a region: those compiled, to which nobody listens and which do not recompute
-        themselves at the moment."""
-        if self.longest == 1:
-            return frozenset()
-        units = self._compiled.items()
+        """The units that may be part of a region now: nobody listens to them, and they do not recompute themselves."""
+        units = self._in_regions.items()
         return frozenset(n for n, unit in units if not is_hooked(unit) and not any(map(recomputes, unit.modules())))
 
     def _merged(self, parts: Sequence[set[str]]) -> list[set[str]]:

@@ -38,11 +38,13 @@ class Handed:
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self | None:
         """None for arguments that cannot be compared, or of which the first is no tensor, and inside of activation
         checkpointing, which calls the unit again by itself."""
-        rest, tree = tree_flatten((args[1:], kwargs))
         if not args or not isinstance(args[0], Tensor) or torch._C._autograd._top_saved_tensors_default_hooks(False):
             return None
+        rest, tree = tree_flatten((args[1:], kwargs))
         if not all(leaf is None or isinstance(leaf, (Tensor, *CONSTANTS)) for leaf in rest):
             return None
+        if torch.is_inference_mode_enabled() or any(isinstance(t, Tensor) and t.is_inference() for t in (*args, *rest)):
+            return None  # such tensors have no versions
         return cls(args[0], tuple(rest), tree, _modes(), args[0])
 
     def continues(self, before: "Handed | None") -> bool:
@@ -64,7 +66,7 @@ class Handed:
 def _modes() -> tuple[Any, ...]:
     """What glue may switch between two calls, and torch computes by."""
     casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *casts
+    return torch.is_grad_enabled(), *casts
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -72,7 +74,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def regions(flow: Dataflow, calls: Collection[int], longest: int, outputs: Wanted = False) -> list[range]:
-    """Those among `calls`, the numbers of unit calls, of two to `longest` calls each."""
+    """Those among `calls`, the numbers of unit calls, of two to `longest` calls each: what one returns is given to the
+    next, and nobody else looks at it."""
     needed = flow.needed(outputs)
     if longest == 1 or flow.decisions or flow.python_random or needed.hidden or any(c.reads.hidden for c in flow.calls):
         return []
@@ -80,10 +83,10 @@ def regions(flow: Dataflow, calls: Collection[int], longest: int, outputs: Wante
     seen = needed.values | flow.touched | flow.written
     found: list[range] = []
     for k in sorted(calls):
-        open_ = found[-1] if found and found[-1].stop == k and len(found[-1]) < longest else None
-        handed_on = Value(k - 1, 0)
-        if open_ and flow.calls[k].continues and readers[handed_on] == 1 and handed_on not in seen:
-            found[-1] = range(open_.start, k + 1)
+        handed_on, last = Value(k - 1, 0), found[-1] if found else range(0)
+        is_private = readers[handed_on] == 1 and handed_on not in seen
+        if last.stop == k and len(last) < longest and flow.calls[k].continues and is_private:
+            found[-1] = range(last.start, k + 1)
         else:
             found.append(range(k, k + 1))
     return [calls for calls in found if len(calls) > 1]
@@ -92,7 +95,7 @@ def regions(flow: Dataflow, calls: Collection[int], longest: int, outputs: Wante
 def in_turn(forwards: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     """The function that runs a region."""
 
-    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run(x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
         for forward in forwards:
             x = forward(x, *args, **kwargs)
         return x
