@@ -18,6 +18,7 @@ from pipeshard.errors import ConfigurationError
 from pipeshard.model.region import in_turn
 from pipeshard.pipeline import Pipeline
 from pipeshard.runtime.deferral import Deferral
+from pipeshard.runtime.interpreter import UNTOLD, Interpreter
 from pipeshard.runtime.stage import Stage
 from pipeshard.runtime.summand import Product
 from pipeshard.schedule import Action, make_program, simulate
@@ -206,6 +207,28 @@ def mutated(schedule: str, mutation: Callable[[], Any]) -> list[str]:
 def test_a_mutation_is_seen(pool: Pool, schedule: str, mutation: Callable[[], Any]) -> None:
     found = [difference for rank in pool.run(mutated, 2, schedule, mutation) for difference in rank]
     assert any("gradients differ" in difference for difference in found), found
+
+
+def most_kept(schedule: str) -> int:
+    """Messages that were sent, and not let go of."""
+    kept: list[int] = []
+    send = Interpreter._send
+
+    def counting(self: Interpreter, action: Action) -> None:
+        send(self, action)
+        kept.append(len(self._sends))
+
+    data, p = zoo.batch("llama", rows=12), dist.get_world_size()
+    with mock.patch.object(Interpreter, "_send", counting):  # it is looked up when the pipeline is made
+        split = Split(zoo.build("llama"), p, data, num_microbatches=12, schedule=schedule, p2p="isend")
+    split.backward(data)
+    return max(kept)
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_what_was_sent_is_let_go_of_though_isend_does_not_say_when(pool: Pool, schedule: str, p: int) -> None:
+    assert max(pool.run(most_kept, p, schedule)) <= UNTOLD + 1
 
 
 def compiled() -> list[str]:

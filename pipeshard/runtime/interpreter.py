@@ -17,9 +17,12 @@ from pipeshard.runtime.stage import Stage
 from pipeshard.schedule.action import Action, Kind
 from pipeshard.schedule.simulate import Span
 
+UNTOLD = 4  # messages on their way at most, where nobody tells that one has arrived
+
 
 class Interpreter:
-    """Does what each action says, in order; never waits for a send, and for a receive only where it is needed.
+    """Does what each action says, in order; waits for a receive only where it is needed, and for no send but one of a
+    P2P that does not tell when it is done, before the fourth one after it.
 
     `stages` are this rank's by index, `placement[s]` is the rank of stage s. After `run`, `spans` has the start and
     end of every compute action in seconds of `time.perf_counter`, waiting apart, and `waited` the seconds spent on
@@ -35,7 +38,7 @@ class Interpreter:
         self._buffers = Buffers(device)
         self._incoming: dict[Action, tuple[list[Tensor], list[dist.Work]]] = {}
         self._outgoing: dict[Action, list[Tensor]] = {}
-        self._sends: deque[tuple[dist.Work, Tensor, int]] = deque()
+        self._sends: deque[tuple[list[dist.Work], list[Tensor], int]] = deque()
         compute, receive, send = self._compute, self._receive, self._send
         self._do: dict[Kind, Callable[[Action], None]] = {
             Kind.F: compute,
@@ -60,8 +63,8 @@ class Interpreter:
                 self._let_go_of_sent()
                 if stage_done and ends.get(action.stage) is action:
                     stage_done(action.stage)
-            for work, _, destination in self._sends:
-                self._wait(work, destination)
+            while self._sends:
+                self._let_go()
         finally:
             self._incoming.clear()
             self._outgoing.clear()
@@ -112,13 +115,19 @@ class Interpreter:
         assert self.p2p is not None
         compute = Kind.F if action.kind is Kind.SEND_F else Kind.B
         destination = self.placement[action.partner.stage]
-        for tensor in self._outgoing.pop(Action(compute, action.microbatch, action.stage), []):
-            self._sends.append((self.p2p.send(_bytes(tensor), destination), tensor, destination))
+        tensors = self._outgoing.pop(Action(compute, action.microbatch, action.stage), [])
+        self._sends.append(([self.p2p.send(_bytes(tensor), destination) for tensor in tensors], tensors, destination))
 
     def _let_go_of_sent(self) -> None:
-        while self._sends and self._sends[0][0].is_completed():
-            work, _, destination = self._sends.popleft()
-            self._wait(work, destination)  # at once, or with the error that ended it
+        while self._sends and all(work.is_completed() for work in self._sends[0][0]):
+            self._let_go()  # at once, or with the error that ended it
+        while self.p2p is not None and not self.p2p.tells and len(self._sends) > UNTOLD:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        works, _, destination = self._sends.popleft()
+        for work in works:
+            self._wait(work, destination)
 
     def _wait(self, work: dist.Work, other: int) -> None:
         assert self.p2p is not None

@@ -24,7 +24,13 @@ class P2P(ABC):
     `new_group`, since there may be other pipelines beside this one. Messages of one edge arrive in the order they were
     sent. Tensors come contiguous, flat and as bytes (uint8), and both ends know their size. Neither call may wait for
     the other end: they return something whose `wait()` does.
+
+    Attributes:
+        tells: whether `is_completed()` of what `send` returns becomes true by itself. If not, what was sent is kept
+            until it is waited for, which is soon.
     """
+
+    tells = True
 
     def __init__(self, ranks: Sequence[int], edges: Sequence[Edge], device: torch.device) -> None:
         self.ranks, self.edges, self.device = list(ranks), list(edges), device
@@ -76,6 +82,7 @@ class ISendP2P(P2P):
     def __init__(self, ranks: Sequence[int], edges: Sequence[Edge], device: torch.device) -> None:
         super().__init__(ranks, edges, device)
         self.group = self.new_group(self.ranks)
+        self.tells = device.type != "cpu"  # gloo does not
 
     def send(self, tensor: Tensor, destination: int) -> dist.Work:
         return _started(dist.isend(tensor, self.ranks[destination], group=self.group))
