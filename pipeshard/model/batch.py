@@ -140,12 +140,14 @@ class Batch:
         def pick(path: str, leaf: Any, dim: int | None) -> Any:
             if is_entries(leaf, dim):
                 return type(leaf)(leaf[row] for row in rows)
+            if not isinstance(leaf, Tensor):
+                return leaf
             owners = self.owners.get(path)
             if owners is not None:
                 entries = [entry for row in rows for entry in self._entries(path, owners, row)]
                 dim = 0 if len(leaf) == sum(owners) else leaf.ndim - 1
                 return select(leaf, dim, entries) if entries else None  # as if there were no images at all
-            return select(leaf, dim, rows) if isinstance(leaf, Tensor) and dim is not None else leaf
+            return leaf if dim is None else select(leaf, dim, rows)
 
         leaves = tuple(map(pick, self.paths, self.leaves, self.row_dims))
         owners = {path: tuple(own[row] for row in rows) for path, own in self.owners.items() if own}
