@@ -21,8 +21,8 @@ UNTOLD = 4  # messages on their way at most, where nobody tells that one has arr
 
 
 class Interpreter:
-    """Does what each action says, in order; waits for a receive only where it is needed, and for no send but one of a
-    P2P that does not tell when it is done, before the fourth one after it.
+    """Does what each action says, in order; waits for a receive only where it is needed, and for a send only where its
+    P2P does not tell when it is done, once four more are on their way.
 
     `stages` are this rank's by index, `placement[s]` is the rank of stage s. After `run`, `spans` has the start and
     end of every compute action in seconds of `time.perf_counter`, waiting apart, and `waited` the seconds spent on
