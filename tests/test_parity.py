@@ -8,20 +8,18 @@ from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from pipeshard.errors import TraceError
-from pipeshard.model.region import in_turn
 from tests.parity.check import check
 from tests.parity.entries import Entry, all_entries
 from tests.parity.report import EXACT, ORDER, Row, Totals, draw, markdown, results, verdicts
 from tests.parity.sweep import Rows, failure, row_of, sample
 from tests.pool import Pool, WorkerError
-from tests.unsplit import Split
+from tests.unsplit import Split, regions_made
 
 KINDS = {
     "decoders": "causal-lm: gpt2 llama gemma2 bloom falcon gptj",
@@ -65,16 +63,10 @@ def test_rotating_architecture(pool: Pool, entry: Entry, p: int) -> None:
 
 def joined(entry: Entry) -> tuple[str, list[int]]:
     """The verdict where layers run as regions, which are not compiled, and of how many layers they are on this rank."""
-    sizes: list[int] = []
-
-    def counting(forwards: Any) -> Any:
-        sizes.append(len(forwards))
-        return in_turn(forwards)
-
     with (
+        regions_made() as sizes,
         mock.patch("tests.parity.check.Split", partial(Split, compile={"units": 8})),
         mock.patch("pipeshard.model.policy.torch.compile", lambda forward, **_: forward),
-        mock.patch("pipeshard.model.policy.in_turn", counting),
     ):
         return check(entry).kind, sizes
 

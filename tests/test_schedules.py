@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard.errors import ConfigurationError
-from pipeshard.model.region import in_turn
 from pipeshard.pipeline import Pipeline
 from pipeshard.runtime.deferral import Deferral
 from pipeshard.runtime.interpreter import UNTOLD, Interpreter
@@ -24,7 +23,7 @@ from pipeshard.runtime.summand import Product
 from pipeshard.schedule import Action, make_program, simulate
 from tests import zoo
 from tests.pool import Pool
-from tests.unsplit import Split, Unsplit, differences, refusal
+from tests.unsplit import Split, Unsplit, differences, refusal, regions_made
 
 M = 4
 
@@ -256,29 +255,24 @@ def regions(schedule: str) -> tuple[list[str], list[list[int]]]:
     model = zoo.build("llama", layers=6)
     unsplit, found = Unsplit(copy.deepcopy(model)), []
     sizes: list[list[int]] = []
-
-    def counting(forwards: list[Any]) -> Any:
-        sizes[-1].append(len(forwards))
-        return in_turn(forwards)
-
     options = {"compile": {"backend": "aot_eager", "units": 8}, "partition": ["model.layers.2"]}
     split = Split(model, 2, zoo.batch("llama"), num_microbatches=3, schedule=schedule, **options)
     layers = [unit for unit in split.model.pipeline.policy.get_held_layers() if "Layer" in type(unit).__name__]
     heard: list[Tensor] = []
 
     def step(**sizes_of_batch: int) -> None:
-        sizes.append([])
-        found.extend(differences(split, unsplit, zoo.batch("llama", **sizes_of_batch), 1e-5))
+        with regions_made() as made:
+            found.extend(differences(split, unsplit, zoo.batch("llama", **sizes_of_batch), 1e-5))
+        sizes.append(made)
 
-    with mock.patch("pipeshard.model.policy.in_turn", counting):
-        step()
-        step(length=9, seed=1)
-        handle = layers[0].register_forward_hook(lambda module, args, result: heard.append(result.detach()))
-        step(seed=2)
-        handle.remove()
-        found += [] if len(heard) == 3 and all(result.isfinite().all() for result in heard) else [f"heard {heard}"]
-        split.model.module.gradient_checkpointing_enable()
-        step(seed=3)
+    step()
+    step(length=9, seed=1)
+    handle = layers[0].register_forward_hook(lambda module, args, result: heard.append(result.detach()))
+    step(seed=2)
+    handle.remove()
+    found += [] if len(heard) == 3 and all(result.isfinite().all() for result in heard) else [f"heard {heard}"]
+    split.model.module.gradient_checkpointing_enable()
+    step(seed=3)
     return found, sizes
 
 

@@ -12,7 +12,7 @@ PLACE = re.compile(r"(^|_)(idx|id|index|number)$")  # attributes that only say w
 
 
 def kind_name(module: nn.Module) -> Any:
-    """What two units share if their results have the same shapes for the same inputs, and both or none drops some."""
+    """What two units share if their results have the same shapes for the same inputs, and both or neither drop some."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     flags = tuple(
         (name, key, value != 0 if isinstance(value, float) else value)  # a dropout's p

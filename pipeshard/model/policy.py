@@ -13,9 +13,10 @@ from pipeshard.model.cutpoint import CutPoint
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.names import full_name, unknown
 from pipeshard.model.partition import Cuts, Partition, balance, call_costs, forbidden_cuts, held_parameters
+from pipeshard.model.recompute import recomputes_itself
 from pipeshard.model.region import in_turn, is_hooked
 from pipeshard.model.replay import Replay
-from pipeshard.model.units import find_units, intercept, recomputes
+from pipeshard.model.units import find_units, intercept
 from pipeshard.model.weights import weights
 
 SINGLE = (nn.Linear, nn.Embedding)  # one operation; classes made of them may do more
@@ -208,7 +209,7 @@ class Policy:
     def joinable(self) -> frozenset[str]:
         """The units that may be part of a region now: nobody listens to them, and they do not recompute themselves."""
         units = self._in_regions.items()
-        return frozenset(n for n, unit in units if not is_hooked(unit) and not any(map(recomputes, unit.modules())))
+        return frozenset(name for name, unit in units if not is_hooked(unit) and not recomputes_itself(unit))
 
     def _merged(self, parts: Sequence[set[str]]) -> list[set[str]]:
         """What each process holds, of what the parts it runs hold."""

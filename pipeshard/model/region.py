@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec
 
 from pipeshard.model.dataflow import Dataflow, Wanted
 from pipeshard.model.taint import Value
@@ -35,17 +35,17 @@ class Handed:
     versions: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self | None:
-        """None for arguments that cannot be compared, or of which the first is no tensor, and inside of activation
-        checkpointing, which calls the unit again by itself."""
+    def of(cls, args: tuple[Any, ...], leaves: Sequence[Any], tree: TreeSpec) -> Self | None:
+        """Of a call whose arguments, the positional `args` first, are `leaves` in this tree. None for arguments that
+        cannot be compared, or of which the first is no tensor, and inside of activation checkpointing, which calls the
+        unit again by itself."""
         if not args or not isinstance(args[0], Tensor) or torch._C._autograd._top_saved_tensors_default_hooks(False):
             return None
-        rest, tree = tree_flatten((args[1:], kwargs))
-        if not all(leaf is None or isinstance(leaf, (Tensor, *CONSTANTS)) for leaf in rest):
+        if not all(leaf is None or isinstance(leaf, (Tensor, *CONSTANTS)) for leaf in leaves):
             return None
-        if torch.is_inference_mode_enabled() or any(isinstance(t, Tensor) and t.is_inference() for t in (*args, *rest)):
+        if torch.is_inference_mode_enabled() or any(isinstance(t, Tensor) and t.is_inference() for t in leaves):
             return None  # such tensors have no versions
-        return cls(args[0], tuple(rest), tree, _modes(), args[0])
+        return cls(args[0], tuple(leaves[1:]), tree, _modes(), args[0])
 
     def continues(self, before: "Handed | None") -> bool:
         """Whether the first argument is what the call before returned, and the others are that one's."""
@@ -77,7 +77,7 @@ def regions(flow: Dataflow, calls: Collection[int], longest: int, outputs: Wante
     """Those among `calls`, the numbers of unit calls, of two to `longest` calls each: what one returns is given to the
     next, and nobody else looks at it."""
     needed = flow.needed(outputs)
-    if longest == 1 or flow.decisions or flow.python_random or needed.hidden or any(c.reads.hidden for c in flow.calls):
+    if flow.decisions or flow.python_random or needed.hidden or any(call.reads.hidden for call in flow.calls):
         return []
     readers = Counter(value for call in flow.calls for value in call.reads.values)
     seen = needed.values | flow.touched | flow.written

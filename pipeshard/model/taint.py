@@ -101,10 +101,11 @@ class Taint(TorchDispatchMode):
         tags = self.of(inputs) if func._overloadpacket not in SHAPED else NOTHING
         if tags and (deciding := self.of(_deciding(func, args))):
             self.decide(deciding, shaping=func._overloadpacket not in SCALAR)
-        self.drawn |= self.inside is None and _draws(func, args, kwargs)
-        self.drew |= self.inside is not None and _draws(func, args, kwargs)
         if self.inside is None:
+            self.drawn |= _draws(func, args, kwargs)
             self.touched |= {tag for tag in tags if isinstance(tag, Value)}
+        else:
+            self.drew |= _draws(func, args, kwargs)
         result = self._run(func, args, kwargs, inputs)
         outputs = list(_tensors(result if isinstance(result, tuple | list) else (result,)))
         if self.inside is not None:

@@ -194,7 +194,7 @@ class Tracer:
         differentiable = taint.of(t for t in leaves if isinstance(t, Tensor) and t.requires_grad) | kind.met
         differentiated = Use.of(differentiable).values
         work, taint.of_glue, writes = (kind.flops + taint.of_glue, kind.elements), 0, bool(kind.written)
-        handed = Handed.of(args, kwargs) if kind.is_plain and not is_cut else None
+        handed = Handed.of(args, leaves, tree) if kind.is_plain and not is_cut else None
         continues = handed is not None and handed.continues(self.handed)
         told = {"writes": writes, "is_cut": is_cut, "continues": continues}
         self.calls.append(Call(unit, use, differentiated, kind.parts, kind.leaves, *work, **told))

@@ -18,8 +18,7 @@ class Trainer:
         share = work.layers // size
         part = HandStage(work.model(), rank * share, (rank + 1) * share)
         options = dict(compile) if isinstance(compile, dict) else {}
-        if "units" in options:
-            del options["units"]
+        if options.pop("units", 1) > 1:
             part.through_layers = torch.compile(part.through_layers, **options)  # type: ignore[method-assign]
         else:
             for layer in part.layers if compile else ():
