@@ -5,6 +5,7 @@
 # make test     ruff, mypy, pytest
 # make lint     ruff and mypy alone
 # make exact    every model of the tests with every schedule, transport and number of microbatches, against the unsplit one
+# make hunt     trains models that people write themselves, each of which was trained wrong without a word once
 # make elastic  kills one of four ranks of a job, and brings it back
 # make faults   plants every kind of fault on every stage at every moment of a step: all ranks end by name, the next run
 #               goes on; writes the table in docs/reliability.md; make faults DISABLE=99 runs them without their mechanism
@@ -46,7 +47,7 @@ EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint exact elastic faults hosts fuzz soak parity parity-4.57 bench curves targets clean $(EXAMPLES)
+.PHONY: help setup setup-peers train examples test lint exact hunt elastic faults hosts fuzz soak parity parity-4.57 bench curves targets clean $(EXAMPLES)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -116,6 +117,9 @@ test: lint
 
 exact: setup
 	@EXACT=all $(BIN)/python -m pytest -m 'slow or not slow' tests/test_exact.py tests/test_families.py tests/checkpoint/test_real_weights.py
+
+hunt: setup
+	@$(BIN)/python -m pytest tests/test_hunt.py tests/test_guards.py
 
 elastic: setup
 	@$(BIN)/python -m pytest -m 'slow or not slow' tests/test_elastic.py

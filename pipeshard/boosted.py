@@ -6,6 +6,7 @@ from colossalai.interface import ModelWrapper
 from torch import nn
 
 from pipeshard.errors import UsageError
+from pipeshard.model.ghost import guard
 from pipeshard.pipeline import Pipeline
 
 
@@ -15,6 +16,7 @@ class PipelineModel(ModelWrapper):
     def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
         super().__init__(module)
         self.pipeline = pipeline
+        guard(self)
 
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
         """The model that was boosted, a PeftModel too: ColossalAI would give its base, without the adapters' names."""

@@ -167,6 +167,64 @@ def trace_run(
         recording.draw(draw, title=f"{model}, {schedule}, {microbatches} microbatches")
 
 
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.argument("what", metavar="SCRIPT_OR_MODEL")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--pp", type=click.IntRange(min=2), help="Number of stages.  [default: the script's; of a model 2]")
+@click.option("--microbatches", default=2, show_default=True, type=click.IntRange(min=1), help="Of a model's step.")
+@click.option("--seq-len", default=16, show_default=True, type=click.IntRange(min=1), help="Of a model's sample.")
+@click.option("--schedule", default="1f1b", show_default=True, help="Of a model, as for plan.")
+@CHUNKS
+@PARTITION
+@click.option("--dtype", default="fp32", show_default=True, help="Of a model: bf16 | fp16 | fp32")
+@click.pass_context
+def verify(
+    ctx: click.Context,
+    what: str,
+    arguments: tuple[str, ...],
+    pp: int | None,
+    microbatches: int,
+    seq_len: int,
+    schedule: str,
+    chunks: int | None,
+    partition: str,
+    dtype: str,
+) -> None:
+    """Prove that a model trains split into stages as it does unsplit; on one process, which stands for all ranks.
+
+    A SCRIPT (.py) that torchrun could start is run with its ARGUMENTS as far as booster.boost: with its own model,
+    samples, criterion, optimizer and plugin. A MODEL is named as for `pipeshard plan`, with KEY=VALUE as ARGUMENTS, and
+    has random weights. Exits with 0 if it is exact, 1 if it differs, 2 if nothing can be said.
+
+    \b
+      pipeshard verify --pp 4 train.py --epochs 3
+      pipeshard verify llama hidden_size=64 num_hidden_layers=8 --pp 4 --schedule zbv
+    """
+    with progress("proving"):
+        from pathlib import Path
+
+        from pipeshard.verify.command import CODES, prove_model, prove_script
+
+        if what.endswith(".py"):
+            proven = prove_script(Path(what), arguments, pp)
+        else:
+            v = _chunks(schedule, chunks)
+            plugin = {"num_microbatches": microbatches, "schedule": schedule, "num_model_chunks": v}
+            plugin["partition"] = _partition(partition)
+            try:
+                proven = prove_model(what, arguments, pp or 2, seq_len, dtype, plugin)
+            except PipeshardError as error:
+                click.echo(f"error: {' '.join(str(error).split())}", err=True)
+                ctx.exit(2)
+    proof = proven.proof
+    for kind, count in proof.counts.items():
+        click.echo(f"  {count:6} {kind} alike")
+    for but in proof.but:
+        click.echo(f"  not compared: {but}")
+    click.echo(f"{proven.what}: {proof.kind}{f': {proof.reason}' if proof.reason else ''} ({proof.seconds:.1f} s)")
+    ctx.exit(CODES[proof.kind])
+
+
 @main.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]... SCRIPT [ARGUMENTS]...")
 def launch(arguments: tuple[str, ...]) -> None:

@@ -48,6 +48,10 @@ class MessageError(PipeshardError, TypeError):
     """A value that cannot be sent to the other ranks."""
 
 
+class VerificationError(PipeshardError, ArithmeticError):
+    """A split model that is not the unsplit one: its loss, a gradient, or something else differs."""
+
+
 class DeadlockError(PipeshardError, RuntimeError):
     """A program in which ranks wait for each other without end."""
 

@@ -1,5 +1,6 @@
 """Options: the plugin's arguments, refused by name where they cannot work."""
 
+import os
 from typing import Any
 
 import torch
@@ -76,14 +77,13 @@ def check_split_backward(schedule: str, chunks: int, compile: Any, fsdp: bool) -
 
 
 def check_compile(compile: Any) -> None:
-    """True, False, or options of torch.compile beside the number of units in a region."""
+    """True, False, or options of torch.compile."""
     if not isinstance(compile, bool | dict):
         raise ConfigurationError(f"compile={compile!r} is none of True, False, and a dict of torch.compile's options")
-    units = compile.get("units", 1) if isinstance(compile, dict) else 1
-    if not isinstance(units, int) or isinstance(units, bool) or units < 1:
+    if isinstance(compile, dict) and "units" in compile:
         raise ConfigurationError(
-            f"compile={compile!r}: units={units!r} is no positive integer, the number of consecutive units that are "
-            "compiled as one"
+            f"compile={compile!r}: consecutive units are no longer compiled as one function. Drop \"units\", and make "
+            "layers that should be fused one module of the model"
         )
 
 
@@ -91,6 +91,13 @@ def check_timeout(timeout: Any) -> None:
     number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not (timeout is None or timeout == "adaptive" or (number and timeout > 0)):
         raise ConfigurationError(f"timeout={timeout!r} is none of a number of seconds, 'adaptive', and None")
+
+
+def check_verify(verify: Any) -> bool | str:
+    """What is to be done; where PIPESHARD_VERIFY=0 is set, "auto" is False."""
+    if not (isinstance(verify, bool) or verify == "auto"):
+        raise ConfigurationError(f"verify={verify!r} is none of 'auto', True, and False")
+    return False if verify == "auto" and os.environ.get("PIPESHARD_VERIFY") == "0" else verify
 
 
 def check_precision(precision: str, autocast: bool) -> None:

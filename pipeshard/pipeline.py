@@ -1,6 +1,7 @@
 """Pipeline: one rank's stages of a boosted model, ready to run steps."""
 
 import math
+from collections import ChainMap
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -9,28 +10,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipeshard.errors import UsageError
-from pipeshard.model.batch import Batch
-from pipeshard.model.criterion import Criterion
+from pipeshard.model.backward_hooks import refuse_backward_hooks
+from pipeshard.model.batch import Batch, split_sizes
+from pipeshard.model.criterion import Criterion, refuse_parameters
 from pipeshard.model.doubts import RowDims
 from pipeshard.model.materialize import InitWeights
+from pipeshard.model.names import paths_of
 from pipeshard.model.partition import named
 from pipeshard.model.registry import find_policy
 from pipeshard.model.sharder import Sharder
 from pipeshard.model.slicing import check_plan
 from pipeshard.model.trace import trace
-from pipeshard.model.units import containers, recomputes
+from pipeshard.model.units import containers, find_units, recomputes
 from pipeshard.model.untouched import without_cache
 from pipeshard.planner.measured import measured_costs
-from pipeshard.runtime.agreement import gather, share_scalar, sum_scalar, together_in
+from pipeshard.runtime.agreement import gather, gather_objects, share_scalar, sum_scalar, together_in
+from pipeshard.runtime.carry import Carry
 from pipeshard.runtime.compare import compare_ranks, compare_trained
 from pipeshard.runtime.deferral import Deferral
 from pipeshard.runtime.finite import Finite
 from pipeshard.runtime.holdings import Holdings
 from pipeshard.runtime.interpreter import Interpreter
+from pipeshard.runtime.model_gradients import ModelGradients
 from pipeshard.runtime.outputs import Outputs, ReturnOutputs
 from pipeshard.runtime.p2p import make_p2p
+from pipeshard.runtime.places import Places
 from pipeshard.runtime.progress import NOW
 from pipeshard.runtime.reader import Reader
 from pipeshard.runtime.recorder import Recorder
@@ -41,9 +48,12 @@ from pipeshard.schedule.communicate import add_communication
 from pipeshard.schedule.cooldown import shorten_cooldown
 from pipeshard.schedule.program import Program, forward_only, make_program
 from pipeshard.wishes import settled
+from pipeshard.wrappers import refuse_compiled
 
 if TYPE_CHECKING:
     from pipeshard.plugin import PipelinePlugin
+
+TRAINED, UNPROVEN = 1, 2  # news: bits of what ranks tell each other at the beginning of a step
 
 
 class Pipeline:
@@ -52,6 +62,7 @@ class Pipeline:
     def __init__(self, plugin: "PipelinePlugin", model: nn.Module, sample: Batch, criterion: Criterion | None) -> None:
         manager, self.grid, self.precision = plugin.stage_manager, plugin.grid, plugin.precision
         partition, recompute, criterion = settled(model, plugin, criterion)
+        refuse_parameters(criterion, model)
         self.plugin, self.model, self.device, self.criterion = plugin, model, plugin.device, criterion
         self.rank, self.num_stages = manager.stage, manager.num_stages
         group: Any = manager.get_p2p_process_group()
@@ -59,11 +70,13 @@ class Pipeline:
         self.ranks: list[int] = plugin.pg_mesh.get_ranks_in_group(self.group)
         self.program = lru_cache(self._program)
         self.steps = 0  # training steps so far
+        self.synchronizes = True  # not under no_sync
         self.last: Program | None = None  # what ran last
         self.recorder = Recorder(self.group)
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # of the whole model
         if self.grid.tp_size > 1:
             check_plan(model, self.grid.tp_size)
+        refuse_compiled(model, find_units(model, paths_of(model, named(partition))))
         self.cached = without_cache(model)  # configs to be given their cache back
         self.reader = Reader(RowDims(model, plugin.batch_dims), self._cut, self.grid, self.precision)
         sample = self.reader.settle(sample, criterion)
@@ -79,25 +92,40 @@ class Pipeline:
         cuts = [f"{call.unit} in stage {stage}" for call, stage in zip(flow.calls, self.policy.stages, strict=True)]
         compare_ranks({"where the model is cut": cuts}, self.grid.world, self.grid.named)
         self.containers = containers(model, self.policy.units)
+        self.called = [*self.containers, *self.policy.units.values()]
         replicas = self.grid.replicas if self.grid.dp_size > 1 else None
         self.planner = StepPlanner(model, self.policy, recompute, replicas)
-        self.planner.remember(flow, criterion)
         self.seed = self._first_seed()
+        before = dict(model.named_parameters())
         sharder = Sharder(model, self.policy, self.device, self._init_weights(), self.seed)
         sharder.shard()
         self.blank = set() if sharder.init_weights else sharder.on_meta  # on all stages: names without values so far
         self.holdings = Holdings(model, self.policy, self.grid, self.precision, plugin.fsdp)
+        self.places = Places(model, parameters=self.holdings.sharded is None)
         self.sync = self.holdings.sync
+        names = {p: weight.name for p, weight in self.holdings.weights.items()}
+        names |= {parameter: name for name, parameter in model.named_parameters()}
+        # Optimizers made before this still have what was released, which is nobody else's to keep alive.
+        released = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in names})
+        known = ChainMap(names, released)
+        self.gradients = ModelGradients(self.holdings, known, self.grid, plugin.max_norm, plugin.scaling)
         self.trained = self.sync.trained()
         if plugin.compile:
             self.policy.compile(**(plugin.compile if isinstance(plugin.compile, dict) else {}))
         self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
         last = len(placement) - 1
         shared = self.deferral, self.precision.running
+        self.carry = Carry(model)
         finite = {s: self.finite(s, self.policy.held_by_parts[s]) for s in self.policy.chunks}
-        self.stages = [Stage(model, self.policy.replay, s, s == last, *shared, finite[s]) for s in self.policy.chunks]
+        self.stages = [
+            Stage(model, self.policy.replay, s, s == last, *shared, finite[s], self.carry.around)
+            for s in self.policy.chunks
+        ]
         p2p = make_p2p(plugin.p2p, self.ranks, placement, self.device)
         self.interpreter = Interpreter({stage.index: stage for stage in self.stages}, placement, p2p, self.device)
+        self.policy.replace_forward()
+        with self.precision.running():
+            self.planner.remember(flow, criterion)
 
     def held_parameters(self) -> dict[nn.Parameter, str]:
         """The parameters this rank holds, and their first names."""
@@ -110,29 +138,49 @@ class Pipeline:
         train: bool,
         return_loss: bool,
         return_outputs: ReturnOutputs,
-        synchronize: bool,
     ) -> dict[str, Any]:
         """One batch, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
         NOW.model, NOW.chunks = self.model, self.policy.chunks
         criterion = criterion if criterion is not None else self.criterion
+        refuse_parameters(criterion, self.model)
         self._refuse_blank()
         self._refuse_recomputed_containers()
+        self.places.check()
+        if any(module._compiled_call_impl is not None for module in self.called):
+            refuse_compiled(self.model, self.policy.units)
         self.policy.replace_forward()  # again: checkpointing may have been enabled since
         outputs = Outputs(return_outputs)
-        news = (trained := self.sync.trained()) != self.trained
+        problems = self.sync.problems() if train else []
+        trained = self.sync.trained()
+        exact = self.plugin.loss_reduction == "token" and (train or return_loss or outputs.with_loss)
+
+        def news(batch: Batch) -> int:
+            cut = len(split_sizes(batch.rows, *self._cut()))
+            unproven = exact and self.planner.unproven(batch, cut, criterion)
+            return TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven
+
         mode = train, outputs.code, self.model.training
         batch, agreed = self.reader.next(data_iter, criterion, mode, news)
-        if agreed.news:
+        if agreed.news & TRAINED:
+            if found := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
+                raise UsageError(found[0])
             compare_trained(trained, self.grid.world, self.grid.named)
             self.trained = trained
+        if agreed.news & UNPROVEN:
+            with self.precision.running():
+                self.planner.prove(batch, batch.split(*self._cut())[0], criterion, self.grid.world)
         with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed)):
-            return self._run(batch, criterion, train, return_loss, outputs, synchronize)
+            out = self._run(batch, criterion, train, return_loss, outputs, exact)
+        if train:
+            self.gradients.added()
+        return out
 
     @together_in("plugin.sync_grads")
     def sync_grads(self) -> None:
         """Sum what has piled up under `no_sync`."""
         self.sync.begin()
         self.sync.finish(True)
+        self.gradients.added()
 
     def _run(
         self,
@@ -141,14 +189,14 @@ class Pipeline:
         train: bool,
         return_loss: bool,
         outputs: Outputs,
-        synchronize: bool,
+        exact: bool,
     ) -> dict[str, Any]:
         batches = batch.split(*self._cut())
         with self.precision.running():
-            planned = self.planner.plan(batches, criterion, outputs.needed, self.plugin.loss_reduction == "token")
+            planned = self.planner.plan(batches, criterion, outputs.needed, exact)
         flow = planned[-1][0].route.flow
         for microbatch in planned[-1]:
-            outputs.check(microbatch.route.flow)
+            outputs.check(microbatch.route.flow, len(batches) > 1)
         if train and flow.loss is None:
             raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
         if train and not self.trainable:
@@ -156,32 +204,40 @@ class Pipeline:
                 "there is nothing to train: every parameter was frozen when the model was boosted (a PeftModel that "
                 "was loaded without is_trainable=True?). Evaluate under torch.no_grad()"
             )
+        if train:
+            refuse_backward_hooks(self.policy, self.containers, flow, outputs.needed)
         self.last = program = self.program(len(batches), train)
         for stage, microbatches in zip(self.stages, planned, strict=True):
             stage.begin(microbatches, criterion, train, outputs, self._scale, program.splits(stage.index))
+        self.carry.begin([microbatch.route for microbatches in planned for microbatch in microbatches])
         NOW.in_flight = self.grid.size > 1
+        if train:
+            self.gradients.add_to()
         if train or self.holdings.sharded is not None:
             self.sync.begin()
         try:
             with self._deferring():
-                reduces = train and synchronize and self.sync.is_early
+                reduces = train and self.synchronizes and self.sync.is_early
                 self.interpreter.run(program.ranks[self.rank], self.sync.stage_done if reduces else None)
         finally:
             for stage in self.stages:
                 stage.end()
+            self.carry.end()
         self.steps += train
+        self.planner.flags.stepped()
         NOW.start("the sums of gradients and losses")
         if train or self.holdings.sharded is not None:
-            self.sync.finish(train and synchronize)
+            self.sync.finish(train and self.synchronizes)
         NOW.in_flight = False
         end, source = self.stages[-1], self.ranks[self.policy.placement[-1]]  # the last stage is the last of its rank
         loss = self._of_replicas(end)
         total = share_scalar(loss, source, self.group, self.device) if return_loss else None
-        if outputs.function:
+        merged = outputs.merged(flow, loss) if end.is_last else None
+        if outputs.may_fail:
             failed = int(gather(outputs.failed, self.grid.world).max())
             if failed:
                 outputs.raise_failure(failed - 1)
-        return {"loss": total, "outputs": outputs.merged(flow, loss) if end.is_last else None}
+        return {"loss": total, "outputs": merged}
 
     @together_in("plugin.recording")
     def recording(self) -> Recording:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeshard.boosted import PipelineModel
 from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.model.ghost import Guarded, inside_pipeshard
 from pipeshard.model.skeleton import build, skeletons
 from pipeshard.model.slicing import Sliced
 from pipeshard.model.units import Interception, Recomputation
@@ -20,6 +21,7 @@ from pipeshard.runtime.fsdp import additions, own_classes, remove_additions
 from pipeshard.runtime.local import whole
 
 
+@inside_pipeshard()
 def to_sequential(model: nn.Module, rank: int | None = None, device: torch.device | str = "cpu") -> nn.Module | None:
     """The whole model as it is now, of the architecture's own class: every rank of the pipeline has to call it.
 
@@ -84,7 +86,7 @@ def _copied(pipeline: Pipeline, device: torch.device) -> nn.Module:
                 original = value.original.plain if isinstance(value.original, Sliced) else value.original
                 if getattr(original, "__func__", None) is not type(module).forward:  # the user's, on the instance
                     new.__dict__[key] = copy.deepcopy(original, memo)
-            elif isinstance(value, Sliced):
+            elif isinstance(value, Sliced | Guarded):
                 del new.__dict__[key]
             elif isinstance(value, Recomputation):
                 new.__dict__[key] = copy.deepcopy(value.checkpoint, memo)
@@ -106,7 +108,7 @@ def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
     for module in model.modules():
         for value in module.__dict__.values():
-            if isinstance(value, Interception | Recomputation | Sliced):
+            if isinstance(value, Interception | Recomputation | Sliced | Guarded):
                 memo[id(value)] = value
         for tensor in filter(torch.is_tensor, tree_leaves(list(module.__dict__.values()))):
             if id(tensor) not in memo:  # buffers, and what a forward has left, with its graph

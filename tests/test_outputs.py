@@ -122,7 +122,7 @@ def messages() -> list[int]:
         out = split.evaluate(data, return_outputs=what)["outputs"]
         if out is not None and what in (True, "hidden_states"):
             assert all(torch.isfinite(t).all() for t in out.hidden_states)
-        (route,) = [routes[0] for (_, wanted, _), routes in planner._routes.items() if wanted == _wanted(what)][-1:]
+        (route,) = [routes[0] for (_, wanted), routes in planner._routes.items() if wanted == _wanted(what)][-1:]
         counts.append(len(route.leaves.values))
     return counts
 

@@ -6,20 +6,16 @@ import random
 import time
 from dataclasses import replace
 from datetime import date
-from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from pipeshard.errors import TraceError
-from tests.parity.check import check
 from tests.parity.entries import Entry, all_entries
 from tests.parity.report import EXACT, ORDER, Row, Totals, draw, markdown, results, verdicts
 from tests.parity.sweep import Rows, failure, row_of, sample
 from tests.pool import Pool, WorkerError
-from tests.unsplit import Split, regions_made
 
 KINDS = {
     "decoders": "causal-lm: gpt2 llama gemma2 bloom falcon gptj",
@@ -34,13 +30,6 @@ KINDS = {
     "audio": "speech-seq2seq: whisper speech_to_text moonshine",
 }
 FIXED = [f"{task}/{name}" for task, names in (kind.split(": ") for kind in KINDS.values()) for name in names.split()]
-JOINED = [
-    *(f"causal-lm/{name}" for name in ("gpt2", "llama", "qwen3", "mixtral", "mamba")),
-    "masked-lm/bert",
-    "seq2seq-lm/bart",
-    "image-classification/vit",
-    "speech-seq2seq/whisper",
-]
 ENTRIES = {str(entry): entry for entry in all_entries()}
 SEED = int(os.environ.get("PARITY_SEED") or "{}{:02}".format(*date.today().isocalendar()))  # another one each week
 ROTATING = sample([entry for name, entry in ENTRIES.items() if name not in FIXED], 8, SEED)
@@ -59,22 +48,6 @@ def test_rotating_architecture(pool: Pool, entry: Entry, p: int) -> None:
     allowed = {*EXACT} | ({known.get(str(entry))} & {"refused", "untrainable"})
     row = row_of(pool, entry, p)
     assert row.kind in allowed, f"{row.kind} (PARITY_SEED={SEED} draws the same sample): {row.reason}"
-
-
-def joined(entry: Entry) -> tuple[str, list[int]]:
-    """The verdict where layers run as regions, which are not compiled, and of how many layers they are on this rank."""
-    with (
-        regions_made() as sizes,
-        mock.patch("tests.parity.check.Split", partial(Split, compile={"units": 8})),
-        mock.patch("pipeshard.model.policy.torch.compile", lambda forward, **_: forward),
-    ):
-        return check(entry).kind, sizes
-
-
-@pytest.mark.parametrize("name", JOINED)
-def test_regions(pool: Pool, name: str) -> None:
-    results = pool.run(joined, 2, ENTRIES[name])
-    assert all(kind in EXACT for kind, _ in results) and any(sizes for _, sizes in results)
 
 
 ROWS = [

@@ -151,8 +151,7 @@ def contract() -> None:
     for whole in (unsplit.model, model):
         matrices = [q for q in whole.parameters() if q.ndim > 1]
         groups = [{"params": matrices}, {"params": [q for q in whole.parameters() if q.ndim == 1], "weight_decay": 0.0}]
-        heads = [{"params": [torch.nn.Parameter(torch.zeros(1))]}] if whole is model else []
-        optimizers.append(torch.optim.AdamW(groups + heads, lr=1e-3))
+        optimizers.append(torch.optim.AdamW([*groups, {"params": []}], lr=1e-3))
         schedulers.append(torch.optim.lr_scheduler.LambdaLR(optimizers[-1], lambda step: 0.5**step))
     unsplit.optimizer = optimizers[0]
 

@@ -366,7 +366,7 @@ class Growing(Plain):
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
-        self.register_buffer("table", torch.zeros(1), persistent=False)
+        self.register_buffer("table", torch.ones(1), persistent=False)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         outputs = super().forward(x)

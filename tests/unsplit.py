@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +13,6 @@ from torch import Tensor, nn
 from pipeshard import PipelinePlugin
 from pipeshard.errors import ConfigurationError
 from pipeshard.model.media import read_batch
-from pipeshard.model.region import in_turn
 from pipeshard.model.sharder import is_released
 from pipeshard.runtime.local import whole
 
@@ -96,19 +92,6 @@ class Split:
     @property
     def held(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.unwrap().named_parameters() if not is_released(p)}
-
-
-@contextmanager
-def regions_made() -> Iterator[list[int]]:
-    """Inside, of how many units each region is that is made."""
-    sizes: list[int] = []
-
-    def counting(forwards: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-        sizes.append(len(forwards))
-        return in_turn(forwards)
-
-    with mock.patch("pipeshard.model.policy.in_turn", counting):
-        yield sizes
 
 
 def differences(split: Split, unsplit: Unsplit, data: Any, tolerance: float = 1e-6, **parts: int) -> list[str]:

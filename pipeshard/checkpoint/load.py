@@ -48,7 +48,7 @@ class _Plan:
 
     def __init__(self, model: nn.Module, source: Source, holdings: Holdings) -> None:
         self.model, self.source, self.holdings = model, source, holdings
-        state = model.state_dict()  # released tensors have kept their shapes
+        state = model.state_dict(keep_vars=True)  # Ghosts have shapes
         self.shapes = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
         self.first = first_names(model)
         self.conversion = Conversion(model, source.shapes, self.shapes)

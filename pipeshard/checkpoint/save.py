@@ -1,5 +1,6 @@
 """Save: each stage writes its own tensors of a Hugging Face checkpoint, which takes the old one's place at once."""
 
+import copy
 import json
 import logging
 import os
@@ -7,7 +8,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
     All ranks call it: what is sliced is gathered from the ranks that have the slices.
     """
     module, policy = model.unwrap(), model.pipeline.policy
-    state, saved = module.state_dict(), saved_names(module)
+    state, saved = module.state_dict(keep_vars=True), saved_names(module)
     own = {first: saved[first] for first in sorted(policy.held[policy.stage])}
     own |= {name: name for name in sorted(state.keys() - first_names(module).keys())}  # buffers
     tensors = {name: whole(state[first].detach()) for first, name in own.items() if policy.owner(first) == policy.stage}
@@ -57,14 +58,13 @@ class FolderSave:
     """
 
     folder: Path
-    module: nn.Module
+    configs: list[Any]  # as they are to be written
     stage: int
     parts: dict[str, dict[str, Tensor]]  # this stage's shards by file name
     weight_map: dict[str, str]  # of all stages
     total_size: int
     token: str
     stages: int
-    cached: list[Any]  # configs that had their cache on
     failed: Exception | None = None
     thread: threading.Thread | None = field(default=None, repr=False)
 
@@ -90,14 +90,13 @@ class FolderSave:
         first = sum(map(len, counts[: pipeline.rank]))
         return cls(
             folder,
-            module,
+            _configs(module, pipeline.cached),
             pipeline.rank,
             {file: {name: state[name] for name in names} for file, names in zip(files[first:], own)},
             {name: file for file, shard in zip(files, shards, strict=True) for name, _ in shard},
             sum(size for shard in shards for _, size in shard),
             token,
             pipeline.num_stages,
-            pipeline.cached,
         )
 
     @property
@@ -111,7 +110,9 @@ class FolderSave:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
             sync(path)
         if self.stage == 0:
-            self._write_configs(self.folder / self._hidden("configs"))
+            (configs := self.folder / self._hidden("configs")).mkdir()
+            for config in self.configs:
+                config.save_pretrained(configs)
             if not self.is_single:
                 index = {
                     "metadata": {"total_size": self.total_size},
@@ -170,20 +171,6 @@ class FolderSave:
                 )
             time.sleep(0.02)
 
-    def _write_configs(self, folder: Path) -> None:
-        """The model's, with the caches as they were before boost turned them off."""
-        folder.mkdir()
-        parts: list[Any] = [getattr(self.module, name, None) for name in ("config", "generation_config")]
-        if parts[0] is not None:
-            parts[0].architectures = [type(self.module).__name__]
-        for config in self.cached:
-            config.use_cache = True
-        for part in parts:
-            if hasattr(part, "save_pretrained"):
-                part.save_pretrained(folder)
-        for config in self.cached:
-            config.use_cache = False
-
     def _mark(self, stage: int) -> Path:
         return self.folder / self._hidden(f"stage{stage}.done")
 
@@ -217,6 +204,19 @@ def save_file_of_stages(boosted: PipelineModel, tensors: dict[str, Tensor], targ
                 os.replace(joined, target)
     finally:
         parts[pipeline.rank].unlink(missing_ok=True)
+
+
+def _configs(module: nn.Module, cached: Collection[Any]) -> list[Any]:
+    """Copies of the model's, with the caches as they were before boost turned them off."""
+    memo: dict[int, Any] = {}
+    parts: list[Any] = [getattr(module, name, None) for name in ("config", "generation_config")]
+    configs = [copy.deepcopy(part, memo) for part in parts if hasattr(part, "save_pretrained")]
+    if parts[0] is not None and id(parts[0]) in memo:
+        memo[id(parts[0])].architectures = [type(module).__name__]
+    for config in cached:
+        if id(config) in memo:
+            memo[id(config)].use_cache = True
+    return configs
 
 
 def _ready(tensor: Tensor, snapshot: bool) -> Tensor:

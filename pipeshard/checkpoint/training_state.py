@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipeshard.checkpoint.beside import existing, new_folder, remove, restore, together
 from pipeshard.checkpoint.generators import check_random_state, random_state, set_random_state
-from pipeshard.checkpoint.io import PipelineCheckpointIO, boosted_model
+from pipeshard.checkpoint.io import boosted_model
 from pipeshard.checkpoint.manifest import MANIFEST, flaw, write_manifest
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.checkpoint.plain import load_plain
@@ -41,7 +41,8 @@ def save_training_state(
 
     It holds `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler, the state of
     the first stage's random numbers and the position in the data. At every moment the steps saved before and this one
-    are there as a whole or not at all; when it is complete, all but the last `keep` are removed.
+    are there as a whole or not at all; when it is complete, all but the last `keep` are removed. A save of
+    `save_model(use_async=True)` that still runs is waited for, and its error is raised.
 
     Raises CheckpointError, on every rank, for what is not boosted, a dataloader that does not know its position, and
     a `directory` that holds a later step, which would be taken for the newest.
@@ -51,10 +52,12 @@ def save_training_state(
         _check_loader(dataloader)
         _check_step(parent, step, keep)
     _same(step, pipeline, "step")
+    checkpoints = pipeline.plugin.get_checkpoint_io()
+    checkpoints.wait()
     if pipeline.grid.first:
         _remove_leftovers(parent)
     with new_folder(_folder(parent, step), pipeline.grid.world, mark=MANIFEST) as folder:
-        PipelineCheckpointIO(pipeline.grid).save_folder(model, folder / MODEL)
+        checkpoints.save_folder(model, folder / MODEL)
         if optimizer is not None:
             save_optimizer(optimizer, folder / OPTIMIZER, shard=True)
         if pipeline.grid.first:
@@ -114,7 +117,7 @@ def load_training_state(
             raise CheckpointError(f"{folder} was saved without {', '.join(missing)}: load it without, too")
         if dataloader is not None:
             dataloader.load_state_dict(rest["dataloader"])
-    PipelineCheckpointIO(pipeline.grid).load_model(model, str(folder / MODEL))
+    pipeline.plugin.get_checkpoint_io().load_model(model, str(folder / MODEL))
     if optimizer is not None:
         load_optimizer(optimizer, folder / OPTIMIZER)
     with together(pipeline.grid.world):

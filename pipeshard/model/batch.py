@@ -1,18 +1,18 @@
 """Batch: what a model is called with, and how it is cut into microbatches."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_map_only, tree_unflatten
 
 from pipeshard.errors import BatchError
-from pipeshard.model.nested import flatten, is_entries, noting, text
-from pipeshard.model.rows import BatchDims, count_rows
+from pipeshard.model.nested import has_tensors, is_entries, noting, text
+from pipeshard.model.rows import BatchDims, count_rows, read_leaves
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,22 @@ class Batch:
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, data: Any, main_input: str | None = None, declared: BatchDims | None = None) -> Self:
+    def of(
+        cls,
+        data: Any,
+        main_input: str | None = None,
+        declared: BatchDims | None = None,
+        lists: dict[str, bool] | None = None,
+    ) -> Self:
         """Read a batch as a dataloader gives it; `main_input` names the tensor whose dim 0 counts the samples, and
-        `declared` has the dimension that does for the leaves of which it is another one.
+        `declared` has the dimension that does for the leaves of which it is another one. `lists` has which lists of
+        tensors have one entry a sample, as far as known, and learns it.
 
         Raises BatchError when there is no tensor in it, or a declared dimension does not count the samples.
         """
-        paths, leaves, tree = flatten(data)
+        paths, leaves, tree = read_leaves(data, main_input, declared or {}, {} if lists is None else lists)
+        # What was made in inference mode has no version counter, by which writes in place are seen.
+        leaves = tuple(leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf for leaf in leaves)
         return cls(leaves, paths, tree, *count_rows(paths, leaves, main_input, declared))
 
     @property
@@ -113,7 +122,24 @@ class Batch:
         return replace(self, row_dims=dims, owners=owners)
 
     def to(self, device: torch.device) -> Self:
-        return self.map(lambda path, leaf, dim: leaf.to(device, non_blocking=True))
+        moved = self.map(lambda path, leaf, dim: leaf.to(device, non_blocking=True))
+
+        def place(leaf: Any) -> Any:
+            return tree_map_only(Tensor, lambda t: t.to(device), leaf) if has_tensors(leaf) else leaf
+
+        return replace(moved, leaves=tuple(map(place, moved.leaves)))
+
+    def copied(self, paths: Collection[str]) -> Self:
+        """The same with copies of the tensors of these paths, one for those that are the same tensor."""
+        copies: dict[Any, Tensor] = {}
+
+        def copy(path: str, leaf: Tensor, dim: int | None) -> Tensor:
+            if path not in paths:
+                return leaf
+            key = leaf.untyped_storage()._cdata, leaf.storage_offset(), leaf.shape, leaf.stride()
+            return copies[key] if key in copies else copies.setdefault(key, leaf.clone())
+
+        return self.map(copy)
 
     def take(self, rows: Tensor) -> Self:
         """The samples with these indices (int64)."""
@@ -132,7 +158,12 @@ class Batch:
         if length == self.rows:
             return self
         rows = range(start, start + length)
-        return self._pick(rows, lambda leaf, dim, at: leaf.narrow(dim, at[0] if at else 0, len(at)))
+
+        def view(leaf: Tensor, dim: int, at: Sequence[int]) -> Tensor:
+            part = leaf.narrow(dim, at[0] if at else 0, len(at))
+            return part if leaf.requires_grad else part.data  # which may be written to without the others knowing
+
+        return self._pick(rows, view)
 
     def _pick(self, rows: Sequence[int], select: Callable[[Tensor, int, Sequence[int]], Tensor]) -> Self:
         """These samples, `select(leaf, dimension, indices)` taking what belongs to them."""

@@ -1,6 +1,7 @@
 """CutPoint: marks a place in a forward where a model may be cut."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
@@ -14,6 +15,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_tracing = 0
+
+
+@contextmanager
+def strays_refused() -> Iterator[None]:
+    """While units are handled: all CutPoints that are called have to be among them."""
+    global _tracing
+    _tracing += 1
+    try:
+        yield
+    finally:
+        _tracing -= 1
+
 
 class CutPoint(nn.Module):
     """Call it on what flows on at a place where the model may be cut: `x = self.cut(x)` (Varuna, Athlur et al. 2022,
@@ -24,11 +38,16 @@ class CutPoint(nn.Module):
     or dict of anything that has tensors. Other values that are used on both sides of a cut (skip connections, numbers,
     masks) need no mark: they are found.
 
-    Raises UsageError for a value without a tensor.
+    Raises UsageError for a value without a tensor. One that is no module of the model is a TraceError at boost.
     """
 
     def forward(self, value: T) -> T:
         """The value itself."""
+        if _tracing and "forward" not in self.__dict__:  # no Interception has found it
+            raise TraceError(
+                "a CutPoint is called that is no module of the model (one of a plain list or dict?), so that nothing "
+                "would be cut there: make it an attribute, and several of them an nn.ModuleList"
+            )
         if not isinstance(value, Tensor) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
             raise UsageError(
                 f"a CutPoint got {type(value).__name__} {value!r:.60}, which has no tensor: call it on the activations "

@@ -1,27 +1,31 @@
 """Dataflow: which unit results each unit call, the loss and the outputs depend on."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Self
 
 from pipeshard.model.exits import Part
 from pipeshard.model.names import field_of
+from pipeshard.model.question import Question
 from pipeshard.model.shapes import Axes, TensorSpec
-from pipeshard.model.taint import Hidden, Input, Tag, Used, Value
+from pipeshard.model.snapshot import Path
+from pipeshard.model.taint import Hidden, Hook, Hooked, Input, Kept, Tag, Used, Value
 
 Wanted = bool | frozenset[str]  # of the model's output: all of it, nothing but the loss, or these fields
 
 
 @dataclass(frozen=True)
 class Use:
-    """What something depends on: unit results, parameters glue reads itself, leaves of the batch, and calls whose
-    hidden state it sees."""
+    """What something depends on: unit results, parameters glue reads itself, leaves of the batch, calls whose hidden
+    state it sees, tensors to whose gradient glue listens, and places in which something is since an earlier forward."""
 
     values: frozenset[Value] = frozenset()
     parameters: frozenset[str] = frozenset()
     inputs: frozenset[str] = frozenset()
     hidden: frozenset[int] = frozenset()
+    hooks: frozenset[int] = frozenset()
+    kept: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, tags: frozenset[Tag]) -> Self:
@@ -30,31 +34,74 @@ class Use:
             frozenset(tag.name for tag in tags if isinstance(tag, Used)),
             frozenset(tag.path for tag in tags if isinstance(tag, Input)),
             frozenset(tag.call for tag in tags if isinstance(tag, Hidden)),
+            frozenset(tag.hook for tag in tags if isinstance(tag, Hooked)),
+            frozenset(tag.name for tag in tags if isinstance(tag, Kept)),
         )
+
+    def joined(self, *others: Self) -> Self:
+        """All that this and the others depend on."""
+        uses = self, *others
+        names = [part.name for part in fields(self)]
+        return replace(self, **{name: frozenset().union(*(getattr(use, name) for use in uses)) for name in names})
+
+    def until(self, call: int) -> Self:
+        """Of this, what is there before a call."""
+        values = frozenset(value for value in self.values if value.call < call)
+        return replace(self, values=values, hidden=frozenset(made for made in self.hidden if made < call))
 
 
 @dataclass(frozen=True)
 class Call:
     """One call of a unit: what it reads, and what leaves it, the result first.
 
-    `leaves` are TensorSpecs and constants, those of all parts in their order. A gradient of the call flows on to
-    `differentiated`, those of the values read that come by an argument which requires one. `flops` and `elements`
+    `leaves` are TensorSpecs and constants, those of all parts in their order. The gradient of leaf k flows on to
+    `differentiated[k]`, those of the values read that it was computed from so that one does. `flops` and `elements`
     (numbers made by its operators) are those of one forward at the traced size; to `flops` belong those of glue with
     parameters of its own before the call. `writes` is whether it changes an argument in place, `is_cut` whether it is a
-    CutPoint. `continues` is whether it is given what the call before has returned, and else the same as that one was;
-    both return one tensor, draw no random numbers and write to nothing.
+    CutPoint.
     """
 
     unit: str
     reads: Use
-    differentiated: frozenset[Value]
+    differentiated: tuple[frozenset[Value], ...]
     parts: tuple[Part, ...]
     leaves: tuple[Any, ...]
     flops: int
     elements: int
     writes: bool = False
     is_cut: bool = False
-    continues: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether it leaves something at a place: in a buffer, an attribute, an object that it is given."""
+        return any(part.source.place for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A place in which one forward leaves something to the next.
+
+    `path` is the way there from the model. `writers` are the unit calls that leave it, -1 for glue. After `until` calls
+    it does not change any more as far as others than its writer are concerned, where None stands for the end of the
+    forward. `uses` is what it is made of in one forward, and `readers` are the unit calls that depend on it in the
+    next, -1 for the loss and the outputs. `kind` is "tensor" for one that is written to in place, "parameter" where it
+    is one, "settled" for a parameter that the next forward does not write to, "generator", "number" for one that is
+    another in each forward, or "".
+    """
+
+    name: str
+    path: Path
+    writers: frozenset[int]
+    until: int | None
+    uses: Use
+    readers: frozenset[int]
+    kind: str = ""
+
+    @property
+    def makers(self) -> frozenset[int]:
+        """The calls without whose results it is not what it should be."""
+        of_units = self.writers if -1 not in self.writers else frozenset()
+        return of_units | self.uses.hidden | {value.call for value in self.uses.values}
 
 
 @dataclass(frozen=True)
@@ -63,10 +110,13 @@ class Dataflow:
 
     `outputs` are the tensor leaves of the model's output: (path, use, spec). `written` are values that are changed
     in place after they were made. `decisions` are lines of glue that decide in Python on an activation, `consulted`
-    the leaves of the batch it decides on, or writes to, `watched` those among them whose values are part of what the
-    Dataflow is for: sizes of images, and masks that select. `glue_random` is whether glue draws random numbers,
-    `python_random` whether anything draws from `random` or numpy's generator. `tail` are the flops of glue with
-    parameters of its own after the last call. `touched` are values that operators of glue were given.
+    the leaves of the batch it decides on, or writes to (`rewritten`), `watched` those among them whose values are part
+    of what the Dataflow is for: sizes of images, and masks that select. `glue_random` is whether glue draws random
+    numbers, `python_random` whether anything draws from `random` or numpy's generator. `tail` are the flops of glue
+    with parameters of its own after the last call. `touched` are values that operators of glue were given, `questions`
+    what it asked of the batch's values: the Dataflow is for batches with the same answers. `hooks` are those that glue
+    puts on gradients, `carried` is what is left to the next forward. `together` are the calls that the model's own
+    checkpoints run again in the backward pass, the first and the last of each.
     """
 
     calls: tuple[Call, ...]
@@ -81,6 +131,11 @@ class Dataflow:
     python_random: bool = False
     tail: int = 0
     touched: frozenset[Value] = frozenset()
+    questions: tuple[Question, ...] = ()
+    hooks: tuple[Hook, ...] = ()
+    rewritten: frozenset[str] = frozenset()
+    carried: tuple[Carried, ...] = ()
+    together: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:
@@ -110,8 +165,9 @@ class Dataflow:
         sealed = min(hidden, default=len(self.calls))
         for index in range(len(self.calls) - 1, -1, -1):
             made = {value for value in found if value.call == index and self.spec(value).requires_grad}
-            if made or index in hidden or index >= sealed:
-                found |= self.calls[index].differentiated
+            of_leaves, seen = self.calls[index].differentiated, index in hidden or index >= sealed
+            if made or seen:
+                found.update(*(of_leaves if seen else (of_leaves[value.leaf] for value in made)))
                 hidden |= self.calls[index].reads.hidden
         return frozenset(value for value in found if self.spec(value).requires_grad)
 
@@ -139,4 +195,5 @@ class Dataflow:
             frozenset().union(*(use.parameters for use in uses)),
             frozenset().union(*(use.inputs for use in uses)),
             frozenset().union(*(use.hidden for use in uses)),
+            frozenset().union(*(use.hooks for use in uses)),
         )

@@ -19,15 +19,18 @@ TOKENS = "{}_token_id", "{}_token_index"
 SIZES = "_thw", "_sizes", "_shapes", "_hws"  # ends of the names of inputs that have one row of sizes an image
 
 
-def read_batch(model: nn.Module, data: Any, declared: BatchDims | None = None) -> Batch:
+def read_batch(
+    model: nn.Module, data: Any, declared: BatchDims | None = None, lists: dict[str, bool] | None = None
+) -> Batch:
     """A batch for `model` as a dataloader gives it, with the media of each sample.
 
-    `declared` has, by path, the dimension that counts the samples (None: every microbatch gets the leaf whole).
+    `declared` has, by path, the dimension that counts the samples (None: every microbatch gets the leaf whole), and
+    `lists` which lists of tensors have one entry a sample, as earlier batches have told.
 
     Processors pile the images of all samples up: a dimension counts images, or patches of all of them. Whose they are
     is said by a leaf of counts (`num_local_patches`), or by each sample's number of placeholder tokens.
     """
-    batch = Batch.of(data, getattr(model, "main_input_name", None), declared)
+    batch = Batch.of(data, getattr(model, "main_input_name", None), declared, lists)
     ids = batch.by_sample("input_ids") if "input_ids" in batch.tensors else None
     ids = ids if ids is not None and ids.ndim == 2 else None
     owners: dict[str, tuple[int, ...]] = {}
@@ -40,7 +43,12 @@ def read_batch(model: nn.Module, data: Any, declared: BatchDims | None = None) -
     labels = batch.tensors.get("labels")
     if labels is not None and labels.ndim == 2 and len(labels) > batch.rows and not len(labels) % batch.rows:
         owners["labels"] = (len(labels) // batch.rows,) * batch.rows  # one row for each codebook of a sample
-    return batch.owned({path: own for path, own in owners.items() if path not in (declared or {})})
+    own = {path: counts for path, counts in owners.items() if path not in (declared or {})}
+    for path, dim in (declared or {}).items():
+        leaf = batch.tensors.get(path)
+        if dim == 0 and leaf is not None and len(leaf) > batch.rows:  # several entries a sample
+            own[path] = (len(leaf) // batch.rows,) * batch.rows
+    return batch.owned(own)
 
 
 def _kind(path: str) -> str | None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch.utils._pytree import (
     SUPPORTED_NODES,
     GetAttrKey,
     MappingKey,
-    TreeSpec,
     keystr,
     register_pytree_node,
     tree_flatten,
@@ -25,11 +25,15 @@ from pipeshard.model.names import as_dicts
 READS = "__getitem__ __iter__ __len__ __contains__ __reversed__ __eq__ __lt__ __add__ __mul__ __repr__ count index copy"
 
 
-def flatten(data: Any) -> tuple[tuple[str, ...], tuple[Any, ...], TreeSpec]:
+Decide = Callable[[str, Sequence[Any]], bool]
+
+
+def flatten(data: Any, by_sample: Decide = lambda path, entries: False) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:
     """The leaves of what a dataloader gives, their paths, and the tree that `tree_unflatten` puts them back into.
 
     What is no mapping, tuple or list becomes a tuple of that one thing. A leaf is a tensor, a list or tuple without
-    any tensor in it (of strings, of one number a sample), or whatever else is no container. Dataclasses, mappings
+    any tensor in it (of strings, of one number a sample), or one with tensors of which `by_sample(path, list)` says
+    that it has one entry a sample, or whatever else is no container. Dataclasses, mappings
     that torch does not know and objects that have tensors as attributes are looked into, and are put together again
     in their own class, without calling `__init__` or `__post_init__`; torch's pytree knows their classes from then on.
 
@@ -41,10 +45,17 @@ def flatten(data: Any) -> tuple[tuple[str, ...], tuple[Any, ...], TreeSpec]:
     wrapped = not isinstance(data, dict | tuple | list)
     if wrapped:
         data = (data,)
-    leaves, tree = tree_flatten(data, is_leaf=_is_leaf)
-    named, _ = tree_flatten_with_path(as_dicts(data), is_leaf=_is_leaf)
-    paths = (path[1:] if wrapped and len(path) > 1 else path for path, _ in named)
-    return tuple(map(_name, paths)), tuple(leaves), tree
+    decided: dict[Any, bool] = {_mark(data): False}
+    while True:  # from the outside to the inside: lists within one that has no entry a sample
+        is_leaf = partial(_is_leaf_or_list, decided)
+        leaves, tree = tree_flatten(data, is_leaf=is_leaf)
+        named, _ = tree_flatten_with_path(as_dicts(data), is_leaf=is_leaf)
+        keys = (path[1:] if wrapped and len(path) > 1 else path for path, _ in named)
+        paths = tuple(map(_name, keys))
+        lists = [(path, leaf) for path, leaf in zip(paths, leaves) if has_tensors(leaf) and _mark(leaf) not in decided]
+        if not lists:
+            return paths, tuple(leaves), tree
+        decided |= {_mark(leaf): by_sample(path, leaf) for path, leaf in lists}
 
 
 def is_entries(leaf: Any, dim: int | None = 0) -> bool:
@@ -79,6 +90,21 @@ def _noted(base: Any) -> Any:
 
 
 _NOTED: dict[type, Any] = {base: _noted(base) for base in (list, tuple)}
+
+
+def _is_leaf_or_list(decided: Mapping[Any, bool], node: Any) -> bool:
+    return _is_leaf(node) or (has_tensors(node) and decided.get(_mark(node), True))
+
+
+def has_tensors(node: Any) -> bool:
+    """Whether a list or tuple has tensors in it."""
+    return type(node) in (list, tuple) and not _is_leaf(node)
+
+
+def _mark(node: Any) -> Any:
+    """What tells a list from others, that is still so where all containers are copied."""
+    tensors = (leaf for leaf in tree_leaves(node, is_leaf=_is_dead_end) if isinstance(leaf, Tensor))
+    return type(node), len(node), tuple(map(id, tensors))
 
 
 def _is_leaf(node: Any) -> bool:

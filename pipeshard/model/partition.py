@@ -110,11 +110,27 @@ def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
             reason = f"{name} uses a value that leaves unit {flow.calls[maker].unit} by a way that cannot be followed"
             forbidden.update(dict.fromkeys(range(maker + 1, min(reader, len(flow.calls) - 1) + 1), reason))
 
+    for place in flow.carried:
+        late = max(place.makers, default=0)
+        for reader in place.readers - {-1}:
+            what = f"unit {flow.calls[reader].unit} reads {place.name}, which the forward before has made of"
+            reason = f"{what} the result of a later unit, {flow.calls[late].unit}"
+            forbidden.update(dict.fromkeys(range(reader + 1, late + 1), reason))
     for reader, call in enumerate(flow.calls):
         keep_together(call.reads, reader, f"unit {call.unit}")
     if flow.loss is not None:
         keep_together(flow.loss, len(flow.calls), "the loss")
+    for first, last in flow.together:
+        forbidden.update(dict.fromkeys(range(first + 1, last + 1), _recomputed(flow, first, last)))
     return forbidden
+
+
+def _recomputed(flow: Dataflow, first: int, last: int) -> str:
+    return (
+        f"a torch.utils.checkpoint of the model's own runs units {flow.calls[first].unit} to {flow.calls[last].unit} "
+        "again in the backward pass, which one stage has to do: call it for each of them alone, or leave it out and "
+        "pass recompute=True to PipelinePlugin"
+    )
 
 
 def balance(
@@ -211,10 +227,30 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
                     f"(stage {stages[maker]}) by a way that cannot be followed, so it cannot get there. If it is an "
                     "output that was asked for (output_attentions, ...), do not ask for it"
                 )
+    for first, last in flow.together:
+        if stages[first] != stages[last]:
+            raise TraceError(f"in this mode, or with this batch, {_recomputed(flow, first, last)}")
     live = _alive(flow, stages, num_stages, everything)
     wanted = live if not outputs else _alive(flow, stages, num_stages, loss)
     returning = [values & flow.receiving for values in wanted]
     return [Boundary(tuple(sorted(live[s])), tuple(sorted(returning[s]))) for s in range(num_stages)]
+
+
+def refuse_hooks(flow: Dataflow, stages: Sequence[int], num_stages: int) -> None:
+    """Refuse a gradient hook of glue that would not hear the whole gradient, once: the stages that read the tensor run
+    that glue each, and so may the one that made it."""
+    ends = {stage: k for k, stage in enumerate(stages)}
+    for number, hook in enumerate(flow.hooks):
+        readers = {stage for call, stage in zip(flow.calls, stages) if number in call.reads.hooks}
+        readers |= {num_stages - 1} if flow.loss is not None and number in flow.loss.hooks else set()
+        first = stages[hook.home.call] if hook.home is not None else min(readers, default=0)
+        passing = {s for s in range(first, max(readers, default=0)) if ends.get(s, -1) >= hook.calls}
+        if len(readers | (passing if hook.home is not None else set())) > 1:
+            raise TraceError(
+                f"the model puts a gradient hook on a tensor that is used on several stages ({hook.line}), each of "
+                "which has a part of its gradient. Put the hook on a tensor inside a layer, or cut elsewhere "
+                "(partition=[...])"
+            )
 
 
 def _alive(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Use) -> list[set[Value]]:

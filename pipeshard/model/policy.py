@@ -1,7 +1,6 @@
 """Policy: what a stage holds and runs; the base class derives all of it from the Dataflow."""
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,8 +12,6 @@ from pipeshard.model.cutpoint import CutPoint
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.names import full_name, unknown
 from pipeshard.model.partition import Cuts, Partition, balance, call_costs, forbidden_cuts, held_parameters
-from pipeshard.model.recompute import recomputes_itself
-from pipeshard.model.region import in_turn, is_hooked
 from pipeshard.model.replay import Replay
 from pipeshard.model.units import find_units, intercept
 from pipeshard.model.weights import weights
@@ -74,20 +71,42 @@ class Policy:
         self.partition = Partition.of(flow, counts)
         self.stages = self.partition.of_calls(flow)
         self._refuse_forbidden(counts)
+        self.refuse_state(flow)
         self.held_by_parts = held_parameters(model, flow, self.stages, self.units, parts)
         self.held = self._merged(self.held_by_parts)
         running = {call.unit for call, part in zip(flow.calls, self.stages, strict=True) if part in self.chunks}
-        self.longest = 1  # the most units of a region
-        self._in_regions: dict[str, nn.Module] = {}
-        self.replay = Replay(self.units, frozenset(running), stage, device or torch.device("cpu"))
+        self.replay = Replay(model, self.units, frozenset(running), stage, device or torch.device("cpu"))
 
     def refuse_decisions(self, flow: Dataflow) -> None:
         """Refuse glue that branches on an activation: only the stage that has it could take the right way."""
         if flow.decisions and len(self.placement) > 1:
             raise TraceError(
                 f"{type(self.model).__name__} decides in Python on a value of a unit, which only its stage has: "
-                f"{'; '.join(flow.decisions)}. Compute it with tensor operations (torch.where), or inside a unit"
+                f"{'; '.join(flow.decisions)}. Compute it with tensor operations (torch.where), or inside a unit; so "
+                "with gradients that forward asks for (autograd.grad)"
             )
+
+    def refuse_state(self, flow: Dataflow) -> None:
+        """Refuse what a forward leaves to the next if no stage could know it: parameters that glue changes, generators
+        and counters that move on several stages."""
+        stages = self.partition.of_calls(flow)
+        for place in flow.carried if len(self.placement) > 1 else ():
+            names = [flow.calls[call].unit if call >= 0 else "the model's forward" for call in sorted(place.writers)]
+            where = {stages[call] if call >= 0 else -1 for call in place.writers}
+            others = [*sorted(place.uses.parameters), *(flow.calls[call].unit for call in sorted(place.makers))]
+            often = (place.kind == "parameter" and self.model.training) or len(self.placement) > self.num_stages
+            if place.kind in ("parameter", "settled") and -1 in where and (others or often):
+                raise TraceError(
+                    f"the forward of {type(self.model).__name__} changes the parameter {place.name} outside of its unit"
+                    f"{f', by {others[0]}' if others else ''}, and no stage can do that for all: do it after "
+                    "optimizer.step(), or inside the unit, or use one stage (pp_size=1)"
+                )
+            if place.kind in ("generator", "number") and len(where) > 1:
+                raise TraceError(
+                    f"{names[0]} and {names[-1]} {'draw from' if place.kind == 'generator' else 'change'} "
+                    f"{place.name}, but are on several stages, each of which has one of its own: give each layer its "
+                    "own, or move this out of all layers into the model's forward, or use one stage (pp_size=1)"
+                )
 
     def refuse_unexpected(self, flow: Dataflow) -> None:
         """Refuse a Dataflow in which layers read something else than the policy expects."""
@@ -170,9 +189,14 @@ class Policy:
 
     def owner(self, name: str) -> int:
         """The stage to ask for the present value of a parameter (by its first name) or a buffer: of those that hold it
-        or run its unit the first; for a buffer of no unit the last, which alone runs all of the glue."""
+        or run its unit the first; for a buffer of no unit the last that has what it is made of, or of all, which alone
+        runs all of the glue."""
         parts = [part for (unit, _), part in self.partition.stages.items() if name.startswith(f"{unit}.")]
-        return min(self.holders(name) or [self.placement[part] for part in parts], default=self.placement[-1])
+        prefix = name.removesuffix(".") + "."  # of what a module has, too
+        made = [place for place in self.flow.carried if place.makers and f"{place.name}.".startswith(prefix)]
+        readers = [call for place in made for call in place.readers]
+        last = -1 if -1 in readers or not readers else self.stages[max(readers)]
+        return min(self.holders(name) or [self.placement[part] for part in parts], default=self.placement[last])
 
     def maker(self, name: str) -> int:
         """The stage that a shared parameter gets its first values of: that which runs the unit of its first name (the
@@ -187,29 +211,15 @@ class Policy:
         for interception in intercept(self.units):
             interception.handler = self.replay
 
-    def compile(self, units: int = 1, **options: Any) -> None:
-        """Let torch.compile compile each held unit by itself, units of one class sharing what is compiled, or regions
-        of as many as `units`.
+    def compile(self, **options: Any) -> None:
+        """Let torch.compile compile each held unit by itself, units of one class sharing what is compiled.
 
         In a unit that is a single operation there is nothing to fuse, and calling what was compiled takes longer.
         """
         held = self.held_units.items()
         many = {name: unit for name, unit in held if type(unit) not in SINGLE and not isinstance(unit, CutPoint)}
-        found = dict(zip(many, intercept(many), strict=True))
-        for interception in found.values():
+        for interception in intercept(many):
             interception.compiled = torch.compile(interception.original, **options)
-
-        @lru_cache
-        def compiled(names: tuple[str, ...]) -> Callable[..., Any]:
-            return torch.compile(in_turn([found[name].original for name in names]), **options)
-
-        self.replay.regions, self.longest, self._in_regions = compiled, units, many if units > 1 else {}
-
-    @property
-    def joinable(self) -> frozenset[str]:
-        """The units that may be part of a region now: nobody listens to them, and they do not recompute themselves."""
-        units = self._in_regions.items()
-        return frozenset(name for name, unit in units if not is_hooked(unit) and not recomputes_itself(unit))
 
     def _merged(self, parts: Sequence[set[str]]) -> list[set[str]]:
         """What each process holds, of what the parts it runs hold."""

@@ -1,5 +1,6 @@
 """Recompute: which unit calls keep no activations, and run again in the backward pass."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.model.dataflow import Call, Dataflow
+from pipeshard.model.snapshot import Snapshot
 from pipeshard.model.units import recomputes
 
 
@@ -68,11 +70,9 @@ class Recompute:
 
 
 def can_run_again(call: Call, unit: nn.Module) -> bool:
-    """Whether a second run does what the first did: it writes to no argument, fills no mapping that other units read,
-    and moves no running statistics."""
-    fills = any(part.source.argument >= 0 for part in call.parts)
+    """Whether a second run does what the first did: it writes to no argument, and moves no state."""
     statistics = any(getattr(module, "track_running_stats", False) for module in unit.modules())
-    return not (call.writes or fills or statistics)
+    return not (call.writes or call.moves or statistics)
 
 
 def recomputes_itself(unit: nn.Module) -> bool:
@@ -85,21 +85,33 @@ def run_again(
 ) -> Callable[..., Any]:
     """The forward of unit `name`, of which only the arguments are kept for the backward pass.
 
-    `second` gives what is around the run there; it has to bring the random numbers of the first one back. That raises
-    UsageError where an argument has been changed in place since.
+    `second` gives what is around the run there; it has to bring the random numbers of the first one back. What lists,
+    mappings and objects among the arguments held is there again. That raises UsageError where a tensor has been changed
+    in place since.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_inference()]
         versions = [tensor._version for tensor in tensors]
+        before, runs = Snapshot({"": (args, kwargs)}), itertools.count()
 
         def checked() -> Any:
-            if [tensor._version for tensor in tensors] != versions:
+            if not next(runs):
+                return forward(*args, **kwargs)
+            changes = list(before.changes())
+            written = any(change.before is change.now for change in changes)
+            if written or [tensor._version for tensor in tensors] != versions:
                 raise UsageError(
                     f"unit {name} cannot be recomputed: after its forward an argument of it was changed in place. "
                     "Change a copy there, or leave this unit out (the recompute argument of PipelinePlugin)"
                 )
-            return forward(*args, **kwargs)
+            now = Snapshot({"": (args, kwargs)}) if changes else None
+            before.restore()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                if now is not None:
+                    now.restore()
 
         contexts: Any = {"context_fn": lambda: (nullcontext(), second()), "preserve_rng_state": False}
         return checkpoint(checked, use_reentrant=False, **contexts)

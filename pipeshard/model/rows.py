@@ -4,11 +4,63 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pipeshard.errors import BatchError, ConfigurationError
-from pipeshard.model.nested import is_entries
+from pipeshard.model.nested import flatten, has_tensors, is_entries
 
 BatchDims = Mapping[str, int | None]  # by path: the dimension that counts the samples; None: none does
+
+
+def read_leaves(
+    data: Any, main_input: str | None, declared: BatchDims, known: dict[str, bool]
+) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:
+    """Paths, leaves and tree of a batch, in which a list of one tensor (or mapping of tensors) a sample is a leaf.
+
+    `known` has which lists are such ones, by path, as earlier batches have told, and learns what this one tells.
+    Raises BatchError where that cannot be told, or where a list has another number of entries than there are samples.
+    """
+    lists: dict[str, Sequence[Any]] = {}
+    paths, leaves, tree = flatten(data, lambda path, entries: bool(lists.update({path: entries})))
+    if not lists:
+        return paths, leaves, tree
+    outside = [k for k, path in enumerate(paths) if not any(path.startswith(f"{_inner(name)}[") for name in lists)]
+    chosen = outside if any(isinstance(leaves[k], Tensor) for k in outside) else range(len(paths))
+    rows, _ = count_rows([paths[k] for k in chosen], [leaves[k] for k in chosen], main_input, declared)
+    return flatten(data, lambda path, entries: _is_by_sample(path, entries, rows, declared, known))
+
+
+def _inner(path: str) -> str:
+    """How the paths of what is in a list begin."""
+    return path if path.startswith(("[", ".")) else f"['{path}']"
+
+
+def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchDims, known: dict[str, bool]) -> bool:
+    """Whether a list or tuple that holds tensors has one entry a sample, rather than entries that have samples."""
+    inner = f"{_inner(path)}["
+    if path in declared or any(name.startswith(inner) for name in declared):
+        return declared.get(path) is not None
+    if path in known and (len(entries) == rows or not known[path]):
+        return known[path]
+    if path in known:
+        raise BatchError(f"{path} had one entry a sample in earlier batches, and now has {len(entries)} for {rows}")
+    if rows == 1 or len(entries) != rows:
+        known |= {path: False} if rows > 1 else {}
+        return False
+    tensors = [[leaf for leaf in tree_leaves(entry) if isinstance(leaf, Tensor)] for entry in entries]
+    if not all(tensors) or len({type(entry) for entry in entries}) > 1:
+        return False  # a structure of several things
+    shapes = [tuple(leaf.shape for leaf in leaves) for leaves in tensors]
+    with_samples = all(shape[:1] == (rows,) for own in shapes for shape in own)
+    if with_samples and (type(entries) is tuple or len({tuple(shape[1:] for shape in own) for own in shapes}) > 1):
+        return False
+    if with_samples or (type(entries) is tuple and len(set(shapes)) == 1):
+        raise BatchError(
+            f"there are {rows} samples, and {path} is a {type(entries).__name__} of as many entries, which may be one "
+            f"for each sample, or not: say batch_dims={{{path!r}: 0}} if they are, or {{{path!r}: None}} if not"
+        )
+    known[path] = True
+    return True
 
 
 def count_rows(
@@ -72,6 +124,8 @@ def _row_dim(path: str, leaf: Any, rows: int) -> int | None:
         return 0 if leaf.ndim > 0 and leaf.shape[0] == rows else None
     if not is_entries(leaf) or len(leaf) != rows:
         return None
+    if has_tensors(leaf):
+        return 0
     return 0 if type(leaf) is list or any(isinstance(entry, str) for entry in leaf) else None
 
 
@@ -92,7 +146,7 @@ def _refuse_other_rows(path: str, leaf: Any, dim: int | None, rows: int, where: 
         return
     dim = _checked(path, leaf, dim)
     size = leaf.shape[dim] if isinstance(leaf, Tensor) else len(leaf)
-    if size != rows:
+    if size != rows and not (isinstance(leaf, Tensor) and dim == 0 and size > rows and size % rows == 0):
         raise BatchError(
             f"batch_dims says that dimension {dim} of {path} counts the samples: it has {size}, but there are {rows} "
             f"({where}). Declare the dimension that counts them for both, or None for what every microbatch gets whole"

@@ -39,6 +39,17 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class Count:
+    """A whole number that a unit returns and that follows from the sizes of the batch."""
+
+    value: int
+    slopes: tuple[int, ...]
+
+    def at(self, deltas: Sequence[int]) -> int:
+        return self.value + sum(slope * delta for slope, delta in zip(self.slopes, deltas))
+
+
+@dataclass(frozen=True)
 class Axes:
     """The groups of axes of one batch structure; group 0 counts the samples.
 

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from pipeshard.model.ghost import Ghost, guard, inside_pipeshard
 from pipeshard.model.materialize import InitWeights, allocate, initialize
 from pipeshard.model.policy import Policy
 from pipeshard.model.skeleton import blank_buffers, build, skeletons
@@ -18,6 +19,7 @@ class Sharder:
         self.model, self.policy, self.device = model, policy, device
         self.init_weights, self.seed = init_weights, seed
 
+    @inside_pipeshard()
     def shard(self) -> list[dict[int, nn.Parameter]]:
         """Shard the model in place and return the shared parameters: one {stage: parameter} per tie across stages."""
         self._preprocess()
@@ -33,11 +35,11 @@ class Sharder:
         self.on_meta = {name for name, parameter in self.model.named_parameters() if parameter.is_meta}
 
     def _release_unheld_layers(self) -> None:
-        """A released parameter stays visible under its names, with shape and dtype, but frozen and without storage."""
+        """A released parameter stays visible under its names, as a Ghost."""
         parameters = dict(self.model.named_parameters())
         for first, names in self.names.items():
             if first not in self.held:
-                ghost = _ghost(parameters[first], self.device)
+                ghost = Ghost.of(parameters[first], self.device, self._label(first))
                 for name in names:
                     put_parameter(self.model, name, ghost)
 
@@ -69,13 +71,13 @@ class Sharder:
 
     def _postprocess(self) -> list[dict[int, nn.Parameter]]:
         """Names become tensors last, when nothing replaces them any more."""
+        guard(self.model)
         return self.policy.get_shared_params()
 
-
-def _ghost(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    ghost = nn.Parameter(storageless(parameter, parameter.dtype, device), requires_grad=False)
-    ghost.pipeshard_trainable = parameter.requires_grad  # type: ignore[attr-defined]
-    return ghost
+    def _label(self, name: str) -> str:
+        policy = self.policy
+        here, there = f"which holds stage {policy.stage} of {policy.num_stages}", f"stage {policy.owner(name)} has them"
+        return f"{name} has no values on this rank, {here}; {there}"
 
 
 def storageless(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
@@ -85,4 +87,4 @@ def storageless(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.d
 
 def is_released(parameter: torch.Tensor) -> bool:
     """Whether this stage does not hold the parameter."""
-    return hasattr(parameter, "pipeshard_trainable")
+    return isinstance(parameter, Ghost)

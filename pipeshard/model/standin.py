@@ -1,8 +1,10 @@
 """Stand-ins: throw-away tensors in the place of real ones while a model is traced."""
 
+import contextlib
 import math
 import mmap
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -54,9 +56,23 @@ def blank_state(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
     for _, t in named:
         if t not in blanks:
             real = t.device == device and not hasattr(t, "pipeshard_trainable") and not isinstance(t, DTensor)
-            there = t.detach() if real else torch.zeros(t.shape, dtype=t.dtype, device=device)
+            dtype = getattr(t, "pipeshard_dtype", t.dtype)
+            there = t.detach() if real else torch.zeros(t.shape, dtype=dtype, device=device)
             blanks[t] = nn.Parameter(there, is_trainable(t)) if isinstance(t, nn.Parameter) else there.clone()
     return {name: blanks[t] for name, t in named}
+
+
+@contextlib.contextmanager
+def as_trained(model: nn.Module) -> Iterator[None]:
+    """Inside, released parameters require gradients as they do on the stages that hold them."""
+    ghosts = [p for p in model.parameters() if is_trainable(p) and not p.requires_grad]
+    for ghost in ghosts:
+        ghost.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for ghost in ghosts:
+            ghost.requires_grad_(False)
 
 
 def is_trainable(tensor: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 import os
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -12,6 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
+
+from pipeshard.model.question import Recipes
 
 
 class Value(NamedTuple):
@@ -39,7 +41,19 @@ class Hidden(NamedTuple):
     call: int
 
 
-Tag = Value | Used | Input | Hidden
+class Kept(NamedTuple):
+    """What glue keeps in a place of this name, since an earlier forward."""
+
+    name: str
+
+
+class Hooked(NamedTuple):
+    """A tensor to whose gradient glue listens, the number `hook` among these."""
+
+    hook: int
+
+
+Tag = Value | Used | Input | Hidden | Hooked | Kept
 NOTHING: frozenset[Tag] = frozenset()
 
 aten = torch.ops.aten
@@ -52,6 +66,14 @@ SHAPED = {aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten
 SHAPED |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided}
 
 
+class Hook(NamedTuple):
+    """A gradient hook that glue puts on a tensor once so many unit calls are made; `home` is the value that it is."""
+
+    calls: int
+    home: Value | None
+    line: str
+
+
 class Taint(TorchDispatchMode):
     """Carries tags from tensor to tensor through every operator: integers, views and in-place writes too.
 
@@ -61,23 +83,27 @@ class Taint(TorchDispatchMode):
     runs by shape alone, and its result is zeros.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, real: Mapping[str, Tensor] | None = None) -> None:
+        """`real` are the leaves of the batch by whose values glue is to decide, if it runs on a shorter one."""
         super().__init__()
         self.device = device
+        self.recipes = Recipes(device, real)
         self.inside: int | None = None
         self.tags: dict[int, frozenset[Tag]] = {}
         self.homes: dict[int, Value] = {}  # storages that *are* a value, not only computed from it
         self.written: set[Value] = set()
         self.decisions: dict[str, None] = {}
         self.consulted: set[str] = set()  # inputs whose values Python saw
+        self.recalled: set[str] = set()  # places whose values Python saw
         self.shaping: set[str] = set()  # inputs whose values made the shape of something
         self.met: set[Tag] = set()
         self.drawn = False  # whether glue drew random numbers of torch
-        self.drew = False  # whether the unit inside of which this is did
         self.touched: set[Value] = set()  # values that an operator of glue was given
         self.flops = self.elements = 0
         self.of_glue = 0  # flops of glue with parameters of its own
         self.is_checking = False
+        self.hooks: list[Hook] = []
+        self.aliases: dict[int, list[tuple[Tensor, frozenset[Tag]]]] = {}
         self._alive: list[Any] = []  # storages: a freed one's address would be used again
 
     @classmethod
@@ -104,9 +130,14 @@ class Taint(TorchDispatchMode):
         if self.inside is None:
             self.drawn |= _draws(func, args, kwargs)
             self.touched |= {tag for tag in tags if isinstance(tag, Value)}
-        else:
-            self.drew |= _draws(func, args, kwargs)
+        elif kwargs.get("generator") is not None and any(t.is_meta for t in inputs):
+            raise RuntimeError("by shape alone nothing is drawn from a generator")  # which is to be seen to move
         result = self._run(func, args, kwargs, inputs)
+        if self.inside is None and tags and all(isinstance(tag, Input) for tag in tags):
+            if func._overloadpacket in SCALAR and not self.is_checking:
+                return self.recipes.ask(func, args, kwargs, result, frozenset(tag.path for tag in tags))  # type: ignore[union-attr]
+            if isinstance(result, Tensor) and not func._schema.is_mutable:
+                self.recipes.note(func, args, kwargs, result)
         outputs = list(_tensors(result if isinstance(result, tuple | list) else (result,)))
         if self.inside is not None:
             self.met |= tags - {Hidden(self.inside)}
@@ -128,7 +159,8 @@ class Taint(TorchDispatchMode):
         inputs = {tag.path for tag in tags if isinstance(tag, Input)}
         self.consulted |= inputs
         self.shaping |= inputs if shaping else set()
-        if any(not isinstance(tag, Input) for tag in tags):
+        self.recalled |= {tag.name for tag in tags if isinstance(tag, Kept)}
+        if any(not isinstance(tag, Input | Kept) for tag in tags):
             self.decisions[_where()] = None
 
     @contextmanager
@@ -140,11 +172,26 @@ class Taint(TorchDispatchMode):
         finally:
             self.is_checking = False
 
+    def hook(self, tensor: Tensor, calls: int) -> None:
+        """Glue listens to the gradient of a tensor."""
+        if self.inside is None and any(isinstance(tag, Value) for tag in self.of([tensor])):
+            self._add(tensor, frozenset({Hooked(len(self.hooks))}))
+            self.hooks.append(Hook(calls, self.homes.get(storage_of(tensor)), _where()))
+
     def write(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
         """A tensor is changed in place by something with these tags."""
         self._add(tensor, tags)
+        for other, unseen in self.aliases.get(storage_of(tensor), ()):
+            self._add(other, unseen)
         if storage_of(tensor) in self.homes:
             self.written.add(self.homes[storage_of(tensor)])
+
+    def alias(self, one: Tensor, other: Tensor, unseen: frozenset[Tag]) -> None:
+        """Two tensors are of one memory in truth, though not here: when one is written to, the other changes as
+        something with these tags."""
+        for a, b in ((one, other), (other, one)):
+            self._alive.append(a.untyped_storage())
+            self.aliases.setdefault(storage_of(a), []).append((b, unseen))
 
     def _add(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
         key = storage_of(tensor)
@@ -175,18 +222,23 @@ class Taint(TorchDispatchMode):
 
 class Reading(TorchFunctionMode):
     """Tells a Taint when a tensor is read past all operators: by `tolist`, `numpy`, `np.asarray`, or as a number in a
-    sequence that becomes a tensor or an index; and when one is only checked, which decides nothing."""
+    sequence that becomes a tensor or an index; when one is only checked, which decides nothing; and when somebody
+    listens to its gradient."""
 
     READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
     BUILDERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
     INDEXERS = (Tensor.__getitem__, Tensor.__setitem__)
+    LISTENERS = (Tensor.register_hook, Tensor.retain_grad)
 
-    def __init__(self, taint: Taint) -> None:
+    def __init__(self, taint: Taint, calls: Sized = ()) -> None:
+        """`calls` are the unit calls so far."""
         super().__init__()
-        self.taint = taint
+        self.taint, self.calls = taint, calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.READERS:
+        if func in self.LISTENERS:
+            self.taint.hook(args[0], len(self.calls))
+        elif func in self.READERS:
             self.taint.decide(self.taint.of(args[:1]))
         elif func in self.BUILDERS or func in self.INDEXERS:
             outer = args[1] if func in self.INDEXERS else args

@@ -11,11 +11,14 @@ from torch import nn
 
 from pipeshard.errors import BatchError, TraceError
 from pipeshard.model.batch import Batch
+from pipeshard.model.carried import carrying, informed
 from pipeshard.model.criterion import Criterion
 from pipeshard.model.dataflow import Dataflow
+from pipeshard.model.ghost import inside_pipeshard
 from pipeshard.model.media import read_batch
 from pipeshard.model.names import paths_of
-from pipeshard.model.shapes import Axes, TensorSpec
+from pipeshard.model.shapes import Axes, Count, TensorSpec
+from pipeshard.model.snapshot import is_comparable
 from pipeshard.model.tracer import Tracer
 from pipeshard.model.untouched import untouched
 
@@ -26,6 +29,7 @@ FEW = 2, 3, 5  # numbers of samples with which a way to read a batch is tried
 ROWS, LENGTH = 2, 8  # a trace runs on this many samples, and on no more positions where the model allows
 
 
+@inside_pipeshard()
 def trace(
     model: nn.Module, batch: Any, criterion: Criterion | None = None, exact: bool = False, cuts: Sequence[str] = ()
 ) -> Dataflow:
@@ -47,26 +51,28 @@ def trace(
             return _trace_any(model, sample, criterion, encoder_decoder, cuts)
         except (TraceError, BatchError) as error:  # its samples cannot be told apart, or not so few of them
             logger.debug("%s is traced with the whole batch: %s", type(model).__name__, error)
-    with untouched(model):
-        flow = Tracer(model, criterion, sample, cuts=cuts).run(sample)
-    return _pinned(replace(flow, axes=Axes.of(sample, encoder_decoder)), 0)
+    with untouched(model, criterion) as before:
+        tracer = Tracer(model, criterion, sample, cuts=cuts)
+        flow = carrying(tracer, sample, None, before, tracer.run(sample))
+    return _pinned(replace(informed(flow), axes=Axes.of(sample, encoder_decoder)), 0)
 
 
 def _trace_any(
     model: nn.Module, sample: Batch, criterion: Criterion | None, encoder_decoder: bool, cuts: Sequence[str]
 ) -> Dataflow:
     """The Dataflow for batches of any size, from two samples."""
-    sample = sample.take(torch.arange(ROWS) % sample.rows)
+    real, sample = sample, sample.take(torch.arange(ROWS) % sample.rows)
     tracer = Tracer(model, criterion, sample, cuts=cuts)
     short = Axes.of(sample, encoder_decoder).shortened(sample, LENGTH)
-    with untouched(model):
+    with untouched(model, criterion) as before:
         try:
-            flow = tracer.run(short)
+            flow = tracer.run(short, real)
         except TraceError:
             if short is sample:
                 raise
-            flow = tracer.run(short := sample)
-        return _generalize(tracer, flow, short, Axes.of(short, encoder_decoder))
+            flow = tracer.run(short := sample, real)
+        flow = carrying(tracer, short, real, before, flow)
+        return informed(_generalize(tracer, flow, short, Axes.of(short, encoder_decoder), real))
 
 
 def run_on_few(tracer: Tracer, batch: Batch) -> Dataflow | None:
@@ -83,7 +89,7 @@ def run_on_few(tracer: Tracer, batch: Batch) -> Dataflow | None:
         first = first or flow
         if not _same_path(first, flow):
             return None
-        sizes.append([spec.shape for spec in _specs(flow)])
+        sizes.append([_sizes(spec) for spec in _specs(flow)])
     (a, b, c) = FEW
     affine = all(
         (z - x) * (b - a) == (y - x) * (c - a)
@@ -93,17 +99,17 @@ def run_on_few(tracer: Tracer, batch: Batch) -> Dataflow | None:
     return first if affine else None
 
 
-def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes) -> Dataflow:
+def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: Batch) -> Dataflow:
     """`flow` with the slope of every dimension in every group of axes; groups it is not affine in are pinned."""
     shapes: dict[int, list[tuple[int, ...]]] = {}
     for group in range(len(axes.sizes)):
         for delta in (1, -1):
             with contextlib.suppress(TraceError):
-                other = tracer.run(axes.resized(batch, group, delta))
+                other = tracer.run(axes.resized(batch, group, delta), real)
                 if _same_path(flow, other):
                     pairs = zip(_specs(flow), _specs(other), strict=True)
                     shapes[group] = [
-                        tuple((b - a) * delta for a, b in zip(s.shape, o.shape, strict=True)) for s, o in pairs
+                        tuple((b - a) * delta for a, b in zip(_sizes(s), _sizes(o), strict=True)) for s, o in pairs
                     ]
                     break
     axes = axes.pin({group for group in range(len(axes.sizes)) if group not in shapes})
@@ -111,7 +117,7 @@ def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes) -> Dat
     slopes = [tuple(zip(*column, strict=True)) for column in zip(*columns, strict=True)] if columns else []
     general = _with_slopes(replace(flow, axes=axes), slopes)
     choices = (general, _pinned(general, 1))
-    return next((choice for choice in choices if _verified(tracer, flow, choice, batch)), _pinned(general, 0))
+    return next((choice for choice in choices if _verified(tracer, flow, choice, batch, real)), _pinned(general, 0))
 
 
 def _pinned(flow: Dataflow, keep: int) -> Dataflow:
@@ -119,40 +125,66 @@ def _pinned(flow: Dataflow, keep: int) -> Dataflow:
     return replace(flow, axes=flow.axes.pin(set(range(keep, len(flow.axes.sizes)))))
 
 
-def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch) -> bool:
+def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, real: Batch) -> bool:
     """Whether `general` holds with every free size a little larger, and much larger where the model runs so: sizes
     that are rounded (to windows, by strides) look constant from close by."""
     lengths = len(general.axes.sizes) - 1
-    near = _holds(tracer, flow, general, batch, [2, *range(3, 3 + lengths)])
-    far = _holds(tracer, flow, general, batch, [0, *range(FAR, FAR + lengths)]) if near and lengths > 0 else None
+    near = _holds(tracer, flow, general, batch, real, [2, *range(3, 3 + lengths)])
+    far = _holds(tracer, flow, general, batch, real, [0, *range(FAR, FAR + lengths)]) if near and lengths > 0 else None
     return near is True and far is not False
 
 
-def _holds(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, growth: Sequence[int]) -> bool | None:
+def _holds(
+    tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, real: Batch, growth: Sequence[int]
+) -> bool | None:
     """Whether a run with each size larger by `growth` has the shapes that `general` says; None if it does not run."""
     axes = general.axes
     for group in range(len(axes.sizes)):
         batch = axes.resized(batch, group, growth[group])
     try:
-        real, deltas = tracer.run(batch), axes.deltas(batch)
+        found, deltas = tracer.run(batch, real), axes.deltas(batch)
     except TraceError:
         return None
-    if deltas is None or not _same_path(flow, real):
+    if deltas is None or not _same_path(flow, found):
         return False
-    return all(spec.at(deltas) == now.shape for spec, now in zip(_specs(general), _specs(real), strict=True))
+    pairs = zip(_specs(general), _specs(found), strict=True)
+    return all((spec if isinstance(spec, int) else spec.at(deltas)) == _size(now) for spec, now in pairs)
 
 
 def _same_path(a: Dataflow, b: Dataflow) -> bool:
     (calls, uses), (others, other_uses) = (
-        ([(c.unit, c.reads, c.parts, c.continues) for c in flow.calls], [(path, use) for path, use, _ in flow.outputs])
+        (
+            [(c.unit, c.reads, c.parts, [_constant(leaf) for leaf in c.leaves]) for c in flow.calls],
+            [(path, use) for path, use, _ in flow.outputs],
+        )
         for flow in (a, b)
     )
     return calls == others and uses == other_uses
 
 
-def _specs(flow: Dataflow) -> Iterator[TensorSpec]:
+def _constant(leaf: Any) -> Any:
+    """What has to be the same for all sizes."""
+    if isinstance(leaf, TensorSpec):
+        return leaf.dtype, leaf.requires_grad
+    return type(leaf), leaf if is_comparable(leaf) and not _is_count(leaf) else None
+
+
+def _is_count(leaf: Any) -> bool:
+    return type(leaf) in (int, Count)
+
+
+def _size(spec: Any) -> Any:
+    """The shape of a tensor, or a number that may follow from the sizes of the batch."""
+    return spec if isinstance(spec, int) else spec.shape
+
+
+def _sizes(spec: Any) -> tuple[int, ...]:
+    return (spec,) if isinstance(spec, int) else spec.shape
+
+
+def _specs(flow: Dataflow) -> Iterator[Any]:
     for call in flow.calls:
-        yield from (leaf for leaf in call.leaves if isinstance(leaf, TensorSpec))
+        yield from (leaf for leaf in call.leaves if isinstance(leaf, TensorSpec) or _is_count(leaf))
     yield from (spec for _, _, spec in flow.outputs)
 
 
@@ -160,7 +192,12 @@ def _with_slopes(flow: Dataflow, slopes: list[Any]) -> Dataflow:
     found = iter(slopes)
 
     def with_slopes(leaf: Any) -> Any:
-        return replace(leaf, slopes=next(found, ())) if isinstance(leaf, TensorSpec) else leaf
+        if isinstance(leaf, TensorSpec):
+            return replace(leaf, slopes=next(found, ()))
+        if not _is_count(leaf):
+            return leaf
+        (slopes,) = next(found, None) or ((),)
+        return Count(leaf, slopes) if any(slopes) else leaf
 
     calls = tuple(replace(call, leaves=tuple(with_slopes(leaf) for leaf in call.leaves)) for call in flow.calls)
     outputs = tuple((path, use, with_slopes(spec)) for path, use, spec in flow.outputs)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeshard.model.cutpoint import CutPoint
+from pipeshard.model.cutpoint import CutPoint, strays_refused
 
 # handler(unit name, the unit's own forward, positional arguments, keyword arguments) -> the unit's result
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -176,7 +176,7 @@ def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
         interception.handler = handler
     compiled = any(interception.compiled for interception in interceptions)
     try:
-        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext(), strays_refused():
             yield
     finally:
         for interception, previous in zip(interceptions, handlers, strict=True):

@@ -33,7 +33,7 @@ def metered(
     are taken as if they were not. Modules named in `cuts` are units.
     """
     meter = meter or Meter()
-    with untouched(model):
+    with untouched(model, criterion):
         if not model.training:
             model.train()
         for module in model.modules() if not recompute else ():

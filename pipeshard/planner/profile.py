@@ -98,7 +98,7 @@ def profile_units(
     captures = Captures()
     now, _ = metered(model, microbatch, meter=captures)
     units = [model.get_submodule(call.unit) for call in now.calls]
-    with untouched(model), Randomness(device).step(0, 0):
+    with untouched(model, timed=True), Randomness(device).step(0, 0):
         if not model.training:
             model.train()
         times: dict[int, Cost | None] = {}

@@ -1,14 +1,17 @@
 """Agreement: all ranks of a pipeline run the same step on the same batch, or none does."""
 
+import functools
 import hashlib
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from pipeshard.errors import BatchError, MessageError, listed
 from pipeshard.grid import Grid
@@ -31,7 +34,7 @@ def digests(batch: Batch, paths: Collection[str]) -> tuple[bytes, ...]:
     """A hash of all values of each of these leaves that the batch has."""
     tensors, entries = batch.tensors, batch.entries
     values = [_bytes(tensors[path]) for path in sorted(paths) if path in tensors]
-    values += [text(entries[path]).encode() for path in sorted(paths) if path in entries]
+    values += [_content(entries[path]) for path in sorted(paths) if path in entries]
     return tuple(hashlib.blake2b(value, digest_size=12).digest() for value in values)
 
 
@@ -45,9 +48,21 @@ def digest(batch: Batch) -> int:
         if flat.numel() > SAMPLE:
             flat = flat[:: -(-flat.numel() // SAMPLE)]
         state.update(_bytes(flat))
-    for path, other in (*batch.others, *((path, text(entries)) for path, entries in batch.entries.items())):
+    for path, other in batch.others:
         state.update(f"{path}{other}".encode())
+    for path, entries in batch.entries.items():
+        state.update(path.encode() + _content(entries))
     return int.from_bytes(state.digest(), "little")
+
+
+def _content(entries: Any) -> bytes:
+    """What a list of one entry a sample holds, with the values of tensors."""
+    leaves, tree = tree_flatten(entries)
+    known = (
+        f"{tuple(leaf.shape)}{leaf.dtype}".encode() + _bytes(leaf) if isinstance(leaf, Tensor) else text(leaf).encode()
+        for leaf in leaves
+    )
+    return str(tree).encode() + b"".join(known)
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -89,18 +104,18 @@ def together_in(name: str) -> Iterator[None]:
 @dataclass(frozen=True)
 class Agreement:
     """What the ranks have agreed on for a step: the seed of the first one's generator, by which all draw random
-    numbers, the samples of each replica, and whether any rank has `news`."""
+    numbers, the samples of each replica, and the `news` that any rank has."""
 
     seed: int
     rows: list[int]
-    news: bool
+    news: int
 
 
-def agree(grid: Grid, batch: Batch | Exception, mode: tuple[bool, int, bool], news: bool) -> Agreement:
+def agree(grid: Grid, batch: Batch | Exception, mode: tuple[bool, int, bool], news: int) -> Agreement:
     """Compare this step over all ranks; every rank raises BatchError if they differ.
 
     `batch` is the reason on a rank that could get none; `mode` is (backward too, the code of the outputs wanted, model
-    in training mode). The ranks of a replica have to have the same batch, all of them the same mode.
+    in training mode), `news` are bits. The ranks of a replica have to have the same batch, all of them the same mode.
     """
     rest = *mode, news, torch.initial_seed() % 2**63
     mine = [1, digest(batch), batch.rows, *rest] if isinstance(batch, Batch) else [0, 0, 0, *rest]
@@ -126,7 +141,8 @@ def agree(grid: Grid, batch: Batch | Exception, mode: tuple[bool, int, bool], ne
             f"the stages of one pipeline must read the same batch in the same mode, but {table}. Give every rank the "
             "same data in the same order: plugin.prepare_dataloader(dataset, batch_size, shuffle, seed) does"
         )
-    return Agreement(ranks[0][-1], [replica[0][2] for replica in replicas], any(rank[6] for rank in ranks))
+    told = functools.reduce(operator.or_, (rank[6] for rank in ranks))
+    return Agreement(ranks[0][-1], [replica[0][2] for replica in replicas], told)
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:

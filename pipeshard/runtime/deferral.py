@@ -1,21 +1,24 @@
 """Deferral: the weight gradients of linear and embedding layers, computed apart from the rest of a backward pass."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from pipeshard.model.units import Interception
-from pipeshard.runtime.gradients import grad_dtype
+from pipeshard.runtime.gradients import grad_dtype, has_hooks
 from pipeshard.runtime.summand import LARGE, Lookup, Product, RowSum, Summand
 
-Gradients = tuple[tuple[nn.Parameter | None, Summand], ...]
+Gradients = tuple[tuple[nn.Parameter, Summand], ...]
 
 
 class Deferral:
@@ -24,14 +27,16 @@ class Deferral:
     While `installed`, a layer whose class computes exactly `nn.Linear`, `nn.Embedding` or transformers' `Conv1D` puts
     what its weight gradient is made of on the list of the backward pass that runs, and `finish` adds it up. All other
     parameters, and weights with hooks of their own, get their gradients in the backward pass itself (the split of Qi
-    et al. 2023, arXiv:2401.10241, by layer), as all do in a pass that is not between `begin` and `end`. What runs
-    forward while `whole` is true leaves nothing out but the gradients of large embeddings.
+    et al. 2023, arXiv:2401.10241, by layer), as all do in a pass that is not between `begin` and `end`, or that runs
+    inside of another one (a hook or a custom backward may call autograd, and look at what it gets). What runs forward
+    while `whole` is true leaves nothing out but the gradients of large embeddings.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.layers = {module: kind for module in modules if (kind := kind_of(module)) is not None}
         self.whole = False
         self._pending: list[Gradients] | None = None
+        self._within: Node | None = None  # a node of the pass that fills the list, and of no pass inside of it
 
     @contextmanager
     def installed(self, lookups: bool = False) -> Iterator[None]:
@@ -57,21 +62,31 @@ class Deferral:
                     setattr(at, attribute, before)
             self.end()
 
-    def begin(self) -> list[Gradients]:
-        """The list that backward passes fill from now on."""
-        self._pending = []
+    def begin(self, roots: Iterable[GradientEdge] = ()) -> list[Gradients]:
+        """The list that is filled from now on: by the backward pass from `roots`, or by any."""
+        after = (node for root in roots for node, _ in root.node.next_functions if node is not None)
+        self._pending, self._within = [], next(after, None)
         return self._pending
 
     def end(self) -> None:
         """No list is filled any more."""
-        self._pending = None
+        self._pending = self._within = None
 
-    def puts_off(self, *gradients: tuple[nn.Parameter | None, Summand]) -> bool:
-        """Put them on the list, if there is one and they are not to be differentiated again."""
-        if self._pending is None or torch.is_grad_enabled():
+    def takes(self, parameter: nn.Parameter) -> bool:
+        """Whether the pass that runs is to add to `.grad` of this parameter, which then may as well be done later."""
+        if self._pending is None or torch.is_grad_enabled():  # or it is to be differentiated again
             return False
+        node = get_gradient_edge(parameter).node
+        if sys.getrefcount(node) > _references():  # somebody keeps it, and may have put hooks on it
+            return False
+        try:
+            return all(torch._C._will_engine_execute_node(each) for each in (node, self._within) if each is not None)
+        except RuntimeError:  # autograd.grad, of this parameter
+            return False
+
+    def put_off(self, *gradients: tuple[nn.Parameter, Summand]) -> None:
+        assert self._pending is not None
         self._pending.append(gradients)
-        return True
 
     @staticmethod
     def finish(pending: list[Gradients]) -> None:
@@ -88,7 +103,7 @@ class Deferral:
         with torch.no_grad():
             while pending:
                 for parameter, summand in pending.pop():
-                    if parameter is None or not parameter.requires_grad:
+                    if not parameter.requires_grad:
                         continue
                     total, key = parameter.grad, id(parameter)
                     left[key] -= 1
@@ -117,8 +132,9 @@ class _Deferred:
         (x,) = *args, *kwargs.values()  # its name is the layer's affair
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return self.plain(x)  # they make a backward of their own
-        weight: Tensor = self.module.weight  # type: ignore[assignment]
-        bias: Tensor | None = getattr(self.module, "bias", None)
+        weight, bias = map(self.module._parameters.get, ("weight", "bias"))
+        if weight is None or hasattr(type(self.module), "bias"):  # it is computed: once, by the layer
+            return self.plain(x)
         if not torch.is_grad_enabled() or not (_deferrable(weight) and (bias is None or _deferrable(bias))):
             return self.plain(x)
         # Autocast's casts are autograd's to undo.
@@ -133,7 +149,7 @@ def _deferrable(parameter: Tensor) -> bool:
     """A plain trainable leaf to whose gradient nobody listens."""
     if not parameter.requires_grad or not parameter.is_leaf or not _is_ordinary(parameter):
         return False
-    return not (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return not has_hooks(parameter)
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
@@ -144,7 +160,8 @@ def _is_ordinary(tensor: Tensor) -> bool:
 
 def _looks_up(kind: Any, module: Any) -> bool:
     """Whether it is a large embedding."""
-    return kind is _Embedding and _is_large(module.weight)
+    weight = module._parameters.get("weight")
+    return kind is _Embedding and weight is not None and _is_large(weight)
 
 
 def _is_large(weight: Any) -> bool:
@@ -161,11 +178,32 @@ def _backward(ctx: Any, grad: Tensor, transposed: bool) -> Any:
     x, matrix = ctx.saved_tensors
     rows, entered = _rows(grad), _rows(x)
     weight = Product(rows.t(), entered) if transposed else Product(entered.t(), rows)
-    bias = RowSum(rows)
     returned = rows.mm(matrix if transposed else matrix.t()).view(x.shape) if ctx.needs_input_grad[0] else None
-    if ctx.deferral.puts_off((ctx.weight, weight), (ctx.bias, bias)):
-        return returned, None, None, None, None
-    return returned, weight.made(), None if ctx.bias is None else bias.made(), None, None
+    return returned, *_made(ctx, weight, RowSum(rows)), None, None
+
+
+def _made(ctx: Any, *summands: Summand) -> list[Tensor | None]:
+    """The gradients of weight and bias; None for what is put off, and for what nobody asks for."""
+    made: list[Tensor | None] = []
+    later: list[tuple[nn.Parameter, Summand]] = []
+    for parameter, summand, needed in zip((ctx.weight, ctx.bias), summands, ctx.needs_input_grad[1:]):
+        takes = parameter is not None and ctx.deferral.takes(parameter)
+        made.append(summand.made() if needed and not takes else None)
+        if takes:
+            later.append((parameter, summand))
+    if later:
+        ctx.deferral.put_off(*later)
+    return made
+
+
+@cache
+@torch.enable_grad()
+def _references() -> int:
+    """How many there are to a node that autograd alone keeps, since a graph leads to it."""
+    leaf = torch.zeros(1, requires_grad=True)
+    graph = leaf.view_as(leaf)
+    node = get_gradient_edge(leaf).node
+    return sys.getrefcount(node) if graph.grad_fn is not None else 0
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -209,15 +247,14 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, module: Any, deferral: Deferral) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.module, ctx.deferral = weight, module, deferral
+        ctx.weight, ctx.bias, ctx.module, ctx.deferral = weight, bias, module, deferral
         return _no_view(F.embedding(x, weight, module.padding_idx))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         lookup = Lookup(grad, x, ctx.weight.shape[0], ctx.module.padding_idx)
-        made = None if ctx.deferral.puts_off((ctx.weight, lookup)) else lookup.made()
-        return None, made, None, None, None
+        return None, *_made(ctx, lookup), None, None, None
 
 
 _KINDS: dict[Any, Any] = {nn.Linear.forward: _Linear, Conv1D.forward: _Conv1D, nn.Embedding.forward: _Embedding}

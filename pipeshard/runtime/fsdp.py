@@ -1,6 +1,6 @@
 """FSDP: the held units of a stage, each divided among the replicas by torch's fully_shard."""
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,11 +72,11 @@ class ShardedUnits:
         for module, _ in self.groups:
             module.reshard()
 
-    def reset(self) -> None:
-        """Forget the gradients that were not reduced."""
+    def reset(self, parameters: Collection[nn.Parameter]) -> None:
+        """Forget the gradients of these that were not reduced."""
         for module, _ in self.groups:
             for group in _state(module)._fsdp_param_groups:
-                for parameter in group.fsdp_params:
+                for parameter in [p for p in group.fsdp_params if p.sharded_param in parameters]:
                     parameter.unsharded_accumulated_grad = None
                     if hasattr(parameter, "_unsharded_param"):
                         parameter._unsharded_param.grad = None

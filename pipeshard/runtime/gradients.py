@@ -1,7 +1,7 @@
 """Gradients: added up over the ranks that share a parameter, counted once in the norm, clipped alike everywhere."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +30,9 @@ class Sharing:
 class GradientSync:
     """Sums each shared gradient over the ranks that hold it, exactly once for every part of it.
 
-    `p.grad` is made of a part that was summed before and of what this rank added since. Only the latter is reduced,
-    so gradients may pile up over several steps, with or without `no_sync`, and are right after each synced one.
+    After a synced step all of `p.grad` is summed, whatever its user makes of it, and is set aside in the next one. What
+    this rank adds is reduced alone, so gradients may pile up over several steps, with or without `no_sync`, and are
+    right after each synced one; after one that was not, `p.grad` is what this rank has added since.
     Gradients travel in buckets, each as soon as the stages that use it are done with the step. Those of `sharded` units
     are reduced and scattered by these, and summed here over the stages of a tie alone; those of `sliced` parameters are
     brought into their form.
@@ -45,6 +46,7 @@ class GradientSync:
         self.buckets = sorted(buckets, key=lambda bucket: bucket.tie)  # in one order on all ranks
         self.parameters = [parameter for sharing in self.sharings for parameter in sharing.parameters.values()]
         self._summed: dict[nn.Parameter, Tensor] = {}
+        self._own: dict[nn.Parameter, tuple[Tensor, int]] = {}  # what was added under no_sync, and its version then
         self._done: set[int] = set()
 
     @property
@@ -55,6 +57,25 @@ class GradientSync:
     def trained(self) -> dict[str, bool]:
         """Which of the shared parameters are."""
         return {name: p.requires_grad for sharing in self.sharings for name, p in sharing.parameters.items()}
+
+    def problems(self) -> list[str]:
+        """What would be done to a part of a gradient, though it was meant for all of it."""
+        found = []
+        for name, parameter in [item for sharing in self.sharings for item in sharing.parameters.items()]:
+            if has_hooks(parameter):
+                found.append(
+                    f"{name}, which several ranks hold (stages that tie it, or replicas), has a gradient hook, which "
+                    "would see each rank's part of its gradient: remove the hook, and change the gradient between "
+                    "execute_pipeline and optimizer.step, where it is summed"
+                )
+            elif parameter in self._summed and parameter in self._own and parameter.grad is not None:
+                before, version = self._own[parameter]
+                if parameter.grad is not before or parameter.grad._version != version:
+                    found.append(
+                        f"the gradient of {name} was changed while parts of it were apart (no_sync): call "
+                        "plugin.sync_grads(model) before, or set it to None, as optimizer.zero_grad() does"
+                    )
+        return found
 
     def begin(self) -> None:
         """Set the summed part aside, so that `p.grad` gathers this rank's own part alone."""
@@ -67,7 +88,9 @@ class GradientSync:
             before = local_grad(parameter)
             if before is None:  # zero_grad
                 self._summed.pop(parameter, None)
-            elif self._summed.get(parameter) is before:
+                self._own.pop(parameter, None)
+            elif parameter not in self._own:
+                self._summed[parameter] = before
                 set_local_grad(parameter, None)
 
     def stage_done(self, stage: int) -> None:
@@ -86,33 +109,30 @@ class GradientSync:
         """
         if self.sharded is not None:
             self.sharded.finish(sync)
-        if not sync:
-            for parameter, before in list(self._summed.items()):
-                if parameter.grad is None:
-                    self._set(parameter, before)
-            return
-        for parameter in self.sliced:
-            align_grad(parameter)
-        for bucket in self.buckets:
-            if bucket.work is None:
-                bucket.start()
-        for bucket in self.buckets:
-            for parameter, added in bucket.finish():
-                summed = self._summed.get(parameter)
-                total = summed if added is None else added if summed is None else added.add_(summed)
-                self._set(parameter, total)
+        if sync:
+            for parameter in self.sliced:
+                align_grad(parameter)
+            for bucket in self.buckets:
+                if bucket.work is None:
+                    bucket.start()
+            for bucket in self.buckets:
+                for parameter, added in bucket.finish():
+                    self._own.pop(parameter, None)
+                    if added is not None:
+                        before = self._summed.pop(parameter, None)
+                        set_local_grad(parameter, added if before is None else added.add_(before))
+        else:
+            self._own |= {p: (p.grad, p.grad._version) for p in self.parameters if p.grad is not None}
+        for parameter in [parameter for parameter in self._summed if parameter.grad is None]:  # nothing was added
+            set_local_grad(parameter, self._summed.pop(parameter))
 
-    def _set(self, parameter: nn.Parameter, summed: Tensor | None) -> None:
-        """Make this the gradient, and know it again: a DTensor is made of another view of it."""
-        set_local_grad(parameter, summed)
-        if (kept := local_grad(parameter)) is not None:
-            self._summed[parameter] = kept
-
-    def reset(self) -> None:
-        """Forget what gradients were made of: they were set to zero."""
-        self._summed.clear()
+    def reset(self, parameters: Collection[nn.Parameter]) -> None:
+        """Forget what the gradients of these were made of: they were set to zero."""
+        for parameter in parameters:
+            self._summed.pop(parameter, None)
+            self._own.pop(parameter, None)
         if self.sharded is not None:
-            self.sharded.reset()
+            self.sharded.reset(parameters)
 
 
 class _Bucket:
@@ -138,7 +158,7 @@ class _Bucket:
             self.flat[: sum(sizes)].split(sizes), gradients, self.trained, strict=True
         ):
             if gradient is not None:
-                part.copy_(gradient.reshape(-1))
+                part.copy_((gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1))
                 set_local_grad(parameter, None)
         self.flat[sum(sizes) :] = torch.tensor([float(gradient is not None) for gradient in gradients])
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
@@ -172,6 +192,11 @@ def grad_dtype(parameter: Tensor) -> torch.dtype:
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether its gradient is listened to, or changed, as it is made."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def grad_norm(
     parameters: Iterable[nn.Parameter],
     holders: Callable[[nn.Parameter], int],
@@ -203,4 +228,5 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: flo
 
 
 def _at_least_fp32(tensor: Tensor) -> Tensor:
+    tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -5,15 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from pipeshard.errors import ConfigurationError
 from pipeshard.grid import DP, TP, Grid
 from pipeshard.model.materialize import InitWeights, initialize
 from pipeshard.model.policy import Policy
 from pipeshard.model.sharder import is_released
 from pipeshard.model.slicing import Slicing
 from pipeshard.model.ties import kept_tied, put_parameter
-from pipeshard.runtime.agreement import share_tensor
+from pipeshard.runtime.agreement import gather_objects, share_tensor
 from pipeshard.runtime.fsdp import ShardedUnits
-from pipeshard.runtime.gradients import GradientSync, Sharing
+from pipeshard.runtime.gradients import GradientSync, Sharing, has_hooks
 from pipeshard.runtime.precision import Precision
 from pipeshard.runtime.sharing import sharings
 from pipeshard.runtime.weights import Weight
@@ -42,6 +43,14 @@ class Holdings:
         self.sharded = self._sharded(dtype) if fsdp and grid.dp_size > 1 else None
         now = dict(model.named_parameters())
         self.held = {name: now[name] for name in before}
+        for parameter in self.held.values() if self.sharded is not None and dtype is not None else ():
+            parameter.pipeshard_dtype = dtype  # type: ignore[attr-defined]  # that in which it is computed with, for later traces
+        lost = [name for name, parameter in before.items() if now[name] is not parameter and has_hooks(parameter)]
+        if lost := [name for names in gather_objects(lost, grid.world) for name in names]:
+            raise ConfigurationError(
+                f"{lost[0]} has a gradient hook, but fsdp and tp_size > 1 make another parameter of it: remove the "
+                "hook, and change gradients between execute_pipeline and optimizer.step"
+            )
         self.weights = self._weights(before, full)
         sliced = [parameter for parameter in self.held.values() if grid.divides(parameter, TP)]
         self.sync = GradientSync(self._sharings(self._added_along), sliced, self.sharded)

@@ -1,36 +1,37 @@
-"""Loss rule: how the loss of a batch is made of the losses of its microbatches, found by trying."""
+"""Loss rule: how the loss of a batch is made of the losses of its microbatches, proven by trying."""
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.model.batch import Batch
-from pipeshard.model.criterion import Criterion, loss_of
+from pipeshard.model.criterion import Criterion
 from pipeshard.model.dataflow import Dataflow
-from pipeshard.model.exits import answer
-from pipeshard.model.shapes import TensorSpec
-from pipeshard.model.taint import Value
-from pipeshard.model.trace import trace
-from pipeshard.model.units import find_units, handled
-from pipeshard.model.untouched import untouched
+from pipeshard.model.names import without_adapters
+from pipeshard.runtime.probe import LENGTH, NOTHING, Probe, spread_out
+from pipeshard.runtime.trial import NORMAL, PROBABILITIES, Measured, Trial
 
 logger = logging.getLogger("pipeshard")
 
-ROWS, LENGTH = 4, 8  # a probe's samples and positions
+SPLITS = 1, 2, 3  # after which of a probe's samples it is cut
+TELLING = 3  # trials that a rule has to hold in, at least
+CLOSE = {torch.float32: 4e-6, torch.float64: 1e-9}  # how far sums may be off, relatively; of others their precision
+FAR = 1e-3  # how much a trial's losses have to differ, relative to the larger one
 
 
 @dataclass(frozen=True)
 class LossRule:
     """The batch's loss is the sum of the microbatches' losses, each times its count over the batch's.
 
-    The count is that of valid labels (entries of `path` from column `shift` on that are not `ignore`), or of samples
-    where `path` is None. With `summed` the losses add up as they are, with `each` every microbatch counts one.
+    The count is that of valid labels (entries of `path` from column `shift` on that are not `ignore`), with `adds` the
+    sum of these entries, or the number of samples where `path` is None. With `summed` the losses add up as they are,
+    with `each` every microbatch counts one. With `counted` the criterion gives sums, and what they are divided by.
     """
 
     path: str | None = None
@@ -38,171 +39,206 @@ class LossRule:
     ignore: int = -100
     summed: bool = False
     each: bool = False
+    adds: bool = False
+    counted: bool = False
 
-    def weights(self, microbatches: Sequence[Batch], total: Callable[[int], int] = lambda count: count) -> list[float]:
+    def weights(
+        self,
+        microbatches: Sequence[Batch],
+        total: Callable[[float], float] = lambda count: count,
+        counts: Sequence[float] = (),
+    ) -> list[float]:
         """What each microbatch's loss counts in the batch's; 0 for one without a valid label.
 
         `total` makes of the count of these microbatches that of the whole batch, of which others may have a part.
+        `counts` are those of the criterion, where it has some.
         """
-        counts = [1] * len(microbatches) if self.summed or self.each else self.counts(microbatches)
+        ones = [1.0] * len(microbatches)
+        counts = ones if self.summed or self.each else counts if self.counted else self.counts(microbatches)
         whole = total(sum(counts))
-        return [1.0 if self.summed else count / whole if whole else 0.0 for count in counts]
+        parts = ones if self.counted else counts
+        return [1.0 if self.summed else part / whole if whole else 0.0 for part in parts]
 
-    def gives(self, whole: Tensor, parts: Sequence[Tensor], microbatches: Sequence[Batch]) -> bool:
-        """Whether the parts' losses make the whole's by this rule, as far as their dtype can tell."""
-        expected = sum(weight * float(part) for weight, part in zip(self.weights(microbatches), parts))
-        tolerance = max(1e-5, 2 * torch.finfo(whole.dtype).eps)
-        return abs(expected - float(whole)) <= tolerance * max(abs(float(whole)), 1e-3)
-
-    def counts(self, microbatches: Sequence[Batch]) -> list[int]:
+    def counts(self, microbatches: Sequence[Batch]) -> list[float]:
         if self.path is None:
             return [microbatch.rows for microbatch in microbatches]
-        labels = [microbatch.by_sample(self.path) for microbatch in microbatches]
-        valid = [(label[..., self.shift :] if label.ndim > 1 else label).ne(self.ignore).sum() for label in labels]
-        return [int(count) for count in torch.stack(valid).tolist()]
+        leaves = [microbatch.by_sample(self.path) for microbatch in microbatches]
+        leaves = [leaf[..., self.shift :] if leaf.ndim > 1 else leaf for leaf in leaves]
+        found = [leaf.double().sum() if self.adds else leaf.ne(self.ignore).sum() for leaf in leaves]
+        return [float(count) for count in torch.stack(found).tolist()]
+
+    def gives(self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch]) -> bool:
+        """Whether the parts' losses make the whole's by this rule, as far as their dtype can tell."""
+        weights = [1.0] * len(parts) if self.counted else self.weights(microbatches)
+        pairs = list(zip(weights, parts, strict=True))
+        same = _same(whole, sum(weight * part.value for weight, part in pairs), [w * p.value for w, p in pairs])
+        counts = [part.divisor for part in (whole, *parts) if part.divisor is not None]
+        return same and (not self.counted or abs(counts[0] - sum(counts[1:])) <= 1e-5 * max(map(abs, counts)))
 
 
 EACH = LossRule(each=True)
+REMEDY = (
+    "average the microbatches' own losses (PipelinePlugin(loss_reduction='microbatch')), return (sum, count) from the "
+    "criterion, where the batch's loss is the sum of the sums over that of the counts, or use one microbatch"
+)
 
 
 def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None) -> LossRule:
-    """The rule by which the loss of `ROWS` samples follows from the losses of its two halves.
+    """The rule by which the loss of a batch like this follows from those of its parts.
 
-    The glue after the units is run on the whole and on the halves, with random unit results and labels that differ in
-    how many are valid; the first rule that gives the whole from the halves is it. Where none does (a loss that is no
-    mean or sum over samples), the microbatches' losses are averaged by samples, with a warning.
+    The glue after the units is run on a few samples and on parts of them, cut in different places, with random unit
+    results, and with labels, weights and masks that are drawn anew; a rule has to hold each time. A part of the loss
+    that is made of what leaves units aside (router logits) may follow none, which is warned of.
+
+    Raises ConfigurationError where there is no such rule.
     """
-    if flow.loss is not None and (flow.loss.hidden or any(flow.is_aside(value) for value in flow.loss.values)):
+    auxiliary = flow.loss is not None and bool(flow.loss.hidden or any(map(flow.is_aside, flow.loss.values)))
+    search = _Search(model, flow, batch, criterion)
+    rule = search.rule(asides=False)
+    if rule is None and auxiliary:
+        rule, auxiliary = search.rule(asides=True), False
+    if rule is None and criterion is None and _is_of_transformers(model) and search.rule(asides=False, valid=True):
+        rule, auxiliary = LossRule(), True  # a sum of means over labels of several kinds
+    if rule is None:
+        if search.failure is not None:
+            raise ConfigurationError(
+                f"how a batch's loss is made of its microbatches' could not be found: {type(model).__name__} on "
+                f"a few samples ended in {type(search.failure).__name__}: {search.failure}. If that is not the model's "
+                f"own error, {REMEDY}"
+            ) from search.failure
+        raise ConfigurationError(
+            f"the loss of {type(model).__name__} is no mean or sum over samples or valid labels that could be proven "
+            "on random values (does it weigh classes, compare samples with each other, or divide by something of its "
+            f"own?), so that of a batch cannot be made of its microbatches': {REMEDY}"
+        )
+    if auxiliary:
         logger.warning(
-            "the loss of %s has an auxiliary part (router logits?), which is no sum over samples: it is computed for "
-            "each microbatch, as in gradient accumulation, and averaged like the rest",
+            "the loss of %s has an auxiliary part (router logits, or a second kind of labels?), which is no sum over "
+            "samples: it is computed for each microbatch, as in gradient accumulation, and averaged like the rest",
             type(model).__name__,
         )
-    sample, trial = _trial(model, flow, batch, criterion)
-    ignores = [-100] if criterion is None else [-100, *_padding(model), -1, 0]
-    for path, ignore in itertools.product(_label_paths(batch), dict.fromkeys(ignores)):
-        labelled = _with_invalid(sample, path, ignore)
-        losses = trial.losses(labelled) if trial else None
-        for shift in (0, 1):
-            rule = LossRule(path, shift, ignore)
-            if losses is not None and rule.gives(*losses, labelled.split(2)):
-                return rule
-    losses = trial.losses(sample) if trial else None
-    for rule in (LossRule(), LossRule(summed=True)):
-        if losses is not None and rule.gives(*losses, sample.split(2)):
-            return rule
-    logger.warning(
-        "the loss of %s is no mean or sum over samples or labels, so that of a batch cannot be made of its "
-        "microbatches': it is their mean by number of samples. Use one microbatch to train on the batch's own loss",
-        type(model).__name__,
-    )
-    return LossRule()
+    return rule
 
 
-def _trial(
-    model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None
-) -> tuple[Batch, "_Trial | None"]:
-    """A trial on `ROWS` samples, of no more than `LENGTH` positions if the model takes them so short."""
-    for candidate in (flow.axes.shortened(batch, LENGTH), batch):
-        sample = candidate.take(torch.arange(ROWS) % candidate.rows)
-        try:
-            return sample, _Trial(model, sample, criterion)
-        except (TraceError, ConfigurationError) as error:  # on this stage alone, so it must not end the step
-            logger.debug("a trial of the loss failed: %s", error)
-    return sample, None
+class _Search:
+    """Looks for the rule of one loss."""
 
+    def __init__(self, model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None) -> None:
+        self.model, self.flow, self.batch, self.criterion = model, flow, batch, criterion
+        self.read = read_by_loss(flow)
+        self.failure: Exception | None = None  # why nothing could be tried
 
-class _Trial:
-    """The model's glue on one batch and on its halves. The results that the loss depends on are random, and have the
-    samples of the halves in common; all others are zeros."""
-
-    def __init__(self, model: nn.Module, batch: Batch, criterion: Criterion | None) -> None:
-        self.model, self.criterion, self.units = model, criterion, find_units(model)
-        self.device = next(iter(batch.tensors.values())).device
-        self.flows = [trace(model, part, criterion, exact=True) for part in (batch, *batch.split(2))]
-        generator = torch.Generator().manual_seed(0)
-        whole = self.flows[0]
-        self.random = {
-            (*whole.occurrences[call], leaf): _random(whole.spec(Value(call, leaf)), generator, self.device)
-            for call, leaf in sorted(whole.loss.values if whole.loss else ())
-            if not whole.is_aside(Value(call, leaf))  # auxiliary losses take those: with zeros they are constant
-        }
-
-    def losses(self, batch: Batch) -> tuple[Tensor, list[Tensor]] | None:
-        """The loss of the batch and those of its halves; None if the loss does not take its labels."""
-        try:
-            whole, first, second = (
-                self._loss(flow, part, k) for k, (flow, part) in enumerate(zip(self.flows, (batch, *batch.split(2))))
-            )
-        except Exception as error:
-            logger.debug("a trial of the loss failed: %s: %s", type(error).__name__, error)
-            return None
-        return whole, [first, second]
-
-    def _loss(self, flow: Dataflow, batch: Batch, part: int) -> Tensor:
-        """The loss of the whole (part 0) or of one half (1, 2)."""
-        calls = enumerate(flow.calls)
-
-        def give(unit: str, original: Any, *arguments: Any) -> Any:
-            index, call = next(calls)
-            leaves = [
-                self._leaf(leaf, (*flow.occurrences[index], k), part) if isinstance(leaf, TensorSpec) else leaf
-                for k, leaf in enumerate(call.leaves)
-            ]
-            return answer(self.units[unit], call.parts, leaves, arguments)
-
-        with untouched(self.model), torch.no_grad(), handled(self.units, give):
-            loss = loss_of(batch.call(self.model), self.criterion, batch)
-        return torch.tensor(float("nan")) if loss is None else loss
-
-    def _leaf(self, spec: TensorSpec, key: tuple[str, int, int], part: int) -> Tensor:
-        """What of a unit's result belongs to this part: a half of each dimension that grows with the samples."""
-        leaf = self.random.get(key)
-        if leaf is None or leaf.ndim != len(spec.shape):
-            return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
-        for dim, size in enumerate(spec.shape):
-            if size != leaf.shape[dim]:
-                leaf = leaf.narrow(dim, 0 if part == 1 else leaf.shape[dim] - size, size)
-        return leaf.clone()
-
-
-def _random(spec: TensorSpec, generator: torch.Generator, device: torch.device) -> Tensor:
-    if not spec.dtype.is_floating_point:
-        return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-    return (4 * torch.randn(spec.shape, generator=generator)).to(device, spec.dtype)  # samples' losses differ much
-
-
-def _label_paths(batch: Batch) -> list[str]:
-    integers = [
-        path
-        for path, dim in zip(batch.paths, batch.row_dims, strict=True)
-        if (dim is not None or path in batch.owners) and path in batch.tensors
-        if not batch.tensors[path].is_floating_point()
-    ]
-    named = [path for path in integers if "label" in path or "target" in path]
-    return named or integers[::-1]
-
-
-def _padding(model: nn.Module) -> list[int]:
-    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
-    return [padding] if isinstance(padding, int) else []
-
-
-def _with_invalid(batch: Batch, path: str, ignore: int) -> Batch:
-    """All labels valid in the first half; in the second the first two columns, or all but the last sample's."""
-    mask = batch.by_sample("attention_mask") if "attention_mask" in batch.tensors else None
-
-    def relabel(name: str, leaf: Tensor, dim: int | None) -> Tensor:
-        if name != path:
-            return leaf
-        leaf = leaf.movedim(dim or 0, 0)
-        leaf = torch.where(leaf < 0, 1, leaf) if ignore < 0 else torch.where(leaf == ignore, ignore + 1, leaf)
-        if mask is not None and mask.shape == leaf.shape:
-            leaf = leaf.masked_fill(mask == 0, ignore)  # some losses leave padding out by the mask
-        if leaf.ndim == 1:
-            leaf[ROWS - 1] = ignore
+    def rule(self, asides: bool, valid: bool = False) -> LossRule | None:
+        """It, or None; `asides` says whether what leaves units aside is random too. Where it has to hold for `valid`
+        labels only, one by samples."""
+        self.valid = valid
+        for candidate in (self.flow.axes.shortened(self.batch, LENGTH), self.batch):
+            if self._tries(candidate.take(spread_out(candidate.rows)), asides):
+                break
         else:
-            leaf[len(leaf) // 2 :, 2:] = ignore
-        return leaf.movedim(0, dim or 0)
+            return None
+        if self.level == NOTHING and self.batch.rows == 1:
+            return None  # all samples are the same one
+        if self.counted:
+            return LossRule(counted=True) if self._counts() and self._holds(LossRule(counted=True)) else None
+        return next(filter(self._holds, [LossRule()] if valid else self._candidates()), None)
 
-    return batch.map(relabel)
+    def _tries(self, sample: Batch, asides: bool) -> bool:
+        """Whether the loss of this sample is a number, and of how much of the batch drawn and of what unit results."""
+        try:
+            self.trial = Trial(self.model, self.flow, sample, self.criterion, asides)
+        except (TraceError, ConfigurationError) as error:
+            logger.debug("a trial of the loss failed: %s", error)
+            self.failure = error
+            return False
+        self.probe = Probe(self.model, self.batch, sample, self.read, self.flow.consulted)
+        for self.kind, self.level in itertools.product((NORMAL, PROBABILITIES), range(NOTHING + 1)):
+            found = self._measure(LossRule(), 0)
+            if found is not None:
+                self.counted, self.failure = found[0].divisor is not None, None
+                return True
+        self.failure = self.trial.failure
+        return False
+
+    def _candidates(self) -> Iterator[LossRule]:
+        labels = _named(self.probe.integers) or [p for p in self.probe.integers[::-1] if p in self.read]
+        for path in labels:
+            observed = set(self.probe.pools[path].tolist())
+            for ignore in self._ignores(observed):
+                yield from (LossRule(path, shift, ignore) for shift in (0, 1))
+        yield from (LossRule(), LossRule(summed=True))
+        for path in (*self.probe.floats, *self.probe.integers):  # masks, and weights
+            if path in self.read:
+                yield from (LossRule(path, shift, adds=True) for shift in (0, 1))
+
+    def _ignores(self, observed: Collection[int]) -> list[int]:
+        """What labels may say that they are none; a GPU does not survive one that is out of range."""
+        if self.criterion is None:
+            return [-100]
+        padding = getattr(getattr(self.model, "config", None), "pad_token_id", None)
+        tried = dict.fromkeys([-100, *([padding] if isinstance(padding, int) else []), -1, 0])
+        on_cpu = next(iter(self.batch.tensors.values())).device.type == "cpu"
+        return [ignore for ignore in tried if on_cpu or ignore >= 0 or ignore in observed]
+
+    def _holds(self, rule: LossRule) -> bool:
+        """Whether it does in every trial that tells anything, and some do."""
+        telling = 0
+        for number in range(2 * self.probe.draws):
+            found = self._measure(rule, number)
+            if found is None and number and not telling:
+                return False  # it does not take such labels
+            if found is None:
+                continue
+            whole, parts = found
+            batch, at = self._drawn(rule, number), SPLITS[number % len(SPLITS)]
+            microbatches = [batch.take(torch.arange(at)), batch.take(torch.arange(at, batch.rows))]
+            if not rule.gives(whole, parts, microbatches):
+                return False
+            telling += _tells(whole, parts)
+            if telling >= self.probe.draws:
+                break
+        return telling >= TELLING
+
+    def _measure(self, rule: LossRule, number: int) -> tuple[Measured, list[Measured]] | None:
+        found = self.trial.measure(self._drawn(rule, number), SPLITS[number % len(SPLITS)], number, self.kind)
+        is_finite = found is not None and all(math.isfinite(one.value) for one in (found[0], *found[1]))
+        return found if is_finite else None
+
+    def _drawn(self, rule: LossRule, number: int) -> Batch:
+        batch = self.probe.draw(self.level, number, self.valid)
+        labelled = rule.path is not None and not rule.adds
+        return self.probe.with_invalid(batch, str(rule.path), rule.ignore, number) if labelled else batch
+
+    def _counts(self) -> bool:
+        """Whether what the criterion divides by does not depend on unit results."""
+        batch = self.probe.draw(self.level, 0)
+        found = [self.trial.measure(batch, SPLITS[0], seed, self.kind) for seed in range(TELLING)]
+        return len({None if measured is None else measured[0].divisor for measured in found}) == 1
+
+
+def read_by_loss(flow: Dataflow) -> frozenset[str]:
+    """The leaves of the batch that the loss is made of, in glue or inside of a unit that makes it."""
+    if flow.loss is None:
+        return frozenset()
+    makers = (flow.calls[value.call].reads for value in flow.loss.values if not flow.spec(value).shape)
+    return flow.loss.inputs.union(*(reads.inputs for reads in makers))
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return type(without_adapters(model)[1]).__module__.startswith("transformers.")
+
+
+def _named(paths: Sequence[str]) -> list[str]:
+    return [path for path in paths if "label" in path or "target" in path]
+
+
+def _same(whole: Measured, made: float, terms: Sequence[float]) -> bool:
+    tolerance = CLOSE.get(whole.dtype, 2 * torch.finfo(whole.dtype).eps)
+    return abs(made - whole.value) <= tolerance * max(abs(whole.value), *map(abs, terms))
+
+
+def _tells(whole: Measured, parts: Sequence[Measured]) -> bool:
+    """Whether losses can tell one rule from another: zeros, and equal ones, fit too many."""
+    values = [part.value for part in parts]
+    scale = max(map(abs, values))
+    return min(abs(whole.value), scale) > 1e-6 and abs(values[0] - values[1]) > FAR * scale

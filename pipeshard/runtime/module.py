@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pipeshard.errors import BatchError, UsageError
 from pipeshard.model.batch import Batch
 from pipeshard.model.criterion import Criterion, loss_of
+from pipeshard.model.ghost import inside_pipeshard
 from pipeshard.model.media import read_batch
 from pipeshard.model.policy import Policy
 from pipeshard.model.recompute import Recompute
@@ -38,6 +39,7 @@ class StageModule(nn.Module):
         self._source = (model, policy, criterion)
         self._planner = StepPlanner(model, policy, Recompute.of(False, 0, self.num_stages))
         self._forwards = 0
+        policy.replay.proves = False  # another runtime may leave caches on, which the trace had off
         calls = zip(policy.flow.calls, policy.stages, strict=True)
         running = dict.fromkeys(call.unit for call, stage in calls if stage == index)
         for unit in running:
@@ -65,6 +67,7 @@ class StageModule(nn.Module):
         place = policy.chunks.index(self.index)
         return self._planner.plan([read_batch(model, dict(batch))], criterion, self.whole, False)[place][0]
 
+    @inside_pipeshard()
     def forward(self, *received: Tensor, **batch: Any) -> Any:
         model, policy, criterion = self._source
         policy.replace_forward()  # again: another target of the same model may have been the last to run
@@ -83,6 +86,7 @@ class StageModule(nn.Module):
             entering = dict(zip(route.enters.values, received, strict=True))
             output, made = policy.replay.run(route, microbatch.deltas, entering, partial(microbatch.batch.call, model))
         self._forwards += 1
+        self._planner.flags.stepped()
         if not self.is_last:
             return tuple(made[value].contiguous() for value in route.leaves.values)
         loss = None if self.whole else loss_of(output, criterion, microbatch.batch)

@@ -1,33 +1,29 @@
-"""Pipeline optimizer: the user's optimizer over what a stage holds, with the norm of the whole model."""
+"""Pipeline optimizer: the user's optimizer over what a stage holds."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from colossalai.interface import OptimizerWrapper
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.grid import Grid
+from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.runtime.agreement import together_in
 from pipeshard.runtime.finite import Finite
-from pipeshard.runtime.gradients import clip_by_norm, grad_norm
-from pipeshard.runtime.holdings import Holdings
-from pipeshard.runtime.local import local_grad, slice_like
-from pipeshard.runtime.scaling import LossScale
+from pipeshard.runtime.local import slice_like
+from pipeshard.runtime.model_gradients import ModelGradients
 from pipeshard.runtime.watching import calling
-from pipeshard.runtime.weights import assign, share_updates
+from pipeshard.runtime.weights import Weight, assign, share_updates
 
 
 class PipelineOptimizer(OptimizerWrapper):
     """Keeps the optimizer object itself, which LR schedulers hold, and narrows its groups to what this rank trains.
 
-    With `max_norm > 0` every `step` first clips the gradients of the whole model to that L2 norm. With `scaling`,
-    gradients are those of the scaled loss until they are clipped or stepped by; a step in which one of them is not
-    finite, on any rank, is left out on all. With `zero` each replica keeps the state of some parameters only, and
-    tells the others what it has made of them.
+    Groups that are added later, here or to the object itself, are narrowed too. Before a step the `gradients` of the
+    whole model are clipped and brought back to the loss; a step in which one of them is not finite, on any rank, is
+    left out on all. With `zero` each replica keeps the state of some parameters only, and tells the others what it has
+    made of them.
 
     Attributes:
         names: what the optimizer trains, and the names of the model's parameters that it stands for.
@@ -35,63 +31,122 @@ class PipelineOptimizer(OptimizerWrapper):
     """
 
     def __init__(
-        self,
-        optim: Optimizer,
-        holdings: Holdings,
-        grid: Grid,
-        max_norm: float,
-        scaling: LossScale | None = None,
-        zero: bool = False,
-        finite: Finite | None = None,
+        self, optim: Optimizer, gradients: ModelGradients, zero: bool = False, finite: Finite | None = None
     ) -> None:
         super().__init__(optim)
-        self.sync, self.grid, self.max_norm, self.scaling = holdings.sync, grid, max_norm, scaling
-        self.finite = finite
-        weights = holdings.weights
-        given = dict.fromkeys(p for param_group in optim.param_groups for p in param_group["params"])
-        self.weights = {weights[p].name: weights[p] for p in given if p in weights}
-        self.owners = assign(self.weights.values(), grid.dp_size) if zero and grid.dp_size > 1 else {}
-        elsewhere = {name for name, replica in self.owners.items() if replica != grid.replica}
-        own = {p: w for p, w in weights.items() if w.name not in elsewhere}
-        for param_group in optim.param_groups:  # a group may become empty; schedulers count on its place
-            param_group["params"] = [own[p].trained() for p in param_group["params"] if p in own]
-        self.names = {w.trained(): w.name for w in self.weights.values() if w.name not in elsewhere}
-        for parameter in [p for p in optim.state if isinstance(p, nn.Parameter)]:
-            state = optim.state.pop(parameter)
-            if parameter in own:
-                sliced = {k: _sliced(v, parameter, own[parameter].parameter) for k, v in state.items()}
-                optim.state[own[parameter].trained()] = sliced
-        self._holders = {weight.parameter: weight.holders for weight in self.weights.values()}
-        self._norm: Tensor | None = None
-        self._scaled = scaling is not None
+        self.gradients, self.finite = gradients, finite
+        self.sync, self.grid = gradients.sync, gradients.grid
+        self.zero = zero and self.grid.dp_size > 1
+        self.names: dict[Tensor, str] = {}
+        self.weights: dict[str, Weight] = {}
+        self.owners: dict[str, int] = {}
+        self._narrow()
+        self._steps = False
+        optim.register_step_pre_hook(self._refuse_alone)
+        optim.add_param_group, optim.zero_grad = self.add_param_group, self.zero_grad  # type: ignore[method-assign]
 
     @property
     def group(self) -> dist.ProcessGroup:
         """All ranks that have a part of the optimizer's state."""
         return self.grid.world
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        meets = self.max_norm > 0 or self.scaling is not None or bool(self.owners)
-        with together_in("optimizer.step") if meets else calling("optimizer.step"):
-            return self._step(*args, **kwargs)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train more parameters of the model from now on; every rank names the same, though it may hold none."""
+        type(self.optim).add_param_group(self.optim, param_group)
+        try:
+            self._narrow()
+        except PipeshardError:
+            self.optim.param_groups.pop()
+            raise
 
-    def _step(self, *args: Any, **kwargs: Any) -> Any:
+    def _narrow(self) -> None:
+        """Leave what this rank holds in the groups, in the form that it has here. A group may become empty, since
+        schedulers count on its place."""
+        known, weights = self.gradients.names, self.gradients.weights
+        fresh = [
+            (k, p)
+            for k, group in enumerate(self.optim.param_groups)
+            for p in group["params"]
+            if p not in self.names
+        ]
+        if not fresh:
+            return
+        self._refuse_foreign([(k, p) for k, p in fresh if p not in known])
+        added = {weights[p].name: weights[p] for _, p in fresh if p in weights}
+        if twice := sorted(added.keys() & self.weights.keys()):
+            raise UsageError(f"the optimizer has {twice[0]} in a group already: give it each parameter once")
+        self.weights |= added
+        self.gradients.trained |= {known[p] for _, p in fresh}
+        if self.zero:
+            self.owners |= assign(added.values(), self.grid.dp_size)
+        elsewhere = {name for name, replica in self.owners.items() if replica != self.grid.replica}
+        own = {p: weights[p] for _, p in fresh if p in weights and weights[p].name not in elsewhere}
+        for group in self.optim.param_groups:
+            kept = [p for p in group["params"] if p in self.names or p in own]
+            group["params"] = [own[p].trained() if p in own else p for p in kept]
+        for parameter, _ in [item for item in self.optim.state.items() if isinstance(item[0], nn.Parameter)]:
+            if parameter in self.names:
+                continue
+            state = self.optim.state.pop(parameter)
+            if parameter in own:
+                sliced = {k: _sliced(v, parameter, own[parameter].parameter) for k, v in state.items()}
+                self.optim.state[own[parameter].trained()] = sliced
+        self.names |= {weight.trained(): weight.name for weight in own.values()}
+
+    def _refuse_foreign(self, foreign: list[tuple[int, Tensor]]) -> None:
+        if foreign:
+            k, parameter = foreign[0]
+            raise ConfigurationError(
+                f"group {k} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the "
+                "model's (another model's, or the criterion's?), so no stage would train it: give every model an "
+                "optimizer of its own, and make what the loss has parameters for a part of the model"
+            )
+
+    @property
+    def _meets(self) -> bool:
+        """Whether the ranks do something together in a step."""
+        return self.gradients.max_norm > 0 or self.gradients.scaling is not None or bool(self.owners)
+
+    def _refuse_alone(self, *_: Any) -> None:
+        if not self._steps and (self._meets or any(weight.master is not None for weight in self.weights.values())):
+            raise UsageError(
+                f"this {type(self.optim).__name__} was boosted, and does not clip, unscale or share what it updates by "
+                "itself: call the step of the optimizer that booster.boost(...) returned"
+            )
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        with together_in("optimizer.step") if self._meets else calling("optimizer.step"):
+            self._narrow()
+            if closure is None:
+                return self._step(*args, **kwargs) if self._ready() else None
+            if self.gradients.scaling is not None:
+                raise UsageError(
+                    "precision='fp16' has to know gradients before a step, to leave it out if they overflow: call "
+                    "execute_pipeline first, and optimizer.step() without a closure"
+                )
+
+            def closed() -> Any:
+                loss = closure()
+                self._ready()
+                return loss
+
+            return self._step(closed, *args, **kwargs)
+
+    def _ready(self) -> bool:
+        """Before the optimizer looks at gradients: whether it is to."""
         if self.finite is not None:
             self.finite.before_update()
-        self._norm = None
-        if self.max_norm > 0:
-            self.clip_grad_by_norm(self.max_norm)
-        elif self.scaling is not None:
-            self._norm = self._unscaled_norm(2.0)
-        if self.scaling is not None:
-            overflow = self._norm is not None and not bool(torch.isfinite(self._norm))
-            self._unscale()
-            self.scaling.update(overflow)
-            if overflow:
-                return None
-        for weight in self.weights.values():
+        ready = self.gradients.ready(self)
+        for weight in self.weights.values() if ready else ():
             weight.give_gradient()
-        result = self.optim.step(*args, **kwargs)
+        return ready
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        self._steps = True
+        try:
+            result = self.optim.step(*args, **kwargs)
+        finally:
+            self._steps = False
         for weight in self.weights.values():
             weight.take_value()
         if self.finite is not None:
@@ -100,16 +155,9 @@ class PipelineOptimizer(OptimizerWrapper):
             share_updates(self.weights.values(), self.owners, self.grid.replicas)
         return result
 
-    def forget_norm(self) -> None:
-        """Gradients are about to be added: the norm that was clipped by is theirs no more, and all have one scale."""
-        self._norm = None
-        if self.scaling is not None and not self._scaled:
-            self._multiply(self.scaling.value)
-        self._scaled = self.scaling is not None
-
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.sync.reset()
-        self.optim.zero_grad(set_to_none)
+        self.sync.reset({weight.parameter for weight in self.weights.values()})
+        type(self.optim).zero_grad(self.optim, set_to_none)
         for weight in self.weights.values():
             weight.zero_grad(set_to_none)
 
@@ -118,40 +166,21 @@ class PipelineOptimizer(OptimizerWrapper):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Clip to the norm over the whole model, which it returns. Every rank has to call it."""
-        self._norm = self._unscaled_norm(norm_type)
-        self._unscale()
-        if error_if_nonfinite and not torch.isfinite(self._norm):
-            raise ConfigurationError(f"the gradient norm is {self._norm.item()}, so gradients cannot be clipped")
-        clip_by_norm(self._holders, self._norm, max_norm)
-        return self._norm
+        return self.gradients.clip(max_norm, norm_type, error_if_nonfinite)
 
     def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float:
         """The norm over the whole model that the last `step` clipped by (as it was before), else that of the gradients
         now. In the latter case every rank has to call it."""
-        if self._norm is not None:
-            return float(self._norm)
+        if self.gradients.norm is not None:
+            return float(self.gradients.norm)
         with together_in("optimizer.get_grad_norm"):
-            return float(self._unscaled_norm(norm_type))
+            return float(self.gradients.total(norm_type))
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         raise UsageError(
             "the backward pass of a pipeline is part of booster.execute_pipeline(data_iter, model, criterion, "
             "optimizer), which leaves the gradients in place: drop booster.backward(...) and loss.backward()"
         )
-
-    def _unscaled_norm(self, norm_type: float) -> Tensor:
-        norm = grad_norm(self._holders, self._holders.__getitem__, self.grid.world, norm_type)
-        return norm / self.scaling.value if self.scaling is not None and self._scaled else norm
-
-    def _unscale(self) -> None:
-        if self.scaling is not None and self._scaled:
-            self._multiply(1.0 / self.scaling.value)
-            self._scaled = False
-
-    def _multiply(self, factor: float) -> None:
-        gradients = [gradient for p in self._holders if (gradient := local_grad(p)) is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
 
 
 def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parameter]) -> None:

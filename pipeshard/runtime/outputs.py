@@ -29,6 +29,7 @@ class Outputs:
         self.kept: list[Any] = []
         self.batches: list[Batch] = []
         self.failure: Exception | None = None
+        self.of_loss: set[int] = set()  # the leaves of the output that are the loss itself
         self.function: Callable[[Any, Any], Any] | None = None
         self.needed: Wanted = False
         if isinstance(asked, bool):
@@ -42,10 +43,18 @@ class Outputs:
             digest = hashlib.blake2b("\0".join(sorted(fields)).encode(), digest_size=6).digest()
             self.code = FIELDS + int.from_bytes(digest, "little")
 
-    def check(self, flow: Dataflow) -> None:
-        """Raise UsageError, on every rank alike, where the model's output has not what was asked for."""
+    @property
+    def with_loss(self) -> bool:
+        """Whether the batch's loss is among them."""
+        return self.code == EVERYTHING or (isinstance(self.needed, frozenset) and "loss" in self.needed)
+
+    def check(self, flow: Dataflow, is_cut: bool) -> None:
+        """Raise UsageError, on every rank alike, where the model's output has not what was asked for, or where that of
+        a batch which `is_cut` cannot be put together of the microbatches'."""
         if self.code == EACH_LOSS and flow.loss is None:
             raise UsageError("return_outputs='loss', but there is none: give the batch labels, or pass a criterion")
+        if is_cut and (self.code == EVERYTHING or self.code >= FIELDS):
+            self._refuse_unmergeable(flow)
         if isinstance(self.needed, bool):
             return
         fields = dict.fromkeys(filter(None, (field_of(path) for path, _, _ in flow.outputs)))
@@ -57,6 +66,20 @@ class Outputs:
                 f"batch: {known}. Use some of these, True, 'loss', or a function of the output and the microbatch"
             )
 
+    def _refuse_unmergeable(self, flow: Dataflow) -> None:
+        for path, use, spec in flow.outputs:
+            growing = sum(bool(slopes and slopes[0]) for slopes in spec.slopes)
+            is_loss = not spec.shape and use == flow.loss
+            if (isinstance(self.needed, frozenset) and field_of(path) not in self.needed) or is_loss:
+                continue
+            if growing > 1:
+                why = f"has {growing} dimensions that count the samples, so it compares those of one microbatch alone"
+            elif use.values and (not spec.shape or (spec.slopes and not growing)):  # else traced for one size alone
+                why = "has no dimension that counts the samples, so each microbatch has one of its own"
+            else:
+                continue
+            raise UsageError(_unmergeable(path, why))
+
     def keep(self, output: Any, loss: Tensor | None, batch: Batch) -> None:
         """Take what was asked for of the output and the loss of one microbatch, detached."""
         self.batches.append(batch)
@@ -66,7 +89,9 @@ class Outputs:
             assert loss is not None
             self.kept.append(loss.detach())
         elif self.needed:
-            self.kept.append(_detached(output if self.needed is True else _select(output, self.needed)))
+            wanted = output if self.needed is True else _select(output, self.needed)
+            self.of_loss = {k for k, leaf in enumerate(tree_flatten(wanted)[0]) if leaf is loss}
+            self.kept.append(_detached(wanted))
 
     def merged(self, flow: Dataflow, loss: Tensor | None) -> Any:
         """What the step returns, of all microbatches; `loss` is the batch's."""
@@ -74,7 +99,15 @@ class Outputs:
             return torch.stack(self.kept)
         if self.code in (NOTHING, FUNCTION):
             return self.kept if self.function else None
-        return _merge(self.kept, flow, loss, self.batches)
+        try:
+            return _merge(self.kept, flow, loss, self.batches, self.of_loss)
+        except UsageError as error:
+            self.failure = error
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether something may turn out at the end of the step, on the last stage alone."""
+        return self.function is not None or bool(self.needed)
 
     @property
     def failed(self) -> Tensor:
@@ -84,6 +117,8 @@ class Outputs:
     def raise_failure(self, failed: int) -> None:
         """Raise UsageError for the microbatch that the last stage has `failed` on; on every rank."""
         why = "its error is that of the last stage"
+        if self.function is None:
+            raise self.failure or UsageError(f"outputs of the microbatches cannot be put together: {why}")
         if self.failure is not None:
             why = f"{type(self.failure).__name__}: {self.failure}"
         raise UsageError(
@@ -127,28 +162,56 @@ def _select(output: Any, fields: Collection[str]) -> Any:
     return type(output)(**{name: content for name, content in output.items() if name in fields})
 
 
-def _merge(outputs: Sequence[Any], flow: Dataflow, loss: Tensor | None, batches: Sequence[Batch]) -> Any:
+def _unmergeable(path: str, why: str) -> str:
+    return (
+        f"the model's output {path} cannot be put together for the whole batch: it {why}. Name the fields that you "
+        "need, without this one (return_outputs=[...]), pass a function fn(output, microbatch), or use one microbatch"
+    )
+
+
+def _merge(
+    outputs: Sequence[Any], flow: Dataflow, loss: Tensor | None, batches: Sequence[Batch], of_loss: Collection[int]
+) -> Any:
     """One output, of the class the model returns, for the whole batch: microbatches are put together along the
     dimension that grows with the number of samples, the loss is the batch's."""
     specs = {path: spec for path, _, spec in flow.outputs}
     named, tree = flatten_with_names(outputs[0])
     columns = zip(*(tree_flatten(output)[0] for output in outputs), strict=True)
     merged = []
-    for (name, first), column in zip(named, columns, strict=True):
+    for k, ((name, first), column) in enumerate(zip(named, columns, strict=True)):
         spec = specs.get(name)
         dim = next((d for d, slopes in enumerate(spec.slopes) if slopes and slopes[0]), None) if spec else None
-        if name == "['loss']" and loss is not None:
+        if k in of_loss and loss is not None:
             merged.append(loss)
-        elif not isinstance(first, Tensor) or len(column) == 1 or first.ndim == 0:
+        elif len(column) == 1 or not _is_data(first):
             merged.append(first)
+        elif not isinstance(first, Tensor) or first.ndim == 0 or (dim is None and spec is not None and spec.slopes):
+            merged.append(_same(name, column))
         else:
-            merged.append(torch.cat(column, dim=_counting(column, batches) if dim is None else dim))
+            merged.append(torch.cat(column, dim=_counting(name, column, batches) if dim is None else dim))
     return tree_unflatten(merged, tree)
 
 
-def _counting(column: Sequence[Tensor], batches: Sequence[Batch]) -> int:
+def _is_data(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) or type(leaf) in (int, float, bool, str)
+
+
+def _same(name: str, column: Sequence[Any]) -> Any:
+    """What all microbatches have; raises UsageError where they differ."""
+    first = column[0]
+    for other in column[1:]:
+        if not (torch.equal(first, other) if isinstance(first, Tensor) else first == other):
+            why = "differs between microbatches, and has no dimension that counts the samples"
+            raise UsageError(_unmergeable(name, why))
+    return first
+
+
+def _counting(name: str, column: Sequence[Tensor], batches: Sequence[Batch]) -> int:
     """The dimension that counts the samples in what was traced at one size alone: one that does in the batch, too."""
     rows = [batch.rows for batch in batches]
     of_batch = [dim for dim in batches[0].row_dims if dim is not None and dim < column[0].ndim]
-    dims = [*dict.fromkeys(of_batch), *range(column[0].ndim)]
-    return next((dim for dim in dims if [tensor.shape[dim] for tensor in column] == rows), 0)
+    dims = dict.fromkeys([*of_batch, *range(column[0].ndim)])
+    fitting = [dim for dim in dims if [tensor.shape[dim] for tensor in column] == rows]
+    if len(fitting) > 1 and len(set(rows)) > 1:
+        raise UsageError(_unmergeable(name, f"has {len(fitting)} dimensions that count the samples of one microbatch"))
+    return fitting[0] if fitting else 0

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.model.batch import Batch
-from pipeshard.model.sharder import is_released, storageless
+from pipeshard.model.ghost import Ghost
+from pipeshard.model.sharder import storageless
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -33,10 +34,11 @@ class Precision:
 
     @contextmanager
     def seeming(self, model: nn.Module) -> Iterator[None]:
-        """Inside, parameters that are to be lowered have their later dtype, and no values: to be traced."""
+        """Inside, what is to be lowered has its later dtype, parameters without values: to be traced."""
         before = {tensor: tensor.data for tensor in self._lowered(model)}
-        for tensor, data in before.items():
-            tensor.data = storageless(data, self.dtype, data.device)
+        for tensor, data in before.items():  # buffers are small, and may be written to
+            is_parameter = isinstance(tensor, nn.Parameter)
+            tensor.data = storageless(data, self.dtype, data.device) if is_parameter else data.to(self.dtype)
         try:
             yield
         finally:
@@ -47,11 +49,10 @@ class Precision:
         """Lower the parameters of a stage for good, `but` some; returns the fp32 values of those that are trained."""
         full: dict[nn.Parameter, Tensor] = {}
         for tensor in [tensor for tensor in self._lowered(model) if tensor not in but]:
-            data = tensor.data
-            if is_released(tensor):
-                tensor.data = storageless(data, self.dtype, data.device)
+            if isinstance(tensor, Ghost):
+                tensor.lower(self.dtype)
                 continue
-            tensor.data = data.to(self.dtype)
+            tensor.data = (data := tensor.data).to(self.dtype)
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                 full[tensor] = data.float() if data.dtype is self.dtype else data
                 tensor.grad = None

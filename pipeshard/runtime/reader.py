@@ -30,16 +30,23 @@ class Reader:
         return self.precision.of_batch(self.row_dims.settle(batch, criterion) if self.cuts else batch)
 
     def next(
-        self, data_iter: Iterator[Any], criterion: Criterion | None, mode: tuple[bool, int, bool], news: bool
+        self,
+        data_iter: Iterator[Any],
+        criterion: Criterion | None,
+        mode: tuple[bool, int, bool],
+        news: Callable[[Batch], int],
     ) -> tuple[Batch, Agreement]:
-        """The next batch, compared over the ranks: all of them raise if one has none, or another one."""
+        """The next batch, compared over the ranks: all of them raise if one has none, or another one.
+
+        `news(batch)` is what the others have to learn.
+        """
         batch: Batch | Exception
         try:
             batch = self._read(data_iter, criterion)
         except Exception as error:
             batch = error
         try:
-            agreed = agree(self.grid, batch, mode, news)
+            agreed = agree(self.grid, batch, mode, news(batch) if isinstance(batch, Batch) else 0)
         except BatchError as disagreement:
             raise (batch if isinstance(batch, Exception) else disagreement) from None
         assert isinstance(batch, Batch)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipeshard.errors import UsageError
+from pipeshard.errors import TraceError, UsageError
 from pipeshard.model.batch import Batch
-from pipeshard.model.criterion import Criterion, loss_of
+from pipeshard.model.criterion import Criterion, sum_and_count
 from pipeshard.model.replay import Replay
 from pipeshard.model.route import Route
 from pipeshard.model.taint import Value
@@ -23,12 +23,14 @@ from pipeshard.runtime.outputs import Outputs
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch with its route through a stage; `weight` is its loss's share in that of the batch."""
+    """One microbatch with its route through a stage; `weight` is its loss's share in that of the batch, where the
+    criterion's count is `counted` in it that of its sum."""
 
     batch: Batch
     route: Route
     deltas: tuple[int, ...]
     weight: float
+    counted: bool = False
 
     def shape(self, value: Value) -> tuple[tuple[int, ...], torch.dtype]:
         shape = self.route.sizes(self.deltas)[value.call][value.leaf]
@@ -39,9 +41,11 @@ class Microbatch:
 @dataclass(frozen=True, slots=True)
 class Alive:
     """What a backward needs of its forward: the leaves that entered and are to get a gradient, and where the graph of
-    each value that left begins (None: it has no graph). The values themselves are free once they are sent."""
+    each value that left begins (None: it has no graph). The values themselves are free once they are sent. `others`
+    entered, too, and are to get no gradient."""
 
     entered: list[Tensor]
+    others: list[tuple[Value, Tensor]]
     left: list[GradientEdge | None]
     loss: Tensor | None
 
@@ -50,8 +54,8 @@ class Stage:
     """Runs the model as stage `index` does: `forward`, `backward` and `weight` of microbatch i, in any legal order.
 
     The last stage computes the loss: `loss` sums it over the microbatches, and `outputs` takes what is wanted of the
-    model's outputs. Forwards run inside `around()`. Where `deferral` is installed, `backward` leaves weight gradients
-    to `weight` if it is split, and else those of large embeddings to its own end.
+    model's outputs. Forwards run inside `around()` and `carry(route)`. Where `deferral` is installed, `backward` leaves
+    weight gradients to `weight` if it is split, and else those of large embeddings to its own end.
     """
 
     def __init__(
@@ -63,9 +67,10 @@ class Stage:
         deferral: Deferral,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
         finite: Finite | None = None,
+        carry: Callable[[Route], AbstractContextManager[object]] = lambda route: nullcontext(),
     ) -> None:
         self.model, self.replay, self.index, self.is_last, self.deferral = model, replay, index, is_last, deferral
-        self.around, self.finite = around, finite
+        self.around, self.finite, self.carry = around, finite, carry
 
     def begin(
         self,
@@ -80,6 +85,7 @@ class Stage:
         backward has a `weight` of its own."""
         self.microbatches, self.criterion, self.train, self.outputs = microbatches, criterion, train, outputs
         self.scale, self.splits = scale, splits
+        self.replay.criterion = criterion
         self.loss: Tensor | None = None
         self.alive: dict[int, Alive] = {}
         self.pending: dict[int, list[Gradients]] = {}
@@ -88,6 +94,7 @@ class Stage:
         """Keep nothing of the step but `loss`."""
         self.alive.clear()
         self.pending.clear()
+        self.replay.repeats.clear()
 
     def entering(self, i: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of what `forward(i, ...)` takes."""
@@ -109,13 +116,15 @@ class Stage:
             for value, tensor in received.items():
                 tensor.requires_grad_(route.flow.spec(value).requires_grad)
         self.replay.randomness.microbatch(i)
-        with self.around():
+        with self.around(), self.carry(route):
             forward = partial(microbatch.batch.call, self.model)
             output, made = self.replay.run(route, microbatch.deltas, received, forward)
             loss = self._loss(output, microbatch) if self.is_last else None
         if self.train:
             entered = [received[value] for value in route.enters.gradients]
-            self.alive[i] = Alive(entered, [_edge(made[value]) for value in route.leaves.gradients], loss)
+            returned = set(route.enters.gradients)
+            others = [(value, t) for value, t in received.items() if t.requires_grad and value not in returned]
+            self.alive[i] = Alive(entered, others, [_edge(made[value]) for value in route.leaves.gradients], loss)
         sent = [made[value].detach().contiguous() for value in route.leaves.values]
         if self.finite is not None:
             units = [route.flow.calls[value.call].unit for value in route.leaves.values]
@@ -126,21 +135,34 @@ class Stage:
         """Back-propagate the gradients of what `forward(i)` returned; returns those of what it took."""
         alive, weight = self.alive.pop(i), self.microbatches[i].weight
         self.deferral.whole = i not in self.splits  # units that recompute run forward again
-        self.pending[i] = self.deferral.begin()
-        if self.is_last:
-            if alive.loss is not None and weight != 0:  # no label: no gradient, rather than 0/0
-                alive.loss.backward(torch.full_like(alive.loss, weight * self.scale))
-        else:
+        if not self.is_last:
             pairs = [(edge, grad) for edge, grad in zip(alive.left, returning, strict=True) if edge is not None]
-            if pairs:
-                torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+        elif alive.loss is not None and weight != 0:  # no label: no gradient, rather than 0/0
+            pairs = [(get_gradient_edge(alive.loss), torch.full_like(alive.loss, weight * self.scale))]
+        else:
+            pairs = []
+        self.pending[i] = self.deferral.begin(edge for edge, _ in pairs)
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
         self.deferral.end()
         if self.deferral.whole:
             self.deferral.finish(self.pending.pop(i))
+        self._refuse_lost(i, alive.others)
         sent = [torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in alive.entered]
         if self.finite is not None:
             self.finite.backward(i, sent)
         return sent
+
+    def _refuse_lost(self, i: int, others: Sequence[tuple[Value, Tensor]]) -> None:
+        for value, tensor in others:
+            if tensor.grad is not None:
+                unit = self.microbatches[i].route.flow.calls[value.call].unit
+                raise TraceError(
+                    f"result {value.leaf} of unit {unit}, which another stage sent to stage {self.index}, gets a "
+                    "gradient where the trace has seen none, so that nobody sends it back: the model takes another way "
+                    "than in the trace. Let it depend on attributes and configs alone, or pass dry_run_input=<a batch "
+                    "of this kind>"
+                )
 
     def weight(self, i: int) -> None:
         """Add up the weight gradients that `backward(i)` has left."""
@@ -149,8 +171,10 @@ class Stage:
             self.finite.backward(i)
 
     def _loss(self, output: Any, microbatch: Microbatch) -> Tensor | None:
-        loss = loss_of(output, self.criterion, microbatch.batch)
-        self.outputs.keep(output, loss, microbatch.batch)
+        loss, count = sum_and_count(output, self.criterion, microbatch.batch)
+        mean = loss if loss is None or count is None else loss / count
+        self.outputs.keep(output, mean, microbatch.batch)
+        loss = loss if microbatch.counted else mean
         if loss is None:
             if self.train:
                 raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")

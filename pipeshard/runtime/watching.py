@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pipeshard.model.ghost import inside_pipeshard
 from pipeshard.runtime.fault import ENDED, RAISED
 from pipeshard.runtime.progress import NOW
 from pipeshard.runtime.watch import Interrupt, Watch
@@ -40,11 +41,12 @@ def watch_world(timeout: float | str | None) -> Watch | None:
 @contextlib.contextmanager
 def calling(name: str) -> Iterator[Watch | None]:
     """`Watch.call` of this process's Watch, which it gives; None where there is none, and inside of another call."""
-    if _watch is None or _watch.world is not dist.group.WORLD or NOW.call:
-        yield None
-        return
-    with _watch.call(name):
-        yield _watch
+    with inside_pipeshard():
+        if _watch is None or _watch.world is not dist.group.WORLD or NOW.call:
+            yield None
+            return
+        with _watch.call(name):
+            yield _watch
 
 
 def named(rank: int) -> str:

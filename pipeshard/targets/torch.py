@@ -43,12 +43,11 @@ class TorchStages:
 
     def sync_gradients(self) -> None:
         """After a step, before the optimizer's; every rank calls it."""
-        self.gradients.begin()
         self.gradients.finish(True)
 
     def zero_grad(self) -> None:
         """As an optimizer's: gradients become None."""
-        self.gradients.reset()
+        self.gradients.reset(set(self.parameters()))
         for parameter in self.parameters():
             parameter.grad = None
 

@@ -164,7 +164,8 @@ def wrong(folder: Path) -> list[str]:
     run, rank = Run(plain), dist.get_rank()
     run.train(1)
     foreign, strange, uneven = Run(plain), Run(plain), Run(plain)
-    foreign.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    groups = foreign.optimizer.param_groups
+    groups.append({**groups[0], "params": [nn.Parameter(torch.zeros(2))]})  # past add_param_group, which refuses it
     strange.optimizer.param_groups[0]["betas"] = lambda: 0.9
     uneven.optimizer.param_groups[0]["lr"] = float(rank)
     for name, other in {"llama": Run(plain, "llama"), "partly": Run(partly), "groups": Run(groups_of_three)}.items():

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from pipeshard.errors import TraceError
-from pipeshard.model.exits import RESULT, Exits, Part, Source, answer, listened
+from pipeshard.model.exits import ARGUMENTS, RESULT, UNIT, Exits, Part, Source, answer, changed, listened, opened
+from pipeshard.model.snapshot import Snapshot, Step, told
 from pipeshard.model.trace import trace
 from tests.parity.build import batch, build
 from tests.parity.entries import find
@@ -27,38 +28,104 @@ class Unit(nn.Module):
         return self.inner(self.inner(x)), None
 
 
+def visited(unit: nn.Module, *arguments: Any) -> list[tuple[Source, Any]]:
+    """What leaves a call, as a visit finds it."""
+    before = Snapshot({UNIT: unit, ARGUMENTS: (arguments, {})})
+    with Exits(unit, listened(unit), silent=True) as exits:
+        results = exits.run(unit, arguments, {})
+    return [*results, *changed(before)]
+
+
+def parts_of(results: list[tuple[Source, Any]]) -> tuple[list[Part], list[Any]]:
+    flat = [(source, *tree_flatten(opened(content))) for source, content in results]
+    return [Part(source, tree) for source, _, tree in flat], [leaf for _, leaves, _ in flat for leaf in leaves]
+
+
 def test_a_run_collects_all_that_leaves_a_unit() -> None:
     unit, heard = Unit(), []
     unit.inner.register_forward_hook(lambda module, args, result: heard.append(result))
     x, shelf = torch.ones(1, 2), UserDict(old=torch.zeros(1))
     assert listened(unit) == ["inner"]
-    with Exits(unit, ["inner"]) as exits:
+    found = [source for source, _ in visited(unit, x, shelf)]
+    assert found[:3] == [RESULT, Source("inner", 0), Source("inner", 1)] and not heard
+    (place,) = found[3:]
+    assert told(place.place) == "arguments[0][1]['keys']" and place.how == "set"
+    with Exits(unit, ["inner"], places=[place]) as exits:
         results = exits.run(unit, (x, shelf), {})
-    assert [source for source, _ in results] == [RESULT, Source("inner", 0), Source("inner", 1), Source(argument=1)]
-    assert results[1][1] is heard[0] and results[2][1] is heard[1]
-    assert results[3][1].keys() == {"keys"}
+    assert [source for source, _ in results] == found
+    assert results[1][1] is heard[0] and results[2][1] is heard[1] and results[3][1] == shelf["keys"]
     assert len(unit.inner._forward_hooks) == 1
-
-
-def test_a_silent_run_leaves_hooks_unheard_and_in_place() -> None:
-    unit, heard = Unit(), []
-    unit.inner.register_forward_hook(lambda module, args, result: heard.append(result))
-    with Exits(unit, ["inner"], silent=True) as exits:
-        assert len(exits.run(unit, (torch.ones(1, 2), {}), {})) == 3  # a plain dict is no leaf: it came apart
-    assert not heard and len(unit.inner._forward_hooks) == 1
 
 
 def test_an_answer_tells_hooks_and_fills_mappings() -> None:
     unit, heard = Unit(), []
     unit.inner.register_forward_hook(lambda module, args, result: heard.append(result))
     unit.inner.register_forward_hook(lambda m, args, kwargs, result: heard.append(kwargs), with_kwargs=True)
-    contents = [("result", None), 7, {"keys": (1, 2)}]
-    sources = [RESULT, Source("inner"), Source(argument=1)]
-    parts = [Part(source, tree_flatten(content)[1]) for source, content in zip(sources, contents)]
-    leaves = [leaf for content in contents for leaf in tree_flatten(content)[0]]
+    at = tuple(Step(*step) for step in [("root", ARGUMENTS), ("item", 0), ("item", 1), ("item", "keys")])
+    parts, leaves = parts_of([(RESULT, ("result", None)), (Source("inner"), 7), (Source(place=at, how="set"), (1, 2))])
     shelf: Any = UserDict()
     assert answer(unit, parts, leaves, ((0, shelf), {})) == ("result", None)
     assert heard == [7, {}] and shelf == {"keys": (1, 2)}
+
+
+LOG: list[Any] = []
+COUNT = 0
+
+
+class Told:
+    """A context that goes through layers."""
+
+    def __init__(self) -> None:
+        self.losses: list[Any] = []
+        self.depth = 0
+
+
+class Leaves(nn.Module):
+    """Leaves something in every way that Python has."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = None
+        self.register_buffer("running", torch.zeros(2))
+        closed_over = []
+        self.note = lambda x: closed_over.append(x)
+        self.noted = lambda: closed_over
+
+    def forward(self, x: Tensor, given: list[Any], context: Any) -> Any:
+        global COUNT
+        COUNT += 1
+        LOG.append(x)
+        type(self).total += 1
+        self.last = x * 2
+        self.running.add_(x)
+        self.note(x)
+        given.append(x * 3)
+        context.losses.append(x * 4)
+        context.depth += 1
+        return x, context, Told()
+
+
+def test_what_is_left_in_any_way_is_found_and_left_again() -> None:
+    """An auxiliary loss on the layer itself, in a list, in a context object, a counter, a running statistic, a global:
+    each was lost where the layer was on another stage."""
+    unit, given, context = Leaves(), [7], Told()
+    before = Snapshot({UNIT: unit, ARGUMENTS: ((0, given, context), {})})
+    with torch.no_grad():
+        (_, result), *_ = Exits(unit, []).run(unit, (torch.ones(2), given, context), {})
+    left = [(source, content.clone() if source.how == "written" else content) for source, content in changed(before)]
+    results = [(RESULT, opened(result, before.paths)), *left]
+    before.restore()
+    assert (COUNT, LOG, unit.last, unit.noted(), given, context.losses, context.depth) == (0, [], None, [], [7], [], 0)
+    unit.running.zero_()
+    parts, leaves = parts_of(results)
+    x, same, fresh = answer(unit, parts, leaves, ((0, given, context), {}))
+    assert same is context and isinstance(fresh, Told) and fresh is not context
+    assert (COUNT, len(LOG), unit.total, context.depth, given[0]) == (1, 1, 1, 1, 7)
+    assert [float(t.sum()) for t in (x, unit.last, given[1], context.losses[0], unit.running)] == [2, 4, 6, 8, 2]
+    assert unit.noted()[0] is x
+    before.restore()
 
 
 def test_a_hook_that_changes_a_result_is_refused() -> None:

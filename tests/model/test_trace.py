@@ -6,6 +6,7 @@ import resource
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -155,23 +156,24 @@ def test_a_unit_called_twice_is_two_calls() -> None:
 
 
 class Leaky(nn.Linear):
-    """Leaves something behind other than its result."""
+    """Leaves something behind where nobody can look."""
 
-    store: list[Tensor]
+    store: Any
+    place = 0
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        self.store.append(y.square().mean())
+        self.store[self.place] = y.square().mean()
         return y
 
 
 def leaking() -> nn.Module:
     class Leaking(Glued):
         def body(self, x: Tensor) -> Tensor:
-            Leaky.store = []
-            for layer in self.layers:
+            Leaky.store = np.zeros(3, dtype=object)
+            for Leaky.place, layer in enumerate(self.layers):
                 x = layer(x)
-            return x + torch.stack(Leaky.store).sum()
+            return x + sum(Leaky.store)
 
     model = Leaking()
     model.layers = nn.ModuleList(Leaky(H, H) for _ in range(3))

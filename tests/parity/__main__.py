@@ -27,7 +27,7 @@ def main() -> int:
         sys.exit(str(error))
     console = Console(file=sys.stdout, soft_wrap=True)
     try:
-        run(rows, entries, ps, arguments.watchdog, console)
+        run(rows, entries, ps, arguments.watchdog, console, arguments.verify)
     except KeyboardInterrupt:
         console.print(f"interrupted after {len(rows.rows)} rows" + (f"; --resume goes on from {file}" if file else ""))
         return INTERRUPTED
@@ -52,6 +52,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="keep the rows that are there, and run the others")
     parser.add_argument("--watchdog", type=float, default=WATCHDOG, metavar="SECONDS",
                         help="when an entry counts as hanging (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--verify", action="store_true",
+                        help="prove each as PipelinePlugin(verify=True) does, in one process")  # fmt: skip
     parser.add_argument("--at-least", type=float, default=0.98, metavar="SHARE",
                         help="fail where fewer of those that train are exact (default: %(default)s)")  # fmt: skip
     return parser.parse_args()
@@ -68,7 +70,7 @@ def chosen(arguments: argparse.Namespace) -> list[Entry]:
     return entries if arguments.sample is None else sample(entries, arguments.sample, arguments.seed)
 
 
-def run(rows: Rows, entries: list[Entry], ps: list[int], watchdog: float, console: Console) -> None:
+def run(rows: Rows, entries: list[Entry], ps: list[int], watchdog: float, console: Console, verify: bool) -> None:
     """Sweep what has no row yet, behind a progress bar; what is not exact is printed as it comes."""
     jobs = rows.missing(entries, ps)
     total = len(entries) * len(ps)
@@ -87,7 +89,7 @@ def run(rows: Rows, entries: list[Entry], ps: list[int], watchdog: float, consol
                 progress.console.print(line, markup=False, highlight=False)
             progress.update(bar, advance=1, description=row.entry)
 
-        sweep(jobs, save, watchdog)
+        sweep(jobs, save, watchdog, verify)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import psutil
 from tests.parity.check import check
 from tests.parity.entries import Entry
 from tests.parity.fixes import UNTRAINABLE
+from tests.parity.prove import prove
 from tests.parity.report import Row, worst
 from tests.pool import ENVIRONMENT, PRELOAD, Pool, WorkerError
 
@@ -29,18 +30,20 @@ WATCHDOG = 60.0  # seconds
 START = 300.0  # seconds for importing every architecture
 
 
-def sweep(jobs: Mapping[int, Sequence[Entry]], save: Callable[[Row], None], watchdog: float = WATCHDOG) -> None:
+def sweep(
+    jobs: Mapping[int, Sequence[Entry]], save: Callable[[Row], None], watchdog: float = WATCHDOG, verify: bool = False
+) -> None:
     """Check the entries of each p, all p at the same time; `save` gets the rows, one at a time.
 
-    Whatever ends it, no process is left.
+    With `verify` each is proven in one process. Whatever ends it, no process is left.
     """
     stop, lock = Event(), Lock()
 
     def work(p: int, entries: Sequence[Entry]) -> None:
         pool = Pool()
-        pool.run(os.getpid, p, timeout=START)
+        pool.run(os.getpid, 1 if verify else p, timeout=START)
         for entry in entries:
-            row = row_of(pool, entry, p, watchdog)
+            row = row_of(pool, entry, p, watchdog, verify)
             with lock:
                 if stop.is_set():
                     return  # the row is of workers that were killed
@@ -59,18 +62,21 @@ def sweep(jobs: Mapping[int, Sequence[Entry]], save: Callable[[Row], None], watc
                 _kill_all()
 
 
-def row_of(pool: Pool, entry: Entry, p: int, watchdog: float = WATCHDOG) -> Row:
+def row_of(pool: Pool, entry: Entry, p: int, watchdog: float = WATCHDOG, verify: bool = False) -> Row:
     """What comes of the entry on p ranks: the worst of their verdicts, or how they failed."""
     started = time.monotonic()
-    kind, error, reason = _outcome(pool, entry, p, watchdog)
+    kind, error, reason = _outcome(pool, entry, p, watchdog, verify)
     return Row(str(entry), p, kind, error, reason, round(time.monotonic() - started, 2))
 
 
-def _outcome(pool: Pool, entry: Entry, p: int, watchdog: float) -> tuple[str, float, str]:
+def _outcome(pool: Pool, entry: Entry, p: int, watchdog: float, verify: bool) -> tuple[str, float, str]:
     if str(entry) in UNTRAINABLE:
         return "untrainable", 0.0, UNTRAINABLE[str(entry)]
     try:
-        verdicts = pool.run(check, p, entry, timeout=watchdog)
+        if verify:
+            verdicts = pool.run(prove, 1, entry, p, timeout=watchdog)
+        else:
+            verdicts = pool.run(check, p, entry, timeout=watchdog)
     except WorkerError as error:
         return failure(str(error))
     kind = worst([verdict.kind for verdict in verdicts])

@@ -141,6 +141,7 @@ def test_the_reason_for_a_missing_batch_is_told_everywhere(pool: Pool) -> None:
 def failing_once() -> list[str]:
     """After a failure amid a step, every further call is refused with its reason, on every rank."""
     split = split_of_two()
+    split.backward(zoo.batch("gpt2"))
 
     def fail(*_: Any) -> None:
         raise ValueError("planted")

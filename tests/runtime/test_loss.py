@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeshard.errors import ConfigurationError
 from pipeshard.model.batch import Batch
 from pipeshard.model.trace import trace
 from pipeshard.runtime.loss import LossRule, find_loss_rule
@@ -47,11 +48,9 @@ def test_criteria_of_one_s_own(criterion: Criterion, expected: LossRule) -> None
     assert rule("llama", criterion) == expected
 
 
-def test_a_loss_that_no_rule_fits_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "pipeshard"):
-        found = rule("llama", lambda out, data: out.logits.mean((1, 2)).softmax(0).max())
-    assert found == LossRule()
-    assert "no mean or sum over samples" in caplog.text
+def test_a_loss_that_no_rule_fits_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"no mean or sum over samples .* use one microbatch"):
+        rule("llama", lambda out, data: out.logits.mean((1, 2)).softmax(0).max())
 
 
 def test_an_auxiliary_loss_of_router_logits_goes_by_the_rule_of_the_rest(caplog: pytest.LogCaptureFixture) -> None:

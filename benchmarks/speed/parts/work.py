@@ -39,11 +39,10 @@ def compiled(how: Any) -> str:
     """What the names of contenders say of options of torch.compile."""
     if not isinstance(how, dict):
         return "compiled"
-    return "compiled, C++ calls" + (", layers as one" if "units" in how else "")
+    return "compiled, C++ calls"
 
 
 CPP_CALLS = {"options": {"cpp_wrapper": True}}  # what calls the kernels is C++, too, and not Python
-AS_ONE = {**CPP_CALLS, "units": 4}  # and the layers of a stage, of which there are four, are one function
 TORCH = Contender("torch 1F1B", "torch")
 DEEPSPEED = Contender("DeepSpeed", "deepspeed", {}, ".venv-deepspeed")
 COLOSSALAI = Contender("ColossalAI", "colossalai", {}, ".venv-colossalai")

@@ -11,18 +11,14 @@ from benchmarks.speed.work import LEARNING_RATE, Batch, Work
 
 
 class Trainer:
-    """`compile` is True, or options of torch.compile: each layer is compiled by itself, with `units` among them all
-    layers of a stage as one."""
+    """`compile` is True, or options of torch.compile: each layer is compiled by itself."""
 
     def __init__(self, work: Work, rank: int, size: int, compile: bool | dict[str, Any] = False) -> None:
         share = work.layers // size
         part = HandStage(work.model(), rank * share, (rank + 1) * share)
         options = dict(compile) if isinstance(compile, dict) else {}
-        if options.pop("units", 1) > 1:
-            part.through_layers = torch.compile(part.through_layers, **options)  # type: ignore[method-assign]
-        else:
-            for layer in part.layers if compile else ():
-                layer.compile(**options)
+        for layer in part.layers if compile else ():
+            layer.compile(**options)
         stage = PipelineStage(part, rank, size, torch.device("cpu"))
         self.schedule = Schedule1F1B(stage, n_microbatches=work.microbatches, loss_fn=causal_loss)
         self.optimizer = torch.optim.AdamW(part.parameters(), lr=LEARNING_RATE)

@@ -1,0 +1,41 @@
+"""Alone: one process stands for all ranks of a pipeline, to prove it and go no further."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeshard.verify.result import Proof
+
+
+class Proven(BaseException):
+    """Leaves the program at booster.boost, with the proof; `what` was proven, or not."""
+
+    def __init__(self, proof: Proof, what: str) -> None:
+        super().__init__(f"{what}: {proof.kind}")
+        self.proof, self.what = proof, what
+
+
+@dataclass
+class Alone:
+    """`pp_size` is the number of stages, in place of the plugin's own."""
+
+    pp_size: int | None = None
+
+
+_now: Alone | None = None
+
+
+def standing_alone() -> Alone | None:
+    """Whether this process stands for all ranks, and how many."""
+    return _now
+
+
+@contextlib.contextmanager
+def alone(pp_size: int | None = None) -> Iterator[None]:
+    """Inside, a plugin in a world of one process has all stages, and booster.boost raises Proven."""
+    global _now
+    before, _now = _now, Alone(pp_size)
+    try:
+        yield
+    finally:
+        _now = before

@@ -1,0 +1,137 @@
+"""Decide: which models are proven when they are boosted, and what is said of it."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from pipeshard.errors import VerificationError
+from pipeshard.grid import Grid
+from pipeshard.model.batch import Batch
+from pipeshard.model.criterion import Criterion
+from pipeshard.model.names import without_adapters
+from pipeshard.planner.sizes import format_bytes
+from pipeshard.runtime.agreement import gather, gather_objects
+from pipeshard.runtime.progress import NOW
+from pipeshard.verify.alone import Proven, standing_alone
+from pipeshard.verify.proof import prove
+from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof
+
+if TYPE_CHECKING:
+    from pipeshard.plugin import PipelinePlugin
+
+logger = logging.getLogger("pipeshard")
+
+SECONDS = 5.0  # that "auto" may take
+SHARE = 0.1  # of the free memory that it may take
+COPIES = 9  # of the parameters: three of the model, those of all stages together, gradients and Adam's state of both
+PERIOD = 1.0  # seconds after which the ranks that wait are told that it goes on
+KNOWN = ("torch", "transformers", "peft", "colossalai")  # packages whose modules docs/parity.md is about
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def prove_at_boost(
+    plugin: "PipelinePlugin", model: nn.Module, optimizer: Optimizer | None, criterion: Criterion | None, sample: Batch
+) -> None:
+    """Prove a model on the first rank, if the plugin's `verify` asks for it; every rank calls it before it shards.
+
+    Raises VerificationError on all of them where the split model differs.
+    """
+    alone, stages = standing_alone() is not None, plugin.pp_size * plugin.num_model_chunks
+    auto = plugin.verify == "auto" and not alone
+    if not alone and (not plugin.verify or stages == 1):
+        return
+    known = auto and is_known(model, criterion)
+    if int(gather(torch.tensor(int(known)), plugin.grid.world)[0]):  # a hook may be on one rank only
+        return
+
+    def work(note: Callable[[], None]) -> Proof:
+        if stages == 1:
+            return Proof(UNPROVEN, "there is one stage only: name another number by --pp")
+        if auto and any(parameter.is_meta for parameter in model.parameters()):
+            return Proof(UNPROVEN, "its weights are on meta, and one process would have to make them all")
+        if why := _too_large(model, plugin.device, SHARE if auto else 1.0):
+            return Proof(UNPROVEN, why)
+        return prove(plugin, model, optimizer, criterion, sample, SECONDS if auto else None, note)
+
+    proof = _on_first(plugin.grid, work)
+    if alone:
+        raise Proven(proof, f"{type(model).__name__} in {stages} stages, {plugin.schedule}")
+    if proof.kind == DIFFERENT:
+        raise VerificationError(
+            f"{type(model).__name__} split into {plugin.pp_size} stages is not the model that it is unsplit, so it is "
+            f"not trained: {proof.reason}. What crosses a cut has to be an argument or a result of a unit: change that "
+            "place, or cut elsewhere (partition=...); PipelinePlugin(verify=False) trains it all the same"
+        )
+    if plugin.grid.first:
+        _say(proof, type(model).__name__)
+
+
+def is_known(model: nn.Module, criterion: Criterion | None) -> bool:
+    """Whether it is an architecture of docs/parity.md as it is there: transformers' own modules, nothing put around
+    them, and the loss that they compute themselves."""
+    _, base = without_adapters(model)
+    if criterion is not None or not type(base).__module__.startswith("transformers."):
+        return False
+    return all(
+        type(module).__module__.split(".")[0] in KNOWN
+        and "forward" not in vars(module)
+        and not any(getattr(module, hooks) for hooks in HOOKS)
+        for module in model.modules()
+    )
+
+
+def _say(proof: Proof, name: str) -> None:
+    if proof.kind == EXACT:
+        but = f", but for {'; '.join(proof.but)}" if proof.but else ""
+        logger.info("%s split into stages was proven exact in %.1f s%s", name, proof.seconds, but)
+        return
+    logger.log(
+        logging.INFO if proof.refused else logging.WARNING,
+        "whether %s split into stages is what it is unsplit was not proven: %s. Prove it by `pipeshard verify SCRIPT` "
+        "or PipelinePlugin(verify=True); verify=False says nothing",
+        name,
+        proof.reason,
+    )
+
+
+def _too_large(model: nn.Module, device: torch.device, share: float) -> str:
+    """Why a model is left alone that takes more than a share of the free memory; "" if it does not."""
+    needed = COPIES * sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free" if needed > share * free else ""
+
+
+def _on_first(grid: Grid, work: Callable[[Callable[[], None]], Proof]) -> Proof:
+    """`work(note)` of the first rank, for all; the others wait, and are told now and then that it goes on."""
+    if grid.size == 1:
+        return work(lambda: None)
+    if not grid.first:
+        while not int(gather(torch.tensor(0), grid.world)[0]):
+            pass
+        return _shared(None, grid)
+    told = time.monotonic()
+
+    def note() -> None:
+        nonlocal told
+        if time.monotonic() - told > PERIOD:
+            NOW.start("the proof")
+            gather(torch.tensor(0), grid.world)
+            told = time.monotonic()
+
+    proof = work(note)
+    gather(torch.tensor(1), grid.world)
+    return _shared(proof, grid)
+
+
+def _shared(proof: Proof | None, grid: Grid) -> Proof:
+    """The proof of the first rank, for all of them."""
+    told = gather_objects(None if proof is None else astuple(proof), grid.world)[0]
+    assert told is not None
+    return Proof(*told)

@@ -1,0 +1,251 @@
+"""Proof: a few steps of all stages in this process, compared with the unsplit model on the same samples."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from pipeshard.errors import PipeshardError
+from pipeshard.model.batch import Batch
+from pipeshard.model.criterion import Criterion
+from pipeshard.model.ghost import inside_pipeshard
+from pipeshard.verify.compare import Comparison, Different, named_leaves
+from pipeshard.verify.copies import Copies
+from pipeshard.verify.reference import NoLoss, Reference
+from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof
+from pipeshard.verify.state import compare_state, compare_trained, gradients
+from pipeshard.verify.undisturbed import generators, undisturbed
+from pipeshard.verify.unit_results import first_unit
+from pipeshard.verify.virtual import Virtual
+from pipeshard.verify.whole import Evaluated, compare_whole, evaluated
+from pipeshard.wishes import settled
+
+if TYPE_CHECKING:
+    from pipeshard.plugin import PipelinePlugin
+
+logger = logging.getLogger("pipeshard")
+
+ROWS, PARTS = 5, 2  # samples of a step, and the microbatches that they are cut into: they differ in size
+SEED = 20261123
+BEGINS = {
+    "forward": "All units return the same: it begins in what the model or the criterion does between or after them",
+    "backward": "All units return the same: it begins in the backward pass",
+}
+
+
+class Unproven(Exception):
+    """Nothing can be said of the model; says why."""
+
+
+@inside_pipeshard()
+def prove(
+    plugin: "PipelinePlugin",
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    criterion: Criterion | None,
+    sample: Batch,
+    seconds: float | None = None,
+    note: Callable[[], None] = lambda: None,
+) -> Proof:
+    """Two training steps of a model that is yet to be boosted, split and unsplit, on different samples; nothing of the
+    user's changes.
+
+    Compared are loss, gradients (None, too), outputs, buffers, what forwards leave on modules, parameters after the
+    optimizer's step, what is saved, and the batch's loss with that of the microbatches. After `seconds` it gives up;
+    `note` is called now and then.
+    """
+    start = time.perf_counter()
+
+    def tick() -> None:
+        if seconds is not None and time.perf_counter() - start > seconds:
+            raise Unproven(f"it takes longer than {seconds:g} s")
+        note()
+
+    given = Copies(model, criterion, optimizer, sample)
+    proving = _Proving(plugin, given, plugin.device, tick, seconds)
+    kind, reason, refused = EXACT, "", False
+    with undisturbed(plugin.device):
+        try:
+            proving.run()
+        except Different as difference:
+            kind, reason = DIFFERENT, str(difference)
+        except Unproven as error:
+            kind, reason = UNPROVEN, str(error)
+        except PipeshardError as error:  # booster.boost, or the first step, says the same
+            kind, reason, refused = UNPROVEN, f"{type(error).__name__}: {error}", True
+        except Exception as error:
+            logger.debug("the proof failed", exc_info=True)
+            kind, reason = UNPROVEN, f"{type(error).__name__}: {error}"
+    return Proof(kind, reason, proving.counts, tuple(proving.but), time.perf_counter() - start, refused)
+
+
+class _Proving:
+    """The state of a proof."""
+
+    def __init__(
+        self,
+        plugin: "PipelinePlugin",
+        given: Copies,
+        device: torch.device,
+        tick: Callable[[], None],
+        seconds: float | None,
+    ) -> None:
+        self.plugin, self.given, self.device, self.tick, self.seconds = plugin, given, device, tick, seconds
+        self.counts: dict[str, int] = {}
+        self.but: dict[str, None] = {}
+        self.m = 1 if plugin.num_microbatches == 1 else PARTS
+
+    def run(self) -> None:
+        """In fp64 once more where it seems to differ: rounding shrinks with the precision, a mistake does not."""
+        if any(tensor.is_meta for tensor in self.given.model.parameters()):
+            rule = self.plugin.init_weights
+            self.given = self.given.drawn(self.device, rule, torch.initial_seed() % 2**63)
+        self._try()
+        try:
+            self._compare(None)
+        except Different as difference:
+            try:
+                self._compare(torch.float64)
+            except Different:
+                pass
+            except Unproven:
+                raise
+            except Exception as error:
+                logger.debug("the proof in fp64 failed: %s: %s", type(error).__name__, error)
+            else:
+                return
+            raise self._located(difference) from None
+
+    def rows(self, batch: Batch, step: int) -> Batch:
+        """The samples of a step: the first ones, then the last ones, backwards."""
+        n = min(ROWS, batch.rows)
+        first = range(n)
+        return batch.take(torch.tensor(range(batch.rows - 1, batch.rows - 1 - n, -1) if step else first))
+
+    def _copy(self, dtype: torch.dtype | None = None) -> Copies:
+        self.tick()
+        made = self.given.copy(self.device, dtype)
+        experts: Any = getattr(made.model, "set_experts_implementation", None)
+        if dtype is torch.float64 and experts is not None:
+            experts("eager")  # the grouped matrix product has no fp64
+        for parameter in made.model.parameters():
+            parameter.grad = None
+        return made
+
+    def _try(self) -> None:
+        """Whether the unsplit model runs, how long that takes, and whether it draws random numbers."""
+        own = self._copy()
+        reference = Reference(own, self._criterion(own), self.device)
+        before, start = generators(self.device), time.perf_counter()
+        try:
+            loss, _ = reference.step([self.rows(own.sample, 0)], [1.0], (SEED, 0), self.tick)
+        except NoLoss:
+            raise Unproven("there is no loss to train on") from None
+        except Exception as error:
+            raise Unproven(f"the unsplit model does not run on its batch: {type(error).__name__}: {error}") from error
+        if not torch.isfinite(loss):
+            raise Unproven(f"the unsplit model's loss is {float(loss)}")
+        self.draws = before != generators(self.device)
+        needed = 5 * (time.perf_counter() - start)
+        if self.seconds is not None and needed > self.seconds:
+            raise Unproven(f"it takes longer than {self.seconds:g} s")
+
+    def _criterion(self, own: Copies) -> Criterion | None:
+        return settled(own.model, self.plugin, own.criterion)[2]
+
+    def _sides(self, dtype: torch.dtype | None) -> tuple[Virtual, Reference]:
+        own = self._copy(dtype)
+        reference = Reference(own, self._criterion(own), self.device)
+        seed = torch.initial_seed() % 2**63
+        split = Virtual(self.plugin, lambda: self._copy(dtype), self.device, seed, self.tick)
+        read, flow = split.ranks[0].own.sample, split.ranks[0].flow
+        own.sample = replace(own.sample, row_dims=read.row_dims, owners=read.owners)
+        if self.draws:
+            reference.seed_places(split.policy.units, flow.glue_random, flow.python_random)
+        return split, reference
+
+    def _compare(self, dtype: torch.dtype | None) -> None:
+        comparison = Comparison(fine=dtype is torch.float64)
+        split, reference = self._sides(dtype)
+        optimizers = self._optimizers(split, reference)
+        for step in (0, 1):
+            at, during = (SEED, step), f"in step {step + 1}"
+            loss, outputs = split.step(lambda batch, step=step: self.rows(batch, step), self.m, step > 0, at)  # type: ignore[misc]
+            batches = self.rows(reference.own.sample, step).split(self.m)
+            expected, made = reference.step(batches, split.weights, at, self.tick)
+            comparison.loss(loss, expected, f"the loss {during}")
+            comparison.gradients(*gradients(split, reference), during)
+            for mine, theirs in zip(outputs.kept, made, strict=True) if step else ():
+                mine, theirs = named_leaves(mine), named_leaves(theirs)
+                tensors = {name: leaf for name, leaf in theirs.items() if isinstance(leaf, Tensor)}
+                split_tensors = {name: leaf for name, leaf in mine.items() if isinstance(leaf, Tensor)}
+                comparison.tensors(split_tensors, tensors, "outputs", f"of the output {during}")
+            compare_state(comparison, split, reference, during)
+            self._compare_whole(comparison, split, self.rows(reference.own.sample, step), dtype)
+            self._step(split, reference, optimizers)
+            compare_trained(comparison, split, reference, f"after step {step + 1}")
+        self.counts = comparison.counts
+
+    def _compare_whole(self, comparison: Comparison, split: Virtual, batch: Batch, dtype: torch.dtype | None) -> None:
+        def evaluate(some: Batch, times: int) -> list[Evaluated]:
+            own = self._copy(dtype)
+            criterion = self._criterion(own)
+            return [evaluated(own, criterion, some) for _ in range(times)]
+
+        if self.m > 1 and self.plugin.loss_reduction == "token":
+            try:
+                but = compare_whole(comparison, batch, self.m, split, evaluate)
+            except (Different, Unproven):
+                raise
+            except Exception as error:
+                but = f"{type(error).__name__}: {error}"
+            if but:
+                self.but[f"the loss of the whole batch ({but})"] = None
+
+    def _optimizers(self, split: Virtual, reference: Reference) -> list[Any]:
+        """The reference's and the ranks'; plain SGD where there is none, or it is refused."""
+        if reference.own.optimizer is not None:
+            try:
+                for rank in split.ranks:
+                    rank.narrow()
+                return [reference.own.optimizer, *(rank.optimizer for rank in split.ranks)]
+            except Exception as error:
+                self.but[f"the optimizer's step ({type(error).__name__}: {error})"] = None
+        trained = [reference.model.parameters(), *(rank.held.values() for rank in split.ranks)]
+        own = [[p for p in parameters if p.requires_grad] for parameters in trained]
+        return [SGD(parameters or [nn.Parameter(torch.zeros(()))], lr=1e-2) for parameters in own]
+
+    def _step(self, split: Virtual, reference: Reference, optimizers: Sequence[Any]) -> None:
+        """Step by the very same gradients, which were compared: Adam makes much of little."""
+        for name, parameter in reference.model.named_parameters():
+            for rank in split.ranks:
+                if name in rank.held:
+                    rank.held[name].grad = None if parameter.grad is None else parameter.grad.clone()
+        for k, parameter in enumerate(reference.own.foreign()):
+            for rank in split.ranks:
+                rank.foreign[k].grad = None if parameter.grad is None else parameter.grad.clone()
+        for optimizer in optimizers:
+            try:
+                optimizer.step()
+            except TypeError:  # LBFGS and the like want a closure
+                optimizer.step(lambda: torch.zeros(()))
+        own = [*reference.model.parameters(), *reference.own.foreign()]
+        for parameter in [*own, *(p for rank in split.ranks for p in (*rank.held.values(), *rank.foreign))]:
+            parameter.grad = None
+        self.tick()
+
+    def _located(self, difference: Different) -> Different:
+        """The same, with the place where it begins."""
+        if not difference.part:
+            return difference
+        try:
+            where = first_unit(*self._sides(None), self.rows, self.m, (SEED, 0), self.tick)
+        except Exception as error:
+            logger.debug("the difference was not located: %s: %s", type(error).__name__, error)
+            return difference
+        return Different(f"{difference}. {where or BEGINS[difference.part]}")

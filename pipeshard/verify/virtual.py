@@ -1,0 +1,196 @@
+"""Virtual: all ranks of a pipeline in one process, which hand over what they would send."""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeshard.model.batch import Batch
+from pipeshard.model.dataflow import Dataflow
+from pipeshard.model.doubts import RowDims
+from pipeshard.model.partition import named
+from pipeshard.model.registry import find_policy
+from pipeshard.model.sharder import Sharder, is_released
+from pipeshard.model.trace import trace
+from pipeshard.model.untouched import without_cache
+from pipeshard.runtime.carry import Carry
+from pipeshard.runtime.deferral import Deferral
+from pipeshard.runtime.gradients import GradientSync
+from pipeshard.runtime.model_gradients import ModelGradients
+from pipeshard.runtime.optimizer import PipelineOptimizer
+from pipeshard.runtime.outputs import Outputs
+from pipeshard.runtime.stage import Microbatch, Stage
+from pipeshard.runtime.step import StepPlanner
+from pipeshard.runtime.weights import Weight
+from pipeshard.schedule.action import Action, Kind
+from pipeshard.schedule.cooldown import shorten_cooldown
+from pipeshard.schedule.program import Program, make_program
+from pipeshard.verify.compare import Different
+from pipeshard.verify.copies import Copies
+from pipeshard.wishes import settled
+
+if TYPE_CHECKING:
+    from pipeshard.plugin import PipelinePlugin
+
+Messages = dict[tuple[Kind, int, int], list[Tensor]]  # what an action has made for the next stage, or the one before
+
+
+class VirtualRank:
+    """One rank: a copy of the model that is traced, cut and sharded by itself, as on a process of its own.
+
+    Left out is what has nothing to do with the cut: replicas, slices, precision and compilation.
+    """
+
+    def __init__(self, plugin: "PipelinePlugin", rank: int, own: Copies, device: torch.device, seed: int) -> None:
+        self.rank, self.own, self.plugin = rank, own, plugin
+        self.model = model = own.model
+        partition, recompute, self.criterion = settled(model, plugin, own.criterion)
+        if str(partition).startswith("profile"):  # measured by all ranks together
+            partition = "auto"
+        without_cache(model)
+        if plugin.num_microbatches != 1:
+            own.sample = RowDims(model, plugin.batch_dims).settle(own.sample, self.criterion)
+        self.flow: Dataflow = trace(model, own.sample, self.criterion, cuts=named(partition))
+        placement = make_program(plugin.schedule, plugin.pp_size, 1, plugin.num_model_chunks).placement
+        kind = plugin.policy or find_policy(model)
+        self.policy = kind(model, self.flow, rank, plugin.pp_size, partition, 1.0, device, placement=placement)
+        self.planner = StepPlanner(model, self.policy, recompute)
+        self.planner.remember(self.flow, self.criterion)
+        self.foreign = own.foreign()  # before anything is replaced
+        self.names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
+        Sharder(model, self.policy, device, True, seed).shard()
+        held = {name: p for name, p in model.named_parameters() if not is_released(p)}
+        self.held: dict[str, nn.Parameter] = held
+        self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
+        last, replay = len(placement) - 1, self.policy.replay
+        self.carry = Carry(model)
+        around = self.carry.around
+        self.stages = {s: Stage(model, replay, s, s == last, self.deferral, carry=around) for s in self.policy.chunks}
+        self.optimizer: PipelineOptimizer | None = None
+
+    def narrow(self) -> None:
+        """Narrow the optimizer as booster.boost does."""
+        weights = {p: Weight(name, p, len(self.policy.holders(name))) for name, p in self.held.items()}
+        holdings: Any = SimpleNamespace(sync=GradientSync([]), weights=weights, held=self.held)
+        grid: Any = SimpleNamespace(dp_size=1, pp_size=1, tp_size=1, size=1, replica=0, stage=self.rank, slice=0)
+        if self.own.optimizer is not None:
+            names = self.names | {parameter: name for name, parameter in self.held.items()}
+            self.optimizer = PipelineOptimizer(self.own.optimizer, ModelGradients(holdings, names, grid, 0.0, None))
+
+    @contextlib.contextmanager
+    def step(self, batch: Batch, m: int, program: Program, outputs: Outputs, at: tuple[int, int]) -> Iterator[None]:
+        """Around the actions of a step, which is the `at`: (seed, number)."""
+        self.policy.replace_forward()
+        seed, number = at
+        splits = {s: program.splits(s) for s in self.stages}
+        with self.policy.replay.randomness.step(seed, number):
+            exact = self.plugin.loss_reduction == "token"
+            if exact and self.planner.unproven(batch, m, self.criterion):
+                self.planner.learn(batch, batch.split(m)[0], self.criterion)
+            planned = self.planner.plan(batch.split(m), self.criterion, outputs.needed, exact)
+            for stage, microbatches in zip(self.stages.values(), planned, strict=True):
+                stage.begin(microbatches, self.criterion, True, outputs, 1.0, splits[stage.index])
+            self.carry.begin([microbatch.route for microbatches in planned for microbatch in microbatches])
+            with self.deferral.installed(lookups=not any(splits.values())):
+                yield
+        for stage in self.stages.values():
+            stage.end()
+        self.carry.end()
+        self.planner.flags.stepped()
+
+    def run(self, action: Action, messages: Messages) -> None:
+        """One action, with copies of what others have made for it."""
+        kind, i, s = action
+        stage = self.stages[s]
+        if kind is Kind.W:
+            stage.weight(i)
+            return
+        forward, other = kind is Kind.F, s - 1 if kind is Kind.F else s + 1
+        expected = stage.entering(i) if forward else stage.returning(i)
+        taken = [tensor.clone() for tensor in messages.pop((kind, i, other), [])]
+        if (sent := [(tuple(t.shape), t.dtype) for t in taken]) != [(tuple(shape), d) for shape, d in expected]:
+            raise Different(f"stage {s} expects {expected} for {action} where stage {other} sends {sent}")
+        messages[kind, i, s] = stage.forward(i, taken) if forward else stage.backward(i, taken)
+
+
+class Virtual:
+    """The ranks of `plugin`'s pipeline; `make()` gives each its copies, and `note` is called between actions."""
+
+    def __init__(
+        self,
+        plugin: "PipelinePlugin",
+        make: Callable[[], Copies],
+        device: torch.device,
+        seed: int,
+        note: Callable[[], None],
+    ) -> None:
+        self.plugin, self.note, self.ranks = plugin, note, list[VirtualRank]()
+        for rank in range(plugin.pp_size):
+            self.ranks.append(VirtualRank(plugin, rank, make(), device, seed))
+            note()
+        cuts = [(rank.policy.flow.occurrences, rank.policy.stages) for rank in self.ranks]
+        if any(cut != cuts[0] for cut in cuts):
+            raise Different("ranks that trace the model cut it at different places")
+        self.policy, self.placement = self.ranks[0].policy, self.ranks[0].policy.placement
+        self.last = self.ranks[self.placement[-1]]
+
+    def step(self, rows: Callable[[Batch], Batch], m: int, asked: bool, at: tuple[int, int]) -> tuple[Tensor, Outputs]:
+        """A training step on these `rows` of the sample, in m microbatches; ties have their sums afterwards."""
+        plugin = self.plugin
+        program = make_program(plugin.schedule, plugin.pp_size, m, plugin.num_model_chunks)
+        if not (plugin.compile or plugin.fsdp or plugin.grid.tp_size > 1):
+            program = shorten_cooldown(program)
+        outputs = Outputs(asked)
+        with contextlib.ExitStack() as around:
+            for rank in self.ranks:
+                around.enter_context(rank.step(rows(rank.own.sample), m, program, outputs, at))
+                self.note()
+            self._run(program)
+        self._sum_ties()
+        end = self.last.stages[len(self.placement) - 1]
+        assert end.loss is not None
+        return end.loss, outputs
+
+    @property
+    def microbatches(self) -> Sequence[Microbatch]:
+        """Those of the last step, with what the loss of each counted."""
+        return self.last.stages[len(self.placement) - 1].microbatches
+
+    @property
+    def weights(self) -> list[float]:
+        return [microbatch.weight for microbatch in self.microbatches]
+
+    def of(self, name: str) -> VirtualRank:
+        """The rank to ask for a parameter, a buffer, or what else a module has."""
+        return self.ranks[self.policy.owner(name)]
+
+    def _run(self, program: Program) -> None:
+        """Each rank does its actions in order, whenever what the next one needs is there."""
+        messages: Messages = {}
+        queues = [deque(actions) for actions in program.ranks]
+        end = len(self.placement) - 1
+
+        def ready(action: Action) -> bool:
+            kind, i, s = action
+            edge = kind is Kind.W or s == (0 if kind is Kind.F else end)
+            return edge or (kind, i, s - 1 if kind is Kind.F else s + 1) in messages
+
+        while any(queues):
+            before = sum(map(len, queues))
+            for rank, queue in zip(self.ranks, queues, strict=True):
+                while queue and ready(queue[0]):
+                    rank.run(queue.popleft(), messages)
+                    self.note()
+            if sum(map(len, queues)) == before:
+                raise Different(f"schedule {program.name} waits without end for {[str(q[0]) for q in queues if q]}")
+
+    def _sum_ties(self) -> None:
+        for name, holders in self.policy.shared_names().items():
+            held = [self.ranks[rank].held[name] for rank in holders]
+            gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+            for parameter in held if gradients else ():
+                parameter.grad = torch.stack(gradients).sum(0)

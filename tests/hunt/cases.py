@@ -1,0 +1,157 @@
+"""Cases: what was wrong once, and what is now: exact, or an error that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.hunt import nets
+from tests.hunt.nets import Net, data
+
+Batch = Mapping[str, Tensor]
+
+
+def ordinary(count: int = 2) -> list[Batch]:
+    return [data(seed) for seed in range(count)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model trained by the plugin with `options`, beside itself unsplit. `prepare` is called with each of the two
+    before, `between` with each before every step; `refused` is what the error says where it is not exact."""
+
+    make: Callable[[], nn.Module]
+    story: str
+    batches: Sequence[Batch] = field(default_factory=ordinary)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Callable[[nn.Module], object] | None = None
+    between: Callable[[int, nn.Module], object] | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
+    refused: str = ""
+
+
+@torch.no_grad()
+def evaluated(model: nn.Module) -> None:
+    model(**data(7))
+
+
+def warm(step: int, model: Any) -> None:
+    model.frozen = step < 1
+
+
+def switched(step: int, model: Any) -> None:
+    model.use = step > 0
+
+
+def adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.5)
+
+
+CASES = {
+    "stashed on the layer": Case(
+        nets.Stashed,
+        "Each layer leaves its auxiliary loss on itself, as in Megatron's mixtures of experts: the loss missed the "
+        "terms of other stages, since a visit undid the attribute before glue could read it.",
+    ),
+    "in a list": Case(nets.InList, "Layers append their losses to a list that glue hands them: lost with the copy."),
+    "in a dict": Case(nets.InDict, "The same with a dict: only mappings that were no plain dict were known."),
+    "in a namespace": Case(nets.InNamespace, "The same with an object's attribute, which nobody looked at."),
+    "in a global": Case(nets.InGlobal, "Layers append to a list of their module and count in a global."),
+    "in a registry": Case(nets.InRegistry, "Layers share an object whose dict they fill; it is no argument at all."),
+    "a running buffer": Case(
+        nets.RunningBuffer, "The loss reads a buffer that layer 0 moves: the last stage had a stale one of its own."
+    ),
+    "a context": Case(
+        nets.ContextThrough,
+        "An object goes through the layers, which add to it: later stages got the trace's, with the dry run's values.",
+    ),
+    "a new context": Case(nets.NewContext, "Each layer returns a new dataclass: its tensors could not be followed."),
+    "own number": Case(
+        nets.OwnNumber, "Each layer returns a float of its own: all got the first one's, as floats counted as equal."
+    ),
+    "number read": Case(
+        nets.NumberRead,
+        "Layers return a number read off their activations: other stages took the trace's, which ran on zeros.",
+        refused="must not depend on the values of tensors",
+    ),
+    "by place": Case(
+        nets.ByPlace, "Odd layers return a loss: all were taken for one kind, as numbers of layers did not count."
+    ),
+    "detaches by config": Case(
+        nets.DetachesByConfig, "A layer's own config tells it to detach: the layers before it got gradients, or none."
+    ),
+    "twin": Case(
+        nets.Twin,
+        "A target projection under no_grad, then an online one of its class: both were taken for one kind, and the "
+        "whole backbone got no gradient.",
+    ),
+    "hook": Case(nets.Hooked, "A hook inside layer 1 keeps a tensor; only those in the first of a kind were found."),
+    "hook, evaluated": Case(
+        nets.Hooked, "The same for a model that was run before: the trace took the old tensor.", prepare=evaluated
+    ),
+    "warming up": Case(
+        nets.Warming,
+        "A flag detaches the backbone, and is taken off after a step: the old Dataflow was used on, and the first "
+        "stage never got a gradient.",
+        ordinary(3),
+        {"partition": [5, 1]},
+        between=warm,
+    ),
+    "two tasks": Case(
+        nets.TwoTasks,
+        "The second head counts where a batch has labels for it: the Dataflow of a batch without was used for one "
+        "with, and a gradient was lost.",
+        [nets.two_tasks(k, k != 2, k != 1) for k in range(4)],
+    ),
+    "a second task later": Case(
+        nets.TwoTasks,
+        "The same where no head for the second task was seen at boost, so that no stage has it.",
+        [nets.two_tasks(0, True, False), nets.two_tasks(1, True, True)],
+        refused="calls other, which the model was not partitioned by",
+    ),
+    "routed": Case(
+        nets.Routed, "Integers that nobody needed at first were zeros when somebody did.", between=switched
+    ),
+    "probe": Case(
+        nets.Probe,
+        "The head detaches its input inside: zeros came back where nothing should, and AdamW decayed the backbone.",
+        ordinary(3),
+        optimizer=adamw,
+    ),
+    "aliases": Case(
+        nets.Aliases,
+        "A unit returns a tensor and a view of it, and glue writes into the view: received, they are two tensors.",
+    ),
+    "aliases cut": Case(
+        nets.Aliases,
+        "The same with a cut between layers, where the change would be missed.",
+        options={"partition": [3, 3]},
+        refused="by a way that cannot be followed",
+    ),
+    "listening": Case(
+        nets.ListeningGlue,
+        "Glue scales a gradient by a hook, and two stages run that glue: it was scaled twice.",
+        options={"partition": [4, 4]},
+        refused="gradient hook on a tensor that is used on several stages",
+    ),
+    "steps by labels": Case(
+        nets.StepsByLabels, "An odd or even sum of labels decides on a skip connection.", ordinary(4)
+    ),
+    "measures": Case(nets.Measures, "Layers keep a number of their activations: refused, though nothing reads it."),
+    "measures and reads": Case(
+        nets.MeasuresAndReads,
+        "The model reads that number of all layers: of those on other stages it is what the trace found for zeros.",
+        refused="changes largest",
+    ),
+    "popping": Case(nets.Popping, "Layers push onto and pop from one list: its copy was changed, not the list."),
+    "sized": Case(
+        nets.Sized,
+        "A layer returns the number of positions: with another length the trace's was used.",
+        [data(0), data(1, length=9), data(2, length=4)],
+    ),
+    "control": Case(Net, "Nothing special."),
+}

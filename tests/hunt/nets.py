@@ -1,0 +1,482 @@
+"""Nets: a small model, and what people make of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+H, V = 16, 23
+
+
+class Block(nn.Module):
+    def __init__(self, place: int = 0, h: int = H) -> None:
+        super().__init__()
+        self.a, self.b, self.place = nn.Linear(h, h), nn.Linear(h, h), place
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+class Net(nn.Module):
+    """An embedding, four blocks, a head; the loss is the mean over tokens."""
+
+    block: Any = Block
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(V, H)
+        self.layers = nn.ModuleList(self.block(k) for k in range(layers))
+        self.head = nn.Linear(H, V)
+
+    def body(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.body(self.embed(ids)))
+        return {"loss": self.loss(logits, labels), "logits": logits}
+
+
+def data(seed: int = 0, rows: int = 4, length: int = 6) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randint(0, V, (rows, length), generator=generator) for name in ("ids", "labels")}
+
+
+class Adding(Net):
+    """Adds `extra()` to the loss."""
+
+    def extra(self) -> Any:
+        return sum(layer.aux for layer in self.layers)  # type: ignore[misc]
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = super().forward(ids, labels)
+        out["loss"] = out["loss"] + 0.1 * self.extra()
+        return out
+
+
+class OnItself(Block):
+    aux: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.aux = y.square().mean()
+        return y
+
+
+class Stashed(Adding):
+    block = OnItself
+
+
+class InList(Net):
+    """Each layer is given what it puts its loss into."""
+
+    class block(Block):
+        def forward(self, x: Tensor, aux: Any) -> Tensor:  # type: ignore[override]
+            y = super().forward(x)
+            if isinstance(aux, list):
+                aux.append(y.square().mean())
+            elif isinstance(aux, dict):
+                aux[f"layer {self.place}"] = y.square().mean()
+            else:
+                aux.total = aux.total + y.square().mean()
+            return y
+
+    container: Any = list
+
+    def body(self, x: Tensor) -> Any:
+        self.given = self.container()
+        for layer in self.layers:
+            x = layer(x, self.given)
+        return x
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = super().forward(ids, labels)
+        given = self.given
+        aux = given if isinstance(given, list) else given.values() if isinstance(given, dict) else [given.total]
+        out["loss"] = out["loss"] + 0.1 * sum(aux)
+        return out
+
+
+class InDict(InList):
+    container = dict
+
+
+class InNamespace(InList):
+    container = staticmethod(lambda: SimpleNamespace(total=0.0))
+
+
+SEEN: list[Tensor] = []
+COUNT = 0
+
+
+class InGlobal(Adding):
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            global COUNT
+            y = super().forward(x)
+            COUNT += 1
+            SEEN.append(y.square().mean() * COUNT)
+            return y
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        global COUNT
+        COUNT = 0
+        SEEN.clear()
+        return super().forward(ids, labels)
+
+    def extra(self) -> Any:
+        return sum(SEEN)
+
+
+class Registry:
+    """Losses of the whole model, of which every layer has a reference."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, Tensor] = {}
+
+
+class InRegistry(Adding):
+    class block(Block):
+        registry: Registry
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.registry.losses[self.place] = y.square().mean()
+            return y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registry = Registry()
+        for layer in self.layers:
+            layer.registry = self.registry
+
+    def extra(self) -> Any:
+        return sum(self.registry.losses.values())
+
+
+class RunningBuffer(Adding):
+    """A running statistic of layer 0, which the loss reads."""
+
+    class block(Block):
+        def __init__(self, place: int) -> None:
+            super().__init__(place)
+            self.register_buffer("running", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            with torch.no_grad():
+                self.running.mul_(0.5).add_(y.square().mean())
+            return y
+
+    def extra(self) -> Any:
+        return self.layers[0].running * self.head.weight.square().mean()
+
+
+@dataclass
+class Context:
+    total: Any = 0.0
+    depth: int = 0
+    seen: list[Any] = field(default_factory=list)
+
+
+class ContextThrough(Net):
+    """An object goes through all layers."""
+
+    class block(Block):
+        def forward(self, x: Tensor, context: Context) -> Any:  # type: ignore[override]
+            y = super().forward(x)
+            context.total = context.total + y.square().mean()
+            context.depth += 1
+            context.seen.append(y.mean())
+            return y, context
+
+    def body(self, x: Tensor) -> Any:
+        first = context = Context()
+        for layer in self.layers:
+            x, context = layer(x, context)
+        return x + 0.1 * context.total * context.depth + sum(first.seen)
+
+
+class NewContext(ContextThrough):
+    class block(Block):
+        def forward(self, x: Tensor, context: Context) -> Any:  # type: ignore[override]
+            y = super().forward(x)
+            return y, Context(context.total + y.square().mean(), context.depth + 1, [*context.seen, y.mean()])
+
+    def body(self, x: Tensor) -> Any:
+        context = Context()
+        for layer in self.layers:
+            x, context = layer(x, context)
+        return x + 0.1 * context.total * context.depth + sum(context.seen)
+
+
+class OwnNumber(Net):
+    """Each layer returns a number of its own."""
+
+    class block(Block):
+        def __init__(self, place: int) -> None:
+            super().__init__(place)
+            self.share = [0.1, 0.2, 0.4, 0.8][place]
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), self.share
+
+    def body(self, x: Tensor) -> Any:
+        total: Any = 0.0
+        for layer in self.layers:
+            x, share = layer(x)
+            total = total + share * x.square().mean()
+        return x + total
+
+
+class NumberRead(Net):
+    """Each layer returns a number that it reads off its activations."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return y, y.detach().abs().max().item()
+
+    def body(self, x: Tensor) -> Any:
+        largest = 1.0
+        for layer in self.layers:
+            x, now = layer(x)
+            largest = max(largest, now)
+        return x / largest
+
+
+class ByPlace(Net):
+    """The place among the layers decides what one does."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return (y, y.square().mean()) if self.place % 2 else (y, None)
+
+    def body(self, x: Tensor) -> Any:
+        total: Any = 0.0
+        for layer in self.layers:
+            x, aux = layer(x)
+            total = total if aux is None else total + aux
+        return x + total
+
+
+class DetachesByConfig(Net):
+    class block(Block):
+        def __init__(self, place: int) -> None:
+            super().__init__(place)
+            self.config = SimpleNamespace(detach=place == 2)
+
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return y.detach() if self.config.detach else y
+
+
+class Twin(nn.Module):
+    """A target under no_grad and an online projection, of one class (BYOL)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(V, H), nn.ModuleList(Block() for _ in range(2))
+        self.target, self.online = (nn.Sequential(nn.Linear(H, H), nn.Tanh()) for _ in range(2))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        with torch.no_grad():
+            target = self.target(x)
+        return {"loss": 10 * (self.online(x) - target).square().mean()}
+
+
+class Hooked(Adding):
+    """A forward hook inside layer 1 keeps what the loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+        inner = self.layers[1].a
+        inner.register_forward_hook(lambda module, args, out: self.kept.__setitem__("a", out.square().mean()))
+
+    def extra(self) -> Any:
+        return self.kept["a"]
+
+
+class Warming(Net):
+    """The backbone is detached while a flag says so."""
+
+    frozen = True
+
+    def body(self, x: Tensor) -> Any:
+        x = super().body(x)
+        return x.detach() if self.frozen else x
+
+
+class TwoTasks(Net):
+    """Which of two heads there is a loss for depends on what the labels hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(H, V)
+
+    def forward(self, ids: Tensor, labels: Tensor, others: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        first = self.layers[0](self.embed(ids))
+        x = first
+        for layer in self.layers[1:]:
+            x = layer(x)
+        loss = self.head(x).sum() * 0
+        if (labels != -100).any():
+            loss = loss + self.loss(self.head(x), labels)
+        if (others != -100).any():
+            loss = loss + self.loss(self.other(x + first), others)
+        return {"loss": loss}
+
+
+def two_tasks(seed: int, first: bool, second: bool) -> dict[str, Tensor]:
+    ids, labels = data(seed).values()
+    none = torch.full_like(labels, -100)
+    return {"ids": ids, "labels": labels if first else none, "others": ids if second else none}
+
+
+class Routed(Net):
+    """Integers of early layers weigh the loss, once that is switched on."""
+
+    use = False
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return y, (y.sum(-1) > 0).long() + 1
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x, routes = self.embed(ids), []
+        for layer in self.layers:
+            x, route = layer(x)
+            routes.append(route)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+        return {"loss": (loss * routes[0] if self.use else loss).mean()}
+
+
+class Probe(Net):
+    """The head detaches what it is given: the backbone gets no gradient at all."""
+
+    class Head(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x.detach(), self.weight, self.bias)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = self.Head(H, V)
+
+
+class Aliases(Net):
+    """A unit returns a tensor and a view of it; glue writes into the one and reads the other."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x) * 1.0
+            return y, y[:, :1]
+
+    def body(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x, view = layer(x)
+            view.mul_(1.5)
+        return x
+
+
+class ListeningGlue(nn.Module):
+    """Glue scales a gradient by a hook on a value that several stages read."""
+
+    class Reader(Block):
+        def forward(self, x: Tensor, memory: Tensor) -> Any:  # type: ignore[override]
+            return super().forward(x) + self.a(memory)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(V, H), nn.Linear(H, V)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.readers = nn.ModuleList(self.Reader() for _ in range(4))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        memory = self.embed(ids)
+        for layer in self.layers:
+            memory = layer(memory)
+        if memory.requires_grad:
+            memory.register_hook(lambda gradient: 0.1 * gradient)
+        x = torch.ones_like(memory)
+        for reader in self.readers:
+            x = reader(x, memory)
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+class StepsByLabels(Net):
+    """Glue reads a number off the labels, and goes another way by it."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = first = self.layers[0](self.embed(ids))
+        for layer in self.layers[1:]:
+            x = layer(x)
+        if labels.sum().item() % 2 == 0:
+            x = x + first
+        return {"loss": self.loss(self.head(x), labels)}
+
+
+class Measures(Net):
+    """Layers keep a number for people to look at, which nothing reads."""
+
+    class block(Block):
+        largest = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.largest = float(y.detach().abs().max())
+            return y
+
+
+class MeasuresAndReads(Measures):
+    """The same number scales the result."""
+
+    def body(self, x: Tensor) -> Any:
+        return super().body(x) / max(layer.largest for layer in self.layers)  # type: ignore[type-var]
+
+
+class Popping(Net):
+    """Layers push onto and pop from one list (a U-Net's skip connections)."""
+
+    class block(Block):
+        def forward(self, x: Tensor, skips: list[Tensor]) -> Tensor:  # type: ignore[override]
+            if self.place < 2:
+                skips.append(x)
+            else:
+                x = x + skips.pop()
+            return super().forward(x)
+
+    def body(self, x: Tensor) -> Any:
+        skips: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x, skips)
+        assert not skips
+        return x
+
+
+class Sized(Net):
+    """Each layer returns the number of positions beside its result."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), x.shape[1]
+
+    def body(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x, count = layer(x)
+            x = x / count
+        return x

@@ -1,0 +1,56 @@
+"""Run: a case on one rank, beside the unsplit model."""
+
+from __future__ import annotations
+
+import torch
+from colossalai.booster import Booster
+
+from pipeshard import PipelinePlugin
+from pipeshard.model.sharder import is_released
+from tests.hunt.cases import Case
+
+LEARNING_RATE = 0.1
+
+
+def run(case: Case) -> list[str]:
+    """What differs on this rank from the unsplit model, step by step: loss, every gradient (none is not zeros), and
+    the parameters at the end."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(case.make())
+        if case.prepare is not None:
+            case.prepare(models[-1])
+    unsplit, model = models
+    reference = case.optimizer(unsplit.parameters(), lr=LEARNING_RATE)
+    size = torch.distributed.get_world_size()
+    options = {"num_microbatches": 1, "dry_run_input": dict(case.batches[0]), **case.options}
+    booster = Booster(plugin=PipelinePlugin(pp_size=size, **options))
+    boosted, optimizer, *_ = booster.boost(model, case.optimizer(model.parameters(), lr=LEARNING_RATE))
+    found = []
+    for step, batch in enumerate(case.batches):
+        for one in (unsplit, boosted.unwrap()):
+            if case.between is not None:
+                case.between(step, one)
+        mine = {name: leaf.clone() for name, leaf in batch.items()}
+        loss = booster.execute_pipeline(iter([mine]), boosted, None, optimizer)["loss"]
+        expected = unsplit(**{name: leaf.clone() for name, leaf in batch.items()})["loss"]
+        expected.backward()
+        if not torch.allclose(loss, expected.detach(), rtol=1e-5, atol=1e-6):
+            found.append(f"step {step}: loss {float(loss)}, unsplit {float(expected)}")
+        wanted = dict(unsplit.named_parameters())
+        for name, parameter in boosted.unwrap().named_parameters():
+            if is_released(parameter):
+                continue
+            gradient, right = parameter.grad, wanted[name].grad
+            if (gradient is None) != (right is None):
+                found.append(f"step {step}: {name} has {'no' if gradient is None else 'a'} gradient")
+            elif gradient is not None and not torch.allclose(gradient, right, rtol=1e-4, atol=1e-6):
+                found.append(f"step {step}: gradient of {name} by {float((gradient - right).abs().max()):.2g}")
+        for one in (reference, optimizer):
+            one.step()
+            one.zero_grad()
+    for name, parameter in boosted.unwrap().named_parameters():
+        if not is_released(parameter) and not torch.allclose(parameter, wanted[name], rtol=1e-4, atol=1e-5):
+            found.append(f"{name} after all steps")
+    return found

@@ -1,0 +1,234 @@
+"""Loss rules, proven: losses whose parts look like the whole on some batches, and are not; and those that divide by a
+count of their own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy, cross_entropy, dropout, normalize
+
+from pipeshard.errors import ConfigurationError
+from pipeshard.model.batch import Batch
+from pipeshard.model.criterion import key_of, refuse_parameters
+from pipeshard.model.trace import trace
+from pipeshard.runtime.loss import LossRule, find_loss_rule
+from tests.pool import Pool
+from tests.unsplit import Split, gradient_error
+
+H, TOKENS, CLASSES = 8, 23, 3
+WEIGHTS = torch.tensor([1.0, 5.0, 10.0])
+Criterion = Callable[[Any, Any], Any]
+
+
+class Tagger(nn.Module):
+    """A tagger of tokens, or of whole samples; its loss is a criterion's."""
+
+    def __init__(self, of_samples: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(TOKENS, H), nn.Linear(H, CLASSES)
+        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(3))
+        self.of_samples = of_samples
+
+    def forward(self, ids: Tensor, **beside: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return {"logits": self.head(x.mean(1) if self.of_samples else x)}
+
+
+def tokens(rows: int = 4, seed: int = 0, **beside: Tensor) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(TOKENS, (rows, 6), generator=generator)
+    return {"ids": ids, "labels": torch.randint(CLASSES, (rows, 6), generator=generator), **beside}
+
+
+def samples(*labels: float) -> dict[str, Tensor]:
+    return {"ids": tokens(len(labels))["ids"], "labels": torch.tensor(labels)}
+
+
+def tagging(**options: Any) -> Criterion:
+    return lambda out, batch: cross_entropy(out["logits"].flatten(0, -2), batch["labels"].flatten(), **options)
+
+
+def masked(out: Any, batch: Any) -> Tensor:
+    losses = cross_entropy(out["logits"].transpose(1, 2), batch["labels"], reduction="none")
+    return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def weighed(out: Any, batch: Any) -> Tensor:
+    return (cross_entropy(out["logits"], batch["labels"], reduction="none") * batch["weight"]).mean()
+
+
+def hinge(mean: bool) -> Criterion:
+    def loss(out: Any, batch: Any) -> Tensor:
+        margins = torch.relu(1e-3 - out["logits"][:, 0] * (2 * batch["labels"] - 1))
+        return margins.mean() if mean else margins.sum()
+
+    return loss
+
+
+def contrastive(out: Any, batch: Any) -> Tensor:
+    x = normalize(out["logits"], dim=-1)
+    return cross_entropy(x @ x.T, torch.arange(len(x)))
+
+
+def focal(out: Any, batch: Any) -> Tensor:
+    losses = cross_entropy(out["logits"], batch["labels"], reduction="none")
+    weight = (1 - (-losses).exp()).square()
+    return (weight * losses).sum() / weight.sum()
+
+
+def slightly(out: Any, batch: Any) -> Tensor:
+    return tagging()(out, batch) + 1e-2 * contrastive(out, batch)
+
+
+def in_probabilities(out: Any, batch: Any) -> Tensor:
+    return binary_cross_entropy(out["logits"][:, 0], batch["labels"].float())
+
+
+def noisy(out: Any, batch: Any) -> Tensor:
+    return (dropout(out["logits"], 0.5) - torch.randn_like(out["logits"])).square().mean()
+
+
+def rule(criterion: Criterion, batch: dict[str, Tensor], of_samples: bool = False) -> LossRule:
+    model = Tagger(of_samples)
+    return find_loss_rule(model, trace(model, batch, criterion), Batch.of(batch), criterion)
+
+
+MIXED, UNIFORM = samples(0, 1, 2, 2, 1, 0), samples(1, 1)
+ONES = torch.ones(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "batch", "expected"),
+    [
+        (tagging(label_smoothing=0.1), tokens(), LossRule("labels")),
+        (tagging(), samples(1, 1), LossRule("labels")),
+        (tagging(reduction="sum"), tokens(1), LossRule(summed=True)),
+        (masked, tokens(mask=ONES), LossRule("mask", adds=True)),
+        (masked, tokens(2, mask=torch.ones(2, 6, dtype=torch.long)), LossRule("mask", adds=True)),
+        (weighed, samples(1, 1) | {"weight": torch.ones(2)}, LossRule()),
+        (hinge(mean=True), MIXED, LossRule()),
+        (hinge(mean=False), MIXED, LossRule(summed=True)),
+        (in_probabilities, samples(0, 1, 1), LossRule()),
+        (noisy, MIXED, LossRule()),
+    ],
+    ids=["smoothing", "uniform", "sum", "mask", "integers", "weights", "hinge", "hinge-sum", "probabilities", "noise"],
+)
+def test_a_rule_that_holds_is_found(criterion: Criterion, batch: dict[str, Tensor], expected: LossRule) -> None:
+    assert rule(criterion, batch, batch["labels"].ndim == 1) == expected
+
+
+@pytest.mark.parametrize("batch", [MIXED, UNIFORM, samples(0)], ids=["mixed", "uniform", "one"])
+@pytest.mark.parametrize("criterion", [tagging(weight=WEIGHTS), contrastive, focal, slightly])
+def test_a_guess_is_refused(criterion: Criterion, batch: dict[str, Tensor]) -> None:
+    """Class weights passed for a mean over samples where the first microbatch had one class or few samples, and zeros
+    of a hinge for anything; the rest was trained on as a mean, with a warning."""
+    with pytest.raises(ConfigurationError, match=r"no mean or sum over samples .* return .sum, count"):
+        rule(criterion, batch, of_samples=True)
+
+
+def quotient(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Cross entropy with class weights: divided by the sum of those of the labels."""
+    total = tagging(weight=WEIGHTS, reduction="sum")(out, batch)
+    return total, WEIGHTS[batch["labels"].clamp(min=0)].mul(batch["labels"] >= 0).sum()
+
+
+def boxes(out: Any, batch: Any) -> tuple[Tensor, int]:
+    """A sum that is not zero where there is nothing to count, as of a detector's background."""
+    return out["logits"].square().sum() + tagging(reduction="sum")(out, batch), int((batch["labels"] > 0).sum())
+
+
+def counting() -> list[str]:
+    """Steps with (sum, count) and with the plain mean that is the same, in one process; and what is refused."""
+    found = []
+    for criterion, m in ((quotient, 2), (boxes, 4), (boxes, 1)):
+        torch.manual_seed(0)
+        model = Tagger()
+        unsplit = copy.deepcopy(model)
+        split = Split(model, dist.get_world_size(), tokens(), num_microbatches=m)
+        for seed in range(2):
+            batch = tokens(seed=seed)
+            batch["labels"][1, 2:], batch["labels"][3] = -100, 0
+            for _ in range(2):  # gradients add up
+                total, count = criterion(unsplit(**batch), batch)
+                (total / count).backward()
+                run = split.booster.execute_pipeline
+                out = run(iter([batch]), split.model, lambda o, b, c=criterion: c(o, b), split.optimizer)
+            error = max(gradient_error(split, unsplit), abs(float(out["loss"] / (total / count).detach()) - 1))
+            if not error < 1e-6:
+                found.append(f"{criterion.__name__} m={m} step {seed}: {error}")
+            split.optimizer.zero_grad()
+            unsplit.zero_grad()
+        if len(flows := split.model.pipeline.planner._flows) > 2:
+            found.append(f"a criterion that is made anew in each step is traced {len(flows)} times")
+    return found
+
+
+def test_a_sum_and_a_count_are_exact(pool: Pool) -> None:
+    """A weighted mean has a denominator of its own, which no rule knows: the criterion can give it."""
+    assert pool.run(counting, 2) == [[], []]
+
+
+def refusals() -> list[str]:
+    """What is refused in a step, on every rank, before anything is changed; afterwards steps go on."""
+    torch.manual_seed(0)
+    model, batch = Tagger(of_samples=True), samples(0, 1, 0, 1)
+    split = Split(model, dist.get_world_size(), batch, num_microbatches=2)
+    run = split.booster.execute_pipeline
+    depends = lambda out, batch: (out["logits"].sum(), out["logits"].square().sum())  # noqa: E731
+    told = []
+    for criterion in (tagging(weight=WEIGHTS), contrastive, depends):
+        with pytest.raises(ConfigurationError) as caught:
+            run(iter([batch]), split.model, criterion, split.optimizer)
+        told.append(str(caught.value)[:38])
+        with torch.no_grad(), pytest.raises(ConfigurationError):
+            run(iter([batch]), split.model, criterion, split.optimizer)
+        with torch.no_grad():
+            run(iter([batch]), split.model, criterion, None, return_loss=False, return_outputs="logits")
+    if any(p.grad is not None for p in split.held.values()):
+        told.append("a gradient")
+    uneven = tagging(weight=torch.tensor([1.0, 1.0, 9.0]))
+    run(iter([batch]), split.model, uneven, split.optimizer)  # no label of the class that weighs more
+    with pytest.raises(ConfigurationError):
+        run(iter([samples(0, 2, 0, 1)]), split.model, uneven, split.optimizer)
+    run(iter([batch]), split.model, tagging(), split.optimizer)
+    return told
+
+
+def test_what_is_no_sum_is_refused_on_every_rank(pool: Pool) -> None:
+    """It was found on the last stage, and only for the labels of the first batch."""
+    assert pool.run(refusals, 2) == [["the loss of Tagger is no mean or sum o"] * 3] * 2
+
+
+def test_criteria_are_told_apart() -> None:
+    """One that cannot be hashed was a TypeError; a lambda in a loop was a new criterion in each step."""
+
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+    one, other = Unhashable(), Unhashable()
+    assert key_of(one) == key_of(one) != key_of(other)
+    made = [lambda out, batch, scale=scale: out * scale for scale in (1.0, 1.0, 2.0)]
+    assert key_of(made[0]) == key_of(made[1]) != key_of(made[2])
+    assert hash(key_of(made[0])) == hash(key_of(made[1]))
+    captured = [hinge(mean) for mean in (True, True, False)]
+    assert key_of(captured[0]) == key_of(captured[1]) != key_of(captured[2])
+
+
+def test_a_criterion_with_parameters_is_refused() -> None:
+    """Uncertainty weighting, ArcFace: nothing trained them, silently."""
+    criterion = nn.Module()
+    criterion.scale = nn.Parameter(torch.zeros(()))
+    with pytest.raises(ConfigurationError, match=r"parameters of its own, scale the first"):
+        refuse_parameters(criterion, Tagger())
+    refuse_parameters(criterion.requires_grad_(False), Tagger())

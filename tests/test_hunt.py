@@ -1,0 +1,29 @@
+"""Models that people write themselves are trained exactly, or refused by name; each was silently wrong once."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.hunt.cases import CASES, Case
+from tests.hunt.run import run
+from tests.pool import Pool
+
+
+def outcome(name: str) -> tuple[str, list[str]]:
+    """What this rank says of a case: the error, or what differs."""
+    try:
+        return "", run(CASES[name])
+    except Exception as error:
+        return f"{type(error).__module__}.{type(error).__name__}: {error}", []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hunted(pool: Pool, name: str) -> None:
+    case: Case = CASES[name]
+    for error, differences in pool.run(outcome, 2, name, timeout=120):
+        if case.refused:
+            assert error.startswith("pipeshard.errors.") and re.search(case.refused, error), (error, differences)
+        else:
+            assert (error, differences) == ("", []), case.story

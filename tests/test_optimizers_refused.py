@@ -1,0 +1,298 @@
+"""Optimizers that somebody writes, brings late or takes two of: as in one process, or refused by name at once."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from colossalai.booster import Booster
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from pipeshard import PipelinePlugin
+from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.model.sharder import is_released
+from pipeshard.runtime.separable import SPARED, gap
+from tests.pool import Pool
+from tests.test_gradients_hooks import Net, data
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimization: each stage went uphill by the norm of its own gradients."""
+
+    def __init__(self, params: Any, rho: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"rho": rho, **options})
+        self.base = SGD(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "it goes up and down again"
+        closure = torch.enable_grad()(closure)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        closure()
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        before = [p.clone() for p in parameters]
+        for parameter in parameters:
+            parameter.add_(0.05 * parameter.grad / norm)
+        closure()
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.copy_(value)
+        self.base.step()
+
+
+class Clipping(SGD):
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+
+class Signed(torch.optim.Optimizer):
+    """One of a user's that each stage may run for itself; it keeps a model of its own, which no trial may copy."""
+
+    def __init__(self, params: Any, model: nn.Module) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.model = model
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad.sign() / p.grad.abs().mean())
+
+
+class Broken(SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError("call first_step and second_step")
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    return [{"params": matrices}, {"params": [p for p in model.parameters() if p.ndim < 2], "lr": 0.02}]
+
+
+def test_a_trial_tells_what_couples_parameters() -> None:
+    model = Net()
+    values, state = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
+    cases: list[tuple[Callable[[], Any], bool, bool]] = [  # whether it couples parameters, and rows of them
+        (lambda: AdamW(two_groups(model), lr=0.1), False, False),
+        (lambda: SGD(two_groups(model), lr=0.1, momentum=0.9), False, False),
+        (lambda: torch.optim.Adafactor(two_groups(model), lr=0.1), False, True),
+        (lambda: Signed(two_groups(model), model), False, True),
+        (lambda: Sam(two_groups(model), lr=0.1), True, True),
+        (lambda: Clipping(two_groups(model), lr=0.1), True, True),
+        (lambda: torch.optim.LBFGS(model.parameters()), True, True),
+    ]
+    for make, couples, divides in cases:
+        optimizer = make()
+        name = type(optimizer).__name__
+        assert (gap(optimizer, model, False) > SPARED) == couples, name
+        assert (gap(optimizer, model, True) > SPARED) == divides, name
+    assert all(torch.equal(p, value) and p.grad is None for p, value in zip(model.parameters(), values, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def boosted(make: Callable[[nn.Module], Any], model: nn.Module | None = None, **options: Any) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    model = model or Net()
+    booster = Booster(plugin=PipelinePlugin(2, 2, dry_run_input=data(), verify=False, **options))
+    return booster, *booster.boost(model, make(model))[:2]
+
+
+def refused(kind: str) -> None:
+    criterion = nn.Linear(2, 2)
+    makers: dict[str, Callable[[nn.Module], Any]] = {
+        "lbfgs": lambda m: torch.optim.LBFGS(m.parameters()),
+        "sam": lambda m: Sam(m.parameters(), lr=0.1),
+        "clipping": lambda m: Clipping(m.parameters(), lr=0.1),
+        "foreign": lambda m: SGD([*m.parameters(), *criterion.parameters()], lr=0.1),
+    }
+    boosted(makers[kind])
+
+
+def test_what_a_part_of_the_model_is_not_enough_for(pool: Pool) -> None:
+    for kind, message in (
+        ("lbfgs", "LBFGS takes its direction from the gradients of all parameters together"),
+        ("sam", "Sam does something else to parameters together than to each alone"),
+        ("clipping", "max_norm clips by the norm of the whole model"),
+        ("foreign", "group 0 of the optimizer has a parameter of shape (2, 2) that is none of the model's"),
+    ):
+        for told in pool.run_expecting(ConfigurationError, refused, 2, kind):
+            assert message in told, told
+
+
+def not_of_this_model() -> list[str]:
+    """An optimizer that did not go through boost, or did with another model, was taken without a word."""
+    booster, _, own = boosted(lambda m: SGD(m.parameters(), lr=0.1))
+    other, *_ = booster.boost(Net(), None)
+    late = SGD(other.parameters(), lr=0.1)
+    told = []
+    for wrong in (late, own):
+        with pytest.raises(UsageError) as caught:
+            booster.execute_pipeline(iter([data()]), other, None, wrong)
+        told.append(str(caught.value))
+    with pytest.raises(UsageError):
+        booster.boost(other, own)
+    _, late, *_ = booster.boost(other, late)  # made after the model was boosted, as users of FSDP do
+    booster.execute_pipeline(iter([data()]), other, None, late)
+    late.step()
+    return told
+
+
+def test_optimizers_of_another_model(pool: Pool) -> None:
+    for first, second in pool.run(not_of_this_model, 2):
+        assert "this SGD was not boosted" in first and "booster.boost(model, optimizer)" in first
+        assert "was boosted with another model" in second
+
+
+def gap_to(alone: nn.Module, model: nn.Module) -> float:
+    reference = dict(alone.named_parameters())
+    held = [(name, p) for name, p in model.named_parameters() if not is_released(p)]
+    return max(float((p - reference[name]).detach().abs().max()) for name, p in held)
+
+
+def trained(kind: str, options: dict[str, Any]) -> float:
+    """Two optimizers of one model knew neither each other's norm nor the loss scale; what came by `add_param_group`
+    was in no norm."""
+    torch.manual_seed(0)
+    alone = Net()
+    optimizers: list[list[Any]] = []
+    model = copy.deepcopy(alone)
+    for each in (alone, model):
+        first, second = two_groups(each)
+        if kind == "two":
+            optimizers.append([SGD([first], lr=0.1, momentum=0.9), SGD([second], lr=0.1)])
+        else:
+            optimizers.append([SGD([*each.embed.parameters(), *each.head.parameters()], lr=0.1)])
+            each.layers.requires_grad_(False)
+    booster = Booster(plugin=PipelinePlugin(2, 1, dry_run_input=data(), verify=False, **options))
+    whole = model
+    model, *_ = booster.boost(model, None)
+    inner, optimizers[1] = optimizers[1], [booster.boost(model, optimizer)[1] for optimizer in optimizers[1]]
+    for step in range(4):
+        if kind != "two" and step:
+            parts = [alone.layers[3 - step], whole.layers[3 - step]]
+            for part, of in zip(parts, (optimizers[0][0], (optimizers[1] if step == 1 else inner)[0]), strict=True):
+                of.add_param_group({"params": list(part.requires_grad_(True).parameters()), "lr": 0.05})
+        booster.execute_pipeline(iter([data(step)]), model, None, optimizers[1][0])
+        alone(**data(step))["loss"].backward()
+        if options.get("max_norm"):
+            expected = nn.utils.clip_grad_norm_(alone.parameters(), options["max_norm"])
+        for optimizer in optimizers[0] + optimizers[1][:: 1 if step % 2 else -1]:  # in any order
+            optimizer.step()
+        if options.get("max_norm"):
+            assert optimizers[1][0].get_grad_norm() == pytest.approx(float(expected), rel=1e-3)
+        for optimizer in optimizers[0] + optimizers[1]:
+            optimizer.zero_grad()
+    assert [len(o.param_groups) for o in optimizers[1]] == [1, 1] if kind == "two" else [4]
+    return gap_to(alone, whole)
+
+
+@pytest.mark.parametrize("kind", ["two", "added"])
+def test_late_groups_and_second_optimizers(pool: Pool, kind: str) -> None:
+    assert max(pool.run(trained, 2, kind, {"max_norm": 0.2})) < 1e-6
+    if kind == "two":
+        assert max(pool.run(trained, 2, kind, {"precision": "fp16", "initial_scale": 1024.0})) < 1e-2
+
+
+def overflown() -> bool:
+    """An overflow is one for both optimizers, and the scale is halved once."""
+    model = Net()
+    booster, boosted_model, first = boosted(
+        lambda m: SGD([p for p in m.parameters() if p.ndim > 1], lr=0.1), model, precision="fp16", initial_scale=2.0**17
+    )
+    _, second, *_ = booster.boost(boosted_model, SGD([p for p in model.parameters() if p.ndim < 2], lr=0.1))
+    own = [p for p in model.parameters() if not is_released(p)]
+    before = [p.detach().clone() for p in own]
+    booster.execute_pipeline(iter([data()]), boosted_model, None, first)
+    held = [p for p in model.parameters() if p.grad is not None]
+    held[0].grad.fill_(float("inf"))
+    second.step(), first.step()
+    assert booster.plugin.scaling.value == 2.0**16
+    return all(torch.equal(p, q) for p, q in zip(before, own, strict=True))
+
+
+def test_an_overflow_is_one_for_all_optimizers(pool: Pool) -> None:
+    assert all(pool.run(overflown, 2))
+
+
+
+def warned(kind: str) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pipeshard").addHandler(handler)
+    try:
+        maker = Broken if kind == "broken" else SGD
+        booster, model, optimizer = boosted(lambda m: maker(m.parameters(), lr=0.1))
+        for step in range(2 if kind != "broken" else 0):
+            booster.execute_pipeline(iter([data(step)]), model, None, optimizer)
+            if kind == "torch":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            elif kind == "own":
+                optimizer.clip_grad_by_norm(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        logging.getLogger("pipeshard").removeHandler(handler)
+    return told
+
+
+def test_what_cannot_be_told_is_said(pool: Pool) -> None:
+    """torch.nn.utils.clip_grad_norm_ clips each stage by its own norm, and its user was not told."""
+    for told in pool.run(warned, 2, "torch"):
+        assert len(told) == 1 and "max_norm" in told[0] and "clip_grad_by_norm" in told[0]
+    assert pool.run(warned, 2, "own") == [[], []]
+    first, second = pool.run(warned, 2, "broken")
+    assert len(first) == 1 and "Broken" in first[0] and second == []
+
+
+def some_of_the_model() -> str:
+    booster, model, optimizer = boosted(lambda m: SGD(m.head.parameters(), lr=0.1), max_norm=0.1)
+    booster.execute_pipeline(iter([data()]), model, None, optimizer)
+    with pytest.raises(UsageError) as caught:
+        optimizer.step()
+    optimizer.add_param_group({"params": [*model.unwrap().embed.parameters(), *model.unwrap().layers.parameters()]})
+    with pytest.raises(UsageError, match="was boosted, and does not clip"):
+        optimizer.unwrap().step()
+    optimizer.step()
+    with pytest.raises(ConfigurationError):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    assert len(optimizer.param_groups) == 2
+    return str(caught.value)
+
+
+def test_max_norm_with_an_optimizer_of_some_parameters(pool: Pool) -> None:
+    """Docs said the norm of the whole model, and it was that of what the optimizer had."""
+    for told in pool.run(some_of_the_model, 2):
+        assert "no boosted optimizer has embed.weight" in told and "requires_grad_(False)" in told
+
+
+def closed(options: dict[str, Any]) -> float:
+    """A closure runs the pipeline inside of `step`: gradients were clipped, and given to the fp32 values, before."""
+    torch.manual_seed(0)
+    alone = Net()
+    booster, model, optimizer = boosted(lambda m: SGD(m.parameters(), lr=0.1), copy.deepcopy(alone), **options)
+    other = SGD(alone.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        return booster.execute_pipeline(iter([data()]), model, None, optimizer)["loss"]
+
+    for _ in range(2):
+        optimizer.step(closure)
+        other.zero_grad()
+        alone(**data())["loss"].backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        other.step()
+    return gap_to(alone, model.unwrap())
+
+
+def test_steps_with_a_closure(pool: Pool) -> None:
+    assert max(pool.run(closed, 2, {"max_norm": 0.1})) < 1e-6
+    assert max(pool.run(closed, 2, {"max_norm": 0.1, "precision": "bf16"})) < 1e-2

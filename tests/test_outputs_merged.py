@@ -1,0 +1,97 @@
+"""Outputs that no microbatch's own may pass for: losses in tuples, scalars, numbers, and samples against samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeshard.errors import UsageError
+from tests.messages import assert_told
+from tests.pool import Pool
+from tests.unsplit import Split
+
+H, ROWS = 8, 6
+
+
+class Telling(nn.Module):
+    """Returns a tuple with its loss first, and what `kind` says beside it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.scale = kind, nn.Parameter(torch.tensor(2.0))
+        self.enter, self.head = nn.Linear(H, H), nn.Linear(H, H)
+        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in (self.enter, *self.layers, self.head):
+            x = torch.tanh(layer(x))
+        beside: Any = {
+            "scalar": x.mean(),
+            "number": len(x),
+            "sum": x.mean(0),
+            "pairs": x @ x.T,
+            "same": [self.scale, 3, "a", None],
+        }
+        return x.square().mean() * self.scale, x, beside[self.kind]
+
+
+def rows() -> Tensor:
+    return torch.randn(ROWS, H, generator=torch.Generator().manual_seed(0))
+
+
+def merged(kind: str) -> tuple[list[str], bool]:
+    """What is said to an evaluation of three microbatches, and whether what is returned is the whole batch's."""
+    torch.manual_seed(0)
+    model, own = Telling(kind), lambda out, batch: out[0]
+    with torch.no_grad():
+        expected = model(rows())
+    split, told, good = Split(model, dist.get_world_size(), rows(), num_microbatches=3), [], True
+    run = split.booster.execute_pipeline
+    with torch.no_grad():
+        try:
+            out = run(iter([rows()]), split.model, own, None, return_outputs=True)
+        except UsageError as error:
+            told = [str(error)]
+        else:
+            if out["outputs"] is not None:
+                pairs = zip(out["outputs"][:2], expected[:2], strict=True)
+                good = all(torch.allclose(a, b, atol=1e-6) for a, b in pairs) and out["outputs"][2] == expected[2]
+        whole = run(iter([rows()]), split.model, own, None, return_outputs=lambda out, batch: len(out[1]))
+        good &= whole["outputs"] in (None, [2, 2, 2])
+    return told, good
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("scalar", r"\[2\] cannot be put together .* has no dimension that counts the samples"),
+        ("sum", r"\[2\] cannot be put together .* has no dimension that counts the samples"),
+        ("pairs", r"\[2\] cannot be put together .* has 2 dimensions that count the samples"),
+        ("same", None),
+    ],
+)
+def test_no_microbatch_s_own_passes_for_the_batch_s(pool: Pool, kind: str, why: str | None) -> None:
+    """The first microbatch's loss, scalars and numbers were returned, and (6, 2) for the (6, 6) of all pairs."""
+    for told, good in pool.run(merged, 2, kind):
+        assert good
+        assert_told(told, [] if why is None else [why])
+
+
+def numbers() -> str:
+    torch.manual_seed(0)
+    split = Split(Telling("number"), dist.get_world_size(), rows(), num_microbatches=4)
+    with torch.no_grad(), pytest.raises(UsageError) as caught:
+        split.booster.execute_pipeline(
+            iter([rows()]), split.model, lambda out, batch: out[0], None, return_outputs=True
+        )
+    return str(caught.value)
+
+
+def test_numbers_that_differ_are_told_on_every_rank(pool: Pool) -> None:
+    first, last = pool.run(numbers, 2)
+    assert "cannot be put together: its error is that of the last stage" in first
+    assert "output [2] cannot be put together for the whole batch: it differs between microbatches" in last

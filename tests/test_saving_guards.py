@@ -1,0 +1,175 @@
+"""Saving guards: what a rank does not hold is not saved, copied or loaded behind its back."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from pipeshard import PipelinePlugin, load_training_state, save_training_state, to_sequential
+from pipeshard.checkpoint.save import FolderSave
+from pipeshard.errors import CheckpointError, UsageError
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import Split
+
+
+def refused(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        fn(*args, **kwargs)
+    return str(caught.value)
+
+
+def misused(folder: str) -> list[str]:
+    """The idioms of Hugging Face and of torch on a rank's model, each with its own folder; what was said."""
+    torch.manual_seed(0)
+    split = Split(zoo.build("llama"), 2, zoo.batch("llama"), num_microbatches=2)
+    whole, path = zoo.build("llama").state_dict(), Path(folder)
+    boosted, model = split.model, split.model.unwrap()
+    before = {name: p.detach().clone() for name, p in split.held.items()}
+    said = [
+        refused(model.save_pretrained, path / "a"),
+        refused(model.model.save_pretrained, path / "b"),
+        refused(model.push_to_hub, "nobody/nothing"),
+        refused(model.state_dict),
+        refused(boosted.state_dict),
+        refused(torch.save, model, path / "c"),
+        refused(torch.optim.swa_utils.AveragedModel, model),
+        refused(model.load_state_dict, whole),
+        refused(model.model.load_state_dict, {key.removeprefix("model."): value for key, value in whole.items()}),
+        refused(boosted.load_state_dict, {f"module.{key}": value for key, value in whole.items()}),
+        refused(model.half),
+        refused(boosted.to, torch.float64),
+        refused(model.share_memory),
+        refused(nn.utils.parameters_to_vector, model.parameters()),
+    ]
+    (path / "c").unlink(missing_ok=True)
+    unchanged = all(torch.equal(p, before[name]) and p.dtype == before[name].dtype for name, p in split.held.items())
+    return [*said, "unchanged" if unchanged else "changed"]
+
+
+def test_what_a_rank_does_not_hold_is_refused_before_anything_is_done(pool: Pool, tmp_path: Path) -> None:
+    """`unwrap().save_pretrained` wrote zeros for the other stages, and `from_pretrained` took them without a word."""
+    for rank, (*said, unchanged) in enumerate(pool.run(misused, 2, str(tmp_path))):
+        assert all(f"stage {rank} of 2; stage {1 - rank} has them" in text for text in said), said
+        assert all("booster.save_model" in text or "before booster.boost" in text for text in said)
+        assert unchanged == "unchanged"
+    assert not list(tmp_path.iterdir())
+
+
+def used(folder: str) -> list[Any]:
+    """What needs no values, or has them: all of it works."""
+    split = Split(zoo.build("llama"), 2, zoo.batch("llama"), num_microbatches=2)
+    model, whole, path = split.model.unwrap(), zoo.build("llama"), Path(folder)
+    split.model.to("cpu").float()
+    part = {name: torch.zeros_like(p) for name, p in split.held.items()}
+    model.load_state_dict(part, strict=False)
+    model.save_pretrained(path / str(split.model.pipeline.rank), state_dict=whole.state_dict())
+    torch.optim.AdamW(model.parameters()).zero_grad()
+    model.requires_grad_(True)
+    copied = to_sequential(split.model)
+    copied.state_dict()
+    return [
+        not any(bool(p.any()) for p in split.held.values()),
+        model.num_parameters() == whole.num_parameters(),
+        model.get_memory_footprint() == whole.get_memory_footprint(),
+        [p.shape for p in model.parameters()] == [p.shape for p in whole.parameters()],
+        "save_pretrained" not in vars(copied),
+    ]
+
+
+def test_bookkeeping_works(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(used, 2, str(tmp_path)) == [[True] * 5] * 2
+
+
+def alone(folder: str) -> bool:
+    split = Split(zoo.build("llama"), 1, zoo.batch("llama"), num_microbatches=2)
+    model = split.model.unwrap()
+    model.save_pretrained(folder)
+    model.load_state_dict(zoo.build("llama").state_dict())
+    return len(torch.optim.swa_utils.AveragedModel(model).state_dict()) > len(split.held)
+
+
+def test_one_stage_holds_all_of_it(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(alone, 1, str(tmp_path)) == [True]
+
+
+def replaced() -> list[str]:
+    """What has taken a place after boost, one thing at a time; what the next step says on this rank."""
+    split, data = Split(zoo.build("llama"), 1, zoo.batch("llama"), num_microbatches=2), zoo.batch("llama")
+    model = split.model.unwrap()
+    head, norm, weight = model.lm_head, model.model.norm, model.model.norm.weight
+    model.lm_head = nn.Linear(*head.weight.shape[::-1], bias=False)
+    said = [refused(split.backward, data)]
+    model.lm_head, norm.weight = head, nn.Parameter(torch.ones_like(weight))
+    said.append(refused(split.backward, data))
+    norm.weight = weight
+    norm.adapter = nn.Linear(2, 2)
+    said.append(refused(split.backward, data))
+    norm.adapter = nn.ReLU()  # nothing to train
+    split.backward(data)
+    return said
+
+
+def test_what_is_put_in_after_boost_is_refused(pool: Pool) -> None:
+    """A new head ran, on every rank its own, without a place in the sums over replicas, in the norm and in ties."""
+    (said,) = pool.run(replaced, 1)
+    for name, text in zip(("lm_head", "model.norm.weight", "model.norm.adapter"), said, strict=True):
+        assert f"{name} of this " in text and "before booster.boost" in text
+
+
+def adapted(folder: str) -> str:
+    from colossalai.booster import Booster
+
+    data = zoo.batch("llama")
+    booster = Booster(plugin=PipelinePlugin(2, 2, dry_run_input=data))
+    model = booster.enable_lora(zoo.build("llama"), lora_config=LoraConfig(target_modules=["q_proj"]))
+    boosted, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    boosted.unwrap().print_trainable_parameters()
+    return refused(boosted.unwrap().save_pretrained, folder)
+
+
+def test_adapters_of_other_stages(pool: Pool, tmp_path: Path) -> None:
+    """28 of 56 tensors were zeros, in the folder that every PEFT tutorial writes."""
+    assert all("booster.save_lora_as_pretrained" in said for said in pool.run(adapted, 2, str(tmp_path)))
+    assert not list(tmp_path.iterdir())
+
+
+def saved(folder: str, failing: bool) -> list[Any]:
+    """A training state beside a save in the background, which takes its time and looks at the live config."""
+    split = Split(zoo.build("llama"), 2, zoo.batch("llama"), num_microbatches=2)
+    config, seen, path = split.model.unwrap().config, [], Path(folder)
+    write = FolderSave.write
+
+    def slowly(save: FolderSave) -> None:
+        time.sleep(0.2)
+        seen.append(config.use_cache)
+        if failing:
+            raise OSError("no space")
+        write(save)
+        seen.append(config.use_cache)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FolderSave, "write", slowly)
+        split.booster.save_model(split.model, str(path / "model"), shard=True, use_async=True)
+        patch.undo()
+        try:
+            save_training_state(path / "state", 1, split.model)
+        except CheckpointError as error:
+            return [str(error)]
+    done = (path / "model" / "model.safetensors.index.json").exists() or (path / "model" / "model.safetensors").exists()
+    load_training_state(path / "state", split.model)
+    return [done, *seen, config.use_cache, json.loads((path / "model" / "config.json").read_text())["use_cache"]]
+
+
+def test_a_training_state_waits_for_a_save_in_the_background(pool: Pool, tmp_path: Path) -> None:
+    """The background flipped `use_cache` on the live config to write it; its error was never raised."""
+    assert pool.run(saved, 2, str(tmp_path / "a"), False) == [[True, False, False, False, True]] * 2
+    assert all("no space" in said for (said,) in pool.run(saved, 2, str(tmp_path / "b"), True))

@@ -1,0 +1,361 @@
+"""State: what one forward leaves to the next is on every stage what it is in the unsplit model, or is refused."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from torch import Tensor, nn
+
+from pipeshard import PipelinePlugin, to_sequential
+from pipeshard.errors import TraceError
+from pipeshard.model.sharder import is_released
+from tests.pool import Pool
+
+SCHEDULES = [
+    {"schedule": "1f1b"},
+    {"schedule": "gpipe"},
+    {"schedule": "interleaved", "num_model_chunks": 2},
+    {"schedule": "zbv"},
+]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+class Net(nn.Module):
+    """Embedding, layers, head; what is around the layers and between them is to be overridden."""
+
+    block: type[nn.Module] = Block
+
+    def __init__(self, layers: int = 5, width: int = 8, words: int = 11) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(self.block(width) for _ in range(layers))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.first(self.embed(ids))
+        for k, layer in enumerate(self.layers):
+            x = layer(x)
+            if k == 1:
+                x = self.between(x)
+        logits = self.head(x)
+        self.last(logits)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    def first(self, x: Tensor) -> Tensor:
+        return x
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+    def last(self, x: Tensor) -> None:
+        pass
+
+
+class CountsFirst(Net):
+    """A counter that is moved where the forward begins: a rank with two chunks moved it twice."""
+
+    count = 0
+
+    def first(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count
+
+
+class CountsLast(Net):
+    """A counter that is moved where the forward ends, which the first stage never reached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.log: list[int] = []
+
+    def first(self, x: Tensor) -> Tensor:
+        return x * (1 + self.steps + 0.1 * len(self.log))
+
+    def last(self, x: Tensor) -> None:
+        self.steps += 1
+        self.log.append(len(self.log))
+
+
+class Warms(Net):
+    """A flag that the first forward puts down as it ends, on the model and beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_first, self.beside, self.kept = True, SimpleNamespace(is_first=True), ""
+
+    def first(self, x: Tensor) -> Tensor:
+        return x * (2 if self.is_first else 1) + (self.beside.is_first is True)
+
+    def last(self, x: Tensor) -> None:
+        self.is_first = self.beside.is_first = False
+        self.kept = self.kept or "known"  # read where it is set
+
+
+class Normal(nn.Module):
+    """Statistics alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("scale", torch.ones(8))
+        self.seen = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - self.mean + 0.1 * self.seen
+        with torch.no_grad():
+            self.mean.lerp_(x.mean((0, 1)), 0.1)
+            self.scale.lerp_(x.abs().amax((0, 1)), 0.1)
+            self.seen = self.seen + x.mean()
+        return x / self.scale
+
+
+class Normalizes(Net):
+    """A module of buffers alone has no parameter to be a unit by: where its input was not, its statistics were NaN,
+    and so they were saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normal = Normal()
+
+    def between(self, x: Tensor) -> Tensor:
+        return self.normal(x)
+
+
+class Remembers(Net):
+    """The logits' mean is used in the forward after: no cut may be in between."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=9)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def between(self, x: Tensor) -> Tensor:
+        self.made = x
+        return x
+
+    def last(self, x: Tensor) -> None:
+        self.mean.lerp_(self.made.detach().mean(), 0.5)
+
+    def first(self, x: Tensor) -> Tensor:
+        return x + self.mean
+
+
+class Draws(Net):
+    """Noise of a generator of the model's own: the loss's trial on the last stage moved that stage's alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch, self.numpy = torch.Generator().manual_seed(7), np.random.default_rng(7)
+
+    def first(self, x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape, generator=self.torch)
+
+    def last(self, x: Tensor) -> None:
+        x += torch.from_numpy(self.numpy.standard_normal(tuple(x.shape), dtype="float32"))
+
+
+class Scaled(Block):
+    """A layer with statistics, a counter and a generator of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("scale", torch.ones(()))
+        self.count, self.mean = 0, torch.zeros(())
+        self.generator = torch.Generator().manual_seed(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        noise = torch.empty_like(x).normal_(generator=self.generator)
+        with torch.no_grad():
+            self.scale.mul_(0.5).add_(x.abs().max(), alpha=0.5)
+            self.mean = 0.5 * self.mean + x.mean()
+        return super().forward(x / self.scale + 0.1 * self.mean + 0.01 * self.count) + 0.01 * noise
+
+
+class Scales(Net):
+    """Layers that move state of their own: a chunk that replays them moved it, and so did recompute."""
+
+    block = Scaled
+
+
+class Shifts(Net):
+    """Labels that begin at 1, changed in place in every forward: of each microbatch once a chunk."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        labels -= 1
+        return super().forward(ids, labels.clamp_min(0))
+
+
+class Told(Block):
+    """A layer that is told what it is to do by a mapping and an object."""
+
+    def forward(self, x: Tensor, given: dict[str, float], context: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(x * given["scale"] + context.shift)
+
+
+class Tells(Net):
+    """What layers are given is another thing when they run again: that was what they got."""
+
+    block = Told
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        given, context, x = {"scale": 1.0}, SimpleNamespace(shift=0.0), self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, given, context)
+            given["scale"] += 1
+            context.shift -= 1
+        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+class Momentum(Net):
+    """MoCo: an encoder that follows another one, as the forward begins. Boost alone moved it."""
+
+    def first(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for a, b in zip(self.layers[0].parameters(), self.layers[4].parameters(), strict=True):
+                b.mul_(0.9).add_(a, alpha=0.1)
+        return x
+
+
+class Assigns(Momentum):
+    """The same by assignment."""
+
+    def first(self, x: Tensor) -> Tensor:
+        for a, b in zip(self.layers[0].parameters(), self.layers[4].parameters(), strict=True):
+            b.data = b.data * 0.9 + a.data * 0.1
+        return x
+
+
+SHARED = torch.Generator().manual_seed(3)
+
+
+class Shares(Block):
+    """Layers that draw from one generator: each stage has one of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.empty_like(x).normal_(generator=SHARED)
+
+
+class Total(Block):
+    """Layers that count together."""
+
+    total = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Total.total += 1
+        return super().forward(x) * Total.total
+
+
+class SharesGenerator(Net):
+    block = Shares
+
+
+class SharesCounter(Net):
+    block = Total
+
+
+class Counting:
+    """A criterion whose loss depends on how often it was called."""
+
+    calls = 0
+
+    def __call__(self, outputs: Any, inputs: Any) -> Tensor:
+        self.calls += 1
+        loss: Tensor = outputs["loss"] * self.calls
+        return loss
+
+
+def batch(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randint(0, 11, (4, 6), generator=generator) for name in ("ids", "labels")}
+
+
+def wrong(make: type[nn.Module], counts: bool = False, **arguments: Any) -> list[str]:
+    """What differs from the unsplit model in three steps of two microbatches, an evaluation, and the model after."""
+    torch.manual_seed(0)
+    model = make()
+    unsplit, criterion = copy.deepcopy(model), Counting() if counts else None
+    given = copy.deepcopy(criterion)
+    options = {"num_microbatches": 2, "loss_reduction": "microbatch", "dry_run_input": batch(9), **arguments}
+    booster = Booster(plugin=PipelinePlugin(pp_size=dist.get_world_size(), **options))
+    boosted, optimizer, given, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), 0.1), given)
+    reference, found = torch.optim.SGD(unsplit.parameters(), 0.1), []
+    for step in range(4):
+        data, train = batch(step), step != 2
+        unsplit.train(train)
+        boosted.train(train)
+        total = 0.0
+        with torch.set_grad_enabled(train):
+            loss = booster.execute_pipeline(iter([copy.deepcopy(data)]), boosted, given, optimizer)["loss"]
+            for k in (0, 2):
+                part = {name: leaf[k : k + 2].clone() for name, leaf in data.items()}
+                of_part = criterion(unsplit(**part), part) if criterion else unsplit(**part)["loss"]
+                total += float(of_part) / 2
+                if train:
+                    (of_part / 2).backward()
+        if not abs(float(loss) - total) <= 1e-5 * abs(total):
+            found.append(f"step {step}: loss {float(loss)}, unsplit {total}")
+        gradients = {name: parameter.grad for name, parameter in unsplit.named_parameters()}
+        for name, parameter in boosted.unwrap().named_parameters():
+            grad = gradients[name]
+            if grad is not None and not is_released(parameter) and not (parameter.grad - grad).abs().max() <= 1e-5:
+                found.append(f"step {step}: the gradient of {name}")
+        if train:
+            optimizer.step()
+            optimizer.zero_grad()
+            reference.step()
+            reference.zero_grad()
+    whole = to_sequential(boosted)
+    assert whole is not None
+    for name, tensor in whole.state_dict().items():
+        if not (tensor - unsplit.state_dict()[name]).abs().max() <= 1e-5:
+            found.append(f"{name} {tensor}, unsplit {unsplit.state_dict()[name]}")
+    return found
+
+
+def all_wrong(makes: list[type[nn.Module]], **arguments: Any) -> dict[str, list[str]]:
+    return {make.__name__: found for make in makes if (found := wrong(make, counts=make is Net, **arguments))}
+
+
+@pytest.mark.parametrize(("p", "options"), [(1, SCHEDULES[1]), *((2, options) for options in SCHEDULES)])
+def test_state_is_that_of_the_unsplit_model(pool: Pool, p: int, options: dict[str, Any]) -> None:
+    makes = [CountsFirst, CountsLast, Warms, Normalizes, Remembers, Draws, Scales, Shifts, Net]
+    assert pool.run(all_wrong, p, makes, timeout=200.0, **options) == [{}] * p
+
+
+def test_a_layer_that_moves_state_of_its_own_is_not_recomputed(pool: Pool) -> None:
+    """A running maximum was moved again in the backward pass."""
+    assert pool.run(wrong, 2, Scales, recompute=True) == [[], []]
+    assert pool.run(wrong, 2, Tells, recompute=True) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (Momentum, "changes the parameter layers.4.a.weight outside of its unit, by layers.0.a.weight"),
+        (Assigns, "changes the parameter layers.4.a.weight outside of its unit, by layers.0.a.weight"),
+        (SharesGenerator, "layers.0 and layers.4 draw from"),
+        (SharesCounter, "layers.0 and layers.4 change"),
+    ],
+)
+def test_what_no_stage_can_know_is_refused(pool: Pool, make: type[nn.Module], what: str) -> None:
+    for message in pool.run_expecting(TraceError, wrong, 2, make):
+        assert what in message
+        assert "pp_size=1" in message
+    if issubclass(make, Momentum):
+        assert pool.run(wrong, 1, make) == [[]]

@@ -1,0 +1,330 @@
+"""Verify: the proof at boost raises nothing for what is exact, and finds what is broken on purpose."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from colossalai.booster import Booster
+from torch import Tensor, nn
+
+from pipeshard import PipelinePlugin
+from pipeshard.errors import ConfigurationError, VerificationError
+from pipeshard.model.batch import Batch
+from pipeshard.model.media import read_batch
+from pipeshard.model.partition import Boundary, boundaries
+from pipeshard.options import check_verify
+from pipeshard.runtime.deferral import Deferral
+from pipeshard.runtime.optimizer import PipelineOptimizer
+from pipeshard.verify.alone import alone
+from pipeshard.verify.command import drawn_batch
+from pipeshard.verify.decide import is_known
+from pipeshard.verify.proof import prove
+from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof
+from tests import zoo
+from tests.pool import Pool
+
+
+class Layer(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inner, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(dropout)
+        self.largest = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.dropout(self.norm(self.inner(x)).tanh())
+        self.largest = float(y.detach().abs().max())
+        return y
+
+
+class Net(nn.Module):
+    """What the first layer made is used again after the last; glue counts, and draws noise where it is asked to."""
+
+    def __init__(self, dropout: float = 0.0, noise: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(dropout) for _ in range(4))
+        self.head = nn.Linear(8, 5)
+        self.steps, self.noise = 0, noise
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        self.steps += 1
+        first = x = self.layers[0](x + self.noise * torch.randn(8))
+        for layer in self.layers[1:]:
+            x = layer(x)
+        logits = self.head(x + first) * (1 + 0.1 * self.steps)
+        return {"loss": F.cross_entropy(logits, y, ignore_index=-100), "logits": logits}
+
+
+def data(rows: int = 12) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(0, 5, (rows,), generator=generator)
+    y[::3] = -100
+    return {"x": torch.randn(rows, 8, generator=generator), "y": y}
+
+
+def made(**sizes: float) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(**sizes)
+
+
+def proof_of(
+    model: nn.Module, batch: Any, criterion: Any = None, optimizer: Any = None, pp_size: int = 2, **arguments: Any
+) -> Proof:
+    with alone():
+        plugin = PipelinePlugin(pp_size, 2, **arguments)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters())
+    return prove(plugin, model, optimizer, criterion, read_batch(model, batch))
+
+
+def exact_ones() -> list[str]:
+    """What is not exact, and what a proof has changed."""
+    problems = []
+    for name, pp_size, arguments in (
+        ("llama-tied", 2, {"schedule": "zbv", "recompute": True}),
+        ("t5", 3, {}),
+    ):
+        proof = proof_of(zoo.build(name), zoo.batch(name), None, pp_size=pp_size, **arguments)
+        kinds = {"losses", "gradients", "parameters", "saved", "outputs"}
+        if proof.kind != EXACT or not kinds <= proof.counts.keys():
+            problems.append(f"{name}: {proof}")
+    weight = torch.rand(5)
+
+    def criterion(output: Any, batch: Any) -> Tensor:
+        return F.mse_loss(output["logits"], weight.expand(len(batch["y"]), 5))
+
+    for sizes in ({}, {"dropout": 0.4, "noise": 0.3}):  # masks and noise are those of the places in a pipeline
+        model, batch = made(**sizes), data()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        sides = model, batch, optimizer.state_dict()
+        before, drawn = copy.deepcopy(sides), torch.get_rng_state()
+        proof = proof_of(model, batch, criterion, optimizer)
+        kinds = {"buffers", "attributes"}
+        if proof.kind != EXACT or not kinds <= proof.counts.keys():
+            problems.append(f"{sizes}: {proof}")
+        state = (model.state_dict(), batch, optimizer.state_dict())
+        torch.testing.assert_close(state, (before[0].state_dict(), *before[1:]), rtol=0, atol=0)
+        same = torch.equal(drawn, torch.get_rng_state()) and model.steps == 0 and model.layers[0].largest == 0.0
+        if not same or any(p.grad is not None for p in model.parameters()) or "forward" in vars(model.head):
+            problems.append(f"{sizes}: something of the user's has changed")
+    return problems
+
+
+def test_what_is_exact_is_proven_and_nothing_changes(pool: Pool) -> None:
+    assert pool.run(exact_ones, 1) == [[]]
+
+
+def without_gradients(*args: Any, **kwargs: Any) -> list[Boundary]:
+    return [dataclasses.replace(boundary, gradients=()) for boundary in boundaries(*args, **kwargs)]
+
+
+def without_the_first(*args: Any, **kwargs: Any) -> list[Boundary]:
+    """One value fewer crosses, the first layer's."""
+
+    def fewer(boundary: Boundary) -> Boundary:
+        values = boundary.values[1:] if len(boundary.values) > 1 else boundary.values
+        return Boundary(values, tuple(value for value in boundary.gradients if value in values))
+
+    return [fewer(boundary) for boundary in boundaries(*args, **kwargs)]
+
+
+def unfinished(pending: list[Any]) -> None:
+    """Half of the weight gradients that were put off are forgotten."""
+    finish(pending[::2])
+
+
+finish = Deferral.finish
+
+
+def first_samples(batch: Batch, start: int, length: int) -> Batch:
+    """Microbatches that are all cut from the beginning."""
+    return narrow(batch, 0, length)
+
+
+narrow = Batch._narrow
+step = PipelineOptimizer._step
+
+
+def on_stage_0(optimizer: PipelineOptimizer, *args: Any, **kwargs: Any) -> Any:
+    return step(optimizer, *args, **kwargs) if optimizer.grid.stage == 0 else None
+
+
+BROKEN: dict[str, tuple[str, Any, str]] = {
+    "a value is not sent": ("pipeshard.runtime.step.boundaries", without_the_first, "the loss in step 1 is nan"),
+    "gradients are not sent": ("pipeshard.runtime.step.boundaries", without_gradients, "gets no gradient, unsplit"),
+    "weight gradients are forgotten": (
+        "pipeshard.runtime.deferral.Deferral.finish",
+        staticmethod(unfinished),
+        "it begins in the backward pass|gets no gradient",
+    ),
+    "microbatches are not the batch": ("pipeshard.model.batch.Batch._narrow", first_samples, "x of microbatch 1 is"),
+    "the loss rule is another": (
+        "pipeshard.runtime.loss.LossRule.weights",
+        lambda rule, parts, total=None: [1 / len(parts)] * len(parts),
+        "the loss of 5 samples is .* but .* which count 0.5, 0.5",
+    ),
+    "one stage does not step": (
+        "pipeshard.runtime.optimizer.PipelineOptimizer._step",
+        on_stage_0,
+        r"(layers\.\d|head).* after step 1 is another",
+    ),
+    "the owner is another": ("pipeshard.model.policy.Policy.owner", lambda policy, name: 0, "in step 1 is"),
+    "the trace counts": ("pipeshard.model.untouched.Before.restore", lambda self: None, "the loss in step 1 is"),
+}
+
+
+def found(name: str) -> Proof:
+    place, stand_in, _ = BROKEN[name]
+    with mock.patch(place, stand_in):
+        return proof_of(made(), data())
+
+
+def all_found() -> list[str]:
+    """What is not found, or not said; a step may refuse it by itself, too."""
+    proofs = {name: found(name) for name in BROKEN}
+    return [f"{name}: {proof}" for name, proof in proofs.items() if not (proof.refused or told(name, proof))]
+
+
+def told(name: str, proof: Proof) -> bool:
+    return proof.kind == DIFFERENT and re.search(BROKEN[name][2], proof.reason) is not None
+
+
+def test_what_is_broken_on_purpose_is_found(pool: Pool) -> None:
+    """Each part that a trace or the runtime could get wrong, wrong: a proof that never fails proves nothing."""
+    assert pool.run(all_found, 1) == [[]]
+
+
+def unprovable() -> list[str]:
+    """What cannot be copied, run or trained is said, whatever else it is."""
+    locked, empty, failing = made(), made(), made()
+    locked.file = open(__file__)  # type: ignore[assignment]  # noqa: SIM115
+    empty.forward = lambda x, y: {"logits": x}  # type: ignore[method-assign]
+    failing.forward = lambda x: x  # type: ignore[method-assign]
+    proofs = [proof_of(model, data()) for model in (locked, empty, failing)]
+    locked.file.close()  # type: ignore[operator]
+    return [f"{proof.kind}: {proof.reason}" for proof in proofs]
+
+
+def test_what_cannot_be_proven_is_said(pool: Pool) -> None:
+    (said,) = pool.run(unprovable, 1)
+    assert all(line.startswith(UNPROVEN) for line in said)
+    assert "cannot pickle" in said[0] and "no loss" in said[1] and "does not run on its batch: TypeError" in said[2]
+
+
+def boosting(wrong: bool = False, seconds: float = 60.0, **arguments: Any) -> list[str]:
+    """What is said at boost, on this rank; then a step."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    logger = logging.getLogger("pipeshard")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    finish = BROKEN["weight gradients are forgotten"]
+    with (
+        mock.patch("pipeshard.verify.decide.SECONDS", seconds),
+        mock.patch("pipeshard.verify.decide.PERIOD", 0.01),
+        mock.patch(finish[0], finish[1]) if wrong else contextlib.nullcontext(),
+    ):
+        booster = Booster(plugin=PipelinePlugin(2, 2, dry_run_input=data(), **arguments))
+        model = made()
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+        booster.execute_pipeline(iter([data()]), boosted, None, optimizer)
+    return [line for line in said if "proven" in line]
+
+
+def test_at_boost(pool: Pool) -> None:
+    """By default models of one's own are proven by the first rank, while the others wait for its word."""
+    first, second = pool.run(boosting, 2)
+    assert len(first) == 1 and first[0].startswith("INFO Net split into stages was proven exact in") and not second
+    first, second = pool.run(boosting, 2, seconds=0.0)
+    assert first == [
+        "WARNING whether Net split into stages is what it is unsplit was not proven: it takes longer than 0 s. Prove "
+        "it by `pipeshard verify SCRIPT` or PipelinePlugin(verify=True); verify=False says nothing"
+    ]
+    assert pool.run(boosting, 2, wrong=True, verify=False) == [[], []]
+    for message in pool.run_expecting(VerificationError, boosting, 2, wrong=True):
+        assert "Net split into 2 stages is not the model that it is unsplit, so it is not trained" in message
+        assert "it begins in the backward pass" in message and "verify=False" in message
+
+
+def test_which_models_are_known() -> None:
+    llama = zoo.build("llama", layers=2)
+    assert is_known(llama, None) and not is_known(llama, lambda output, batch: output.loss)
+    assert not is_known(made(), None) and not is_known(nn.Sequential(nn.Linear(2, 2)), None)
+    handle = llama.model.layers[0].register_forward_hook(lambda *_: None)
+    assert not is_known(llama, None)
+    handle.remove()
+    assert is_known(llama, None)
+    llama.lm_head = Layer()
+    assert not is_known(llama, None)
+
+
+def test_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="verify='always' is none of 'auto', True, and False"):
+        check_verify("always")
+    monkeypatch.setenv("PIPESHARD_VERIFY", "0")
+    assert [check_verify(verify) for verify in ("auto", True, False)] == [False, True, False]
+    monkeypatch.delenv("PIPESHARD_VERIFY")
+    assert check_verify("auto") == "auto"
+
+
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+from colossalai.booster import Booster
+from pipeshard import PipelinePlugin
+from unittest import mock
+from tests.test_verify import BROKEN, data, made
+
+dist.init_process_group("gloo")
+if "--wrong" in sys.argv:
+    mock.patch(*BROKEN["weight gradients are forgotten"][:2]).start()
+booster = Booster(plugin=PipelinePlugin(8, 4, dry_run_input=data()))
+model = made()
+booster.boost(model, torch.optim.AdamW(model.parameters()))
+print("boosted")
+"""
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from pipeshard.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "verify", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "verdict"),
+    [
+        (["--pp", "3", "SCRIPT", "--wrong"], 1, "Net in 3 stages, 1f1b: different: "),
+        (
+            ["gpt2", "n_embd=16", "n_layer=3", "n_head=2", "vocab_size=50", "--pp", "2", "--schedule", "zbv"],
+            0,
+            "GPT2LMHeadModel in 4 stages, zbv: exact",
+        ),
+    ],
+)
+def test_the_command(tmp_path: Path, arguments: list[str], code: int, verdict: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    result = run_command(*(str(script) if argument == "SCRIPT" else argument for argument in arguments))
+    assert result.returncode == code and verdict in result.stdout, result.stdout + result.stderr
+    assert "boosted" not in result.stdout
+
+
+def test_samples_that_are_drawn_differ() -> None:
+    batch = drawn_batch(zoo.build("llama", layers=2), 10, 8)
+    assert len(batch["input_ids"].unique()) > 20 and len(batch["labels"].eq(-100).sum(1).unique()) == 7
+    assert drawn_batch(zoo.build("vit"), 3, 8)["labels"].max() < 5
+
+
