@@ -82,7 +82,7 @@ def check_compile(compile: Any) -> None:
         raise ConfigurationError(f"compile={compile!r} is none of True, False, and a dict of torch.compile's options")
     if isinstance(compile, dict) and "units" in compile:
         raise ConfigurationError(
-            f"compile={compile!r}: consecutive units are no longer compiled as one function. Drop \"units\", and make "
+            f'compile={compile!r}: consecutive units are no longer compiled as one function. Drop "units", and make '
             "layers that should be fused one module of the model"
         )
 

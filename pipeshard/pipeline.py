@@ -183,13 +183,7 @@ class Pipeline:
         self.gradients.added()
 
     def _run(
-        self,
-        batch: Batch,
-        criterion: Criterion | None,
-        train: bool,
-        return_loss: bool,
-        outputs: Outputs,
-        exact: bool,
+        self, batch: Batch, criterion: Criterion | None, train: bool, return_loss: bool, outputs: Outputs, exact: bool
     ) -> dict[str, Any]:
         batches = batch.split(*self._cut())
         with self.precision.running():

@@ -35,9 +35,7 @@ UNFROZEN = (
     "Freeze or unfreeze parameters, and turn activation recompute on, before booster.boost, and let a layer detach "
     "its result always or never"
 )
-PLACE = (
-    "Other stages do not get it as it is now. Return it instead, as a tensor, or change it alike in every forward"
-)
+PLACE = "Other stages do not get it as it is now. Return it instead, as a tensor, or change it alike in every forward"
 CONSTANT = (
     "What a unit returns beside tensors is the same on all stages, as the trace has seen it, so it must not depend on "
     "the values of tensors: return a tensor (x.max(), not x.max().item())"
@@ -65,12 +63,7 @@ class Replay:
     """Answers the unit calls of one stage's model; `held` are the units this stage has parameters of."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        units: Mapping[str, nn.Module],
-        held: frozenset[str],
-        stage: int,
-        device: torch.device,
+        self, model: nn.Module, units: Mapping[str, nn.Module], held: frozenset[str], stage: int, device: torch.device
     ) -> None:
         self.model = model
         self.criterion: Any = None

@@ -384,5 +384,3 @@ def _differ(now: Any, before: Any) -> bool:
     if isinstance(now, dict):
         return now.keys() != before.keys() or not all(is_same(now[key], before[key]) for key in now)
     return len(now) != len(before) or not all(map(is_same, now, before))
-
-

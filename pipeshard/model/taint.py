@@ -2,7 +2,7 @@
 
 import os
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -83,19 +83,20 @@ class Taint(TorchDispatchMode):
     runs by shape alone, and its result is zeros.
     """
 
-    def __init__(self, device: torch.device, real: Mapping[str, Tensor] | None = None) -> None:
-        """`real` are the leaves of the batch by whose values glue is to decide, if it runs on a shorter one."""
+    def __init__(self, device: torch.device, recipes: Recipes | None = None) -> None:
+        """`recipes` are given if glue is to decide by the values of another batch than it runs on."""
         super().__init__()
         self.device = device
-        self.recipes = Recipes(device, real)
+        self.recipes = recipes or Recipes(device)
         self.inside: int | None = None
         self.tags: dict[int, frozenset[Tag]] = {}
         self.homes: dict[int, Value] = {}  # storages that *are* a value, not only computed from it
         self.written: set[Value] = set()
         self.decisions: dict[str, None] = {}
         self.consulted: set[str] = set()  # inputs whose values Python saw
+        self.seen: set[str] = set()  # those of them that it saw otherwise than by a question that can be asked again
         self.recalled: set[str] = set()  # places whose values Python saw
-        self.shaping: set[str] = set()  # inputs whose values made the shape of something
+        self.shaping: set[str] = set()  # inputs whose very values it depends on: they made a shape, or the like
         self.met: set[Tag] = set()
         self.drawn = False  # whether glue drew random numbers of torch
         self.touched: set[Value] = set()  # values that an operator of glue was given
@@ -126,7 +127,8 @@ class Taint(TorchDispatchMode):
         inputs = list(_tensors((*args, *kwargs.values())))
         tags = self.of(inputs) if func._overloadpacket not in SHAPED else NOTHING
         if tags and (deciding := self.of(_deciding(func, args))):
-            self.decide(deciding, shaping=func._overloadpacket not in SCALAR)
+            is_asked = func._overloadpacket in SCALAR and all(isinstance(tag, Input) for tag in tags)
+            self.decide(deciding, shaping=func._overloadpacket not in SCALAR, is_asked=is_asked)
         if self.inside is None:
             self.drawn |= _draws(func, args, kwargs)
             self.touched |= {tag for tag in tags if isinstance(tag, Value)}
@@ -135,7 +137,7 @@ class Taint(TorchDispatchMode):
         result = self._run(func, args, kwargs, inputs)
         if self.inside is None and tags and all(isinstance(tag, Input) for tag in tags):
             if func._overloadpacket in SCALAR and not self.is_checking:
-                return self.recipes.ask(func, args, kwargs, result, frozenset(tag.path for tag in tags))  # type: ignore[union-attr]
+                return self._ask(func, args, kwargs, result, frozenset(tag.path for tag in tags))  # type: ignore[union-attr]
             if isinstance(result, Tensor) and not func._schema.is_mutable:
                 self.recipes.note(func, args, kwargs, result)
         outputs = list(_tensors(result if isinstance(result, tuple | list) else (result,)))
@@ -152,12 +154,18 @@ class Taint(TorchDispatchMode):
                 self.write(target, tags)
         return result
 
-    def decide(self, tags: frozenset[Tag], shaping: bool = False) -> None:
+    def _ask(self, func: Any, args: Any, kwargs: Any, answer: Any, paths: frozenset[str]) -> Any:
+        question = self.recipes.ask(func, args, kwargs, answer, paths)
+        self.shaping |= paths if question.steps is None else set()
+        return question.answer
+
+    def decide(self, tags: frozenset[Tag], shaping: bool = False, is_asked: bool = False) -> None:
         """Python, or a shape, depends on values with these tags; inside a unit that is the unit's own affair."""
         if self.inside is not None or self.is_checking or not tags:
             return
         inputs = {tag.path for tag in tags if isinstance(tag, Input)}
         self.consulted |= inputs
+        self.seen |= set() if is_asked else inputs
         self.shaping |= inputs if shaping else set()
         self.recalled |= {tag.name for tag in tags if isinstance(tag, Kept)}
         if any(not isinstance(tag, Input | Kept) for tag in tags):

@@ -17,6 +17,7 @@ from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.ghost import inside_pipeshard
 from pipeshard.model.media import read_batch
 from pipeshard.model.names import paths_of
+from pipeshard.model.question import Question, general_questions
 from pipeshard.model.shapes import Axes, Count, TensorSpec
 from pipeshard.model.snapshot import is_comparable
 from pipeshard.model.tracer import Tracer
@@ -102,6 +103,7 @@ def run_on_few(tracer: Tracer, batch: Batch) -> Dataflow | None:
 def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: Batch) -> Dataflow:
     """`flow` with the slope of every dimension in every group of axes; groups it is not affine in are pinned."""
     shapes: dict[int, list[tuple[int, ...]]] = {}
+    asked: dict[int, tuple[int, tuple[Question, ...]]] = {}
     for group in range(len(axes.sizes)):
         for delta in (1, -1):
             with contextlib.suppress(TraceError):
@@ -111,11 +113,13 @@ def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: 
                     shapes[group] = [
                         tuple((b - a) * delta for a, b in zip(_sizes(s), _sizes(o), strict=True)) for s, o in pairs
                     ]
+                    asked[group] = delta, other.questions
                     break
     axes = axes.pin({group for group in range(len(axes.sizes)) if group not in shapes})
     columns = [shapes[group] for group in sorted(shapes)]
     slopes = [tuple(zip(*column, strict=True)) for column in zip(*columns, strict=True)] if columns else []
-    general = _with_slopes(replace(flow, axes=axes), slopes)
+    questions = general_questions(flow.questions, [asked[group] for group in sorted(asked)], axes.sizes)
+    general = _with_slopes(replace(flow, axes=axes, questions=questions), slopes)
     choices = (general, _pinned(general, 1))
     return next((choice for choice in choices if _verified(tracer, flow, choice, batch, real)), _pinned(general, 0))
 
@@ -147,7 +151,7 @@ def _holds(
         return None
     if deltas is None or not _same_path(flow, found):
         return False
-    pairs = zip(_specs(general), _specs(found), strict=True)
+    pairs = [*zip(_specs(general), _specs(found), strict=True), *zip(_numbers(general), _numbers(found), strict=True)]
     return all((spec if isinstance(spec, int) else spec.at(deltas)) == _size(now) for spec, now in pairs)
 
 
@@ -159,7 +163,12 @@ def _same_path(a: Dataflow, b: Dataflow) -> bool:
         )
         for flow in (a, b)
     )
-    return calls == others and uses == other_uses
+    are_asked = len(a.questions) == len(b.questions) and all(map(Question.is_as, a.questions, b.questions))
+    return calls == others and uses == other_uses and are_asked
+
+
+def _numbers(flow: Dataflow) -> Iterator[Any]:
+    return (number for question in flow.questions for number in question.numbers)
 
 
 def _constant(leaf: Any) -> Any:

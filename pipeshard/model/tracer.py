@@ -23,6 +23,7 @@ from pipeshard.model.flags import State
 from pipeshard.model.kinds import Settings, describe, differences, differing, modes, module_at, settings, watching
 from pipeshard.model.meter import Meter, Visit
 from pipeshard.model.names import flatten_with_names
+from pipeshard.model.question import Recipes
 from pipeshard.model.randomness import Randomness, python_state
 from pipeshard.model.repeat import Groups
 from pipeshard.model.shapes import Axes, TensorSpec
@@ -114,7 +115,7 @@ class Tracer:
     def _run(self, batch: Batch, real: Batch | None) -> Dataflow:
         self.reset()
         batch = batch.copied(batch.tensors)  # glue may write to it
-        self.taint = Taint(self.device, None if real is None else real.tensors)
+        self.taint = Taint(self.device, Recipes(self.device, batch, real))
         self.calls: list[Call] = []
         self.groups = Groups()
         self.rows = batch.rows
@@ -172,8 +173,8 @@ class Tracer:
         rewritten = {path for path, leaf in batch.tensors.items() if leaf._version != versions[path]}
         written, decisions = frozenset(self.taint.written), tuple(self.taint.decisions)
         consulted = frozenset(self.taint.consulted | rewritten)
-        small = {path for path in consulted if batch.tensors[path].numel() <= SMALL * batch.rows}
-        watched = frozenset(self.taint.shaping | small | noted)
+        seen = {path for path in self.taint.seen | rewritten if batch.tensors[path].numel() <= SMALL * batch.rows}
+        watched = frozenset(self.taint.shaping | seen | noted)
         check_aliases(self.calls, self.taint.written, [*(use for _, use, _ in outputs), *([used] if used else [])])
         seeded = self.taint.drawn or self.python_random or bool(self.groups.spans)  # Repeats go by seeds
         axes, random = Axes((), (), (), ()), (seeded, self.python_random)
@@ -279,9 +280,7 @@ class Tracer:
             self.settings[unit] = State(snapshot.holders), found
         return found
 
-    def _visit(
-        self, unit: str, forward: Callable[..., Any], leaves: list[Any], tree: TreeSpec, now: Settings
-    ) -> _Kind:
+    def _visit(self, unit: str, forward: Callable[..., Any], leaves: list[Any], tree: TreeSpec, now: Settings) -> _Kind:
         """Run a unit's own forward on meta, or with throw-away values where it does not run there."""
         try:
             return self._visit_on(torch.device("meta"), unit, forward, leaves, tree, now)
@@ -371,9 +370,7 @@ class Tracer:
         return lent
 
 
-def _reached(
-    count: int, tensors: Sequence[tuple[int, Tensor]], nodes: Mapping[Any, int]
-) -> tuple[frozenset[int], ...]:
+def _reached(count: int, tensors: Sequence[tuple[int, Tensor]], nodes: Mapping[Any, int]) -> tuple[frozenset[int], ...]:
     """For each of `count` leaves, which inputs (by the nodes of their graphs) get a gradient from it."""
     reached: list[frozenset[int]] = [frozenset()] * count
     for k, tensor in tensors:

@@ -64,10 +64,7 @@ class PipelineOptimizer(OptimizerWrapper):
         schedulers count on its place."""
         known, weights = self.gradients.names, self.gradients.weights
         fresh = [
-            (k, p)
-            for k, group in enumerate(self.optim.param_groups)
-            for p in group["params"]
-            if p not in self.names
+            (k, p) for k, group in enumerate(self.optim.param_groups) for p in group["params"] if p not in self.names
         ]
         if not fresh:
             return

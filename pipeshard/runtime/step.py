@@ -79,9 +79,9 @@ class StepPlanner:
         mode = self._mode(criterion, digests(batch, self._watched))
         shapes = tuple((path, tensor.shape, tensor.dtype) for path, tensor in batch.tensors.items())
         key = (*mode, shapes, batch.others)
-        if key not in self._found or not _answers(self._found[key][0], batch):
+        if key not in self._found or not _answers(*self._found[key], batch):
             known = ((flow, flow.axes.deltas(batch)) for flow in self._flows.get(mode, []))
-            fitting = ((flow, deltas) for flow, deltas in known if deltas is not None and _answers(flow, batch))
+            fitting = ((flow, deltas) for flow, deltas in known if deltas is not None and _answers(flow, deltas, batch))
             match = next(fitting, None)
             if match is None:
                 match = self._trace(batch, criterion)
@@ -105,7 +105,7 @@ class StepPlanner:
     def _trace(self, batch: Batch, criterion: Criterion | None) -> tuple[Dataflow, tuple[int, ...]]:
         flow = trace(self.model, batch, criterion, exact=not self._watched.isdisjoint(batch.paths))
         deltas = flow.axes.deltas(batch)
-        if deltas is None or not _answers(flow, batch):  # good for these sizes, or these very values, alone
+        if deltas is None or not _answers(flow, deltas, batch):  # good for these sizes, or these very values, alone
             flow = trace(self.model, batch, criterion, exact=True)
             deltas = flow.axes.deltas(batch)
         assert deltas is not None
@@ -219,6 +219,6 @@ class StepPlanner:
         return [glue.count(batch.to(glue.device), *way) for batch, way in zip(batches, found, strict=True)]
 
 
-def _answers(flow: Dataflow, batch: Batch) -> bool:
-    """Whether glue gets the answers of this batch that it got when it was traced."""
-    return all(question.holds(batch.tensors) for question in flow.questions)
+def _answers(flow: Dataflow, deltas: Sequence[int], batch: Batch) -> bool:
+    """Whether glue gets the answers of this batch, of sizes that differ by `deltas`, that it got when it was traced."""
+    return all(question.holds(batch.tensors, deltas) for question in flow.questions)

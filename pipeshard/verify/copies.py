@@ -99,9 +99,7 @@ def _filled(function: types.FunctionType) -> bool:
 def _hollow(function: types.FunctionType) -> types.FunctionType:
     """The same function, which carries nothing yet."""
     cells = tuple(types.CellType() for _ in function.__closure__ or ())
-    made = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
-    )
+    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
     made.__dict__.update(function.__dict__)
     return made

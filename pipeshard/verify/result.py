@@ -7,7 +7,7 @@ EXACT, DIFFERENT, UNPROVEN = "exact", "different", "unproven"
 
 @dataclass(frozen=True)
 class Proof:
-    """"exact", "different" or "unproven", the last two with the reason; what was compared how often, `but` what was
+    """ "exact", "different" or "unproven", the last two with the reason; what was compared how often, `but` what was
     not, and how long it took. `refused` is whether the reason is an error that training raises, too."""
 
     kind: str
