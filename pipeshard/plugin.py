@@ -20,6 +20,7 @@ from pipeshard.checkpoint.pretrained import blank_model
 from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.errors import UsageError
 from pipeshard.grid import PP, Grid
+from pipeshard.meta_kernels import restore_meta_kernels
 from pipeshard.model.criterion import Criterion
 from pipeshard.model.materialize import InitWeights
 from pipeshard.model.partition import Cuts
@@ -51,6 +52,7 @@ from pipeshard.runtime.watching import calling, watch_world
 from pipeshard.stage_manager import PipelineStageManager
 from pipeshard.verify.alone import standing_alone
 
+restore_meta_kernels()
 NOT_COMPARED = ("self", "__class__", "dry_run_input", "timeout")  # may differ between ranks
 
 

@@ -3,6 +3,9 @@
 import subprocess
 import sys
 
+import pytest
+import torch
+
 import pipeshard
 
 
@@ -22,3 +25,11 @@ def test_policies_are_a_part_of_the_package() -> None:
     code = "import pipeshard.policies; print(pipeshard.policies.__doc__)"
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60)
     assert "register_policy" in run.stdout, run.stderr
+
+
+def test_a_number_on_meta_is_an_error() -> None:
+    """ColossalAI puts kernels for torch 1.12 in the place of torch's: a number read on meta was 0, and a trace went
+    the way of that."""
+    assert pipeshard.PipelinePlugin
+    with pytest.raises(RuntimeError, match="meta tensors"):
+        bool(torch.ones(2, device="meta").any())

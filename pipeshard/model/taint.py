@@ -134,6 +134,8 @@ class Taint(TorchDispatchMode):
             self.touched |= {tag for tag in tags if isinstance(tag, Value)}
         elif kwargs.get("generator") is not None and any(t.is_meta for t in inputs):
             raise RuntimeError("by shape alone nothing is drawn from a generator")  # which is to be seen to move
+        elif func._overloadpacket in SCALAR and any(t.is_meta for t in inputs):
+            raise RuntimeError("by shape alone no value is known")  # not everywhere an error: libraries make it 0
         result = self._run(func, args, kwargs, inputs)
         if self.inside is None and tags and all(isinstance(tag, Input) for tag in tags):
             if func._overloadpacket in SCALAR and not self.is_checking:

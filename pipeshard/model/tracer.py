@@ -338,7 +338,7 @@ class Tracer:
         tensors = [(k, t) for k, t in enumerate(t for _, leaves, _ in flat for t in leaves) if isinstance(t, Tensor)]
         if visit is not None:
             Meter.end(visit, [t for _, leaves, _ in flat for t in leaves])
-        specs = tuple(TensorSpec.of(t) if isinstance(t, Tensor) else t for _, leaves, _ in flat for t in leaves)
+        specs = tuple(self._spec(leaf) for _, leaves, _ in flat for leaf in leaves)
         first: dict[int, int] = {}
         passed_on = taint.of(t for _, t in tensors) - {Hidden(len(self.calls))}  # by no operator, from somewhere else
         return _Kind(
@@ -355,6 +355,12 @@ class Tracer:
             elements=taint.elements,
             visit=visit,
         )
+
+    def _spec(self, leaf: Any) -> Any:
+        """What is kept of a leaf that a visit has left."""
+        if isinstance(leaf, torch.device) and leaf.type == "meta":
+            return self.device  # a cache remembers where it is
+        return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf
 
     def _lent(self, leaf: Any, device: torch.device) -> Any:
         """An argument for a visit: a copy, and of a mapping one whose entries tell when they are read."""

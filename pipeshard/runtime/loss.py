@@ -97,8 +97,9 @@ def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Cr
     rule = search.rule(asides=False)
     if rule is None and auxiliary:
         rule, auxiliary = search.rule(asides=True), False
-    if rule is None and criterion is None and _is_of_transformers(model) and search.rule(asides=False, valid=True):
-        rule, auxiliary = LossRule(), True  # a sum of means over labels of several kinds
+    provable = criterion is None and _is_of_transformers(model) and not _ignores_some(batch, search.read)
+    if rule is None and provable and search.rule(asides=False, valid=True):
+        rule, auxiliary = LossRule(), True  # a sum of means over labels of several kinds, of which all are valid
     if rule is None:
         if search.failure is not None:
             raise ConfigurationError(
@@ -226,6 +227,12 @@ def read_by_loss(flow: Dataflow) -> frozenset[str]:
 
 def _is_of_transformers(model: nn.Module) -> bool:
     return type(without_adapters(model)[1]).__module__.startswith("transformers.")
+
+
+def _ignores_some(batch: Batch, paths: Collection[str]) -> bool:
+    """Whether some label is none, so that another batch may have more of them."""
+    leaves = (batch.tensors[path] for path in _named(sorted(paths)) if path in batch.tensors)
+    return any(bool((leaf < 0).any()) for leaf in leaves if not leaf.is_floating_point())
 
 
 def _named(paths: Sequence[str]) -> list[str]:

@@ -66,8 +66,8 @@ class Probe:
         return self.sample.map(redraw)
 
     def with_invalid(self, batch: Batch, path: str, ignore: int, number: int) -> Batch:
-        """The same with as many valid labels in each sample as chance will have it, two columns or more; of labels
-        with one dimension all samples but one."""
+        """The same with as many valid labels in each sample as chance will have it, two columns or more where there
+        are three; of labels with one column all samples but one."""
         mask = batch.by_sample("attention_mask") if "attention_mask" in batch.tensors else None
         generator = torch.Generator().manual_seed(number)
 
@@ -78,10 +78,11 @@ class Probe:
             leaf = torch.where(leaf < 0, 1, leaf) if ignore < 0 else torch.where(leaf == ignore, ignore + 1, leaf)
             if mask is not None and mask.shape == leaf.shape:
                 leaf = leaf.masked_fill(mask == 0, ignore)  # some losses leave padding out by the mask
-            if leaf.ndim == 1:
+            if leaf.ndim == 1 or leaf.shape[1] == 1:
                 leaf[-1 if number % 2 else len(leaf) // 2] = ignore
             else:
-                keep = torch.randint(2, max(3, leaf.shape[1] + 1), (batch.rows,), generator=generator).tolist()
+                fewest = min(2, leaf.shape[1] - 1)
+                keep = torch.randint(fewest, leaf.shape[1] + 1, (batch.rows,), generator=generator).tolist()
                 for k, row in enumerate(leaf):  # several in a sample (codebooks) have as many
                     row[keep[k * batch.rows // len(leaf)] :] = ignore
             return leaf.movedim(0, dim or 0)

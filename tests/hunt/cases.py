@@ -73,6 +73,15 @@ CASES = {
     "own number": Case(
         nets.OwnNumber, "Each layer returns a float of its own: all got the first one's, as floats counted as equal."
     ),
+    "a value asked for": Case(
+        nets.ValueAsked,
+        "Layers decide on a mask: ColossalAI makes any number on meta 0, so the other way was seen, whose gradient of "
+        "the embedding is not sent back.",
+    ),
+    "a device": Case(
+        nets.DeviceKept,
+        "A cache remembers the device of what is in it, which is meta in a visit: XLM was refused for it.",
+    ),
     "number read": Case(
         nets.NumberRead,
         "Layers return a number read off their activations: other stages took the trace's, which ran on zeros.",

@@ -238,6 +238,36 @@ class OwnNumber(Net):
         return x + total
 
 
+class ValueAsked(Net):
+    """Layers add what glue has for them, if its mask has anything."""
+
+    class block(Block):
+        def forward(self, x: Tensor, beside: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x + beside if mask.any() else x)
+
+    def body(self, x: Tensor) -> Tensor:
+        beside, mask = x, torch.ones(len(x), dtype=torch.bool)
+        for layer in self.layers:
+            x = layer(x, beside, mask)
+        return x
+
+
+class DeviceKept(Net):
+    """An object that goes through the layers keeps what they make, and where that is."""
+
+    class block(Block):
+        def forward(self, x: Tensor, cache: Any) -> Tensor:
+            x = super().forward(x)
+            cache.device, cache.last = x.device, x
+            return x
+
+    def body(self, x: Tensor) -> Tensor:
+        cache = SimpleNamespace(device=None, last=None)
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x + cache.last.to(cache.device) + torch.ones(H, device=cache.device)
+
+
 class NumberRead(Net):
     """Each layer returns a number that it reads off its activations."""
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeshard.errors import PipeshardError
+from pipeshard.errors import ConfigurationError, PipeshardError
 from pipeshard.model.batch import Batch
 from pipeshard.model.media import read_batch
 from tests.parity.build import batch, build
@@ -80,18 +80,26 @@ class Refused(Exception):
     """The plugin refuses the model."""
 
 
-def _compare(entry: Entry, dtype: torch.dtype) -> Verdict:
+def _compare(entry: Entry, dtype: torch.dtype, averaged: bool = False) -> Verdict:
+    """One step, whose loss is the whole batch's or, where that is no sum over samples or labels, is `averaged` over the
+    microbatches."""
     p = dist.get_world_size()
     try:
         model, data = _made(entry, dtype)
-        unsplit, reference, m = _reference(model, data, p)
+        unsplit, reference, m = _reference(model, data, p, averaged)
     except Exception as error:
         raise Untrainable(f"{type(error).__name__}: {error}") from error
+    options = {"loss_reduction": "microbatch"} if averaged else {}
     try:
-        split = Split(model, p, data, num_microbatches=m)
+        split = Split(model, p, data, num_microbatches=m, **options)
     except PipeshardError as error:  # on every rank alike; in a step it may be on one, and must end the others
         raise Refused(f"{type(error).__name__}: {error}") from error
-    loss = split.backward(data)["loss"]
+    try:
+        loss = split.backward(data)["loss"]
+    except ConfigurationError as error:  # on every rank alike, before the step
+        if averaged or "loss_reduction" not in str(error):
+            raise
+        return _compare(entry, dtype, averaged=True)
     policy = split.model.pipeline.policy
     cuts = tuple(policy.flow.calls[policy.stages.index(stage)].unit for stage in range(1, p))
     expected = reference.loss
@@ -106,6 +114,7 @@ def _compare(entry: Entry, dtype: torch.dtype) -> Verdict:
     gradients = {name: parameter.grad for name, parameter in unsplit.named_parameters()}
     same = all(_equal(held.grad, gradients[name]) for name, held in split.held.items())
     note = "" if m == p else "in one microbatch: its inputs cannot be cut"
+    note = "with loss_reduction='microbatch': its loss is no sum over samples or labels" if averaged else note
     return Verdict("bitwise" if same and torch.equal(loss, expected) else "close", error, note, cuts)
 
 
@@ -117,14 +126,14 @@ def _made(entry: Entry, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
     return model, {name: value.to(dtype) if value.is_floating_point() else value for name, value in data}
 
 
-def _reference(model: nn.Module, data: dict[str, Any], m: int) -> tuple[nn.Module, Reference, int]:
+def _reference(model: nn.Module, data: dict[str, Any], m: int, averaged: bool) -> tuple[nn.Module, Reference, int]:
     """The unsplit model with its gradients, its loss, and the number of microbatches, 1 where it takes no parts."""
     unsplit = copy.deepcopy(model)
     try:
-        return unsplit, Reference.of(unsplit, data, m), m
+        return unsplit, Reference.of(unsplit, data, m, averaged), m
     except Exception:
         unsplit = copy.deepcopy(model)
-        return unsplit, Reference.of(unsplit, data, 1), 1
+        return unsplit, Reference.of(unsplit, data, 1, averaged), 1
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
@@ -142,9 +151,9 @@ class Reference:
     loss: Tensor
 
     @classmethod
-    def of(cls, model: nn.Module, data: dict[str, Any], m: int) -> Reference:
+    def of(cls, model: nn.Module, data: dict[str, Any], m: int, averaged: bool = False) -> Reference:
         parts = read_batch(model, data).split(m)
-        weights = _weights(model, data, parts)
+        weights = [1 / len(parts)] * len(parts) if averaged else _weights(model, data, parts)
         total: Tensor | None = None
         for part, weight in zip(parts, weights, strict=True):
             loss = _loss(part.call(model))
