@@ -16,7 +16,8 @@ class Chain:
     Both name floating-point tensors, for people; how many there are is confirmed. Fewer are fine (a configuration may
     have no position bias), and `...` as the last one stands for any number. Layers are the members of one list; what
     runs between two of them counts with the first. Free are how a list is entered, masks and other integers, what the
-    loss and the outputs read, and lists whose members stand beside each other (a head per codebook).
+    loss and the outputs read, what a layer itself has left in an earlier pass (a cache), and lists whose members stand
+    beside each other (a head per codebook).
     """
 
     handed_on: tuple[str, ...]
@@ -30,13 +31,14 @@ class Chain:
     def mismatch(self, flow: Dataflow) -> str:
         """What the first layer that reads something else reads; "" if there is none."""
         for before, layer in layers(flow):
-            values = _activations(flow, layer)
+            unit = flow.calls[layer].unit
+            values = {value for value in _activations(flow, layer) if flow.calls[value.call].unit != unit}
             handed_on = {value for value in values if value.call >= before and not flow.is_aside(value)}
             beside = values - handed_on
             too_many = ... not in self.beside and len(beside) > len(self.beside)
             if not handed_on or len(handed_on) > len(self.handed_on) or too_many:
                 return (
-                    f"{flow.calls[layer].unit} reads {_makers(flow, handed_on)} where it comes after "
+                    f"{unit} reads {_makers(flow, handed_on)} where it comes after "
                     f"{flow.calls[before].unit}, and beside it {_makers(flow, beside)}"
                 )
         return ""

@@ -81,3 +81,30 @@ def test_a_layer_that_does_not_read_the_one_before_is_a_mismatch() -> None:
 
     mismatch = Chain(("hidden states",), ("embeddings",)).mismatch(traced(Skipping()))
     assert "layers.1 reads nothing where it comes after layers.0, and beside it embed[0]" in mismatch
+
+
+class Chunked(Ladder):
+    """Runs its layers on one half of the sequence after the other; each adds what it made of the first one."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor, cache: dict[int, Tensor]) -> Tensor:
+            cache[id(self)] = super().forward(x) + cache.get(id(self), 0)
+            return cache[id(self)]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer(4, 4) for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        cache: dict[int, Tensor] = {}
+        for x in self.embed(input_ids).chunk(2, 1):
+            for layer in self.layers:
+                x = layer(x, cache)
+        return self.head(x)
+
+
+def test_what_a_layer_keeps_for_itself_is_free() -> None:
+    """VibeVoice's convolutions pad a chunk with the end of the one before: it was refused once that was seen."""
+    flow = traced(Chunked())
+    assert any(value.call == 1 for value in flow.calls[3].reads.values)
+    assert not Chain(("hidden states",)).mismatch(flow)
