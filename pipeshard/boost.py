@@ -41,6 +41,8 @@ def boost_model(
     compare_ranks(texts, plugin.grid.world, plugin.grid.named)
     size = plugin.num_microbatches or plugin.microbatch_size or 1
     sample = find_sample(model, plugin.dry_run_input, dataloader, plugin.batch_dims, size, plugin.device)
+    if optimizer is not None and not isinstance(optimizer, PipelineOptimizer):
+        check_separable(optimizer, model, plugin)  # before the proof, which would find no more than that it differs
     prove_at_boost(plugin, model, optimizer, criterion, sample)
     boosted = PipelineModel(model, Pipeline(plugin, model, sample, criterion))
     return boosted, boosted.pipeline.criterion

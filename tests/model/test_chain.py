@@ -87,16 +87,16 @@ class Chunked(Ladder):
     """Runs its layers on one half of the sequence after the other; each adds what it made of the first one."""
 
     class Layer(nn.Linear):
-        def forward(self, x: Tensor, cache: dict[int, Tensor]) -> Tensor:
-            cache[id(self)] = super().forward(x) + cache.get(id(self), 0)
-            return cache[id(self)]
+        def forward(self, x: Tensor, cache: SimpleNamespace) -> Tensor:
+            cache.of[id(self)] = super().forward(x) + cache.of.get(id(self), 0)
+            return cache.of[id(self)]
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(self.Layer(4, 4) for _ in range(2))
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        cache: dict[int, Tensor] = {}
+        cache = SimpleNamespace(of={})
         for x in self.embed(input_ids).chunk(2, 1):
             for layer in self.layers:
                 x = layer(x, cache)
