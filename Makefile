@@ -16,7 +16,7 @@
 # make soak     trains STEPS steps (2,000) of ragged batches with evaluations, saves and restarts beside them: nothing may grow,
 #               and the weights are to be those of an undisturbed run; draws docs/soak.svg
 # make bench    measures speed beside other pipelines (ROUNDS rounds; they get environments of their own) and memory, and
-#               writes docs/benchmarks.md; PART=work measures one part of: work overhead lengths memory partition replay
+#               writes docs/benchmarks.md; PART=work measures one part of: work overhead lengths memory partition replay guards
 # make targets trains GPT-2 and llama by torch's pipelining, DeepSpeed (in an environment of its own) and Booster, from the
 #               same stages, and compares the losses
 # make curves  fine-tunes SmolLM2 for 100 steps by one process and by 2 replicas of 2 stages, and draws docs/curves.svg

@@ -5,12 +5,19 @@ A value that was not sent is not-a-number where glue reads it after all, which i
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+from pipeshard import PipelinePlugin
 from pipeshard.errors import PipeshardError
+from pipeshard.model.media import read_batch
+from pipeshard.verify.alone import alone
+from pipeshard.verify.proof import prove
+from pipeshard.verify.result import EXACT
 from tests.hunt.cases import CASES
 from tests.hunt.run import run
 from tests.pool import Pool
@@ -66,3 +73,41 @@ def caught(mutation: str, name: str) -> str:
 @pytest.mark.parametrize(("mutation", "name"), [(m, name) for m, (_, names) in MUTATIONS.items() for name in names])
 def test_what_the_trace_misses_is_caught(pool: Pool, mutation: str, name: str) -> None:
     assert {*pool.run(caught, 2, mutation, name, timeout=120)} <= {"TraceError", "RankError", "not a number"}
+
+
+UNGUARDED = {
+    "pipeshard.model.replay.Replay._prove": lambda *_: None,
+    "pipeshard.runtime.stage.Stage._refuse_lost": lambda *_: None,
+}
+
+
+def verdict(name: str) -> str:
+    """What the proof says of a case."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.make()
+    with alone():
+        plugin = PipelinePlugin(pp_size=2, **{"num_microbatches": 1, **case.options})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return prove(plugin, model, optimizer, None, read_batch(model, dict(case.batches[0]))).kind
+
+
+def verdicts(mutation: str) -> list[str]:
+    """Cases of which the proof says otherwise than it should, with the trace as it is and as it misses something."""
+    names, wrong = MUTATIONS[mutation][1], []
+    for name in names:
+        if verdict(name) != EXACT:
+            wrong.append(f"{name} is exact")
+        with contextlib.ExitStack() as stack:
+            for place, nothing in UNGUARDED.items():
+                stack.enter_context(mock.patch(place, nothing))
+            stack.enter_context(MUTATIONS[mutation][0]())
+            if verdict(name) == EXACT:
+                wrong.append(f"{name} is not")
+    return wrong
+
+
+@pytest.mark.parametrize("mutation", ["nothing left", "one kind", "unreached"])
+def test_what_the_trace_misses_is_no_proof(pool: Pool, mutation: str) -> None:
+    """The same is found at boost, with the guards of a step taken out, too."""
+    assert pool.run(verdicts, 1, mutation, timeout=120) == [[]]

@@ -1,0 +1,141 @@
+"""What the guards of a step take of it, and how many steps the proof at boost takes."""
+
+import contextlib
+import functools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from benchmarks.speed.parts import Effort
+from benchmarks.speed.parts.work import spread
+from benchmarks.speed.section import Bar, Section, Table
+from pipeshard import PipelinePlugin
+from pipeshard.model.flags import Flags
+from pipeshard.model.media import read_batch
+from pipeshard.model.replay import Replay
+from pipeshard.runtime import step as planning
+from pipeshard.runtime.stage import Stage
+from pipeshard.verify.alone import alone
+from pipeshard.verify.proof import prove
+
+TEXT = """\
+One stage in one process, in CPU time of its thread. Every guard (what a unit returns, what gets a gradient, whether
+flags and the answers of a batch are as they were) is timed each time that it is called, the clock's own cost included.
+The proof is that of `verify`, for two stages."""
+
+Work = tuple[int, int, int, int, int]
+# name: hidden size, layers, sequence length, microbatches, samples of each
+WORKS: dict[str, Work] = {"20 M parameters": (256, 8, 128, 8, 2), "bound by overhead": (64, 8, 32, 64, 1)}
+QUICK: dict[str, Work] = {"quick": (32, 2, 8, 2, 1)}
+GUARDS: list[tuple[Any, str]] = [
+    (Replay, "_checked"),
+    (Replay, "_prove"),
+    (Stage, "_refuse_lost"),
+    (Flags, "number"),
+    (Flags, "stepped"),
+    (planning, "_answers"),
+]
+STAGES, STEPS = 2, 3  # of a proof; in a round
+BAR = 0.01  # of a step
+
+
+def run(effort: Effort, progress: Progress) -> Section:
+    works = QUICK if effort.quick else WORKS
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    task = progress.add_task("guards", total=len(works) * (effort.rounds * STEPS + 1))
+    rows, bars, raw = [], [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", f"file://{folder}/meeting", rank=0, world_size=1)
+        for name, work in works.items():
+            steps = measured(work, effort.rounds * STEPS, lambda: progress.advance(task))
+            whole = statistics.median(step for step, _ in steps)
+            shares = [guards / step for step, guards in steps]
+            low, middle, high = (f"{share:.2%}" for share in spread(shares))
+            proof = proven(work)
+            progress.advance(task)
+            rows.append(
+                [name, f"{1e3 * whole:.0f}", middle, f"{low} to {high}", f"{proof:.2f}", f"{proof / whole:.1f}"]
+            )
+            met = effort.quick or statistics.median(shares) < BAR
+            bars.append(Bar(f"{name}: guards take {middle} of a step, below {BAR:.0%}", met))
+            raw[name] = {"steps": steps, "proof": proof}
+        dist.destroy_process_group()
+    torch.set_num_threads(threads)
+    progress.remove_task(task)
+    columns = ["", "ms a step", "guards", "quartiles", "s of the proof", "in steps"]
+    return Section("Guards, and the proof", TEXT, [Table("llama", columns, rows)], bars, raw=raw)
+
+
+def measured(work: Work, count: int, done: Callable[[], None]) -> list[tuple[float, float]]:
+    """CPU seconds of so many steps, and of the guards in each."""
+    model, batch, microbatches = made(work)
+    plugin = PipelinePlugin(1, microbatches, max_norm=1.0, dry_run_input=batch, verify=False)
+    boosted, trained, *_ = plugin.configure(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    steps = []
+    for k in range(count + 2):
+        with timed() as spent:
+            start = time.thread_time()
+            plugin.execute_pipeline(iter([batch]), boosted, None, trained)
+            trained.step()  # type: ignore[union-attr]
+            trained.zero_grad()  # type: ignore[union-attr]
+            end = time.thread_time()
+        if k >= 2:  # the first steps trace, and prove places
+            steps.append((end - start, spent[0]))
+            done()
+    return steps
+
+
+def proven(work: Work) -> float:
+    """CPU seconds that the proof takes."""
+    model, batch, microbatches = made(work)
+    with alone():
+        plugin = PipelinePlugin(STAGES, microbatches)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    start = time.thread_time()
+    prove(plugin, model, optimizer, None, read_batch(model, batch))
+    return time.thread_time() - start
+
+
+@contextlib.contextmanager
+def timed() -> Iterator[list[float]]:
+    """Inside, the CPU seconds of all guards are added up."""
+    spent = [0.0]
+
+    def timing(guard: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(guard)
+        def run(*args: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return guard(*args)
+            finally:
+                spent[0] += time.thread_time() - start
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in GUARDS:
+            stack.enter_context(mock.patch.object(owner, name, timing(getattr(owner, name))))
+        yield spent
+
+
+def made(work: Work) -> tuple[PreTrainedModel, dict[str, torch.Tensor], int]:
+    hidden, layers, length, microbatches, size = work
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        vocab_size=32000 if hidden > 64 else 256,
+    )
+    ids = torch.randint(0, config.vocab_size, (microbatches * size, length))
+    return AutoModelForCausalLM.from_config(config), {"input_ids": ids, "labels": ids}, microbatches
