@@ -182,7 +182,8 @@ class PipelinePlugin(PipelinePluginBase):
             self.dp_axis, self.pp_axis, self.tp_axis = DP, PP, TP
             self.dp_group, self.pp_group, self.tp_group = self.grid.replicas, self.grid.stages, self.grid.slices
             self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
-            self.schedule, self.num_model_chunks = schedule, chunks
+            self.schedule = self.pp_style = schedule
+            self.num_model_chunks = chunks
             self.p2p, self.partition = check_p2p(p2p), partition
             self.policy, self.dry_run_input, self.init_weights = policy, dry_run_input, init_weights
             self.max_norm, self.loss_reduction, self.compile = max_norm, loss_reduction, compile
@@ -193,8 +194,8 @@ class PipelinePlugin(PipelinePluginBase):
             self.pg_mesh = self.grid.mesh
             self.stage_manager = PipelineStageManager(self.pg_mesh, PP, chunks > 1, schedule == "zbv", chunks)
             self.device = own_device()
-            self.precision = Precision(precision, autocast, self.device)
-            self.scaling = LossScale(initial_scale) if self.precision.scales else None
+            self.precision, self.arithmetic = precision, Precision(precision, autocast, self.device)
+            self.scaling = LossScale(initial_scale) if self.arithmetic.scales else None
             self._checkpoint_io = PipelineCheckpointIO(self.grid)
             self._pipeline: Pipeline | None = None
 
@@ -253,7 +254,7 @@ class PipelinePlugin(PipelinePluginBase):
         """Cut the model, keep this rank's stage, and narrow the optimizer to it."""
         model, criterion = boost_model(self, model, optimizer, criterion, dataloader)
         self._pipeline = model.pipeline
-        return model, boost_optimizer(self, model.pipeline, optimizer), criterion, dataloader, lr_scheduler
+        return model, boost_optimizer(self, model, optimizer), criterion, dataloader, lr_scheduler
 
     def execute_pipeline(
         self,

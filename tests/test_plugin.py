@@ -66,6 +66,7 @@ def in_place_of_colossalai(name: str) -> dict[str, Any]:
         with pytest.raises(PipeshardError, match=f"plugin.{missing} is ColossalAI's"):
             getattr(plugin, missing)
     axes = plugin.dp_axis, plugin.pp_axis, plugin.tp_axis
+    assert plugin.precision == "fp16" and plugin.pp_style == plugin.schedule
     return {"groups": groups, "sizes": sizes, "axes": axes, "schedule": plugin.schedule}
 
 
