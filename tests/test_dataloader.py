@@ -18,6 +18,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     WeightedRandomSampler,
     get_worker_info,
 )
@@ -290,6 +291,27 @@ def test_a_distributed_sampler_of_ones_own_is_told_the_epoch() -> None:
     loader = make(sampler=Own(Numbers(), num_replicas=1, rank=0))
     loader.sampler.set_epoch(5)  # type: ignore[attr-defined]
     assert flat(loader)[:4] == [5, 6, 7, 8]
+
+
+class Shuffling(Sampler[int]):
+    """Draws its order from the process's generator, when it is first asked."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(22).tolist()
+
+    def __len__(self) -> int:
+        return 22
+
+
+def test_a_sampler_draws_from_the_generators_of_the_program() -> None:
+    """Which depend on nothing here: otherwise a loader that goes on would have another order than the one it left."""
+    orders = []
+    for begin in (0, 2):
+        loader = make(sampler=Shuffling())
+        loader.sampler.set_start_index(4 * begin)  # type: ignore[attr-defined]
+        torch.manual_seed(4)
+        orders.append(epochs(loader, 1)[0])
+    assert orders[1] == orders[0][2:]
 
 
 class Noisy(Numbers):
