@@ -273,6 +273,10 @@ def test_scripts_tell_the_sampler_its_epoch_and_where_to_begin() -> None:
     loader.sampler.set_epoch(2)  # type: ignore[attr-defined]
     loader.sampler.set_start_index(8)  # type: ignore[attr-defined]
     assert loader.remaining == 4 and epochs(loader, 2) == [whole[2][2:], whole[3]]
+    left = make(shuffle=True)
+    left.load_state_dict({**left.state_dict(), "epoch": 1, "batches": 2})
+    left.sampler.set_epoch(1)  # type: ignore[attr-defined]
+    assert epochs(left, 1) == [whole[1][2:]]  # the place of a resumed run stays
     for epoch in range(2):  # as often as not the loop is left early
         loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         assert next(iter(loader)).tolist() == whole[epoch][0]
