@@ -90,7 +90,7 @@ def measure(rank: int, folder: str, name: str, rounds: int, results: Any) -> Non
     model = AutoModelForCausalLM.from_config(config)
     ids = torch.randint(0, config.vocab_size, (microbatches * size, length))
     batch = {"input_ids": ids, "labels": ids}
-    pipeline = PipelinePlugin(STAGES, microbatches, max_norm=1.0, dry_run_input=batch)
+    pipeline = PipelinePlugin(STAGES, num_microbatches=microbatches, max_norm=1.0, dry_run_input=batch)
     boosted, trained, *_ = pipeline.configure(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
     def step() -> None:

@@ -1,14 +1,16 @@
 """Boost: a model and its optimizer become one rank's part of a pipeline."""
 
+import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from pipeshard.boosted import PipelineModel
 from pipeshard.checkpoint.lora import refuse_blank_adapters
 from pipeshard.errors import UsageError
-from pipeshard.model.criterion import Criterion
+from pipeshard.model.criterion import Criterion, refuse_criterion, takes_outputs_alone
 from pipeshard.model.ties import share_weights
 from pipeshard.pipeline import Pipeline
 from pipeshard.runtime.compare import compare_ranks, model_texts, optimizer_texts
@@ -20,6 +22,8 @@ from pipeshard.wrappers import plain
 
 if TYPE_CHECKING:
     from pipeshard.plugin import PipelinePlugin
+
+logger = logging.getLogger("pipeshard")
 
 
 def boost_model(
@@ -33,6 +37,9 @@ def boost_model(
     if isinstance(model, PipelineModel):
         return model, criterion
     model = plain(model, warns=plugin.grid.first)
+    refuse_criterion(criterion, model)
+    # One of the outputs alone is for the script to call, as ColossalAI's scripts do, or for execute_pipeline.
+    called = None if criterion is not None and takes_outputs_alone(criterion) else criterion
     refuse_blank_adapters(model)
     became = share_weights(model, plugin.shared_weights, warns=plugin.grid.first)
     if optimizer is not None:
@@ -43,13 +50,33 @@ def boost_model(
     sample = find_sample(model, plugin.dry_run_input, dataloader, plugin.batch_dims, size, plugin.device)
     if optimizer is not None and not isinstance(optimizer, PipelineOptimizer):
         check_separable(optimizer, model, plugin)  # before the proof, which would find no more than that it differs
-    prove_at_boost(plugin, model, optimizer, criterion, sample)
-    boosted = PipelineModel(model, Pipeline(plugin, model, sample, criterion))
+    prove_at_boost(plugin, model, optimizer, called, sample)
+    if optimizer is not None and plugin.grid.first:
+        _warn_of_16_bits(plugin, model)
+    boosted = PipelineModel(model, Pipeline(plugin, model, sample, called))
+    if called is None and criterion is not None:
+        boosted.pipeline.criterion = criterion
     return boosted, boosted.pipeline.criterion
 
 
-def boost_optimizer(plugin: "PipelinePlugin", pipeline: Pipeline, optimizer: Any) -> PipelineOptimizer | None:
+def _warn_of_16_bits(plugin: "PipelinePlugin", model: nn.Module) -> None:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    short = [p for p in trained if p.dtype in (torch.float16, torch.bfloat16)]
+    if short and not plugin.arithmetic.lowers:
+        logger.warning(
+            "%d of the %d trained parameters are %s, without fp32 values beside them: updates smaller than 1/%d of a "
+            "value round to nothing. Pass PipelinePlugin(precision='bf16'), which keeps fp32 values, or load the model "
+            "in fp32 (from_pretrained(..., dtype=torch.float32))",
+            len(short),
+            len(trained),
+            short[0].dtype,
+            round(2 / torch.finfo(short[0].dtype).eps),
+        )
+
+
+def boost_optimizer(plugin: "PipelinePlugin", model: PipelineModel, optimizer: Any) -> PipelineOptimizer | None:
     """An optimizer of what this rank holds."""
+    pipeline = model.pipeline
     if optimizer is None:
         return None
     if isinstance(optimizer, PipelineOptimizer):
@@ -57,7 +84,8 @@ def boost_optimizer(plugin: "PipelinePlugin", pipeline: Pipeline, optimizer: Any
         return optimizer
     check_separable(optimizer, pipeline.model, plugin)
     finite = pipeline.finite(plugin.grid.stage, pipeline.holdings.held)
-    return PipelineOptimizer(optimizer, pipeline.gradients, plugin.zero_stage == 1, finite)
+    backward = None if model.whole is None else model.whole.backward
+    return PipelineOptimizer(optimizer, pipeline.gradients, plugin.zero_stage == 1, finite, backward)
 
 
 def check_optimizer(optimizer: Any, pipeline: Pipeline) -> None:

@@ -1,25 +1,15 @@
 """Dataloader: the same batches on every stage of a replica, in an order that can be gone on with where it was left."""
 
-import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from pipeshard.collate import collate
 from pipeshard.errors import CheckpointError, ConfigurationError
-
-logger = logging.getLogger("pipeshard")
+from pipeshard.model.randomness import Draws
+from pipeshard.share import From, Share, StreamShare, length_of
 
 WORKERS = 1_000_003  # how far apart the seeds of two replicas' workers are, so that they augment differently
 
@@ -39,12 +29,16 @@ class ResumableDataLoader(DataLoader[Any]):
     `remaining` those that it can still take. A loader that was given a `state_dict()` goes on with the next batch; what
     comes before is not loaded, except from an IterableDataset, which has to be read to that place. The generator of
     a sampler of one's own is seeded here; without one, a sampler must give the same order each time it is asked.
+    What the dataset and the collator draw from the generators of torch, `random` and numpy depends on seed, epoch and
+    batch too, and leaves the program's own generators as they were. `dataloader.sampler` has `set_epoch` and
+    `set_start_index`.
 
     Args:
         batch_size: the samples of one replica's batch.
         seed: what the order of the samples and the workers' seeds depend on, together with the epoch.
         replica, num_replicas: which of how many shares of the data this one is.
-        options: DataLoader's own. A `generator` among them gives the seed.
+        options: DataLoader's own. A `generator` among them gives the seed; without a `collate_fn`, samples with lists
+            of numbers are put together by transformers' default_data_collator.
 
     Raises ConfigurationError for a sampler that is to be shuffled, or that already takes a replica's share.
     """
@@ -66,17 +60,18 @@ class ResumableDataLoader(DataLoader[Any]):
             )
         given = options.pop("generator", None)
         self.seed, self.epoch, self.batches = given.initial_seed() if given else seed, 0, 0
+        self.draws = Draws()
         self._begun = False  # whether an iterator of this epoch was made
-        self._first: _From | None = None
-        self._samples = _length(dataset)
+        self._first: From | None = None
+        self._samples = length_of(dataset)
         size = 1 if options.get("batch_sampler") is not None else batch_size or 1  # of a batch, in entries of the order
-        self._share = _Share(size, replica, num_replicas, bool(options.get("drop_last")))
+        self._share = Share(size, replica, num_replicas, bool(options.get("drop_last")))
         order, self._workers = torch.Generator(), torch.Generator()  # workers that persist keep their seeds
         self._generators = [order]
         if isinstance(dataset, IterableDataset):
             options["shuffle"] = shuffle  # which DataLoader refuses
             if num_replicas > 1:
-                dataset = _StreamShare(dataset, self._share)
+                dataset = StreamShare(dataset, self._share)
         else:
             kind = "batch_sampler" if options.get("batch_sampler") is not None else "sampler"
             sampler: Any = options.get(kind)
@@ -84,11 +79,13 @@ class ResumableDataLoader(DataLoader[Any]):
                 sampler = RandomSampler(dataset, generator=order) if shuffle else SequentialSampler(dataset)  # type: ignore[arg-type]
             elif shuffle:
                 raise ConfigurationError(f"shuffle=True, but the order is that of {kind}=...: give one of the two")
-            _refuse_shares(sampler, num_replicas)
+            _refuse_shares(sampler)
             if getattr(sampler, "generator", self) is None:
                 sampler.generator = order
             self._generators += [g for g in [getattr(sampler, "generator", None)] if isinstance(g, torch.Generator)]
-            self._first = options[kind] = _From(sampler, self._share)
+            self._first = options[kind] = From(sampler, self._share, self)
+        if options.get("collate_fn") is None and (batch_size is not None or options.get("batch_sampler") is not None):
+            options["collate_fn"] = collate
         super().__init__(dataset, batch_size, generator=self._workers, **options)
 
     @property
@@ -104,20 +101,38 @@ class ResumableDataLoader(DataLoader[Any]):
         for generator in self._generators:
             generator.manual_seed(self.seed + self.epoch)
         if self._first is None:
-            return self._counted(islice(super().__iter__(), self.batches, None))
+            return self._counted(super().__iter__(), 0, self.batches)
         self._first.skip = self.batches * self._share.step
-        return self._counted(super().__iter__())
+        return self._counted(super().__iter__(), self.batches, self.batches)
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self.batches += 1
-            yield batch
+    def _counted(self, batches: Iterator[Any], number: int, begin: int) -> Iterator[Any]:
+        """Those from number `begin` of the epoch on; the first of all is `number`."""
+        done = object()
+        while True:
+            with self.draws.of(self.seed, self.epoch, number, self._share.replica):
+                batch = next(batches, done)
+            if batch is done:
+                break
+            number += 1
+            if number > begin:
+                self.batches += 1
+                yield batch
         self.epoch, self.batches, self._begun = self.epoch + 1, 0, False
         self._share.told = True  # the end has been seen; workers of the next epoch get a copy of this
 
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iterator one of this epoch, from its first batch on; if it is one of this epoch by itself, its
+        place stays as it is."""
+        if epoch != self.epoch + self._begun:
+            self.epoch, self.batches, self._begun = epoch, 0, False
+
+    def set_start(self, batches: int) -> None:
+        """Let the next iterator begin after so many batches of its epoch."""
+        self.epoch, self.batches, self._begun = self.epoch + self._begun, batches, False
+
     def state_dict(self) -> dict[str, int | None]:
         """The place of the next batch; plain numbers, the same on every replica."""
-        ended = self.batches == _length(self)
+        ended = self.batches == length_of(self)
         epoch, batches = (self.epoch + 1, 0) if ended else (self.epoch, self.batches)
         return {"seed": self.seed, "epoch": epoch, "batches": batches, **self._sizes()}
 
@@ -135,7 +150,7 @@ class ResumableDataLoader(DataLoader[Any]):
                 "order by dataloader=None"
             )
         self.seed, self.epoch, self.batches = (int(state[name] or 0) for name in ("seed", "epoch", "batches"))
-        if self.batches and self.batches == _length(self):  # where other replicas left out less at the end
+        if self.batches and self.batches == length_of(self):  # where other replicas left out less at the end
             self.epoch, self.batches = self.epoch + 1, 0
         self._begun = False
 
@@ -147,111 +162,11 @@ class ResumableDataLoader(DataLoader[Any]):
         return {"batch_size": self.batch_size * n, "samples": self._samples}
 
 
-@dataclass
-class _Share:
-    """One replica's part of an order: of every `size * replicas` entries in a row, its own block."""
-
-    size: int
-    replica: int
-    replicas: int
-    drop_last: bool
-    told: bool = False  # whether it was said what is left out
-
-    @property
-    def step(self) -> int:
-        """The entries that all replicas read together in one step."""
-        return self.size * self.replicas
-
-    def of(self, entries: Iterable[Any]) -> Iterator[Any]:
-        entries = iter(entries)
-        while together := list(islice(entries, self.step)):
-            if len(together) < self.step and not self._keeps(len(together)):
-                return
-            first = sum(self._block(len(together), replica) for replica in range(self.replica))
-            yield from together[first : first + self._block(len(together), self.replica)]
-
-    def length(self, entries: int) -> int:
-        """How many of so many entries in all are this replica's."""
-        steps, rest = divmod(entries, self.step)
-        return steps * self.size + (self._block(rest, self.replica) if rest and self._keeps(rest) else 0)
-
-    def _keeps(self, rest: int) -> bool:
-        """Whether the last few entries, fewer than a step's, are a batch of every replica."""
-        if rest < self.replicas and not (self.drop_last or self.told):
-            self.told = True
-            logger.warning(
-                "the last %d of an epoch's samples (of whole batches, where the loader makes none) are left out: "
-                "they are fewer than the %d replicas",
-                rest,
-                self.replicas,
+def _refuse_shares(sampler: Any) -> None:
+    for one in (sampler, getattr(sampler, "sampler", None)):
+        if isinstance(one, DistributedSampler) and one.num_replicas > 1:
+            raise ConfigurationError(
+                f"{type(one).__name__} takes one of {one.num_replicas} shares by itself, so that the stages of a "
+                "pipeline would read different batches, and replicas a share of a share: pass a sampler of the whole "
+                "order (or shuffle=True), it is cut here"
             )
-        return rest >= self.replicas and not self.drop_last
-
-    def _block(self, together: int, replica: int) -> int:
-        return together // self.replicas + (replica < together % self.replicas)
-
-
-class _From(Sampler[Any]):
-    """A replica's share of a sampler, without the first `skip` entries that the sampler would give."""
-
-    def __init__(self, sampler: Any, share: _Share) -> None:
-        self.sampler, self.share, self.skip = sampler, share, 0
-        _length(self)  # says at once what is left out, if the length is known
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.share.of(islice(iter(self.sampler), self.skip, None))
-
-    def __len__(self) -> int:
-        return self.share.length(len(self.sampler))
-
-
-class _StreamShare(IterableDataset[Any]):
-    """A replica's share of a stream, which a worker reads of its own copy; other attributes are the stream's own."""
-
-    stream: IterableDataset[Any]
-    share: _Share
-
-    def __init__(self, stream: IterableDataset[Any], share: _Share) -> None:
-        self.__dict__.update(stream=stream, share=share)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.share.of(self.stream)
-
-    def __len__(self) -> int:
-        return self.share.length(len(self.stream))  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "stream" not in self.__dict__:  # while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.stream, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.stream, name, value)  # worker_init_fn may tell each copy what to read
-
-
-def _refuse_shares(sampler: Any, replicas: int) -> None:
-    inner = [sampler, getattr(sampler, "sampler", None)]
-    if replicas > 1 and any(isinstance(one, DistributedSampler) for one in inner):
-        raise ConfigurationError(
-            f"{type(sampler).__name__} already takes one replica's share, of which each of the {replicas} replicas "
-            "would take a share again: pass a sampler of the whole order (or shuffle=True), it is cut here"
-        )
-
-
-def _length(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except TypeError:
-        return None
-
-
-def first_samples(dataloader: DataLoader[Any]) -> Any:
-    """What the dataloader would make of its dataset's first samples; nothing of its order or its state is used up."""
-    dataset: Any = getattr(dataloader, "dataset", None)
-    collate = getattr(dataloader, "collate_fn", None)
-    if collate is None or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        return None
-    with torch.random.fork_rng(devices=[]):
-        if getattr(dataloader, "batch_size", None) is None:  # the dataset's entries are batches
-            return collate(dataset[0])
-        return collate([dataset[k] for k in range(min(len(dataset), dataloader.batch_size or 1))])

@@ -37,7 +37,10 @@ class ProcessGroupMesh:
 
     def __init__(self, *size: int) -> None:
         if not dist.is_initialized():
-            raise ConfigurationError("A mesh needs a world: call torch.distributed.init_process_group(...) first.")
+            raise ConfigurationError(
+                "A mesh needs a world: call torch.distributed.init_process_group(...) first, in a script that is "
+                "started by torchrun --nproc-per-node N script.py."
+            )
         if not size or min(size) < 1 or math.prod(size) != dist.get_world_size():
             raise ConfigurationError(f"{size}: choose sizes whose product is {dist.get_world_size()}, the world size.")
         self.shape: Coordinate = size

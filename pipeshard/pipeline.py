@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pipeshard.errors import UsageError
+from pipeshard.errors import TraceError, UsageError
 from pipeshard.model.backward_hooks import refuse_backward_hooks
 from pipeshard.model.batch import Batch, split_sizes
-from pipeshard.model.criterion import Criterion, refuse_parameters
+from pipeshard.model.criterion import Criterion, refuse_criterion
 from pipeshard.model.doubts import RowDims
 from pipeshard.model.materialize import InitWeights
 from pipeshard.model.names import paths_of
@@ -35,7 +35,7 @@ from pipeshard.runtime.finite import Finite
 from pipeshard.runtime.holdings import Holdings
 from pipeshard.runtime.interpreter import Interpreter
 from pipeshard.runtime.model_gradients import ModelGradients
-from pipeshard.runtime.outputs import Outputs, ReturnOutputs
+from pipeshard.runtime.outputs import Outputs, ReturnOutputs, StepLoss
 from pipeshard.runtime.p2p import make_p2p
 from pipeshard.runtime.places import Places
 from pipeshard.runtime.progress import NOW
@@ -60,9 +60,9 @@ class Pipeline:
     """Shards `model` to this rank's stages and runs steps of them; made by every rank at the same time."""
 
     def __init__(self, plugin: "PipelinePlugin", model: nn.Module, sample: Batch, criterion: Criterion | None) -> None:
-        manager, self.grid, self.precision = plugin.stage_manager, plugin.grid, plugin.precision
+        manager, self.grid, self.precision = plugin.stage_manager, plugin.grid, plugin.arithmetic
         partition, recompute, criterion = settled(model, plugin, criterion)
-        refuse_parameters(criterion, model)
+        refuse_criterion(criterion, model)
         self.plugin, self.model, self.device, self.criterion = plugin, model, plugin.device, criterion
         self.rank, self.num_stages = manager.stage, manager.num_stages
         group: Any = manager.get_p2p_process_group()
@@ -81,7 +81,14 @@ class Pipeline:
         self.reader = Reader(RowDims(model, plugin.batch_dims), self._cut, self.grid, self.precision)
         sample = self.reader.settle(sample, criterion)
         with self.precision.seeming(model), self.precision.running():
-            flow = trace(model, sample, criterion, cuts=named(partition))
+            try:
+                flow = trace(model, sample, criterion, cuts=named(partition))
+            except TraceError as error:  # a model may take no more samples than a microbatch has: one, without padding
+                sample = sample.split(*self._cut())[0]
+                try:
+                    flow = trace(model, sample, criterion, cuts=named(partition))
+                except TraceError:
+                    raise error from None
         size = plugin.microbatch_size or max(1, sample.rows // (plugin.num_microbatches or 1))
         scale = next(iter(sample.tensors.values())).numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1])
         policy = plugin.policy or find_policy(model)
@@ -142,8 +149,8 @@ class Pipeline:
         """One batch, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
         NOW.model, NOW.chunks = self.model, self.policy.chunks
         criterion = criterion if criterion is not None else self.criterion
-        refuse_parameters(criterion, self.model)
-        self._refuse_blank()
+        refuse_criterion(criterion, self.model)
+        self.refuse_blank()
         self._refuse_recomputed_containers()
         self.places.check()
         if any(module._compiled_call_impl is not None for module in self.called):
@@ -202,7 +209,7 @@ class Pipeline:
             refuse_backward_hooks(self.policy, self.containers, flow, outputs.needed)
         self.last = program = self.program(len(batches), train)
         for stage, microbatches in zip(self.stages, planned, strict=True):
-            stage.begin(microbatches, criterion, train, outputs, self._scale, program.splits(stage.index))
+            stage.begin(microbatches, criterion, train, outputs, self.scale, program.splits(stage.index))
         self.carry.begin([microbatch.route for microbatches in planned for microbatch in microbatches])
         NOW.in_flight = self.grid.size > 1
         if train:
@@ -231,7 +238,7 @@ class Pipeline:
             failed = int(gather(outputs.failed, self.grid.world).max())
             if failed:
                 outputs.raise_failure(failed - 1)
-        return {"loss": total, "outputs": merged}
+        return {"loss": None if total is None else total.as_subclass(StepLoss), "outputs": merged}
 
     @together_in("plugin.recording")
     def recording(self) -> Recording:
@@ -279,7 +286,7 @@ class Pipeline:
         seed = torch.tensor([torch.initial_seed() % 2**63])
         return int(gather(seed, self.grid.world)[0])
 
-    def _refuse_blank(self) -> None:
+    def refuse_blank(self) -> None:
         if self.blank:
             raise UsageError(
                 f"{len(self.blank)} parameters, {min(self.blank)} the first, have no values yet: init_weights=False "
@@ -300,7 +307,7 @@ class Pipeline:
         return self.plugin.num_microbatches, self.plugin.microbatch_size
 
     @property
-    def _scale(self) -> float:
+    def scale(self) -> float:
         return self.plugin.scaling.value if self.plugin.scaling is not None else 1.0
 
     def _of_replicas(self, end: Stage) -> Tensor | None:

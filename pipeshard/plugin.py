@@ -1,5 +1,6 @@
 """PipelinePlugin: pipeline parallelism behind ColossalAI's Booster."""
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,8 @@ from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.checkpoint.pretrained import blank_model
 from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.errors import UsageError
-from pipeshard.grid import PP, Grid
+from pipeshard.foreign import missing_attribute, refuse_positional, schedule_of
+from pipeshard.grid import DP, PP, TP, Grid
 from pipeshard.meta_kernels import restore_meta_kernels
 from pipeshard.model.criterion import Criterion
 from pipeshard.model.materialize import InitWeights
@@ -64,7 +66,8 @@ class PipelinePlugin(PipelinePluginBase):
 
     Args:
         pp_size: p, the number of stages.
-        num_microbatches, microbatch_size: exactly one of the two; how each batch is cut along its samples.
+        num_microbatches, microbatch_size: exactly one of the two; how each batch is cut along its samples. With
+            pp_size=1 both may be left out.
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1" or "zbv". With the last two, the weight gradients of linear
             and embedding layers are computed apart, while a stage would wait.
         num_model_chunks: v, the chunks of the model on each process, for "interleaved"; "zbv" always has two.
@@ -111,6 +114,9 @@ class PipelinePlugin(PipelinePluginBase):
             process, on samples of the batch that it is traced with, beside the model as it is. "auto" does so for
             models other than transformers' own and for criteria, where it takes less than 5 seconds and a tenth of the
             free memory; what was not proven is said. A difference is a VerificationError.
+        foreign: what ColossalAI's HybridParallelPlugin takes beside these. `pp_style` is the schedule; options for
+            speed are left out, with a warning; the others are refused, unless they have their defaults, with what to
+            use here instead.
 
     Raises ConfigurationError for arguments that cannot work, on every rank.
     """
@@ -118,6 +124,7 @@ class PipelinePlugin(PipelinePluginBase):
     def __init__(
         self,
         pp_size: int,
+        *positional: Any,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
         schedule: str = "1f1b",
@@ -144,12 +151,19 @@ class PipelinePlugin(PipelinePluginBase):
         timeout: float | str | None = 600.0,
         check_finite: bool = False,
         verify: bool | str = "auto",
+        **foreign: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in NOT_COMPARED}
         super().__init__()
         check_timeout(timeout)
         watch = watch_world(timeout)
         with calling("PipelinePlugin"):
+            refuse_positional(positional)
+            known = [name for name in inspect.signature(type(self)).parameters if name not in ("positional", "foreign")]
+            first = watch is None or watch.rank == 0
+            schedule = schedule_of(schedule, foreign, known, warns=first)
+            if pp_size == 1 and num_microbatches is microbatch_size is None:
+                num_microbatches = 1
             check_microbatches(num_microbatches, microbatch_size)
             chunks = check_chunks(schedule, num_model_chunks)
             check_kinds(policy, init_weights, loss_reduction)
@@ -166,8 +180,12 @@ class PipelinePlugin(PipelinePluginBase):
             self.grid = Grid(pp_size, dp_size, tp_size) if alone is None else Grid(1, 1, 1)
             if watch is not None:
                 watch.named = self.grid.named
-            self.pp_size, self.num_microbatches, self.microbatch_size = pp_size, num_microbatches, microbatch_size
-            self.schedule, self.num_model_chunks = schedule, chunks
+            self.pp_size, self.dp_size, self.tp_size = pp_size, self.grid.dp_size, self.grid.tp_size
+            self.dp_axis, self.pp_axis, self.tp_axis = DP, PP, TP
+            self.dp_group, self.pp_group, self.tp_group = self.grid.replicas, self.grid.stages, self.grid.slices
+            self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
+            self.schedule = self.pp_style = schedule
+            self.num_model_chunks = chunks
             self.p2p, self.partition = check_p2p(p2p), partition
             self.policy, self.dry_run_input, self.init_weights = policy, dry_run_input, init_weights
             self.max_norm, self.loss_reduction, self.compile = max_norm, loss_reduction, compile
@@ -178,10 +196,17 @@ class PipelinePlugin(PipelinePluginBase):
             self.pg_mesh = self.grid.mesh
             self.stage_manager = PipelineStageManager(self.pg_mesh, PP, chunks > 1, schedule == "zbv", chunks)
             self.device = own_device()
-            self.precision = Precision(precision, autocast, self.device)
-            self.scaling = LossScale(initial_scale) if self.precision.scales else None
+            self.precision, self.arithmetic = precision, Precision(precision, autocast, self.device)
+            self.scaling = LossScale(initial_scale) if self.arithmetic.scales else None
             self._checkpoint_io = PipelineCheckpointIO(self.grid)
             self._pipeline: Pipeline | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing_attribute(name)
+
+    @property
+    def enable_pipeline_parallelism(self) -> bool:
+        return self.pp_size > 1
 
     def _yes(self) -> bool:
         return True
@@ -231,7 +256,7 @@ class PipelinePlugin(PipelinePluginBase):
         """Cut the model, keep this rank's stage, and narrow the optimizer to it."""
         model, criterion = boost_model(self, model, optimizer, criterion, dataloader)
         self._pipeline = model.pipeline
-        return model, boost_optimizer(self, model.pipeline, optimizer), criterion, dataloader, lr_scheduler
+        return model, boost_optimizer(self, model, optimizer), criterion, dataloader, lr_scheduler
 
     def execute_pipeline(
         self,
@@ -284,13 +309,24 @@ class PipelinePlugin(PipelinePluginBase):
         return model.pipeline
 
     def prepare_dataloader(
-        self, dataset: Dataset[Any], batch_size: int | None, shuffle: bool = False, seed: int = 1024, **options: Any
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None,
+        shuffle: bool = False,
+        seed: int = 1024,
+        *,
+        distributed_sampler_cls: Any = None,
+        **options: Any,
     ) -> ResumableDataLoader:
         """A DataLoader from which every stage reads the same batches, in an order that depends on `seed` and epoch.
 
         It knows its position: `save_training_state(..., dataloader=...)` keeps it, also within an epoch. `options` are
-        DataLoader's own: drop_last, num_workers, collate_fn, ...
+        DataLoader's own: drop_last, num_workers, collate_fn, ... A `distributed_sampler_cls` is asked for the order of
+        all replicas, as of one, and shared out here.
         """
+        if distributed_sampler_cls is not None:
+            options["sampler"] = distributed_sampler_cls(dataset, num_replicas=1, rank=0, shuffle=shuffle)
+            shuffle = False
         place = {"replica": self.grid.replica, "num_replicas": self.grid.dp_size}
         return ResumableDataLoader(dataset, batch_size, shuffle, seed, **place, **options)
 

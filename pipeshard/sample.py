@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pipeshard.dataloader import first_samples
+from pipeshard.collate import first_samples
 from pipeshard.model.batch import Batch
 from pipeshard.model.made_up import made_up
 from pipeshard.model.media import read_batch

@@ -37,6 +37,14 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
             "is, and compile=True to PipelinePlugin, which compiles each layer",
             type(model).__name__,
         )
+    for name, parameter in model.named_parameters():
+        if type(parameter).__module__.startswith("colossalai.lazy"):
+            raise ConfigurationError(
+                f"{name} was made under colossalai's LazyInitContext, of which the stages could not take their parts: "
+                "build the model under torch.device('meta') instead, which takes no memory either, and "
+                "PipelinePlugin(init_weights=True) draws its weights on the stages (or call "
+                "LazyInitContext.materialize(model), which makes all of it in every process)"
+            )
     for name, module in model.named_modules():
         for kind, instead in REFUSED.items():
             if isinstance(module, kind):

@@ -173,7 +173,7 @@ def everything(folder: str) -> float:
     data = zoo.batch("llama-tied")
     plugin = PipelinePlugin(
         2,
-        2,
+        num_microbatches=2,
         dp_size=2,
         tp_size=2,
         fsdp=True,

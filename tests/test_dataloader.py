@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     WeightedRandomSampler,
     get_worker_info,
 )
 
+from pipeshard.collate import first_samples
 from pipeshard.dataloader import ResumableDataLoader
-from pipeshard.errors import CheckpointError, ConfigurationError
+from pipeshard.errors import BatchError, CheckpointError, ConfigurationError
 
 
 class Numbers(Dataset[int]):
@@ -246,8 +253,127 @@ def test_replicas_that_cannot_be_are_refused() -> None:
         with pytest.raises(ConfigurationError, match=f"replica={replica} of num_replicas={replicas}"):
             make(replica=replica, num_replicas=replicas)
     shared = DistributedSampler(Numbers(), num_replicas=2, rank=0)
-    make(sampler=shared)
-    with pytest.raises(ConfigurationError, match="DistributedSampler already takes one replica's share"):
-        make(sampler=shared, replica=0, num_replicas=2)
-    with pytest.raises(ConfigurationError, match="BatchSampler already takes"):
-        make(batch_size=1, batch_sampler=torch.utils.data.BatchSampler(shared, 2, False), num_replicas=2)
+    batches = torch.utils.data.BatchSampler(shared, 2, False)
+    for options in ({"sampler": shared}, {"batch_size": 1, "batch_sampler": batches}):
+        for replicas in (1, 2):
+            with pytest.raises(ConfigurationError, match="DistributedSampler takes one of 2 shares by itself"):
+                make(**options, num_replicas=replicas)
+    assert flat(make(sampler=DistributedSampler(Numbers(), 1, 0, shuffle=False))) == [*range(22)]
+
+
+def test_scripts_tell_the_sampler_its_epoch_and_where_to_begin() -> None:
+    """`dataloader.sampler.set_epoch(epoch)` and `set_start_index`, which ColossalAI's scripts call, were
+    AttributeErrors of the loader's own sampler."""
+    whole, loader = epochs(make(shuffle=True), 4), make(shuffle=True)
+    found = []
+    for epoch in (0, 1, 3):
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        found += epochs(loader, 1)
+    assert found == [whole[0], whole[1], whole[3]]
+    loader.sampler.set_epoch(2)  # type: ignore[attr-defined]
+    loader.sampler.set_start_index(8)  # type: ignore[attr-defined]
+    assert loader.remaining == 4 and epochs(loader, 2) == [whole[2][2:], whole[3]]
+    left = make(shuffle=True)
+    left.load_state_dict({**left.state_dict(), "epoch": 1, "batches": 2})
+    left.sampler.set_epoch(1)  # type: ignore[attr-defined]
+    assert epochs(left, 1) == [whole[1][2:]]  # the place of a resumed run stays
+    for epoch in range(2):  # as often as not the loop is left early
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        assert next(iter(loader)).tolist() == whole[epoch][0]
+    with pytest.raises(ConfigurationError, match="start_index=3 is within a batch of 4 samples"):
+        loader.sampler.set_start_index(3)  # type: ignore[attr-defined]
+
+
+class Own(DistributedSampler[int]):
+    """A sampler that ColossalAI would make for each replica."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*range(self.epoch, 22), *range(self.epoch)][self.rank :: self.num_replicas])
+
+
+def test_a_distributed_sampler_of_ones_own_is_told_the_epoch() -> None:
+    loader = make(sampler=Own(Numbers(), num_replicas=1, rank=0))
+    loader.sampler.set_epoch(5)  # type: ignore[attr-defined]
+    assert flat(loader)[:4] == [5, 6, 7, 8]
+
+
+class Shuffling(Sampler[int]):
+    """Draws its order from the process's generator, when it is first asked."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(22).tolist()
+
+    def __len__(self) -> int:
+        return 22
+
+
+def test_a_sampler_draws_from_the_generators_of_the_program() -> None:
+    """Which depend on nothing here: otherwise a loader that goes on would have another order than the one it left."""
+    orders = []
+    for begin in (0, 2):
+        loader = make(sampler=Shuffling())
+        loader.sampler.set_start_index(4 * begin)  # type: ignore[attr-defined]
+        torch.manual_seed(4)
+        orders.append(epochs(loader, 1)[0])
+    assert orders[1] == orders[0][2:]
+
+
+class Noisy(Numbers):
+    """Draws from the generators of the process, as augmentations do."""
+
+    def __getitem__(self, k: int) -> Any:
+        return torch.tensor([float(k), torch.rand(()), random.random(), np.random.rand()])
+
+
+def masked(samples: Any) -> Any:
+    return torch.stack(samples) + torch.rand(4)
+
+
+def test_what_datasets_and_collators_draw_depends_on_the_place_alone() -> None:
+    """Collators that mask at random (`DataCollatorForLanguageModeling(mlm=True)`) gave each rank another batch, unless
+    the program had seeded them alike, and other masks after a resume."""
+    options = {"dataset": Noisy(), "shuffle": True, "collate_fn": masked}
+    torch.manual_seed(1)
+    whole = epochs(make(**options), 2)
+    after = torch.rand(())
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(()), after)  # the program's own are as they were
+    left = make(**options)
+    for _ in zip(range(2), left):
+        torch.rand(3)
+    other = make(**options)
+    other.load_state_dict(left.state_dict())
+    assert epochs(other, 2) == [whole[0][2:], whole[1]]
+    assert whole[0] != whole[1]
+    assert len({batch[0][1] for batch in whole[0]}) == len(whole[0])
+
+
+def test_lists_of_tokens_become_tensors_as_in_the_trainer() -> None:
+    """A tokenized `datasets.Dataset` has lists, which torch's default_collate takes apart, one tensor a position."""
+    samples = [{"input_ids": [k, k + 1], "label": k % 2, "text": "words"} for k in range(22)]
+    batch = next(iter(make(dataset=samples)))
+    assert batch["input_ids"].tolist() == [[0, 1], [1, 2], [2, 3], [3, 4]] and batch["labels"].tolist() == [0, 1, 0, 1]
+    assert "text" not in batch
+    ragged = [{"input_ids": [1] * (1 + k)} for k in range(22)]
+    with pytest.raises(BatchError, match=r"collate_fn=transformers.DataCollatorForSeq2Seq\(tokenizer\)"):
+        next(iter(make(dataset=ragged)))
+    tensors = [{"sizes": torch.tensor([k, 1])} for k in range(22)]
+    assert next(iter(make(dataset=tensors)))["sizes"].shape == (4, 2)
+
+
+def test_the_first_samples_of_any_loader() -> None:
+    """A loader with a `batch_sampler`, which accelerate gives to all, was taken for one whose entries are batches."""
+    samples: Any = [{"input_ids": torch.tensor([k, k])} for k in range(10)]
+    batches = BatchSampler(RandomSampler(samples), 3, False)
+    loaders = [
+        DataLoader(samples, batch_sampler=batches),
+        make(dataset=samples, batch_size=1, batch_sampler=batches),
+        Accelerator(cpu=True).prepare(DataLoader(samples, batch_size=3)),
+    ]
+    for loader in loaders:
+        assert first_samples(loader)["input_ids"].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert first_samples(DataLoader(samples, batch_sampler=[[0, 1], [2]]))["input_ids"].shape == (1, 2)
+    assert first_samples(DataLoader(samples, batch_size=None))["input_ids"].shape == (2,)
+    lists: Any = [{"input_ids": [1, 2]}]
+    with pytest.raises(BatchError, match=r"default_collate takes apart: use plugin.prepare_dataloader"):
+        first_samples(DataLoader(lists, batch_size=1))

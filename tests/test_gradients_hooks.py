@@ -73,7 +73,9 @@ class Both:
         for each in (self.alone, model) if prepare is not None else ():
             prepare(each)
         self.models = [self.alone, model]
-        self.plugin = PipelinePlugin(2, 2, dry_run_input=data(), partition=[3, 3], verify=False, **options)
+        self.plugin = PipelinePlugin(
+            2, num_microbatches=2, dry_run_input=data(), partition=[3, 3], verify=False, **options
+        )
         self.booster = Booster(plugin=self.plugin)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
@@ -247,7 +249,7 @@ def forces(pp_size: int, how: str) -> float:
     torch.manual_seed(0)
     alone = Force(how)
     model, batch = copy.deepcopy(alone), {"x": torch.randn(4, 8), "labels": torch.randn(4, 8)}
-    plugin = PipelinePlugin(pp_size, 1, dry_run_input=batch)
+    plugin = PipelinePlugin(pp_size, num_microbatches=1, dry_run_input=batch)
     boosted, optimizer, *_ = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loss = plugin.execute_pipeline(iter([dict(batch)]), boosted, None, optimizer)["loss"]
     expected = alone(**batch)["loss"]

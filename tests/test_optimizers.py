@@ -45,7 +45,7 @@ def trained(kind: str, frozen: str, options: dict[str, Any]) -> float:
     alone = copy.deepcopy(model)
     optimizers = [OPTIMIZERS[kind](groups_of(m)) for m in (alone, model)]
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5**step) for o in optimizers]
-    plugin = PipelinePlugin(2, 2, dry_run_input=zoo.part(zoo.batch(NAME), 0, [4]), **options)
+    plugin = PipelinePlugin(2, num_microbatches=2, dry_run_input=zoo.part(zoo.batch(NAME), 0, [4]), **options)
     booster = Booster(plugin=plugin)
     boosted, optimizer, _, _, schedules[1] = booster.boost(model, optimizers[1], None, None, schedules[1])
     grid = plugin.grid

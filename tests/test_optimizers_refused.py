@@ -100,7 +100,7 @@ def test_a_trial_tells_what_couples_parameters() -> None:
 def boosted(make: Callable[[nn.Module], Any], model: nn.Module | None = None, **options: Any) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     model = model or Net()
-    booster = Booster(plugin=PipelinePlugin(2, 2, dry_run_input=data(), verify=False, **options))
+    booster = Booster(plugin=PipelinePlugin(2, num_microbatches=2, dry_run_input=data(), verify=False, **options))
     return booster, *booster.boost(model, make(model))[:2]
 
 
@@ -170,7 +170,7 @@ def trained(kind: str, options: dict[str, Any]) -> float:
         else:
             optimizers.append([SGD([*each.embed.parameters(), *each.head.parameters()], lr=0.1)])
             each.layers.requires_grad_(False)
-    booster = Booster(plugin=PipelinePlugin(2, 1, dry_run_input=data(), verify=False, **options))
+    booster = Booster(plugin=PipelinePlugin(2, num_microbatches=1, dry_run_input=data(), verify=False, **options))
     whole = model
     model, *_ = booster.boost(model, None)
     inner, optimizers[1] = optimizers[1], [booster.boost(model, optimizer)[1] for optimizer in optimizers[1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset
 
 from pipeshard import P2P, PipelinePlugin, Policy, register_policy
 from pipeshard.errors import BatchError, CheckpointError, ConfigurationError, PartitionError, PipeshardError, TraceError
+from pipeshard.foreign import INSTEAD, SPEED
 from pipeshard.model.registry import find_policy
 from tests import zoo
 from tests.messages import assert_told
@@ -40,11 +42,75 @@ def arguments(**given: Any) -> None:
         ({"p2p": P2P}, "is unknown"),
         ({"policy": nn.Linear}, "no subclass of pipeshard.Policy"),
         ({"loss_reduction": "mean"}, "loss_reduction='mean' is unknown"),
+        ({"gradient_clipping": 1.0}, "has no argument gradient_clipping. Known are pp_size, num_microbatches"),
+        ({"micro_batch_size": 1}, "has no argument micro_batch_size: did you mean microbatch_size"),
+        ({"sp_size": 2}, "sp_size=2 is ColossalAI's, and not known here: sequences are not divided"),
+        ({"pp_style": "zbv", "schedule": "gpipe"}, "schedule='gpipe' and pp_style='zbv': give one of the two"),
     ],
 )
 def test_wrong_arguments(pool: Pool, given: dict[str, Any], what: str) -> None:
     for message in pool.run_expecting(ConfigurationError, arguments, 2, **given):
         assert _matches(what, message)
+
+
+def in_place_of_colossalai(name: str) -> dict[str, Any]:
+    model, data = zoo.build(name), zoo.batch(name)
+    plugin = PipelinePlugin(**{**OF_HYBRID_PARALLEL, "pp_size": dist.get_world_size()})
+    booster = Booster(plugin=plugin)
+    model, optimizer, criterion, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.execute_pipeline(iter([data]), model, criterion, optimizer)
+    groups = [dist.get_process_group_ranks(g) for g in (plugin.pp_group, plugin.dp_group, plugin.tp_group)]
+    sizes = plugin.pp_size, plugin.dp_size, plugin.tp_size, plugin.pg_mesh.shape
+    for missing in ("shard_config", "custom_policy", "scheduler", "sp_group", "zero_config"):
+        assert not hasattr(plugin, missing)
+        with pytest.raises(PipeshardError, match=f"plugin.{missing} is ColossalAI's"):
+            getattr(plugin, missing)
+    axes = plugin.dp_axis, plugin.pp_axis, plugin.tp_axis
+    assert plugin.precision == "fp16" and plugin.pp_style == plugin.schedule
+    return {"groups": groups, "sizes": sizes, "axes": axes, "schedule": plugin.schedule}
+
+
+# What ColossalAI's example that fine-tunes BERT passes, and what is said of all its other arguments.
+OF_HYBRID_PARALLEL = {
+    "tp_size": 1,
+    "microbatch_size": 1,
+    "pp_style": "interleaved",
+    "num_model_chunks": 2,
+    "enable_all_optimization": True,
+    "zero_stage": 1,
+    "precision": "fp16",
+    "initial_scale": 1,
+    "overlap_communication": False,
+    "fp8_communication": True,
+    "sp_size": 1,
+    "custom_policy": None,
+}
+
+
+def test_the_arguments_of_colossalai_s_plugin_are_known(pool: Pool) -> None:
+    """Its names were TypeErrors, and groups and sizes that its scripts read AttributeErrors."""
+    from colossalai.booster.plugin import HybridParallelPlugin
+
+    theirs = dict(inspect.signature(HybridParallelPlugin).parameters)
+    known = {*inspect.signature(PipelinePlugin).parameters, *SPEED, *INSTEAD, "pp_style"}
+    assert len(theirs) == 46 and theirs.keys() <= known
+    ours = {name: theirs[name].default for name in (*SPEED, *INSTEAD)}
+    assert {name: SPEED.get(name) if name in SPEED else INSTEAD[name][0] for name in ours if name not in NOT_SAME} == {
+        name: default for name, default in ours.items() if name not in NOT_SAME
+    }
+    for rank, said in enumerate(pool.run(in_place_of_colossalai, 2, "llama")):
+        assert said["groups"] == [[0, 1], [rank], [rank]]
+        assert said["sizes"] == (2, 1, 1, (1, 2, 1)) and said["axes"] == (0, 1, 2)
+        assert said["schedule"] == "interleaved"
+
+
+NOT_SAME = {"sp_size", "hysteresis"}  # None there means 1; 2 there, 1 here
+
+
+def test_arguments_by_place_are_not_misread() -> None:
+    """`HybridParallelPlugin(1, 2)` is tp_size and pp_size; here it was one stage and two microbatches."""
+    with pytest.raises(ConfigurationError, match=r"takes pp_size alone by its place, and got 1 more \(2\): name"):
+        PipelinePlugin(1, 2)
 
 
 def boosting(data: Any = None, **given: Any) -> None:

@@ -129,7 +129,7 @@ def adapted(folder: str) -> str:
     from colossalai.booster import Booster
 
     data = zoo.batch("llama")
-    booster = Booster(plugin=PipelinePlugin(2, 2, dry_run_input=data))
+    booster = Booster(plugin=PipelinePlugin(2, num_microbatches=2, dry_run_input=data))
     model = booster.enable_lora(zoo.build("llama"), lora_config=LoraConfig(target_modules=["q_proj"]))
     boosted, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     boosted.unwrap().print_trainable_parameters()

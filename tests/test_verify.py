@@ -82,7 +82,7 @@ def proof_of(
     model: nn.Module, batch: Any, criterion: Any = None, optimizer: Any = None, pp_size: int = 2, **arguments: Any
 ) -> Proof:
     with alone():
-        plugin = PipelinePlugin(pp_size, 2, **arguments)
+        plugin = PipelinePlugin(pp_size, num_microbatches=2, **arguments)
     optimizer = optimizer or torch.optim.AdamW(model.parameters())
     return prove(plugin, model, optimizer, criterion, read_batch(model, batch))
 
@@ -235,7 +235,7 @@ def boosting(wrong: bool = False, seconds: float = 60.0, **arguments: Any) -> li
         mock.patch("pipeshard.verify.decide.PERIOD", 0.01),
         mock.patch(finish[0], finish[1]) if wrong else contextlib.nullcontext(),
     ):
-        booster = Booster(plugin=PipelinePlugin(2, 2, dry_run_input=data(), **arguments))
+        booster = Booster(plugin=PipelinePlugin(2, num_microbatches=2, dry_run_input=data(), **arguments))
         model = made()
         boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
         booster.execute_pipeline(iter([data()]), boosted, None, optimizer)
@@ -289,7 +289,7 @@ from tests.test_verify import BROKEN, data, made
 dist.init_process_group("gloo")
 if "--wrong" in sys.argv:
     mock.patch(*BROKEN["weight gradients are forgotten"][:2]).start()
-booster = Booster(plugin=PipelinePlugin(8, 4, dry_run_input=data()))
+booster = Booster(plugin=PipelinePlugin(8, num_microbatches=4, dry_run_input=data()))
 model = made()
 booster.boost(model, torch.optim.AdamW(model.parameters()))
 print("boosted")

@@ -13,19 +13,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipeshard.boosted import PipelineModel
+from pipeshard.checkpoint.background import Save
 from pipeshard.checkpoint.beside import new_file, together
 from pipeshard.checkpoint.load import load_weights
 from pipeshard.checkpoint.lora import save_lora
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.checkpoint.plain import load_plain
-from pipeshard.checkpoint.save import FolderSave, owned, save_file_of_stages
+from pipeshard.checkpoint.save import FileSave, FolderSave, owned
+from pipeshard.checkpoint.source import PICKLED
 from pipeshard.errors import CheckpointError
 from pipeshard.grid import Grid
 from pipeshard.runtime.agreement import together_in
 
 
 class PipelineCheckpointIO(CheckpointIO):
-    """Saves with the architecture's own names, each tied tensor once, always as safetensors; nothing is gathered.
+    """Saves with the architecture's own names, each tied tensor once, as safetensors; nothing is gathered.
 
     Every rank has to make each call, and all raise CheckpointError if one cannot do its part. What is saved is on disk
     when the call returns, unless `use_async=True`; what was there before stays whole until then.
@@ -34,7 +36,7 @@ class PipelineCheckpointIO(CheckpointIO):
     def __init__(self, grid: Grid) -> None:
         super().__init__()
         self.grid = grid
-        self.pending: FolderSave | None = None  # what this rank writes of a save in the background
+        self.pending: Save | None = None  # what this rank writes of a save in the background
         self.saving = False  # whether there is one
 
     @together_in("save_model")
@@ -46,11 +48,12 @@ class PipelineCheckpointIO(CheckpointIO):
         gather_dtensor: bool = True,
         prefix: str | None = None,
         size_per_shard: int = 1024,
-        use_safetensors: bool = True,
+        use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:
         """Write the folder `checkpoint` (`shard=True`: shards of at most `size_per_shard` MB, their index, the configs;
-        `AutoModel.from_pretrained(checkpoint)` reads it) or one file.
+        `AutoModel.from_pretrained(checkpoint)` reads it) or one file: what `torch.save` writes, where it is called .pt,
+        .pth or .bin, else safetensors. (`use_safetensors=False` is Booster's default, and says nothing.)
 
         With `use_async=True` a copy of the weights is written while training goes on; the next save waits for it, and
         so does the end of the process. An error in it is raised by the next save.
@@ -64,14 +67,19 @@ class PipelineCheckpointIO(CheckpointIO):
                 "merged model by pipeshard.to_sequential(model, rank=0).merge_and_unload().save_pretrained(folder)"
             )
         _refuse_prefix(prefix)
-        if not shard:
-            if use_async:
-                raise CheckpointError("use_async=True saves a folder: pass shard=True with it")
-            with self._leading(boosted) as (leads, tensors):
-                if leads:
-                    save_file_of_stages(boosted, tensors, Path(checkpoint))
+        if shard:
+            self.save_folder(boosted, Path(checkpoint), size_per_shard, use_async)
             return
-        self.save_folder(boosted, Path(checkpoint), size_per_shard, use_async)
+        if (suffix := Path(checkpoint).suffix) in PICKLED and use_safetensors:
+            raise CheckpointError(
+                f"use_safetensors=True, but {checkpoint} is read as what torch.save writes: name it "
+                f".safetensors instead of {suffix}"
+            )
+        with self._leading(boosted) as (leads, tensors):
+            self.saving = use_async
+            if leads:
+                save = FileSave.plan(boosted, tensors, Path(checkpoint), snapshot=use_async)
+                self._save(save, boosted, use_async)
 
     @together_in("save_model")
     def save_folder(self, model: nn.Module, folder: Path, size_per_shard: int = 1024, use_async: bool = False) -> None:
@@ -79,14 +87,12 @@ class PipelineCheckpointIO(CheckpointIO):
         with self._leading(boosted_model(model)) as (leads, tensors):
             self.saving = use_async
             if leads:
-                self._save_folder(boosted_model(model), tensors, folder, size_per_shard, use_async)
+                save = FolderSave.plan(boosted_model(model), tensors, folder, size_per_shard, snapshot=use_async)
+                self._save(save, boosted_model(model), use_async)
 
-    def _save_folder(
-        self, boosted: PipelineModel, tensors: dict[str, Tensor], folder: Path, size_per_shard: int, use_async: bool
-    ) -> None:
+    def _save(self, save: Save, boosted: PipelineModel, use_async: bool) -> None:
         """By the ranks of one pipeline."""
         group = boosted.pipeline.group
-        save = FolderSave.plan(boosted, tensors, folder, size_per_shard, snapshot=use_async)
         if use_async:
             self.pending = save
             save.start()
@@ -117,7 +123,7 @@ class PipelineCheckpointIO(CheckpointIO):
             save.thread.join()
         with together(self.grid.world) if saving else nullcontext():
             if save is not None and save.failed is not None:
-                raise CheckpointError(f"saving {save.folder} in the background failed: {save.failed}")
+                raise CheckpointError(f"saving {save.target} in the background failed: {save.failed}")
 
     @together_in("load_model")
     def load_model(self, model: nn.Module, checkpoint: str, strict: bool = True, **_: Any) -> nn.Module:

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers import AutoConfig, GenerationConfig
 
@@ -12,8 +14,9 @@ from pipeshard.errors import CheckpointError, ConfigurationError
 
 def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dict[str, Any]) -> nn.Module:
     """A model on meta, in evaluation mode, which Booster is told to load; see PipelinePlugin.from_pretrained."""
-    if not path.is_dir() or (gguf_file is not None and not (path / gguf_file).is_file()):
-        raise CheckpointError(f"{path / (gguf_file or '')} is not there: pass a folder that save_pretrained wrote")
+    path = path if path.is_dir() else _cached(path)
+    if gguf_file is not None and not (path / gguf_file).is_file():
+        raise CheckpointError(f"{path / gguf_file} is not there: pass a folder that has it")
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
@@ -30,3 +33,17 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
         model.generation_config = GenerationConfig.from_pretrained(path)
     model._pretrained = str(path / gguf_file if gguf_file else path)
     return model.eval()
+
+
+def _cached(name: Path) -> Path:
+    """The folder of a model that the Hugging Face hub has under this name, if it was downloaded."""
+    message = f"{name} is not there: pass a folder that save_pretrained wrote"
+    try:
+        return Path(snapshot_download(str(name), local_files_only=True))
+    except HFValidationError:  # no name that the hub can have
+        raise CheckpointError(message) from None
+    except Exception:
+        raise CheckpointError(
+            f"{message}, or, of a model of the Hugging Face hub, download it once, before the ranks start, by "
+            f"huggingface_hub.snapshot_download({str(name)!r})"
+        ) from None

@@ -2,37 +2,32 @@
 
 import copy
 import json
-import logging
 import os
 import re
 import shutil
-import threading
-import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pipeshard.boosted import PipelineModel
+from pipeshard.checkpoint.background import Save
 from pipeshard.checkpoint.beside import sync, together
 from pipeshard.checkpoint.conversion import copied_names, revert, saved_names
 from pipeshard.checkpoint.join import join
-from pipeshard.checkpoint.source import INDICES, WEIGHTS
+from pipeshard.checkpoint.source import INDICES, PICKLED, WEIGHTS
 from pipeshard.errors import CheckpointError
 from pipeshard.model.ties import first_names
 from pipeshard.runtime.agreement import gather_objects
 from pipeshard.runtime.local import whole
 
-logger = logging.getLogger("pipeshard")
-
 SINGLE, INDEX = WEIGHTS[0], INDICES[0]
 OWN = re.compile(r"model(-.*)?\.safetensors|\.pipeshard-.*")  # what a save may have left in a folder
-PATIENCE = 1800.0  # seconds the first stage waits in the background for the others to have written
 
 
 def owned(model: PipelineModel) -> dict[str, Tensor]:
@@ -50,23 +45,17 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
 
 
 @dataclass
-class FolderSave:
+class FolderSave(Save):
     """One save of a folder, planned by all ranks together; `write` and `commit` then need nothing of the others.
 
     The index decides which files are the checkpoint, so shards are written under names that the folder does not have
     yet, and the index (or the single file) is renamed last: a reader finds the previous checkpoint or the new one.
     """
 
-    folder: Path
     configs: list[Any]  # as they are to be written
-    stage: int
     parts: dict[str, dict[str, Tensor]]  # this stage's shards by file name
     weight_map: dict[str, str]  # of all stages
     total_size: int
-    token: str
-    stages: int
-    failed: Exception | None = None
-    thread: threading.Thread | None = field(default=None, repr=False)
 
     @classmethod
     def plan(
@@ -90,13 +79,13 @@ class FolderSave:
         first = sum(map(len, counts[: pipeline.rank]))
         return cls(
             folder,
-            _configs(module, pipeline.cached),
             pipeline.rank,
+            pipeline.num_stages,
+            token,
+            _configs(module, pipeline.cached),
             {file: {name: state[name] for name in names} for file, names in zip(files[first:], own)},
             {name: file for file, shard in zip(files, shards, strict=True) for name, _ in shard},
             sum(size for shard in shards for _, size in shard),
-            token,
-            pipeline.num_stages,
         )
 
     @property
@@ -106,11 +95,11 @@ class FolderSave:
     def write(self) -> None:
         """This stage's shards, and on the first the configs and the index, under hidden names."""
         for file, tensors in self.parts.items():
-            path = self.folder / (self._hidden(SINGLE) if file == SINGLE else file)
+            path = self._path(file)
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
             sync(path)
         if self.stage == 0:
-            (configs := self.folder / self._hidden("configs")).mkdir()
+            (configs := self.beside("configs")).mkdir()
             for config in self.configs:
                 config.save_pretrained(configs)
             if not self.is_single:
@@ -118,92 +107,88 @@ class FolderSave:
                     "metadata": {"total_size": self.total_size},
                     "weight_map": dict(sorted(self.weight_map.items())),
                 }
-                (self.folder / self._hidden(INDEX)).write_text(json.dumps(index, indent=2) + "\n")
-                sync(self.folder / self._hidden(INDEX))
+                self.beside(INDEX).write_text(json.dumps(index, indent=2) + "\n")
+                sync(self.beside(INDEX))
 
     def commit(self) -> None:
         """On the first stage, once all have written: make it the folder's checkpoint and remove what was before."""
-        for config in sorted((self.folder / self._hidden("configs")).iterdir()):
-            os.replace(config, self.folder / config.name)
+        for config in sorted(self.beside("configs").iterdir()):
+            os.replace(config, self.target / config.name)
         last = SINGLE if self.is_single else INDEX
-        os.replace(self.folder / self._hidden(last), self.folder / last)
+        os.replace(self.beside(last), self.target / last)
         if not self.is_single:
-            (self.folder / SINGLE).unlink(missing_ok=True)  # a reader prefers it to the index
-        sync(self.folder)
+            (self.target / SINGLE).unlink(missing_ok=True)  # a reader prefers it to the index
+        sync(self.target)
         for path in self._leftovers():
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def abandon(self) -> None:
         """Remove what this stage has written."""
         for file in self.parts:
-            (self.folder / (self._hidden(SINGLE) if file == SINGLE else file)).unlink(missing_ok=True)
+            self._path(file).unlink(missing_ok=True)
         if self.stage == 0:
-            shutil.rmtree(self.folder / self._hidden("configs"), ignore_errors=True)
-            (self.folder / self._hidden(INDEX)).unlink(missing_ok=True)
+            shutil.rmtree(self.beside("configs"), ignore_errors=True)
+            self.beside(INDEX).unlink(missing_ok=True)
 
-    def start(self) -> None:
-        """Write in the background; at its end Python waits for it."""
-        self.thread = threading.Thread(target=self._in_background, name="pipeshard-save")
-        self.thread.start()
+    def beside(self, name: str) -> Path:
+        return self.target / f".pipeshard-{self.token}-{name}"
 
-    def _in_background(self) -> None:
-        try:
-            self.write()
-            self._mark(self.stage).write_text("")
-            if self.stage == 0:
-                self._await_others()
-                self.commit()
-        except Exception as error:
-            self.failed = error
-            self.abandon()
-            self._mark(self.stage).with_suffix(".failed").touch()
-            logger.error("saving %s failed on stage %d: %s", self.folder, self.stage, error)
-
-    def _await_others(self) -> None:
-        deadline = time.monotonic() + PATIENCE
-        waiting = set(range(self.stages))
-        while waiting:
-            waiting = {stage for stage in waiting if not self._mark(stage).exists()}
-            failed = [stage for stage in waiting if self._mark(stage).with_suffix(".failed").exists()]
-            if failed or time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"stages {failed or sorted(waiting)} have not written their part; it is kept as it was"
-                )
-            time.sleep(0.02)
-
-    def _mark(self, stage: int) -> Path:
-        return self.folder / self._hidden(f"stage{stage}.done")
-
-    def _hidden(self, name: str) -> str:
-        return f".pipeshard-{self.token}-{name}"
+    def _path(self, file: str) -> Path:
+        return self.beside(SINGLE) if file == SINGLE else self.target / file
 
     def _leftovers(self) -> Iterator[Path]:
         """What neither this save nor the user needs: older shards, and what killed saves left."""
         kept = set(self.weight_map.values()) | (set() if self.is_single else {INDEX})
-        for path in self.folder.iterdir():
+        for path in self.target.iterdir():
             if path.name not in kept and (path.name == INDEX or OWN.fullmatch(path.name)):
                 yield path
 
 
-def save_file_of_stages(boosted: PipelineModel, tensors: dict[str, Tensor], target: Path) -> None:
-    """One safetensors file: each stage writes a part beside it, which the first joins byte by byte."""
-    pipeline, module = boosted.pipeline, boosted.unwrap()
-    parts = [target.with_name(f".{target.name}.stage{stage}") for stage in range(pipeline.num_stages)]
-    try:
+@dataclass
+class FileSave(Save):
+    """One save of a file: each stage writes a part beside it, which the first joins byte by byte.
+
+    It is a safetensors file, or by its suffix one of `torch.save`, which has tied tensors under all of their names.
+    """
+
+    part: dict[str, Tensor]
+    also: dict[str, str]  # other names of tensors, and those under which they are saved
+
+    @classmethod
+    def plan(cls, boosted: PipelineModel, tensors: dict[str, Tensor], target: Path, snapshot: bool) -> "FileSave":
+        """By the ranks of one pipeline, of the `tensors` that each of them owns."""
+        pipeline, module = boosted.pipeline, boosted.unwrap()
         with together(pipeline.group):
             if target.is_dir():
                 raise CheckpointError(f"{target} is a folder, but shard=False writes a file: pass shard=True")
             target.parent.mkdir(parents=True, exist_ok=True)
-            state = {name: _ready(tensor, False).contiguous() for name, tensor in revert(module, tensors).items()}
-            save_file(state, parts[pipeline.rank])
-        with together(pipeline.group):
-            if pipeline.rank == 0:
-                joined = target.with_name(f".{target.name}.whole")
-                join(parts, joined)
-                sync(joined)
-                os.replace(joined, target)
-    finally:
-        parts[pipeline.rank].unlink(missing_ok=True)
+            state = {name: _ready(tensor, snapshot).contiguous() for name, tensor in revert(module, tensors).items()}
+        token, *_ = gather_objects(os.urandom(4).hex(), pipeline.group)
+        saved = saved_names(module)
+        also = {name: saved[first] for name, first in first_names(module).items() if saved[first] != name}
+        return cls(target, pipeline.rank, pipeline.num_stages, token, state, also)
+
+    def write(self) -> None:
+        save_file(self.part, self.beside(f"stage{self.stage}"))
+
+    def commit(self) -> None:
+        joined = self.beside("whole")
+        join([self.beside(f"stage{stage}") for stage in range(self.stages)], joined)
+        if self.target.suffix in PICKLED:
+            state, joined = load_file(joined), self.beside("pickled")  # mapped, not read
+            torch.save(state | {name: state[kept] for name, kept in self.also.items() if kept in state}, joined)
+        sync(joined)
+        os.replace(joined, self.target)
+        for path in self.target.parent.iterdir():
+            if path.name.startswith(f".{self.target.name}.pipeshard-"):
+                path.unlink(missing_ok=True)
+
+    def abandon(self) -> None:
+        for name in (f"stage{self.stage}", "whole", "pickled"):
+            self.beside(name).unlink(missing_ok=True)
+
+    def beside(self, name: str) -> Path:
+        return self.target.with_name(f".{self.target.name}.pipeshard-{self.token}-{name}")
 
 
 def _configs(module: nn.Module, cached: Collection[Any]) -> list[Any]:

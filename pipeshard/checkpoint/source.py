@@ -18,6 +18,7 @@ from pipeshard.runtime.codec import reason
 # In the order of preference; an index names the files of a folder that has several.
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+PICKLED = (".bin", ".pt", ".pth")  # suffixes of what torch.save wrote
 FILES = (WEIGHTS[0], INDICES[0], WEIGHTS[1], INDICES[1])
 
 
@@ -65,7 +66,7 @@ class Source:
         return sorted(keys, key=lambda key: order[self._files[key]])
 
     def _shapes(self, file: Path) -> dict[str, tuple[int, ...]]:
-        if file.suffix in (".bin", ".pt", ".pth"):
+        if file.suffix in PICKLED:
             self._states[file] = _unpickled(file)
             return {key: tuple(tensor.shape) for key, tensor in self._states[file].items()}
         content = opened(file)

@@ -1,5 +1,7 @@
 """Criterion: what makes a loss of a model's output."""
 
+import contextlib
+import inspect
 from collections.abc import Callable, Hashable
 from types import FunctionType
 from typing import Any
@@ -29,7 +31,7 @@ def sum_and_count(
     if criterion is None:
         return own_loss(output), None
     if (of_batch := getattr(criterion, "of_batch", None)) is None:
-        loss = criterion(output, batch.for_criterion())
+        loss = _called(criterion, output, batch.for_criterion())
     elif (loss := of_batch(output, batch.data)) is None:
         return None, None
     if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]) and _is_number(loss[1]):
@@ -45,8 +47,44 @@ def sum_and_count(
     return loss, count
 
 
-def refuse_parameters(criterion: Criterion | None, model: nn.Module) -> None:
-    """Raises ConfigurationError for a criterion with parameters to train that are not the model's."""
+def takes_outputs_alone(criterion: Criterion) -> bool:
+    """Whether it is a function of the model's output, not of (outputs, inputs). Raises ConfigurationError for one of
+    neither."""
+    try:
+        signature = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
+    except (TypeError, ValueError):  # nothing is known of it
+        return False
+    for count in (2, 1):
+        with contextlib.suppress(TypeError):
+            signature.bind(*[None] * count)
+            return count == 1
+    raise ConfigurationError(f"the criterion takes {signature}, but gets (outputs, inputs), or outputs alone")
+
+
+def _called(criterion: Criterion, output: Any, inputs: Any) -> Any:
+    if takes_outputs_alone(criterion):
+        return criterion(output)  # type: ignore[call-arg]
+    try:
+        return criterion(output, inputs)
+    except (TypeError, AttributeError) as error:
+        name = getattr(criterion, "__name__", type(criterion).__name__)
+        if type(criterion).__module__.startswith("torch.nn.") or getattr(nn.functional, name, None) is criterion:
+            raise ConfigurationError(
+                f"{name} takes tensors, but a criterion gets the model's output ({type(output).__name__}) and all of "
+                f"the microbatch ({type(inputs).__name__}): say what it is to compare, as in lambda outputs, inputs: "
+                'cross_entropy(outputs.logits, inputs["labels"]), or pass None for the loss that the model computes '
+                f"itself of the labels ({error})"
+            ) from None
+        raise
+
+
+def refuse_criterion(criterion: Criterion | None, model: nn.Module) -> None:
+    """Raises ConfigurationError for a criterion that cannot be called, or with parameters to train that are not the
+    model's."""
+    if criterion is not None and not callable(criterion):
+        raise ConfigurationError(f"the criterion is a {type(criterion).__name__}: pass criterion(outputs, inputs)")
+    if criterion is not None and not hasattr(criterion, "of_batch"):
+        takes_outputs_alone(criterion)
     if not isinstance(criterion, nn.Module):
         return
     known = set(model.parameters())

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,6 +66,53 @@ class Randomness:
         if python:
             random.seed(number)
             np.random.seed(number)
+
+
+class Draws:
+    """Random numbers that do not depend on what was drawn before: inside `of(*key)` generators are seeded by the key,
+    `paused` are as they were outside, and are so again afterwards."""
+
+    def __init__(self) -> None:
+        self._other: Any = None  # the states that are not in use
+
+    @contextmanager
+    def of(self, *key: int) -> Iterator[None]:
+        self._other = _states()
+        number = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little")
+        torch.default_generator.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number)
+        try:
+            yield
+        finally:
+            _restore(self._other)
+            self._other = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        if self._other is None:
+            yield
+            return
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        now = _states()
+        _restore(self._other)
+        self._other = now
+
+
+def _states() -> Any:
+    return torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+
+
+def _restore(states: Any) -> None:
+    torch.default_generator.set_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
 
 
 def python_state() -> tuple[object, ...]:

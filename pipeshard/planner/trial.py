@@ -52,7 +52,7 @@ def _rank(rank: int, trial: Trial, folder: str) -> None:
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=trial.pp_size)
     model = build(trial.source, trial.fields, trial.dtype)
     batch = made_up(model, trial.num_microbatches * trial.microbatch_size, trial.seq_len)
-    plugin = PipelinePlugin(trial.pp_size, trial.num_microbatches, dry_run_input=batch, **trial.plugin)
+    plugin = PipelinePlugin(trial.pp_size, num_microbatches=trial.num_microbatches, dry_run_input=batch, **trial.plugin)
     booster = Booster(plugin=plugin)
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
     for _ in range(trial.steps):

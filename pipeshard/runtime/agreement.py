@@ -139,7 +139,10 @@ def agree(grid: Grid, batch: Batch | Exception, mode: tuple[bool, int, bool], ne
         )
         raise BatchError(
             f"the stages of one pipeline must read the same batch in the same mode, but {table}. Give every rank the "
-            "same data in the same order: plugin.prepare_dataloader(dataset, batch_size, shuffle, seed) does"
+            "same data in the same order: plugin.prepare_dataloader(dataset, batch_size, shuffle, seed) does. A "
+            "DataLoader of your own must not take a share (DistributedSampler, accelerator.prepare); one that shuffles "
+            "or whose dataset or collator draws random numbers, needs all ranks to be seeded alike, as by "
+            "transformers.set_seed(0)"
         )
     told = functools.reduce(operator.or_, (rank[6] for rank in ranks))
     return Agreement(ranks[0][-1], [replica[0][2] for replica in replicas], told)

@@ -13,6 +13,7 @@ CALLS = (
     "optimizer.step",
     "optimizer.clip_grad_by_norm",
     "optimizer.get_grad_norm",
+    "booster.backward",
     "plugin.sync_grads",
     "plugin.recording",
     "save_model",

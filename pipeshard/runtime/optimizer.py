@@ -13,12 +13,15 @@ from pipeshard.runtime.agreement import together_in
 from pipeshard.runtime.finite import Finite
 from pipeshard.runtime.local import slice_like
 from pipeshard.runtime.model_gradients import ModelGradients
+from pipeshard.runtime.outputs import BACKWARD
 from pipeshard.runtime.watching import calling
 from pipeshard.runtime.weights import Weight, assign, share_updates
 
 
-class PipelineOptimizer(OptimizerWrapper):
+class PipelineOptimizer(OptimizerWrapper, Optimizer):
     """Keeps the optimizer object itself, which LR schedulers hold, and narrows its groups to what this rank trains.
+
+    It is an Optimizer by its class, as schedulers ask; what it has not itself (`state`, hooks) is the kept one's.
 
     Groups that are added later, here or to the object itself, are narrowed too. Before a step the `gradients` of the
     whole model are clipped and brought back to the loss; a step in which one of them is not finite, on any rank, is
@@ -31,9 +34,15 @@ class PipelineOptimizer(OptimizerWrapper):
     """
 
     def __init__(
-        self, optim: Optimizer, gradients: ModelGradients, zero: bool = False, finite: Finite | None = None
+        self,
+        optim: Optimizer,
+        gradients: ModelGradients,
+        zero: bool = False,
+        finite: Finite | None = None,
+        backward: Callable[[Tensor], None] | None = None,
     ) -> None:
-        super().__init__(optim)
+        OptimizerWrapper.__init__(self, optim)
+        self._backward = backward
         self.gradients, self.finite = gradients, finite
         self.sync, self.grid = gradients.sync, gradients.grid
         self.zero = zero and self.grid.dp_size > 1
@@ -44,6 +53,17 @@ class PipelineOptimizer(OptimizerWrapper):
         self._steps = False
         optim.register_step_pre_hook(self._refuse_alone)
         optim.add_param_group, optim.zero_grad = self.add_param_group, self.zero_grad  # type: ignore[method-assign]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "an optimizer of a boosted model is neither copied nor pickled, as it is a part of the whole: save it by "
+            "booster.save_optimizer(optimizer, folder, shard=True)"
+        )
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -174,10 +194,10 @@ class PipelineOptimizer(OptimizerWrapper):
             return float(self.gradients.total(norm_type))
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        raise UsageError(
-            "the backward pass of a pipeline is part of booster.execute_pipeline(data_iter, model, criterion, "
-            "optimizer), which leaves the gradients in place: drop booster.backward(...) and loss.backward()"
-        )
+        """Of a loss that one process with the whole model (pp_size=1) has computed by `model(...)`."""
+        if self._backward is None or not loss.requires_grad:
+            raise UsageError(BACKWARD)
+        self._backward(loss)
 
 
 def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -18,6 +18,38 @@ LOSSES = "loss"
 NOTHING, EVERYTHING, FUNCTION, EACH_LOSS, FIELDS = range(5)  # kinds of what can be asked for; fields add a digest
 
 
+BACKWARD = (
+    "the backward pass of a pipeline is part of booster.execute_pipeline(data_iter, model, criterion, optimizer), "
+    "which leaves the gradients in place: drop booster.backward(...) and loss.backward()"
+)
+
+
+class StepLoss(Tensor):
+    """The loss of a step: a tensor without a graph, which says so where somebody calls `backward`. What is computed of
+    it, copied or saved is a plain tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def _plain(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        raise UsageError(BACKWARD)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self._plain.clone()
+
+    def __format__(self, spec: str) -> str:
+        return format(self._plain, spec)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self._plain)
+
+
 class Outputs:
     """What one step was asked for by `return_outputs`, and what its microbatches have given of it so far.
 

@@ -43,7 +43,7 @@ class Colossalai(Target):
         stages = split.num_stages // self.plugin.get("num_model_chunks", 1)
         plugin = PipelinePlugin(
             stages,
-            self.num_microbatches,
+            num_microbatches=self.num_microbatches,
             partition=split.policy.partition_by,
             dry_run_input=split.sample.data,
             **self.plugin,

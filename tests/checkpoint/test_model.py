@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin
@@ -395,7 +396,7 @@ def wrongly(folder: str, what: dict[str, Any]) -> None:
         ("file", {"shard": True}, "is a file, but shard=True writes a folder"),
         ("folder", {}, "is a folder, but shard=False writes a file"),
         ("new", {"shard": True, "prefix": "x"}, "the architecture's own names only"),
-        ("new", {"use_async": True}, "pass shard=True"),
+        ("new.pt", {"use_safetensors": True}, "is read as what torch.save writes: name it .safetensors instead"),
     ],
 )
 def test_saving_wrongly(pool: Pool, tmp_path: Path, name: str, what: dict[str, Any], message: str) -> None:
@@ -403,3 +404,35 @@ def test_saving_wrongly(pool: Pool, tmp_path: Path, name: str, what: dict[str, A
     (tmp_path / "folder").mkdir()
     assert all(message in m for m in pool.run_expecting(CheckpointError, wrongly, 2, str(tmp_path / name), what))
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def one_file(folder: str, name: str) -> dict[str, Tensor]:
+    """One file of each kind, the second in the background while training goes on; each is loaded by another split."""
+    data = zoo.batch("llama-tied")
+    split = Split(zoo.build("llama-tied"), dist.get_world_size(), data, num_microbatches=2)
+    first = values(split)
+    split.booster.save_model(split.model, f"{folder}/{name}")
+    split.booster.save_model(split.model, f"{folder}/later-{name}", use_async=True)
+    split.backward(data)
+    split.step()
+    split.booster.checkpoint_io.wait()
+    for file in (name, f"later-{name}"):
+        other = Split(zoo.build("llama-tied", seed=1), dist.get_world_size(), data, num_microbatches=2)
+        other.booster.load_model(other.model, f"{folder}/{file}")
+        assert all(torch.equal(value, first[key]) for key, value in values(other).items())
+    return first
+
+
+@pytest.mark.parametrize("name", ["x.pt", "pytorch_model.bin", "x.safetensors", "x"])
+def test_one_file_is_what_its_name_says(pool: Pool, tmp_path: Path, name: str) -> None:
+    """`save_model(model, "x.pt")` wrote safetensors under that name, which neither torch.load nor load_model read."""
+    pool.run(one_file, 2, str(tmp_path), name)
+    model, read = zoo.build("llama-tied", seed=1), torch.load if "x.pt" in name or ".bin" in name else load_file
+    for file in (name, f"later-{name}"):
+        state = read(tmp_path / file)
+        if read is torch.load:
+            model.load_state_dict(state)  # strictly: tied tensors have all of their names
+            assert all(torch.equal(p, q) for p, q in zip(model.parameters(), zoo.build("llama-tied").parameters()))
+        else:
+            assert set(dict(model.state_dict())) - set(state) == {"lm_head.weight"}
+    assert {path.name for path in tmp_path.iterdir()} == {name, f"later-{name}"}

@@ -53,7 +53,7 @@ class Job:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.plugin = PipelinePlugin(
-            dist.get_world_size(), MICROBATCHES, max_norm=1.0, timeout=TIMEOUT, check_finite=True
+            dist.get_world_size(), num_microbatches=MICROBATCHES, max_norm=1.0, timeout=TIMEOUT, check_finite=True
         )
         model = zoo.build("gpt2")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

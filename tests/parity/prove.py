@@ -23,7 +23,7 @@ def prove(entry: Entry, p: int) -> Verdict:
         return Verdict("untrainable", reason=f"{type(error).__name__}: {error}")
     for m in (2, 1):
         with alone():
-            plugin = PipelinePlugin(p, m)
+            plugin = PipelinePlugin(p, num_microbatches=m)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         proof = prove_model(plugin, model, optimizer, None, read_batch(model, data))
         if proof.kind != UNPROVEN:

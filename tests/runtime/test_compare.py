@@ -43,7 +43,7 @@ def old_transformers() -> None:
         return "4.57.6" if name == "transformers" and dist.get_rank() == 1 else version(name)
 
     with mock.patch.object(compare, "version", old):
-        PipelinePlugin(2, 2)
+        PipelinePlugin(2, num_microbatches=2)
 
 
 def test_other_packages_are_named(pool: Pool) -> None:
@@ -53,7 +53,7 @@ def test_other_packages_are_named(pool: Pool) -> None:
 
 
 def wrong_on_one_rank() -> None:
-    PipelinePlugin(2, 2, schedule="zigzag" if dist.get_rank() else "1f1b")
+    PipelinePlugin(2, num_microbatches=2, schedule="zigzag" if dist.get_rank() else "1f1b")
 
 
 def test_an_argument_that_one_rank_refuses_ends_the_others(pool: Pool) -> None:
@@ -67,7 +67,7 @@ def boosted_with(change: str) -> None:
         model.transformer.wte.requires_grad_(False)
     options = {"lr": 1e-3 * (1 + (change == "lr" and dist.get_rank()))}
     optimizer = torch.optim.AdamW(model.parameters(), **options)
-    plugin = PipelinePlugin(2, 2, dry_run_input=zoo.batch("gpt2"))
+    plugin = PipelinePlugin(2, num_microbatches=2, dry_run_input=zoo.batch("gpt2"))
     plugin.configure(model, optimizer)
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import binary_cross_entropy, cross_entropy, dropout, no
 
 from pipeshard.errors import ConfigurationError
 from pipeshard.model.batch import Batch
-from pipeshard.model.criterion import key_of, refuse_parameters
+from pipeshard.model.criterion import key_of, refuse_criterion
 from pipeshard.model.trace import trace
 from pipeshard.runtime.loss import LossRule, find_loss_rule
 from tests.parity.build import batch as make_batch
@@ -249,5 +249,5 @@ def test_a_criterion_with_parameters_is_refused() -> None:
     criterion = nn.Module()
     criterion.scale = nn.Parameter(torch.zeros(()))
     with pytest.raises(ConfigurationError, match=r"parameters of its own, scale the first"):
-        refuse_parameters(criterion, Tagger())
-    refuse_parameters(criterion.requires_grad_(False), Tagger())
+        refuse_criterion(criterion, Tagger())
+    refuse_criterion(criterion.requires_grad_(False), Tagger())

@@ -1,0 +1,343 @@
+"""The door: what people bring from Hugging Face, torch and ColossalAI works, or gets one error with the remedy."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from colossalai.booster import Booster
+from colossalai.lazy import LazyInitContext
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+    get_cosine_schedule_with_warmup,
+)
+
+from pipeshard import PipelinePlugin
+from pipeshard.checkpoint import pretrained
+from pipeshard.errors import CheckpointError, ConfigurationError, PipeshardError, UsageError
+from pipeshard.runtime.optimizer import PipelineOptimizer
+from tests import zoo
+from tests.messages import assert_told
+from tests.pool import Pool
+from tests.unsplit import Split, Unsplit, differences, gradient_error, parameter_error
+
+
+def split_in_two(name: str = "llama", **options: Any) -> Split:
+    return Split(zoo.build(name), dist.get_world_size(), zoo.batch(name), **{"num_microbatches": 2, **options})
+
+
+def habits(folder: str) -> list[str]:
+    """What is typed by habit, one after the other, and what is said of it; then a step that is exact."""
+    model = zoo.build("llama")
+    unsplit = Unsplit(copy.deepcopy(model))
+    data = zoo.batch("llama")
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    boosted, execute = split.model, split.booster.execute_pipeline
+    loss = split.backward(data)["loss"]
+    split.optimizer.zero_grad()
+    assert f"{loss:.3f}" == f"{float(loss):.3f}" and repr(loss).startswith("tensor(")
+    assert type(copy.deepcopy(loss)) is type(loss / 2) is type(loss.detach()) is Tensor
+    assert boosted.config is boosted.unwrap().config and boosted.dtype is torch.float32
+    boosted.gradient_checkpointing_enable()
+    boosted.gradient_checkpointing_disable()
+
+    def trainer() -> None:
+        arguments = TrainingArguments(folder, max_steps=1, report_to=[], use_cpu=True)
+        Trainer(model=boosted, args=arguments, train_dataset=[data]).train()
+
+    attempts = [
+        lambda: loss.backward(),
+        lambda: boosted.generate(data["input_ids"]),
+        lambda: boosted.save_pretrained(folder),
+        lambda: DistributedDataParallel(boosted),
+        lambda: Accelerator(cpu=True).prepare(boosted),
+        trainer,
+        lambda: copy.deepcopy(split.optimizer),
+        lambda: execute(iter([data]), boosted, nn.CrossEntropyLoss(), split.optimizer),
+        lambda: execute(iter([data]), boosted, nn.functional.mse_loss, split.optimizer),
+        lambda: execute(iter([data]), boosted, lambda: 0.0, split.optimizer),
+        lambda: execute(iter([data]), boosted, "cross_entropy", split.optimizer),  # type: ignore[arg-type]
+    ]
+    messages = []
+    for attempt in attempts:
+        with pytest.raises(PipeshardError) as caught:
+            attempt()
+        messages.append(f"{type(caught.value).__name__}: {caught.value}")
+    assert not differences(split, unsplit, data, num_microbatches=2)
+    return messages
+
+
+def test_habits_are_answered_by_name(pool: Pool, tmp_path: Any) -> None:
+    """`out["loss"].backward()` said that element 0 has no grad_fn, `model.config` that there is none, DDP that ranks
+    have other parameters, and CrossEntropyLoss that its argument must be a Tensor."""
+    expected = [
+        "UsageError: the backward pass of a pipeline is part of booster.execute_pipeline",
+        "UsageError: .*(to_sequential|execute_pipeline)",
+        "UsageError: save_pretrained: .*booster.save_model",
+        "UsageError: DistributedDataParallel would wrap a model that was boosted",
+        "UsageError: accelerate .* would wrap a model that was boosted.*execute_pipeline",
+        "UsageError: accelerate .* would wrap a model that was boosted",
+        "UsageError: an optimizer of a boosted model is neither copied nor pickled.*booster.save_optimizer",
+        "ConfigurationError: CrossEntropyLoss takes tensors, but a criterion gets the model's output .CausalLMOutput.*",
+        "ConfigurationError: mse_loss takes tensors, but",
+        r"ConfigurationError: the criterion takes \(\), but gets \(outputs, inputs\), or outputs alone",
+        r"ConfigurationError: the criterion is a str: pass criterion\(outputs, inputs\)",
+    ]
+    for messages in pool.run(habits, 2, str(tmp_path)):
+        assert_told(messages, expected)
+
+
+def of_outputs(outputs: Any) -> Any:
+    return outputs.loss
+
+
+def one_argument() -> None:
+    data, model = zoo.batch("llama"), zoo.build("llama")
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = object.__new__(Split)
+    split.plugin = PipelinePlugin(pp_size=dist.get_world_size(), num_microbatches=2, dry_run_input=data)
+    split.booster = Booster(plugin=split.plugin)
+    raw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def fails_on_outputs(x: Any) -> Any:
+        return x["mean"].mean()
+
+    split.model, split.optimizer, criterion, *_ = split.booster.boost(model, raw, fails_on_outputs)
+    assert criterion is fails_on_outputs  # the script calls it itself
+    run = split.booster.execute_pipeline
+    for one in (lambda outputs, inputs: criterion({"mean": outputs.logits}), of_outputs):
+        loss = run(iter([data]), split.model, one, split.optimizer, return_loss=True)["loss"]
+        assert loss.shape == ()
+        split.optimizer.zero_grad()
+    reference = unsplit.backward_in_parts(data, num_microbatches=2)
+    assert torch.equal(run(iter([data]), split.model, of_outputs, split.optimizer)["loss"], reference)
+
+
+def test_a_criterion_of_the_outputs_alone(pool: Pool) -> None:
+    """ColossalAI's tests give `boost` a loss function of one argument, and call it themselves: it was called with two,
+    which was a TypeError."""
+    pool.run(one_argument, 2)
+
+
+def scheduled_afterwards() -> None:
+    """A schedule of transformers, and one of torch with momentum, of what boost returned."""
+    model = zoo.build("llama")
+    unsplit = Unsplit(copy.deepcopy(model))
+    data = zoo.batch("llama")
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    assert isinstance(split.optimizer, torch.optim.Optimizer)
+    schedulers = [get_cosine_schedule_with_warmup(one.optimizer, 2, 8) for one in (split, unsplit)]
+    seen: list[int] = []
+    split.optimizer.register_step_post_hook(lambda *_: seen.append(len(split.optimizer.state)))
+    for _ in range(3):
+        assert not differences(split, unsplit, data, tolerance=1e-5)
+        unsplit.step()
+        split.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr()
+        assert split.optimizer.param_groups[0]["lr"] == unsplit.optimizer.param_groups[0]["lr"]
+    assert parameter_error(split, unsplit.model) < 1e-5 and len(seen) == 3 and seen[-1] > 0
+    torch.optim.lr_scheduler.OneCycleLR(split.optimizer, max_lr=0.1, total_steps=4).step()
+    assert isinstance(split.optimizer, PipelineOptimizer)
+
+
+def test_a_scheduler_may_be_made_after_boost(pool: Pool) -> None:
+    """It was a TypeError: PipelineOptimizer is not an Optimizer."""
+    pool.run(scheduled_afterwards, 2)
+
+
+class Tokenized:
+    """What a `datasets.Dataset` of a tokenizer gives: columns of lists."""
+
+    def __init__(self, count: int = 8) -> None:
+        ids = torch.randint(3, zoo.VOCABULARY, (count, 8), generator=torch.Generator().manual_seed(0)).tolist()
+        self.rows = [{"input_ids": row, "attention_mask": [1] * 8, "labels": row} for row in ids]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, k: int) -> dict[str, list[int]]:
+        return self.rows[k]
+
+
+def loaders() -> None:
+    """Lists of tokens, a batch sampler, and one that masks at random, with ranks that are seeded apart."""
+    torch.manual_seed(0)
+    model = zoo.build("llama")
+    torch.manual_seed(dist.get_rank())
+
+    def mask(samples: Any) -> Any:
+        batch = {key: torch.tensor([sample[key] for sample in samples]) for key in samples[0]}
+        return {**batch, "labels": torch.where(torch.rand(batch["labels"].shape) < 0.5, batch["labels"], -100)}
+
+    for options in (
+        {"batch_size": 4},
+        {"batch_size": 4, "collate_fn": mask},
+        {"batch_size": 1, "batch_sampler": BatchSampler(SequentialSampler(range(8)), 4, False)},
+    ):
+        plugin = PipelinePlugin(pp_size=dist.get_world_size(), num_microbatches=2)
+        loader = plugin.prepare_dataloader(Tokenized(), **options)
+        own = copy.deepcopy(model)
+        booster = Booster(plugin=plugin)
+        boosted, optimizer, *_ = booster.boost(own, torch.optim.SGD(own.parameters(), lr=0.1), None, loader)
+        batches = iter(loader)
+        for _ in range(len(loader)):
+            assert booster.execute_pipeline(batches, boosted, None, optimizer)["loss"] > 0
+
+
+def test_loaders_as_the_trainer_has_them(pool: Pool) -> None:
+    """A tokenized dataset, a `batch_sampler` (KeyError: 0) and a random collator train."""
+    pool.run(loaders, 2)
+
+
+def trained_in_16_bits(**options: Any) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pipeshard").addHandler(handler)
+    try:
+        Split(
+            zoo.build("llama").to(torch.bfloat16),
+            dist.get_world_size(),
+            zoo.batch("llama"),
+            num_microbatches=2,
+            **options,
+        )
+    finally:
+        logging.getLogger("pipeshard").removeHandler(handler)
+    return [text for text in said if "fp32 values" in text]
+
+
+def test_training_in_16_bits_alone_is_said_once(pool: Pool) -> None:
+    """transformers 5 loads a bf16 checkpoint as it is: nine updates of ten were rounded away without a word."""
+    first, second = pool.run(trained_in_16_bits, 2)
+    assert len(first) == 1 and not second
+    assert "torch.bfloat16" in first[0] and "PipelinePlugin(precision='bf16')" in first[0]
+    assert pool.run(trained_in_16_bits, 2, precision="bf16") == [[], []]
+
+
+def whole(precision: str) -> None:
+    """`model(**batch)` and `booster.backward`, over two halves of a batch, on one or two replicas, beside a step that
+    cuts the batch in two, and beside plain torch."""
+    model, world = zoo.build("llama-tied"), dist.get_world_size()
+    plain = Unsplit(copy.deepcopy(model), max_norm=0.5)
+    options = {"precision": precision, "max_norm": 0.5, "dry_run_input": zoo.batch("llama")}
+    called = Split(copy.deepcopy(model), 1, num_microbatches=None, sample=options.pop("dry_run_input"), **options)
+    stepped = Split(model, 1, zoo.batch("llama"), num_microbatches=2, **options)
+    assert not called.plugin.enable_pipeline_parallelism
+    for seed in range(3):
+        ids = zoo.batch("llama", seed=seed)["input_ids"]
+        own = ids.chunk(world)[dist.get_rank()]
+        for half in own.chunk(2):
+            output = called.model(input_ids=half, labels=half)
+            if world > 1 or precision == "fp16":
+                with pytest.raises(UsageError, match=r"call booster.backward\(loss, optimizer\)"):
+                    (output.loss / 2).backward(retain_graph=True)
+            called.booster.backward(output.loss / 2, called.optimizer)
+        stepped.backward({"input_ids": own, "labels": own})
+        plain.backward({"input_ids": ids, "labels": ids})
+        for one in (called, stepped, plain):
+            one.step()
+        norms = [one.optimizer.get_grad_norm() for one in (called, stepped)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+        assert norms[0] == pytest.approx(float(plain.norm), rel=1e-5 if precision == "fp32" else 0.1)  # type: ignore[arg-type]
+    assert parameter_error(called, stepped.model.unwrap()) < (1e-6 if precision == "fp32" else 1e-3)
+    if precision == "fp32":
+        assert parameter_error(called, plain.model) < 1e-5
+    with torch.no_grad():
+        assert called.model(input_ids=ids).loss is None
+        logits = called.model(input_ids=ids).logits
+    evaluated = called.evaluate({"input_ids": ids}, return_outputs=True, return_loss=False)["outputs"]
+    assert torch.equal(logits, evaluated.logits)
+
+
+@pytest.mark.parametrize(("precision", "world"), [("fp32", 1), ("fp32", 2), ("bf16", 2), ("fp16", 1)])
+def test_one_stage_can_be_called_as_a_plain_model(pool: Pool, precision: str, world: int) -> None:
+    """Scripts have `if plugin.pp_size > 1: execute_pipeline(...) else: model(**batch)`, whose other branch was lost."""
+    pool.run(whole, world, precision)
+
+
+def whole_but_for(**options: Any) -> None:
+    data = zoo.batch("llama")
+    split = Split(zoo.build("llama"), 1, data, num_microbatches=2, **options)
+    with pytest.raises(UsageError, match=r"use booster\.execute_pipeline"):
+        split.model(**data)
+
+
+def test_sharded_parameters_are_not_called(pool: Pool) -> None:
+    """Units are gathered by a step alone."""
+    pool.run(whole_but_for, 2, fsdp=True)
+
+
+def one_by_one() -> None:
+    """Trained beside the unsplit model, sample by sample, with two lengths."""
+    config = GPT2Config(vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=32, num_labels=3)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    torch.manual_seed(0)
+    model = GPT2ForSequenceClassification(config).train()
+    unsplit = Unsplit(copy.deepcopy(model))
+    ids = torch.randint(61, (4, 9), generator=torch.Generator().manual_seed(0))
+    data = {"input_ids": ids, "labels": torch.tensor([0, 2, 1, 1])}
+    loader: Any = DataLoader([{key: value[k] for key, value in data.items()} for k in range(4)], batch_size=4)
+    split = object.__new__(Split)
+    split.plugin = PipelinePlugin(pp_size=dist.get_world_size(), microbatch_size=1, loss_reduction="microbatch")
+    split.booster = Booster(plugin=split.plugin)
+    raw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    split.model, split.optimizer, *_ = split.booster.boost(model, raw, None, loader)
+    for length in (9, 5, 9):
+        batch = {**data, "input_ids": ids[:, :length]}
+        loss = split.backward(batch)["loss"]
+        reference = 0.0
+        for k in range(4):
+            part = unsplit.model(**{key: value[k : k + 1] for key, value in batch.items()}).loss / 4
+            part.backward()
+            reference += float(part.detach())
+        assert float(loss) == pytest.approx(reference, rel=1e-6)
+        assert gradient_error(split, unsplit.model) < 1e-5
+        unsplit.step()
+        split.step()
+    assert parameter_error(split, unsplit.model) < 1e-5
+
+
+def test_a_model_that_takes_one_sample_at_a_time(pool: Pool) -> None:
+    """A classifier without a padding token was refused, since it was traced with several samples."""
+    pool.run(one_by_one, 2)
+
+
+def lazily() -> None:
+    with LazyInitContext():
+        model = zoo.build("llama")
+    Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+
+
+def test_lazy_tensors_of_colossalai_are_refused_by_name(pool: Pool) -> None:
+    """It was a RuntimeError: META device type not an accelerator."""
+    for message in pool.run_expecting(ConfigurationError, lazily, 2):
+        assert "under colossalai's LazyInitContext" in message and "torch.device('meta')" in message
+
+
+def test_a_name_of_the_hub_is_looked_for_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`from_pretrained(AutoModel, "owner/name")` said that there is no such folder, and no more."""
+    with pytest.raises(CheckpointError, match=r"huggingface_hub.snapshot_download\('owner/name'\)"):
+        PipelinePlugin.from_pretrained(AutoModelForCausalLM, "owner/name")
+    with pytest.raises(CheckpointError, match=r"no/such/folder is not there: pass a folder .* wrote$"):
+        PipelinePlugin.from_pretrained(AutoModelForCausalLM, "no/such/folder")
+    zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
+    found = {"owner/name": str(tmp_path)}
+    monkeypatch.setattr(pretrained, "snapshot_download", lambda name, local_files_only: found[name])
+    model: Any = PipelinePlugin.from_pretrained(AutoModelForCausalLM, "owner/name")
+    assert model.config.num_hidden_layers == 4 and model._pretrained == str(tmp_path)
