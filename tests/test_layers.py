@@ -325,6 +325,45 @@ def losses_of_iterables(modules: list[nn.Module]) -> list[float]:
     return [float(split_of(module).backward(batch())["loss"]) for module in made]
 
 
+class Convolutions(nn.Module):
+    """AlexNet's form: two nn.Sequentials with what writes in place, and glue between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        relu, pooling = nn.ReLU(inplace=True), nn.MaxPool2d(2)
+        self.features = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), relu, pooling, nn.Conv2d(4, 6, 3), relu, pooling)
+        self.classifier = nn.Sequential(nn.Identity(), nn.Linear(6, H), nn.ReLU(inplace=True), nn.Linear(H, V))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        y = self.classifier(torch.flatten(self.features(x), 1))
+        return {"loss": nn.functional.cross_entropy(y, labels)}
+
+
+def cut_in_sequentials(**options: Any) -> tuple[int, ...]:
+    torch.manual_seed(0)
+    model, data = Convolutions(), {"x": torch.randn(8, 3, 8, 8), "labels": torch.arange(8)}
+    reference = copy.deepcopy(model)
+    split = Split(model, dist.get_world_size(), data, num_microbatches=4, **options)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=LEARNING_RATE)
+    for _ in range(3):
+        loss = reference(**data)["loss"]
+        loss.backward()
+        assert float(split.backward(data)["loss"]) == pytest.approx(float(loss), rel=1e-5)
+        assert gradient_error(split, reference) < 1e-5
+        optimizer.step()
+        optimizer.zero_grad()
+        split.step()
+    assert parameter_error(split, reference) < LEARNING_RATE / 10
+    return split.model.pipeline.policy.stages
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe", "recompute": True, "partition": [2, 1, 4, 3]}])
+def test_sequentials_inside_a_model_are_cut(pool: Pool, options: dict[str, Any]) -> None:
+    """Each was one unit, so that AlexNet ran on two stages at most; cuts are between what writes in place, too."""
+    stages = pool.run(cut_in_sequentials, 4, **options)
+    assert stages == [stages[0]] * 4 and len(stages[0]) == 10 and max(stages[0]) == 3
+
+
 METHODS: list[Any] = ["uniform", "parameters", "type:block", "type:halve|Attending", "profile", [4, 9], ["layers.2"]]
 
 
