@@ -26,6 +26,7 @@ from pipeshard.model.slicing import check_plan
 from pipeshard.model.trace import trace
 from pipeshard.model.units import containers, find_units, recomputes
 from pipeshard.model.untouched import without_cache
+from pipeshard.options import check_split_backward
 from pipeshard.planner.measured import measured_costs
 from pipeshard.runtime.agreement import gather, gather_objects, share_scalar, sum_scalar, together_in
 from pipeshard.runtime.carry import Carry
@@ -46,7 +47,8 @@ from pipeshard.runtime.stage import Stage
 from pipeshard.runtime.step import StepPlanner
 from pipeshard.schedule.communicate import add_communication
 from pipeshard.schedule.cooldown import shorten_cooldown
-from pipeshard.schedule.program import Program, forward_only, make_program
+from pipeshard.schedule.given import program_of
+from pipeshard.schedule.program import Program, forward_only
 from pipeshard.wishes import settled
 from pipeshard.wrappers import refuse_compiled
 
@@ -85,7 +87,7 @@ class Pipeline:
         size = plugin.microbatch_size or max(1, sample.rows // (plugin.num_microbatches or 1))
         scale = next(iter(sample.tensors.values())).numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1])
         policy = plugin.policy or find_policy(model)
-        placement = make_program(plugin.schedule, self.num_stages, 1, plugin.num_model_chunks).placement
+        placement = program_of(plugin.schedule, self.num_stages, 1, plugin.num_model_chunks).placement
         costs = measured_costs(str(partition), model, flow, sample, self._cut(), self.device, self.grid.world)
         where = self.rank, self.num_stages, partition, scale, self.device
         self.policy = policy(model, flow, *where, placement=placement, costs=costs)
@@ -260,8 +262,9 @@ class Pipeline:
 
     def _program(self, num_microbatches: int, train: bool) -> Program:
         plugin = self.plugin
-        program = make_program(plugin.schedule, self.num_stages, num_microbatches, plugin.num_model_chunks)
-        program = shorten_cooldown(program) if self._defers else program
+        program = program_of(plugin.schedule, self.num_stages, num_microbatches, plugin.num_model_chunks)
+        check_split_backward(program, plugin.compile, plugin.fsdp)
+        program = shorten_cooldown(program) if self._defers and isinstance(plugin.schedule, str) else program
         return add_communication(program if train else forward_only(program))
 
     def _init_weights(self) -> InitWeights:

@@ -48,6 +48,7 @@ from pipeshard.runtime.precision import PRECISIONS, Precision
 from pipeshard.runtime.recording import Recording
 from pipeshard.runtime.scaling import LossScale
 from pipeshard.runtime.watching import calling, watch_world
+from pipeshard.schedule.given import Schedule, is_v, program_of
 from pipeshard.stage_manager import PipelineStageManager
 from pipeshard.verify.alone import standing_alone
 
@@ -64,7 +65,8 @@ class PipelinePlugin(PipelinePluginBase):
         pp_size: p, the number of stages.
         num_microbatches, microbatch_size: exactly one of the two; how each batch is cut along its samples.
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1" or "zbv". With the last two, the weight gradients of linear
-            and embedding layers are computed apart, while a stage would wait.
+            and embedding layers are computed apart, while a stage would wait. Or a `pipeshard.schedule.Program`, or a
+            function of (p, m, v) that returns one, which is run as it is, messages added.
         num_model_chunks: v, the chunks of the model on each process, for "interleaved"; "zbv" always has two.
         p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
         partition: "auto" (by cost), "uniform", "parameters", "type:REGEX" (equally many units whose class matches),
@@ -118,7 +120,7 @@ class PipelinePlugin(PipelinePluginBase):
         pp_size: int,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
-        schedule: str = "1f1b",
+        schedule: Schedule = "1f1b",
         num_model_chunks: int = 1,
         p2p: str | type[P2P] = "broadcast",
         partition: Cuts = "auto",
@@ -149,11 +151,12 @@ class PipelinePlugin(PipelinePluginBase):
         watch = watch_world(timeout)
         with calling("PipelinePlugin"):
             check_microbatches(num_microbatches, microbatch_size)
-            chunks = check_chunks(schedule, num_model_chunks)
+            chunks = check_chunks(schedule, pp_size, num_microbatches, num_model_chunks)
             check_kinds(policy, init_weights, loss_reduction)
             check_replicas(zero_stage, fsdp)
             check_compile(compile)
-            check_split_backward(schedule, chunks, compile, fsdp)
+            p = 1 if isinstance(schedule, str) else pp_size
+            check_split_backward(program_of(schedule, p, 1, chunks), compile, fsdp)
             check_precision(precision, autocast)
             check_declared(batch_dims)
             self.verify = check_verify(verify)
@@ -174,7 +177,8 @@ class PipelinePlugin(PipelinePluginBase):
             self.shared_weights = shared_weights
             self.recompute = Recompute.of(recompute, activation_checkpoint_interval, pp_size * chunks)
             self.pg_mesh = self.grid.mesh
-            self.stage_manager = PipelineStageManager(self.pg_mesh, PP, chunks > 1, schedule == "zbv", chunks)
+            in_v = chunks == 2 and is_v(program_of(schedule, pp_size, 1, chunks).placement, pp_size)
+            self.stage_manager = PipelineStageManager(self.pg_mesh, PP, chunks > 1, in_v or schedule == "zbv", chunks)
             self.device = own_device()
             self.precision = Precision(precision, autocast, self.device)
             self.scaling = LossScale(initial_scale) if self.precision.scales else None
