@@ -1,6 +1,7 @@
 """Options: the plugin's arguments, refused by name where they cannot work."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -90,6 +91,12 @@ def check_timeout(timeout: Any) -> None:
     number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not (timeout is None or timeout == "adaptive" or (number and timeout > 0)):
         raise ConfigurationError(f"timeout={timeout!r} is none of a number of seconds, 'adaptive', and None")
+
+
+def check_tp_plan(plan: Any) -> dict[str, str] | None:
+    if plan is not None and not (isinstance(plan, Mapping) and plan and all(isinstance(s, str) for s in plan.values())):
+        raise ConfigurationError(f"tp_plan={plan!r}: give styles by the names of modules")
+    return None if plan is None else dict(plan)
 
 
 def check_verify(verify: Any) -> bool | str:

@@ -35,6 +35,7 @@ from pipeshard.options import (
     check_replicas,
     check_split_backward,
     check_timeout,
+    check_tp_plan,
     check_verify,
 )
 from pipeshard.pipeline import Pipeline
@@ -85,7 +86,8 @@ class PipelinePlugin(PipelinePluginBase):
         loss_reduction: "token" makes the loss that of the whole batch, the mean over its valid labels;
             "microbatch" averages the microbatches' losses as they are.
         dp_size: the replicas; by default as many as the world has room for.
-        tp_size: ranks that each stage is sliced over by the architecture's own `tp_plan` (transformers 5).
+        tp_size: ranks that slice each stage, by the architecture's own `tp_plan` (transformers 5) or its policy's.
+        tp_plan: another one: by the names of modules, with * for numbers, "colwise", "rowwise" or another style.
         zero_stage: 1 divides the optimizer's state among the replicas, by whole parameters.
         fsdp: True divides parameters, gradients and the optimizer's state of each held unit among the replicas, by
             torch's `fully_shard`; parameters are gathered once a step. Not with "zb-h1" and "zbv".
@@ -144,6 +146,7 @@ class PipelinePlugin(PipelinePluginBase):
         timeout: float | str | None = 600.0,
         check_finite: bool = False,
         verify: bool | str = "auto",
+        tp_plan: Mapping[str, str] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in NOT_COMPARED}
         super().__init__()
@@ -174,7 +177,7 @@ class PipelinePlugin(PipelinePluginBase):
             self.max_norm, self.loss_reduction, self.compile = max_norm, loss_reduction, compile
             self.check_finite = check_finite
             self.zero_stage, self.fsdp, self.batch_dims = zero_stage, fsdp, dict(batch_dims or {})
-            self.shared_weights = shared_weights
+            self.shared_weights, self.tp_plan = shared_weights, check_tp_plan(tp_plan)
             self.recompute = Recompute.of(recompute, activation_checkpoint_interval, pp_size * chunks)
             self.pg_mesh = self.grid.mesh
             in_v = chunks == 2 and is_v(program_of(schedule, pp_size, 1, chunks).placement, pp_size)

@@ -24,7 +24,7 @@ class Holdings:
     """Brings the parameters that a sharded `model` holds into their form here; made by every rank at the same time.
 
     All holders get the values of one. Then parameters are lowered to 16 bits where `precision` says so, sliced
-    over the ranks along TP, and with `fsdp` divided over the replicas.
+    over the ranks along TP by a `plan`, and with `fsdp` divided over the replicas.
 
     Attributes:
         held: the parameters now, by their first names.
@@ -32,13 +32,21 @@ class Holdings:
         sync: what adds up their gradients.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy, grid: Grid, precision: Precision, fsdp: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy,
+        grid: Grid,
+        precision: Precision,
+        fsdp: bool,
+        plan: Mapping[str, str] | None = None,
+    ) -> None:
         self.model, self.policy, self.grid = model, policy, grid
         self.units = policy.held_units
         before = self.held = {name: p for name, p in model.named_parameters() if not is_released(p)}
         self._share_values()
         full = precision.lower(model, but=self._in_units() if fsdp else set())
-        self.slicing = Slicing(model, before, self.units, grid.mesh.along(TP)) if grid.tp_size > 1 else None
+        self.slicing = Slicing(model, before, self.units, grid.mesh.along(TP), plan) if plan else None
         dtype = precision.dtype if precision.lowers else None
         self.sharded = self._sharded(dtype) if fsdp and grid.dp_size > 1 else None
         now = dict(model.named_parameters())
