@@ -23,7 +23,7 @@ from pipeshard.model.slices import plan_of, style_of
 from tests import zoo
 from tests.parity.build import batch, build
 from tests.parity.entries import find
-from tests.pool import Pool
+from tests.pool import Pool, WorkerError
 from tests.test_randomness import with_dropout
 from tests.unsplit import Split, Unsplit, compared, gradient_error, parameter_error
 
@@ -114,6 +114,39 @@ def test_plans_of_policies(pool: Pool, name: str) -> None:
 def test_a_plan_of_one_s_own(pool: Pool) -> None:
     plan = {"transformer.h.*.mlp.c_fc": "conv1d_colwise", "transformer.h.*.mlp.c_proj": "conv1d_rowwise"}
     assert pool.run(sliced, 2, "gpt2", 1, tp_plan=plan, recompute=True, schedule="zb-h1") == ["S(1)"] * 2
+
+
+def packed(folder: str) -> str:
+    """Weights and optimizer of fused projections, saved and read in slices; under FSDP they are refused."""
+    data, splits = zoo.batch("gpt2"), []
+    for seed in range(2):
+        split = Split(zoo.build("gpt2", seed=seed), 1, data, num_microbatches=2, tp_size=2, dp_size=1)
+        splits.append(split)
+    trained, loaded = splits
+    trained.backward(data)
+    trained.step()
+    trained.booster.save_model(trained.model, f"{folder}/model", shard=True)
+    trained.booster.save_optimizer(trained.optimizer, f"{folder}/optimizer", shard=True)
+    loaded.booster.load_model(loaded.model, f"{folder}/model")
+    loaded.booster.load_optimizer(loaded.optimizer, f"{folder}/optimizer")
+    for split in splits:
+        split.backward(data)
+        split.step()
+    first, second = (dict(to_sequential(split.model).named_parameters()) for split in splits)
+    assert all(torch.equal(parameter, second[name]) for name, parameter in first.items())
+    return str(trained.held["transformer.h.0.attn.c_attn.weight"].placements[0])
+
+
+def divided_twice() -> None:
+    Split(zoo.build("gpt2"), 1, zoo.batch("gpt2"), num_microbatches=2, tp_size=2, fsdp=True)
+
+
+def test_slices_of_what_is_fused(pool: Pool, tmp_path: Path) -> None:
+    """The slice of a fused weight is in several places: its optimizer's states were saved as if in one, and could not
+    be read, and FSDP's gradients of it were others."""
+    assert pool.run(packed, 2, str(tmp_path)) == ["_S(1, 3)"] * 2
+    with pytest.raises(WorkerError, match=r"c_attn.weight holds several weights at once.*Use zero_stage=1"):
+        pool.run(divided_twice, 4)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pipeshard.model.ties import kept_tied, put_parameter
 from pipeshard.runtime.agreement import gather_objects, share_tensor
 from pipeshard.runtime.fsdp import ShardedUnits
 from pipeshard.runtime.gradients import GradientSync, Sharing, has_hooks
+from pipeshard.runtime.local import is_packed
 from pipeshard.runtime.precision import Precision
 from pipeshard.runtime.sharing import sharings
 from pipeshard.runtime.weights import Weight
@@ -48,6 +49,7 @@ class Holdings:
         full = precision.lower(model, but=self._in_units() if fsdp else set())
         self.slicing = Slicing(model, before, self.units, grid.mesh.along(TP), plan) if plan else None
         dtype = precision.dtype if precision.lowers else None
+        self._refuse_packed(fsdp)
         self.sharded = self._sharded(dtype) if fsdp and grid.dp_size > 1 else None
         now = dict(model.named_parameters())
         self.held = {name: now[name] for name in before}
@@ -78,6 +80,15 @@ class Holdings:
                 if weight.name in drawn:
                     weight.set(drawn[weight.name].detach())
                     put_parameter(self.model, weight.name, weight.parameter)
+
+    def _refuse_packed(self, fsdp: bool) -> None:
+        """torch divides a slice over replicas as if it were in one place."""
+        packed = [name for name, parameter in self.model.named_parameters() if is_packed(parameter)]
+        if fsdp and self.grid.dp_size > 1 and packed:
+            raise ConfigurationError(
+                f"{packed[0]} holds several weights at once, each of which tp_size={self.grid.tp_size} slices: "
+                "fsdp=True cannot divide that over replicas. Use zero_stage=1, or tp_size=1"
+            )
 
     def _share_values(self) -> None:
         for sharing in self._sharings(lambda name: (DP, TP)):
