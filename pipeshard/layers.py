@@ -1,7 +1,7 @@
 """Layers: a model as a list of modules, specs of modules, and functions, each given what the last returned."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -29,14 +29,17 @@ class PipelineModule(nn.Module):
 
     Args:
         layers: modules, LayerSpecs, TiedLayerSpecs, and functions, lambdas, partials, bound methods or other callables
-            of one argument.
+            of one argument, in any iterable: an nn.Sequential or nn.ModuleList too.
         num_stages: refuse a pipeline of another number of stages (times the chunks on each process).
+        topology, activation_checkpoint_func: None. The plugin says which rank does what; recompute is pipeshard's own.
         loss_fn: `loss_fn(output, labels)`, a scalar; the criterion where `boost` gets none. Batches are then
             `(inputs, labels)`; there is no loss of `(inputs,)`.
+        seed_layers: layer k of a spec is built after `seed_fn(base_seed + k)` instead, by default torch.manual_seed.
         partition_method: as the `partition` of PipelinePlugin, which wins unless it is "auto".
         activation_checkpoint_interval: k > 0: every k layers keep what the first of them got, and run again in the
             backward pass; in a pipeline each layer does, unless the plugin says which.
-        seed_layers: layer k of a spec is built after `seed_fn(base_seed + k)` instead, by default torch.manual_seed.
+        checkpointable_layers: names of classes: with the interval, only layers of these run again.
+        dynamic_shape: taken either way; batches of any shape always run.
 
     Raises ConfigurationError for what is no layer, a constructor that does not run on meta, parameters that cannot be
     tied, or any other argument that cannot work.
@@ -44,32 +47,40 @@ class PipelineModule(nn.Module):
 
     def __init__(
         self,
-        layers: Sequence[Any],
+        layers: Iterable[Any],
         num_stages: int | None = None,
+        topology: None = None,
         loss_fn: Callable[..., Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
         partition_method: Cuts = "parameters",
         activation_checkpoint_interval: int = 0,
-        seed_layers: bool = False,
-        base_seed: int = 1234,
-        seed_fn: Callable[[int], Any] | None = None,
+        activation_checkpoint_func: None = None,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
     ) -> None:
         super().__init__()
-        _check(layers, num_stages, activation_checkpoint_interval)
+        _check(num_stages, activation_checkpoint_interval)
+        _refuse(topology, activation_checkpoint_func, checkpointable_layers)
         check_partition(partition_method)
+        entries = _entries(layers)
         self.num_stages, self.loss_fn, self.partition_method = num_stages, loss_fn, partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.checkpointable_layers = checkpointable_layers
         seeds = functools.partial(_seeded, seed_fn, base_seed) if seed_layers else None
-        made = [_layer(place, entry, seeds) for place, entry in enumerate(layers)]
-        tie({place: (spec, made[place]) for place, spec in enumerate(layers) if isinstance(spec, TiedLayerSpec)})
+        made = [_layer(place, entry, seeds) for place, entry in enumerate(entries)]
+        tie({place: (spec, made[place]) for place, spec in enumerate(entries) if isinstance(spec, TiedLayerSpec)})
         self.layers = _Uncut(
             Function(spec.forward_fn, place, layer) if isinstance(spec, TiedLayerSpec) and spec.forward_fn else layer
-            for place, (spec, layer) in enumerate(zip(layers, made, strict=True))
+            for place, (spec, layer) in enumerate(zip(entries, made, strict=True))
         )
 
     @property
     def pipeline_wishes(self) -> Wishes:
         criterion = None if self.loss_fn is None else LabelledLoss(self.loss_fn)
-        return Wishes(self.num_stages, self.partition_method, self.activation_checkpoint_interval > 0, criterion)
+        recomputes = self.activation_checkpoint_interval > 0
+        return Wishes(self.num_stages, self.partition_method, recomputes, criterion, self.checkpointable_layers)
 
     def forward(self, inputs: Any, *labels: Any) -> Any:
         """The last layer's output. Labels are for the loss alone."""
@@ -78,8 +89,13 @@ class PipelineModule(nn.Module):
         interval = self.activation_checkpoint_interval
         if self._is_cut or not interval or not torch.is_grad_enabled():
             return self._run(0, len(self.layers), inputs)
-        for start in range(0, len(self.layers), interval):
-            inputs = checkpoint(self._run, start, start + interval, inputs, use_reentrant=False)
+        names, only = [type(layer).__name__ for layer in self.layers], self.checkpointable_layers
+        for start in range(0, len(names), interval):
+            end = start + interval
+            if only is None or set(names[start:end]) <= set(only):
+                inputs = checkpoint(self._run, start, end, inputs, use_reentrant=False)
+            else:
+                inputs = self._run(start, end, inputs)
         return inputs
 
     def build(self) -> Self:
@@ -140,15 +156,47 @@ class LabelledLoss:
         return self(output, data) if len(data) > 1 else None
 
 
-def _check(layers: Any, num_stages: Any, interval: Any) -> None:
-    if not isinstance(layers, Sequence) or not layers:
-        raise ConfigurationError(f"PipelineModule wants a list of one layer or more, not {layers!r}")
+def _entries(layers: Any) -> list[Any]:
+    """What there is a layer of, in order; of a Sequential, as DeepSpeed has it, its members."""
+    if isinstance(layers, nn.Sequential):
+        hooked = any(vars(layers)[name] for name in vars(layers) if name.endswith("_hooks"))
+        if hooked or type(layers).forward is not nn.Sequential.forward or "forward" in vars(layers):
+            raise ConfigurationError(
+                f"the {type(layers).__name__} has {'hooks' if hooked else 'a forward'} of its own, which would not "
+                "run, as its members become the layers. Make it a layer itself: PipelineModule([...])"
+            )
+    iterable = isinstance(layers, Iterable) and not isinstance(layers, str | Mapping | nn.ModuleDict | Tensor)
+    entries = list(layers) if iterable else []
+    if not entries:
+        raise ConfigurationError(
+            f"PipelineModule wants one layer or more, in a list or another iterable, not {layers!r}"
+        )
+    return entries
+
+
+def _check(num_stages: Any, interval: Any) -> None:
     if num_stages is not None and (not isinstance(num_stages, int) or num_stages < 1):
         raise ConfigurationError(f"num_stages={num_stages!r} is no positive integer")
     if not isinstance(interval, int) or interval < 0:
         raise ConfigurationError(
             f"activation_checkpoint_interval={interval!r}: every k > 0 layers are recomputed, 0 none"
         )
+
+
+def _refuse(topology: Any, checkpoint_func: Any, checkpointable: Any) -> None:
+    """DeepSpeed's arguments that mean nothing here, or something else than they were given."""
+    if topology is not None:
+        raise ConfigurationError(
+            f"topology={topology!r}: which rank does what is said by PipelinePlugin(pp_size=, dp_size=, tp_size=). "
+            "Leave it out (loss_fn is the fourth argument, as in DeepSpeed)"
+        )
+    if checkpoint_func is not None:
+        raise ConfigurationError(
+            f"activation_checkpoint_func={checkpoint_func!r}: layers are recomputed by pipeshard itself, to the same "
+            "bits. Leave it out"
+        )
+    if isinstance(checkpointable, str) or not all(isinstance(name, str) for name in checkpointable or ()):
+        raise ConfigurationError(f"checkpointable_layers={checkpointable!r}: give a list of names of classes")
 
 
 def _layer(place: int, entry: Any, seeds: Callable[[int, LayerSpec], nn.Module] | None) -> nn.Module:

@@ -1,6 +1,7 @@
 """Options: the plugin's arguments, refused by name where they cannot work."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,7 +9,8 @@ import torch
 from pipeshard.errors import ConfigurationError
 from pipeshard.model.policy import Policy
 from pipeshard.runtime.precision import PRECISIONS
-from pipeshard.schedule.program import make_program, num_chunks
+from pipeshard.schedule.given import Schedule, chunks_of, program_of
+from pipeshard.schedule.program import Program
 
 LOSS_REDUCTIONS = ("token", "microbatch")
 
@@ -23,16 +25,14 @@ def check_microbatches(num_microbatches: int | None, microbatch_size: int | None
             raise ConfigurationError(f"{name}={value!r} is no positive integer")
 
 
-def check_chunks(schedule: str, num_model_chunks: int) -> int:
-    """The number of chunks of each rank."""
+def check_chunks(schedule: Schedule, p: int, m: int | None, num_model_chunks: int) -> int:
+    """The number of chunks of each rank; for `m` microbatches there is a program."""
     if not isinstance(num_model_chunks, int) or num_model_chunks < 1:
         raise ConfigurationError(f"num_model_chunks={num_model_chunks!r} is no positive integer")
-    return num_chunks(schedule, num_model_chunks)
-
-
-def splits_backward(schedule: str, chunks: int) -> bool:
-    """Whether weight gradients are computed apart."""
-    return make_program(schedule, 1, 1, chunks).has_weight
+    chunks = chunks_of(schedule, p, num_model_chunks)
+    if not isinstance(schedule, str):
+        program_of(schedule, p, m or 1, chunks)
+    return chunks
 
 
 def check_kinds(policy: Any, init_weights: Any, loss_reduction: str) -> None:
@@ -60,18 +60,18 @@ def check_replicas(zero_stage: int, fsdp: bool) -> None:
         )
 
 
-def check_split_backward(schedule: str, chunks: int, compile: Any, fsdp: bool) -> None:
+def check_split_backward(program: Program, compile: Any, fsdp: bool) -> None:
     """What does not go with weight gradients that are computed apart."""
-    if not splits_backward(schedule, chunks):
+    if not program.has_weight:
         return
     if compile:
         raise ConfigurationError(
-            f"compile={compile!r} does not go with schedule={schedule!r}: a compiled backward cannot leave out its "
+            f"compile={compile!r} does not go with schedule={program.name!r}: a compiled backward cannot leave out its "
             "weight gradients. Use '1f1b', 'interleaved' or 'gpipe'"
         )
     if fsdp:
         raise ConfigurationError(
-            f"fsdp=True does not go with schedule={schedule!r}: weight gradients that are put off would miss the "
+            f"fsdp=True does not go with schedule={program.name!r}: weight gradients that are put off would miss the "
             "gathered parameters. Use '1f1b', 'interleaved' or 'gpipe', or zero_stage=1"
         )
 
@@ -91,6 +91,12 @@ def check_timeout(timeout: Any) -> None:
     number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not (timeout is None or timeout == "adaptive" or (number and timeout > 0)):
         raise ConfigurationError(f"timeout={timeout!r} is none of a number of seconds, 'adaptive', and None")
+
+
+def check_tp_plan(plan: Any) -> dict[str, str] | None:
+    if plan is not None and not (isinstance(plan, Mapping) and plan and all(isinstance(s, str) for s in plan.values())):
+        raise ConfigurationError(f"tp_plan={plan!r}: give styles by the names of modules")
+    return None if plan is None else dict(plan)
 
 
 def check_verify(verify: Any) -> bool | str:

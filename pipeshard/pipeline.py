@@ -22,10 +22,11 @@ from pipeshard.model.names import paths_of
 from pipeshard.model.partition import named
 from pipeshard.model.registry import find_policy
 from pipeshard.model.sharder import Sharder
-from pipeshard.model.slicing import check_plan
+from pipeshard.model.slices import plan_of
 from pipeshard.model.trace import trace
 from pipeshard.model.units import containers, find_units, recomputes
 from pipeshard.model.untouched import without_cache
+from pipeshard.options import check_split_backward
 from pipeshard.planner.measured import measured_costs
 from pipeshard.runtime.agreement import gather, gather_objects, share_scalar, sum_scalar, together_in
 from pipeshard.runtime.carry import Carry
@@ -46,7 +47,8 @@ from pipeshard.runtime.stage import Stage
 from pipeshard.runtime.step import StepPlanner
 from pipeshard.schedule.communicate import add_communication
 from pipeshard.schedule.cooldown import shorten_cooldown
-from pipeshard.schedule.program import Program, forward_only, make_program
+from pipeshard.schedule.given import program_of
+from pipeshard.schedule.program import Program, forward_only
 from pipeshard.wishes import settled
 from pipeshard.wrappers import refuse_compiled
 
@@ -74,8 +76,9 @@ class Pipeline:
         self.last: Program | None = None  # what ran last
         self.recorder = Recorder(self.group)
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # of the whole model
-        if self.grid.tp_size > 1:
-            check_plan(model, self.grid.tp_size)
+        policy = plugin.policy or find_policy(model)
+        size = self.grid.tp_size
+        plan = plan_of(model, size, plugin.tp_plan, policy.tp_plan) if size > 1 else None
         refuse_compiled(model, find_units(model, paths_of(model, named(partition))))
         self.cached = without_cache(model)  # configs to be given their cache back
         self.reader = Reader(RowDims(model, plugin.batch_dims), self._cut, self.grid, self.precision)
@@ -91,8 +94,7 @@ class Pipeline:
                     raise error from None
         size = plugin.microbatch_size or max(1, sample.rows // (plugin.num_microbatches or 1))
         scale = next(iter(sample.tensors.values())).numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1])
-        policy = plugin.policy or find_policy(model)
-        placement = make_program(plugin.schedule, self.num_stages, 1, plugin.num_model_chunks).placement
+        placement = program_of(plugin.schedule, self.num_stages, 1, plugin.num_model_chunks).placement
         costs = measured_costs(str(partition), model, flow, sample, self._cut(), self.device, self.grid.world)
         where = self.rank, self.num_stages, partition, scale, self.device
         self.policy = policy(model, flow, *where, placement=placement, costs=costs)
@@ -107,7 +109,7 @@ class Pipeline:
         sharder = Sharder(model, self.policy, self.device, self._init_weights(), self.seed)
         sharder.shard()
         self.blank = set() if sharder.init_weights else sharder.on_meta  # on all stages: names without values so far
-        self.holdings = Holdings(model, self.policy, self.grid, self.precision, plugin.fsdp)
+        self.holdings = Holdings(model, self.policy, self.grid, self.precision, plugin.fsdp, plan)
         self.places = Places(model, parameters=self.holdings.sharded is None)
         self.sync = self.holdings.sync
         names = {p: weight.name for p, weight in self.holdings.weights.items()}
@@ -267,8 +269,9 @@ class Pipeline:
 
     def _program(self, num_microbatches: int, train: bool) -> Program:
         plugin = self.plugin
-        program = make_program(plugin.schedule, self.num_stages, num_microbatches, plugin.num_model_chunks)
-        program = shorten_cooldown(program) if self._defers else program
+        program = program_of(plugin.schedule, self.num_stages, num_microbatches, plugin.num_model_chunks)
+        check_split_backward(program, plugin.compile, plugin.fsdp)
+        program = shorten_cooldown(program) if self._defers and isinstance(plugin.schedule, str) else program
         return add_communication(program if train else forward_only(program))
 
     def _init_weights(self) -> InitWeights:

@@ -38,6 +38,7 @@ from pipeshard.options import (
     check_replicas,
     check_split_backward,
     check_timeout,
+    check_tp_plan,
     check_verify,
 )
 from pipeshard.pipeline import Pipeline
@@ -51,6 +52,7 @@ from pipeshard.runtime.precision import PRECISIONS, Precision
 from pipeshard.runtime.recording import Recording
 from pipeshard.runtime.scaling import LossScale
 from pipeshard.runtime.watching import calling, watch_world
+from pipeshard.schedule.given import Schedule, is_v, program_of
 from pipeshard.stage_manager import PipelineStageManager
 from pipeshard.verify.alone import standing_alone
 
@@ -69,7 +71,8 @@ class PipelinePlugin(PipelinePluginBase):
         num_microbatches, microbatch_size: exactly one of the two; how each batch is cut along its samples. With
             pp_size=1 both may be left out.
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1" or "zbv". With the last two, the weight gradients of linear
-            and embedding layers are computed apart, while a stage would wait.
+            and embedding layers are computed apart, while a stage would wait. Or a `pipeshard.schedule.Program`, or a
+            function of (p, m, v) that returns one, which is run as it is, messages added.
         num_model_chunks: v, the chunks of the model on each process, for "interleaved"; "zbv" always has two.
         p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
         partition: "auto" (by cost), "uniform", "parameters", "type:REGEX" (equally many units whose class matches),
@@ -88,7 +91,8 @@ class PipelinePlugin(PipelinePluginBase):
         loss_reduction: "token" makes the loss that of the whole batch, the mean over its valid labels;
             "microbatch" averages the microbatches' losses as they are.
         dp_size: the replicas; by default as many as the world has room for.
-        tp_size: ranks that each stage is sliced over by the architecture's own `tp_plan` (transformers 5).
+        tp_size: ranks that slice each stage, by the architecture's own `tp_plan` (transformers 5) or its policy's.
+        tp_plan: another one: by the names of modules, with * for numbers, "colwise", "rowwise" or another style.
         zero_stage: 1 divides the optimizer's state among the replicas, by whole parameters.
         fsdp: True divides parameters, gradients and the optimizer's state of each held unit among the replicas, by
             torch's `fully_shard`; parameters are gathered once a step. Not with "zb-h1" and "zbv".
@@ -127,7 +131,7 @@ class PipelinePlugin(PipelinePluginBase):
         *positional: Any,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
-        schedule: str = "1f1b",
+        schedule: Schedule = "1f1b",
         num_model_chunks: int = 1,
         p2p: str | type[P2P] = "broadcast",
         partition: Cuts = "auto",
@@ -151,6 +155,7 @@ class PipelinePlugin(PipelinePluginBase):
         timeout: float | str | None = 600.0,
         check_finite: bool = False,
         verify: bool | str = "auto",
+        tp_plan: Mapping[str, str] | None = None,
         **foreign: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in NOT_COMPARED}
@@ -165,11 +170,12 @@ class PipelinePlugin(PipelinePluginBase):
             if pp_size == 1 and num_microbatches is microbatch_size is None:
                 num_microbatches = 1
             check_microbatches(num_microbatches, microbatch_size)
-            chunks = check_chunks(schedule, num_model_chunks)
+            chunks = check_chunks(schedule, pp_size, num_microbatches, num_model_chunks)
             check_kinds(policy, init_weights, loss_reduction)
             check_replicas(zero_stage, fsdp)
             check_compile(compile)
-            check_split_backward(schedule, chunks, compile, fsdp)
+            p = 1 if isinstance(schedule, str) else pp_size
+            check_split_backward(program_of(schedule, p, 1, chunks), compile, fsdp)
             check_precision(precision, autocast)
             check_declared(batch_dims)
             self.verify = check_verify(verify)
@@ -191,10 +197,11 @@ class PipelinePlugin(PipelinePluginBase):
             self.max_norm, self.loss_reduction, self.compile = max_norm, loss_reduction, compile
             self.check_finite = check_finite
             self.zero_stage, self.fsdp, self.batch_dims = zero_stage, fsdp, dict(batch_dims or {})
-            self.shared_weights = shared_weights
+            self.shared_weights, self.tp_plan = shared_weights, check_tp_plan(tp_plan)
             self.recompute = Recompute.of(recompute, activation_checkpoint_interval, pp_size * chunks)
             self.pg_mesh = self.grid.mesh
-            self.stage_manager = PipelineStageManager(self.pg_mesh, PP, chunks > 1, schedule == "zbv", chunks)
+            in_v = chunks == 2 and is_v(program_of(schedule, pp_size, 1, chunks).placement, pp_size)
+            self.stage_manager = PipelineStageManager(self.pg_mesh, PP, chunks > 1, in_v or schedule == "zbv", chunks)
             self.device = own_device()
             self.precision, self.arithmetic = precision, Precision(precision, autocast, self.device)
             self.scaling = LossScale(initial_scale) if self.arithmetic.scales else None

@@ -1,6 +1,7 @@
 """Wishes: what a model asks of its pipeline, where the plugin's arguments leave it open."""
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -19,13 +20,14 @@ class Wishes:
     """The attribute `pipeline_wishes` of a model.
 
     `num_stages` is the number of parts it is made for, if that matters to it; `recompute` asks that every unit keeps
-    no activations.
+    no activations, or every one whose class's name is in `checkpointable`.
     """
 
     num_stages: int | None = None
     partition: Cuts = "auto"
     recompute: bool = False
     criterion: Criterion | None = None
+    checkpointable: Collection[str] | None = None
 
 
 def settled(
@@ -43,6 +45,7 @@ def settled(
             f"{plugin.num_model_chunks} chunks on each process has {parts}: give both the same, or leave num_stages out"
         )
     given = any(plugin.recompute.ratios) or plugin.recompute.interval > 0
-    recompute = plugin.recompute if given else Recompute.of(wishes.recompute, 0, parts)
+    wished = replace(Recompute.of(wishes.recompute, 0, parts), classes=wishes.checkpointable)
+    recompute = plugin.recompute if given else wished
     partition = wishes.partition if plugin.partition == "auto" else plugin.partition
     return partition, recompute, criterion if criterion is not None else wishes.criterion

@@ -1,5 +1,7 @@
 """Audio: speech and music, as encoder-decoders, and as language models that hear."""
 
+from typing import ClassVar
+
 from pipeshard import Policy, register_policy
 from pipeshard.model.chain import Chain
 
@@ -19,13 +21,30 @@ class AudioLanguage(Policy):
 
 
 @register_policy(
-    "canary", "cohere_asr", "moonshine", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "whisper",
+    "canary", "cohere_asr", "moonshine", "seamless_m4t", "seamless_m4t_v2", "speech_to_text",
     shipped=True,
 )
 class SpeechEncoderDecoder(Policy):
     """Each decoder layer reads the encoder's output."""
 
     expects = Chain(handed_on=("hidden states",), beside=("encoder output",))
+
+
+@register_policy("whisper", shipped=True)
+class Whisper(SpeechEncoderDecoder):
+    """Its attention has the number of heads from the module."""
+
+    tp_plan: ClassVar = {
+        f"{side}.layers.*.{path}": style
+        for side, attentions in (("encoder", ("self_attn",)), ("decoder", ("self_attn", "encoder_attn")))
+        for path, style in (
+            *((attention, "divide:num_heads") for attention in attentions),
+            *((f"{attention}.{key}_proj", "colwise") for attention in attentions for key in "qkv"),
+            *((f"{attention}.out_proj", "rowwise") for attention in attentions),
+            ("fc1", "colwise"),
+            ("fc2", "rowwise"),
+        )
+    }
 
 
 @register_policy("speecht5", shipped=True)

@@ -4,6 +4,8 @@ Masks and rotary embeddings are made anew on every stage, whatever the attention
 place a state space.
 """
 
+from typing import ClassVar
+
 from pipeshard import Policy, register_policy
 from pipeshard.model.chain import Chain
 
@@ -13,7 +15,7 @@ from pipeshard.model.chain import Chain
 @register_policy(
     "apertus", "arcee", "bamba", "bert-generation", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2",
     "cohere_compass_text", "ctrl", "cwm", "diffllama", "doge", "emu3_text_model", "ernie4_5", "exaone4", "falcon",
-    "falcon_h1", "falcon_mamba", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo",
+    "falcon_h1", "falcon_mamba", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_bigcode", "gpt_neo",
     "gpt_neox", "gpt_neox_japanese", "gptj", "granite", "granite_swa", "helium", "hrm_text", "hunyuan_v1_dense",
     "hyperclovax", "internlm3", "iquestcoder", "jais2", "lfm2", "lfm3", "llama", "mamba", "mamba2", "minicpm3",
     "ministral", "ministral3", "mistral", "mllama_text_model", "modernbert-decoder", "mpt", "nanochat", "nemotron",
@@ -26,6 +28,19 @@ class Decoder(Policy):
     """Layer after layer on the hidden states alone."""
 
     expects = Chain(handed_on=("hidden states",))
+
+
+@register_policy("gpt2", shipped=True)
+class Gpt2(Decoder):
+    """One layer makes queries, keys and values."""
+
+    tp_plan: ClassVar = {
+        "h.*.attn": "divide:split_size",
+        "h.*.attn.c_attn": "conv1d_qkv",
+        "h.*.attn.c_proj": "conv1d_rowwise",
+        "h.*.mlp.c_fc": "conv1d_colwise",
+        "h.*.mlp.c_proj": "conv1d_rowwise",
+    }
 
 
 @register_policy("zamba", "zamba2", shipped=True)

@@ -3,6 +3,8 @@
 The encoder is a chain too, on its hidden states alone; cuts may lie in either of the two.
 """
 
+from typing import ClassVar
+
 from pipeshard import Policy, register_policy
 from pipeshard.model.chain import Chain
 
@@ -20,11 +22,22 @@ class EncoderDecoder(Policy):
     expects = Chain(handed_on=("hidden states",), beside=("encoder output",))
 
 
-@register_policy("longt5", "mt5", "switch_transformers", "t5", shipped=True)
+@register_policy("longt5", "mt5", "switch_transformers", shipped=True)
 class T5(Policy):
     """The first layer of each side makes its position biases, and all hand them on."""
 
     expects = Chain(handed_on=("hidden states", "position bias", "cross-attention bias"), beside=("encoder output",))
+
+
+@register_policy("t5", shipped=True)
+class SlicedT5(T5):
+    """Sliced between its attentions alone: a position bias is of all heads, and handed on to the next stage."""
+
+    tp_plan: ClassVar = {
+        f"{side}.block.*.layer.*.DenseReluDense.{key}": "rowwise" if key == "wo" else "colwise"
+        for side in ("encoder", "decoder")
+        for key in ("wi", "wi_0", "wi_1", "wo")
+    }
 
 
 @register_policy("pegasus_x", shipped=True)

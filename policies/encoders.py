@@ -1,5 +1,7 @@
 """Encoders: bidirectional text models with a masked language modelling or classification head."""
 
+from typing import ClassVar
+
 from pipeshard import Policy, register_policy
 from pipeshard.model.chain import Chain
 
@@ -7,7 +9,7 @@ from pipeshard.model.chain import Chain
 
 
 @register_policy(
-    "albert", "bert", "big_bird", "camembert", "canine", "convbert", "data2vec-text", "distilbert", "electra",
+    "albert", "big_bird", "camembert", "canine", "convbert", "data2vec-text", "distilbert", "electra",
     "ernie", "esm", "esmc", "eurobert", "fnet", "gte", "ibert", "jina_embeddings_v3", "layoutlm", "longformer",
     "markuplm", "megatron-bert", "mobilebert", "modernbert", "mra", "nomic_bert", "nystromformer", "rembert",
     "roberta", "roberta-prelayernorm", "roc_bert", "squeezebert", "tapas", "ultrabert", "xlm-roberta",
@@ -18,6 +20,20 @@ class Encoder(Policy):
     """Layer after layer on the hidden states alone."""
 
     expects = Chain(handed_on=("hidden states",))
+
+
+@register_policy("bert", shipped=True)
+class Bert(Encoder):
+    """The first of them, sliced by heads and by features between."""
+
+    tp_plan: ClassVar = {
+        "encoder.layer.*.attention.self.query": "colwise",
+        "encoder.layer.*.attention.self.key": "colwise",
+        "encoder.layer.*.attention.self.value": "colwise",
+        "encoder.layer.*.attention.output.dense": "rowwise",
+        "encoder.layer.*.intermediate.dense": "colwise",
+        "encoder.layer.*.output.dense": "rowwise",
+    }
 
 
 @register_policy("deberta", "deberta-v2", "layoutlmv3", "mpnet", "roformer", shipped=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,11 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from pipeshard import PipelinePlugin
+from pipeshard import PipelinePlugin, to_sequential
+from pipeshard.errors import ConfigurationError
+from pipeshard.model.registry import find_policy
+from pipeshard.model.slices import plan_of, style_of
 from tests import zoo
-from tests.pool import Pool
+from tests.parity.build import batch, build
+from tests.parity.entries import find
+from tests.pool import Pool, WorkerError
 from tests.test_randomness import with_dropout
 from tests.unsplit import Split, Unsplit, compared, gradient_error, parameter_error
 
@@ -72,6 +80,97 @@ def test_divided_over_the_replicas(pool: Pool, name: str, options: dict[str, Any
 @pytest.mark.parametrize(("name", "world"), [("llama", 4), ("llama-tied", 4), ("llama-tied", 8), ("qwen3", 4)])
 def test_sliced_stages(pool: Pool, name: str, world: int) -> None:
     pool.run(replicas, world, name, 2, "1f1b", tp_size=2, timeout=120)
+
+
+def sliced(name: str, pp: int, **options: Any) -> str:
+    """Two steps under a plan that is not the model's own, and the whole model back; how a weight is sliced."""
+    entry = None if name in zoo.MODELS else find(name)[0]
+    model = zoo.build(name, torch.float64) if entry is None else build(entry).double()
+    data = zoo.batch(name, dtype=torch.float64) if entry is None else batch(entry, model)
+    data = {key: value.double() if value.is_floating_point() else value for key, value in data.items()}
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = Split(model, pp, data, num_microbatches=2, tp_size=2, **options)
+    assert sum(isinstance(p, DTensor) and not p.placements[0].is_replicate() for p in split.held.values()) > 2
+    for step in range(2):
+        found = compared(split, unsplit, split.backward(data)["loss"], unsplit.backward(data), 1e-6 * 10**step)
+        assert not found, f"{name} step {step}: {found}"
+        unsplit.step()
+        split.step()
+    assert parameter_error(split, unsplit.model) < 1e-5
+    back = to_sequential(split.model)
+    assert back is not None
+    for key, parameter in back.named_parameters():
+        assert torch.allclose(parameter, unsplit.model.get_parameter(key), atol=1e-5), key
+    return str(next(p.placements[0] for p in split.held.values() if isinstance(p, DTensor)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "t5", "speech-seq2seq/whisper"])
+def test_plans_of_policies(pool: Pool, name: str) -> None:
+    """Architectures of which transformers has no plan were refused; their policies slice them, exactly."""
+    pool.run(sliced, 2, name, 1, timeout=120)
+    pool.run(sliced, 4, name, 2, timeout=120)
+
+
+def test_a_plan_of_one_s_own(pool: Pool) -> None:
+    plan = {"transformer.h.*.mlp.c_fc": "conv1d_colwise", "transformer.h.*.mlp.c_proj": "conv1d_rowwise"}
+    assert pool.run(sliced, 2, "gpt2", 1, tp_plan=plan, recompute=True, schedule="zb-h1") == ["S(1)"] * 2
+
+
+def packed(folder: str) -> str:
+    """Weights and optimizer of fused projections, saved and read in slices; under FSDP they are refused."""
+    data, splits = zoo.batch("gpt2"), []
+    for seed in range(2):
+        split = Split(zoo.build("gpt2", seed=seed), 1, data, num_microbatches=2, tp_size=2, dp_size=1)
+        splits.append(split)
+    trained, loaded = splits
+    trained.backward(data)
+    trained.step()
+    trained.booster.save_model(trained.model, f"{folder}/model", shard=True)
+    trained.booster.save_optimizer(trained.optimizer, f"{folder}/optimizer", shard=True)
+    loaded.booster.load_model(loaded.model, f"{folder}/model")
+    loaded.booster.load_optimizer(loaded.optimizer, f"{folder}/optimizer")
+    for split in splits:
+        split.backward(data)
+        split.step()
+    first, second = (dict(to_sequential(split.model).named_parameters()) for split in splits)
+    assert all(torch.equal(parameter, second[name]) for name, parameter in first.items())
+    return str(trained.held["transformer.h.0.attn.c_attn.weight"].placements[0])
+
+
+def divided_twice() -> None:
+    Split(zoo.build("gpt2"), 1, zoo.batch("gpt2"), num_microbatches=2, tp_size=2, fsdp=True)
+
+
+def test_slices_of_what_is_fused(pool: Pool, tmp_path: Path) -> None:
+    """The slice of a fused weight is in several places: its optimizer's states were saved as if in one, and could not
+    be read, and FSDP's gradients of it were others."""
+    assert pool.run(packed, 2, str(tmp_path)) == ["_S(1, 3)"] * 2
+    with pytest.raises(WorkerError, match=r"c_attn.weight holds several weights at once.*Use zero_stage=1"):
+        pool.run(divided_twice, 4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "config", "message"),
+    [
+        ({"transformer.h.*.mlp.c_fx": "colwise"}, {}, "names transformer.h.*.mlp.c_fx, which is nothing of GPT2LMHead"),
+        ({"transformer.h.*.mlp.c_fc": "colwize"}, {}, "the style 'colwize', which is unknown: did you mean colwise"),
+        (None, {"attn_pdrop": 0.1}, "attn_pdrop=0.1 of GPT2LMHeadModel would drop the same"),
+        (None, {"num_attention_heads": 3}, "does not divide num_attention_heads=3"),
+    ],
+)
+def test_plans_that_cannot_be(plan: dict[str, str] | None, config: dict[str, Any], message: str) -> None:
+    model = zoo.build("gpt2")
+    model.config.update(config)
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        plan_of(model, 2, plan, find_policy(model).tp_plan)
+
+
+def test_a_style_that_does_not_fit_its_module() -> None:
+    mesh = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(ConfigurationError, match="divides scale of Linear, which is None"):
+        style_of("divide:scale").install_forward(torch.nn.Linear(2, 2), mesh)
+    with pytest.raises(ConfigurationError, match=r"h.weight of Linear as a Conv1D.*outputs are None"):
+        style_of("conv1d_qkv").validate_param(torch.nn.Linear(2, 2), "weight", mesh, "h.weight")
 
 
 def accumulating(name: str, options: dict[str, Any]) -> list[list[int]]:

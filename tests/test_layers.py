@@ -286,8 +286,9 @@ def test_back_in_one_module_to_the_bit(pool: Pool) -> None:
             assert torch.allclose(tensor, expected[name], rtol=0, atol=LEARNING_RATE / 10), name
 
 
-def recomputed(interval: int, **options: Any) -> int:
-    module = PipelineModule(of_all_kinds(), loss_fn=loss_fn, activation_checkpoint_interval=interval)
+def recomputed(interval: int, classes: list[str] | None = None, **options: Any) -> int:
+    named = {"activation_checkpoint_interval": interval, "checkpointable_layers": classes}
+    module = PipelineModule(of_all_kinds(), loss_fn=loss_fn, **named)
     split = split_of(module, m=1, **options)
     runs: list[int] = []
     policy = split.model.pipeline.policy
@@ -303,6 +304,64 @@ def test_layers_are_recomputed_in_a_pipeline_unless_the_plugin_says_which(pool: 
     assert sum(pool.run(recomputed, 2, 0)) == 3
     assert sum(pool.run(recomputed, 2, 3)) == 6
     assert sum(pool.run(recomputed, 2, 3, activation_checkpoint_interval=4)) == 4
+
+    assert sum(pool.run(recomputed, 2, 3, ["Block"])) == 5 and sum(pool.run(recomputed, 2, 3, [])) == 3
+
+
+def test_layers_in_any_iterable_and_arguments_in_deepspeed_s_order(pool: Pool) -> None:
+    """`PipelineModule(net, 2, None, loss_fn)`, as DeepSpeed's documentation has it, was refused for the Sequential, or
+    took loss_fn for the method of partition."""
+    torch.manual_seed(0)
+    modules = [nn.Embedding(V, H), *(nn.Linear(H, H) for _ in range(3)), nn.Linear(H, V)]
+    losses = pool.run(losses_of_iterables, 2, modules)
+    reference = nn.Sequential(*modules)
+    expected = loss_fn(reference(batch()[0]), batch()[1]).item()
+    assert losses[0] == pytest.approx([expected] * 4, rel=1e-6) and losses[0] == losses[1]
+
+
+def losses_of_iterables(modules: list[nn.Module]) -> list[float]:
+    kinds: list[Callable[..., Any]] = [nn.ModuleList, lambda each: nn.Sequential(*each), tuple, iter]
+    made = [PipelineModule(kind(copy.deepcopy(modules)), 2, None, loss_fn) for kind in kinds]
+    return [float(split_of(module).backward(batch())["loss"]) for module in made]
+
+
+class Convolutions(nn.Module):
+    """AlexNet's form: two nn.Sequentials with what writes in place, and glue between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        relu, pooling = nn.ReLU(inplace=True), nn.MaxPool2d(2)
+        self.features = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), relu, pooling, nn.Conv2d(4, 6, 3), relu, pooling)
+        self.classifier = nn.Sequential(nn.Identity(), nn.Linear(6, H), nn.ReLU(inplace=True), nn.Linear(H, V))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        y = self.classifier(torch.flatten(self.features(x), 1))
+        return {"loss": nn.functional.cross_entropy(y, labels)}
+
+
+def cut_in_sequentials(**options: Any) -> tuple[int, ...]:
+    torch.manual_seed(0)
+    model, data = Convolutions(), {"x": torch.randn(8, 3, 8, 8), "labels": torch.arange(8)}
+    reference = copy.deepcopy(model)
+    split = Split(model, dist.get_world_size(), data, num_microbatches=4, **options)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=LEARNING_RATE)
+    for _ in range(3):
+        loss = reference(**data)["loss"]
+        loss.backward()
+        assert float(split.backward(data)["loss"]) == pytest.approx(float(loss), rel=1e-5)
+        assert gradient_error(split, reference) < 1e-5
+        optimizer.step()
+        optimizer.zero_grad()
+        split.step()
+    assert parameter_error(split, reference) < LEARNING_RATE / 10
+    return split.model.pipeline.policy.stages
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe", "recompute": True, "partition": [2, 1, 4, 3]}])
+def test_sequentials_inside_a_model_are_cut(pool: Pool, options: dict[str, Any]) -> None:
+    """Each was one unit, so that AlexNet ran on two stages at most; cuts are between what writes in place, too."""
+    stages = pool.run(cut_in_sequentials, 4, **options)
+    assert stages == [stages[0]] * 4 and len(stages[0]) == 10 and max(stages[0]) == 3
 
 
 METHODS: list[Any] = ["uniform", "parameters", "type:block", "type:halve|Attending", "profile", [4, 9], ["layers.2"]]
@@ -465,10 +524,23 @@ def with_a_default(x: Tensor, module: nn.Module = WEIGHT) -> Tensor:
     return module(x)
 
 
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
 @pytest.mark.parametrize(
     ("layers", "options", "message"),
     [
-        ([], {}, "a list of one layer or more"),
+        ([], {}, "one layer or more, in a list or another iterable"),
+        (nn.Linear(2, 2), {}, "one layer or more, in a list or another iterable"),
+        (Residual(nn.Linear(2, 2)), {}, "the Residual has a forward of its own, which would not run"),
+        (hooked(nn.Sequential(nn.Linear(2, 2))), {}, "the Sequential has hooks of its own"),
         ([nn.Linear(2, 2), 3], {}, "layer 1 is a int: give a module, a LayerSpec"),
         ([nn.ReLU], {}, r"layer 0 is the class ReLU: give LayerSpec\(ReLU, ...\) or ReLU\(...\)"),
         ([LayerSpec(Deciding, 4)], {}, r"layer 0, LayerSpec\(Deciding\), cannot be built on meta.*device='cpu'"),
@@ -495,9 +567,12 @@ def with_a_default(x: Tensor, module: nn.Module = WEIGHT) -> Tensor:
         ([nn.Linear(2, 2)], {"partition_method": "best"}, "partition='best' is unknown"),
         ([nn.Linear(2, 2)], {"num_stages": 0}, "num_stages=0 is no positive integer"),
         ([nn.Linear(2, 2)], {"activation_checkpoint_interval": -1}, "activation_checkpoint_interval=-1"),
+        ([nn.Linear(2, 2)], {"topology": loss_fn}, "topology=.*loss_fn is the fourth argument"),
+        ([nn.Linear(2, 2)], {"activation_checkpoint_func": max}, "activation_checkpoint_func=.*Leave it out"),
+        ([nn.Linear(2, 2)], {"checkpointable_layers": "Linear"}, "checkpointable_layers='Linear': give a list"),
     ],
 )
-def test_what_cannot_work_is_named(layers: list[Any], options: dict[str, Any], message: str) -> None:
+def test_what_cannot_work_is_named(layers: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         PipelineModule(layers, **options)
 

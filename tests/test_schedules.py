@@ -6,6 +6,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from pipeshard.runtime.deferral import Deferral
 from pipeshard.runtime.interpreter import UNTOLD, Interpreter
 from pipeshard.runtime.stage import Stage
 from pipeshard.runtime.summand import Product
-from pipeshard.schedule import Action, make_program, simulate
+from pipeshard.schedule import Action, Kind, Program, make_program, simulate, zb_h1
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, refusal
@@ -60,6 +61,47 @@ def test_a_gradient_that_others_wait_for_is_sent_before_the_weights_are_done(poo
     (_, first), (_, last) = pool.run(gradients, 2, "llama", "1f1b", True)
     assert first == ["F0@0", "F1@0", "B0@0", "F2@0", "B1@0", "F3@0", "B2@0", "B3@0"]
     assert last == ["F0@1", "B0@1", "F1@1", "B1@1", "F2@1", "B2@1", "F3@1", "B3@1", "W3@1"]
+
+
+CSV = {  # torch's own form: 1F1B; interleaved; a V of B, I and W
+    "1f1b": "0F0,0F1,0B0,0F2,0B1,,0B2\n,1F0,1B0,1F1,1B1,1F2,1B2\n",
+    "loop": "0F0,0F1,2F0,2F1,,,2B0,2B1,0B0,0B1,0F2,2F2,,,2B2,0B2\n,1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1,,,1F2,3F2,3B2,1B2\n",
+    "v": "0F0,0F1,3F0,3I0,3W0,0F2,3F1,0I0,3B1,0W0,0B1,3F2,3B2,0B2\n"
+    "1F0,2F0,1F1,2F1,2B0,1B0,2B1,1I1,1F2,1W1,2F2,2B2,1B2\n",
+}
+
+
+def ordered_by(schedule: Any) -> tuple[list[str], list[str]]:
+    """What differs from the unsplit model, and what this rank did."""
+    model, data = zoo.build("llama"), zoo.batch("llama")
+    unsplit = Unsplit(copy.deepcopy(model))
+    split = Split(model, dist.get_world_size(), data, num_microbatches=3, schedule=schedule)
+    found = differences(split, unsplit, data, num_microbatches=3)
+    did = [str(span.action) for span in split.plugin.recording().spans[dist.get_rank()]]
+    split.evaluate(data)
+    return found, did
+
+
+@pytest.mark.parametrize("name", CSV)
+def test_programs_of_one_s_own(pool: Pool, name: str, tmp_path: Path) -> None:
+    """A schedule was one of five names; now it is whatever ends, and what ran is what was written, each once."""
+    (tmp_path / "order.csv").write_text(CSV[name])
+    program = Program.from_csv(tmp_path / "order.csv")
+    for rank, (found, did) in enumerate(pool.run(ordered_by, 2, program)):
+        assert found == [] and did == [str(action) for action in program.ranks[rank]]
+
+
+def alternating(p: int, m: int, v: int) -> Program:
+    """One microbatch at a time."""
+    ranks = (tuple(Action(kind, i, rank) for i in range(m) for kind in (Kind.F, Kind.B)) for rank in range(p))
+    return Program("alternating", m, tuple(range(p)), tuple(ranks))
+
+
+def test_functions_of_one_s_own(pool: Pool) -> None:
+    results = pool.run(ordered_by, 2, alternating)
+    assert results[1] == ([], ["F0@1", "B0@1", "F1@1", "B1@1", "F2@1", "B2@1"]) and results[0][0] == []
+    assert "but there are 2" in refusal(schedule=make_program("gpipe", 1, 1))
+    assert "compile=True does not go with schedule='zb-h1'" in refusal(schedule=zb_h1, compile=True)
 
 
 def ties(schedule: str) -> list[str]:

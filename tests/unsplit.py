@@ -138,4 +138,5 @@ def gradient_error(split: Split, unsplit: nn.Module) -> float:
 
 def parameter_error(split: Split, unsplit: nn.Module) -> float:
     reference = dict(unsplit.named_parameters())
-    return max(float((whole(p) - reference[name]).detach().abs().max()) for name, p in split.held.items())
+    errors = (float((whole(p) - reference[name]).detach().abs().max()) for name, p in split.held.items())
+    return max(errors, default=0.0)

@@ -27,7 +27,7 @@ from pipeshard.checkpoint.shards import check_shards, read_shards, write_shards
 from pipeshard.errors import CheckpointError, MessageError, listed
 from pipeshard.runtime.agreement import gather_objects
 from pipeshard.runtime.codec import encode
-from pipeshard.runtime.local import like, local, slice_like, whole
+from pipeshard.runtime.local import is_packed, like, local, slice_like, whole
 from pipeshard.runtime.optimizer import PipelineOptimizer
 
 DESCRIPTION = "optimizer.pt"  # beside it are the tensors, in the files of every rank
@@ -48,7 +48,10 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
         _check_readable(on_meta(content))
     description, owners = merged(gather_objects(on_meta(content), boosted.group))
     rank = boosted.group.rank()
-    state = {name: {k: v if shard else whole(v) for k, v in vs.items()} for name, vs in content["state"].items()}
+    state = {
+        name: {k: v if shard and not is_packed(v) else whole(v) for k, v in vs.items()}
+        for name, vs in content["state"].items()
+    }
     owned = {
         n: {k: v for k, v in tensors.items() if owners[n] == rank or (sliced and isinstance(v, DTensor))}
         for n, tensors in _tensors(state).items()
@@ -172,6 +175,8 @@ def _states(optimizer: PipelineOptimizer, source: Path, content: Content, names:
         sliced = value.shape == parameter.shape and local(parameter) is not parameter
         if not value.is_meta:
             return slice_like(value, parameter).clone() if sliced else value.clone()
+        if is_packed(parameter):  # in the files it is whole
+            return torch.zeros(value.shape, dtype=value.dtype)
         shape = local(parameter).shape if sliced else value.shape
         empty = torch.zeros(shape, dtype=value.dtype, device=parameter.device if sliced else "cpu")
         return like(empty, parameter) if sliced else empty
@@ -183,8 +188,15 @@ def _states(optimizer: PipelineOptimizer, source: Path, content: Content, names:
     }
     if source.is_dir():
         read_shards(source, _flat(_tensors(states)))
+
+    def own(value: Any, parameter: nn.Parameter) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        is_whole = value.shape == parameter.shape and is_packed(parameter)
+        return slice_like(value, parameter).clone() if is_whole else local(value)
+
     return {
-        name: {key: local(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+        name: {key: own(value, optimizer.weights[name].parameter) for key, value in values.items()}
         for name, values in states.items()
     }
 

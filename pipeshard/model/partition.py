@@ -152,6 +152,7 @@ def balance(
         raise PartitionError(
             f"the model makes {len(costs)} unit calls in {len(starts)} parts that can be cut apart, fewer than "
             f"pp_size={num_stages}{why}. Use pp_size <= {len(starts)}"
+            + ("" if forbidden else ", or name modules inside of units to cut after, partition=[...]")
         )
     edges = [*starts, len(costs)]
     sums = [0.0, *itertools.accumulate(costs)]

@@ -1,6 +1,6 @@
 """Policy: what a stage holds and runs; the base class derives all of it from the Dataflow."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +29,8 @@ class Policy:
     of the unit calls where they are known better than from it. `placement` says on which of the
     `num_stages` processes each part of the model is, where a process has several chunks of it; by default it is one
     part each. `expects` is what the policy takes for granted of the layers; where the trace finds something else,
-    TraceError says so.
+    TraceError says so. `tp_plan` slices a base model that comes without a plan of its own (`tp_size`): styles by the
+    names of modules, * for numbers.
 
     Attributes:
         stage: this process's place among `num_stages`, its rank in the pipeline.
@@ -39,6 +40,7 @@ class Policy:
     """
 
     expects: ClassVar[Chain | None] = None
+    tp_plan: ClassVar[Mapping[str, str] | None] = None
 
     def __init__(
         self,

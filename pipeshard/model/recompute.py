@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
@@ -24,11 +24,12 @@ class Recompute:
 
     A share, rounded up to whole calls, is made of repeated layers first, in the order of the model: the first are
     recomputed when what the later ones kept is gone. Units that come once (an embedding, a head), which keep little of
-    their own, are the last.
+    their own, are the last. With `classes`, only units whose class has one of these names are.
     """
 
     ratios: tuple[float, ...]
     interval: int = 0
+    classes: Collection[str] | None = None
 
     @classmethod
     def of(cls, recompute: bool | float | Sequence[float], interval: int, num_stages: int) -> Self:
@@ -61,6 +62,8 @@ class Recompute:
         """The numbers of the calls of `stage` that are recomputed; `stages[k]` is that of call k."""
         here = [k for k, s in enumerate(stages) if s == stage and not flow.calls[k].is_cut]
         able = [k for k in here if can_run_again(flow.calls[k], units[flow.calls[k].unit])]
+        if self.classes is not None:
+            able = [k for k in able if type(units[flow.calls[k].unit]).__name__ in self.classes]
         if self.interval:
             return frozenset(k for k in able if (k + 1) % self.interval == 0)
         repeated = Counter(type(units[unit]) for unit in dict.fromkeys(call.unit for call in flow.calls))

@@ -1,4 +1,4 @@
-"""Slicing: the held units of a stage divided over ranks, by the architecture's own plan of tensor parallelism."""
+"""Slicing: the held units of a stage divided over ranks, by a plan of tensor parallelism."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -7,40 +7,13 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeshard.errors import ConfigurationError
-from pipeshard.model.names import without_adapters
+from pipeshard.model.slices import style_of
 from pipeshard.model.ties import kept_tied, names_of
 from pipeshard.model.units import Interception
 
 # Of a module between sliced ones, whose own gradients are parts of a sum: transformers adds them up after every
 # backward pass, which is once too often for what piled up before; here it is done once a step.
 PARTIAL = "replicated_with_grad_allreduce"
-HEADS = ("num_attention_heads", "num_key_value_heads")
-
-
-def check_plan(model: nn.Module, size: int) -> None:
-    """Raises ConfigurationError for a model that cannot be sliced over `size` ranks."""
-    _, base = without_adapters(model)
-    name = type(base).__name__
-    if not hasattr(base, "_expand_parallel_plan"):
-        raise ConfigurationError(
-            f"tp_size={size}: {name} has no plan of tensor parallelism, which models of transformers 5 have. Use "
-            "tp_size=1, and more stages or fsdp=True"
-        )
-    if base is not model:
-        raise ConfigurationError(
-            f"tp_size={size}: adapters on sliced layers are not supported. Use tp_size=1 with LoRA"
-        )
-    if not base.tp_plan:
-        raise ConfigurationError(
-            f"tp_size={size}: {name} comes without a tp_plan. Use tp_size=1, or set model.tp_plan = "
-            '{"layers.*.mlp.up_proj": "colwise", ...} before booster.boost'
-        )
-    config: Any = base.config
-    for field in HEADS:
-        heads = getattr(config.get_text_config(), field, None)
-        if isinstance(heads, int) and heads % size:
-            raise ConfigurationError(f"tp_size={size} does not divide {field}={heads} of {name}: choose one that does")
 
 
 class Slicing:
@@ -54,10 +27,14 @@ class Slicing:
         partial: the names of whole parameters whose gradients the ranks have to add up.
     """
 
-    def __init__(self, model: Any, held: Collection[str], units: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
-        from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
-
-        plan: dict[str, str] = model._expand_parallel_plan(model.tp_plan)
+    def __init__(
+        self,
+        model: nn.Module,
+        held: Collection[str],
+        units: Mapping[str, nn.Module],
+        mesh: DeviceMesh,
+        plan: Mapping[str, str],
+    ) -> None:
         first = {name: names for names in names_of(model).values() for name in names}
         whole = {path for names in names_of(model).values() for path in _disagreeing(names, plan)}
         parameters, modules = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_modules())
@@ -68,7 +45,7 @@ class Slicing:
                 path = name.rpartition(".")[0] if name in parameters else name
                 if style == PARTIAL or path in whole or not _unit_of(path, units):
                     continue
-                layer = ALL_PARALLEL_STYLES[style]
+                layer = style_of(style)
                 if name in own:
                     key = name.rpartition(".")[2]
                     layer.validate_param(modules[path], key, mesh, parameter_name=name)

@@ -19,7 +19,9 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
 
     A unit is a member of an `nn.ModuleList`, or any other child with parameters of the modules around such lists. A
     member that is a list itself is cut into its members, and so is a stage of a hierarchy (swin, resnet), unless it is
-    recomputed as a whole. CutPoints are units, and so are the modules named in `cuts`; what they are inside of is none.
+    recomputed as a whole. In a model without such lists and without CutPoints, an `nn.Sequential` is one, of which each
+    member is a unit, whatever it has: as glue, a pooling layer would run on every stage behind it. CutPoints are units,
+    and so are the modules named in `cuts`; what they are inside of is none.
     A module reached under several names counts once, under its first name. Of a list that says so (`pipeshard_uncut`),
     each member is a unit, whatever it has.
     """
@@ -27,6 +29,7 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
     if cut := {forward.name: module for module, forward in forwards if isinstance(forward, Interception)}:
         return cut
     marked: dict[str, nn.Module] = {n: m for n, m in model.named_modules() if isinstance(m, CutPoint)}
+    sequences = not marked and not _has_layers(model)
     marked |= {name: model.get_submodule(name) for name in cuts}
     paths = {name.rpartition(".")[0] for name in marked}
     around = {model.get_submodule(path[:end]) for path in paths for end in _ends(path)}
@@ -36,18 +39,20 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
 
     def walk(prefix: str, module: nn.Module, in_hierarchy: bool = False) -> None:
         """Look at the children of a module that is not a unit, `in_hierarchy` at those of one stage of several."""
-        uncut = getattr(module, "pipeshard_uncut", False)
-        is_list = isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and in_hierarchy)
+        uncut, in_sequence = getattr(module, "pipeshard_uncut", False), sequences and _is_sequence(module)
+        is_list = (
+            isinstance(module, nn.ModuleList) or in_sequence or (isinstance(module, nn.Sequential) and in_hierarchy)
+        )
         stages = isinstance(module, nn.ModuleList) and not uncut and _is_hierarchy(module)
         for child_name, child in module.named_children():
             name = f"{prefix}.{child_name}" if prefix else child_name
             if stages:
                 walk(name, child, in_hierarchy=True)
             elif child in around or (
-                not uncut and (_is_layers(child) if is_list or in_hierarchy else _has_layers(child))
+                not uncut and (_is_layers(child) if is_list or in_hierarchy else _has_layers(child, sequences))
             ):
                 walk(name, child, in_hierarchy)
-            elif child not in seen and (uncut or child in chosen or _has_parameters(child)):
+            elif child not in seen and (uncut or in_sequence or child in chosen or _has_parameters(child)):
                 seen.add(child)
                 units[name] = child
 
@@ -72,8 +77,13 @@ def _ends(path: str) -> list[int]:
     return [k for k, letter in enumerate(path) if letter == "."] + [len(path)]
 
 
-def _has_layers(module: nn.Module) -> bool:
-    return any(isinstance(child, nn.ModuleList) and _is_layers(child) for child in module.modules())
+def _has_layers(module: nn.Module, sequences: bool = False) -> bool:
+    lists = (m for m in module.modules() if isinstance(m, nn.ModuleList) or (sequences and _is_sequence(m)))
+    return any(map(_is_layers, lists))
+
+
+def _is_sequence(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def _is_layers(module: nn.Module) -> bool:

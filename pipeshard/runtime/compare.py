@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.runtime.agreement import gather_objects
+from pipeshard.schedule.program import Program
 
 PACKAGES = ("pipeshard", "torch", "transformers", "colossalai", "peft", "accelerate")
 PLAIN = (bool, int, float, str, type(None))
@@ -93,4 +94,6 @@ def _text(value: Any) -> str:
         return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple | range):
         return "[" + ", ".join(map(_text, value)) + "]"
+    if isinstance(value, Program):
+        return repr(value)
     return getattr(value, "__qualname__", None) or type(value).__qualname__

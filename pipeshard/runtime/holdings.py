@@ -15,6 +15,7 @@ from pipeshard.model.ties import kept_tied, put_parameter
 from pipeshard.runtime.agreement import gather_objects, share_tensor
 from pipeshard.runtime.fsdp import ShardedUnits
 from pipeshard.runtime.gradients import GradientSync, Sharing, has_hooks
+from pipeshard.runtime.local import is_packed
 from pipeshard.runtime.precision import Precision
 from pipeshard.runtime.sharing import sharings
 from pipeshard.runtime.weights import Weight
@@ -24,7 +25,7 @@ class Holdings:
     """Brings the parameters that a sharded `model` holds into their form here; made by every rank at the same time.
 
     All holders get the values of one. Then parameters are lowered to 16 bits where `precision` says so, sliced
-    over the ranks along TP, and with `fsdp` divided over the replicas.
+    over the ranks along TP by a `plan`, and with `fsdp` divided over the replicas.
 
     Attributes:
         held: the parameters now, by their first names.
@@ -32,14 +33,23 @@ class Holdings:
         sync: what adds up their gradients.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy, grid: Grid, precision: Precision, fsdp: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy,
+        grid: Grid,
+        precision: Precision,
+        fsdp: bool,
+        plan: Mapping[str, str] | None = None,
+    ) -> None:
         self.model, self.policy, self.grid = model, policy, grid
         self.units = policy.held_units
         before = self.held = {name: p for name, p in model.named_parameters() if not is_released(p)}
         self._share_values()
         full = precision.lower(model, but=self._in_units() if fsdp else set())
-        self.slicing = Slicing(model, before, self.units, grid.mesh.along(TP)) if grid.tp_size > 1 else None
+        self.slicing = Slicing(model, before, self.units, grid.mesh.along(TP), plan) if plan else None
         dtype = precision.dtype if precision.lowers else None
+        self._refuse_packed(fsdp)
         self.sharded = self._sharded(dtype) if fsdp and grid.dp_size > 1 else None
         now = dict(model.named_parameters())
         self.held = {name: now[name] for name in before}
@@ -70,6 +80,15 @@ class Holdings:
                 if weight.name in drawn:
                     weight.set(drawn[weight.name].detach())
                     put_parameter(self.model, weight.name, weight.parameter)
+
+    def _refuse_packed(self, fsdp: bool) -> None:
+        """torch divides a slice over replicas as if it were in one place."""
+        packed = [name for name, parameter in self.model.named_parameters() if is_packed(parameter)]
+        if fsdp and self.grid.dp_size > 1 and packed:
+            raise ConfigurationError(
+                f"{packed[0]} holds several weights at once, each of which tp_size={self.grid.tp_size} slices: "
+                "fsdp=True cannot divide that over replicas. Use zero_stage=1, or tp_size=1"
+            )
 
     def _share_values(self) -> None:
         for sharing in self._sharings(lambda name: (DP, TP)):

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -38,6 +39,12 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """All of a sliced tensor, gathered from the ranks that have its slices; all of them call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Whether this rank's slice is made of one part of each of several blocks, so that it is not in one place."""
+    placements = tensor.placements if isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 1 else ()
+    return any(isinstance(placement, _StridedShard) for placement in placements)
 
 
 def slice_like(value: Tensor, tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from pipeshard.schedule.action import Action, Kind
 from pipeshard.schedule.communicate import add_communication
 from pipeshard.schedule.cooldown import shorten_cooldown
 from pipeshard.schedule.draw import draw_text, draw_timeline
+from pipeshard.schedule.given import program_of
 from pipeshard.schedule.program import (
     SCHEDULES,
     Program,
@@ -23,5 +24,5 @@ from pipeshard.schedule.program import (
 from pipeshard.schedule.simulate import Simulation, Span, simulate, simulate_parts
 
 __all__ = ["SCHEDULES", "Action", "Kind", "Program", "forward_only", "gpipe", "interleaved", "make_program"]
-__all__ += ["num_chunks", "one_f_one_b", "shorten_cooldown", "zb_h1", "zbv"]
+__all__ += ["num_chunks", "one_f_one_b", "program_of", "shorten_cooldown", "zb_h1", "zbv"]
 __all__ += ["Simulation", "Span", "add_communication", "draw_text", "draw_timeline", "simulate", "simulate_parts"]

@@ -5,6 +5,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipeshard.errors import ConfigurationError
 from pipeshard.schedule.action import AFTER, PARTNER, RECEIVE, Action, Kind, Step
@@ -22,6 +23,13 @@ class Program:
     num_microbatches: int
     placement: tuple[int, ...]
     ranks: tuple[tuple[Action, ...], ...]
+
+    @staticmethod
+    def from_csv(path: str | Path) -> "Program":
+        """The order of actions in a file that torch.distributed.pipelining has written; see `given.from_csv`."""
+        from pipeshard.schedule.given import from_csv
+
+        return from_csv(path)
 
     @property
     def kinds(self) -> set[Kind]:

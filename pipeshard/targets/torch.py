@@ -1,6 +1,7 @@
 """Torch: the stages as those of torch.distributed.pipelining, which its own schedules train."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import BatchError, ConfigurationError, UsageError
 from pipeshard.grid import Grid
 from pipeshard.runtime.gradients import GradientSync
 from pipeshard.runtime.holdings import Holdings
@@ -18,6 +19,9 @@ from pipeshard.target import Target, register_target
 
 if TYPE_CHECKING:
     from pipeshard.build import Split
+
+
+STEP = {"target", "losses", "return_outputs", "loss_kwargs"}  # arguments of its own
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,21 @@ class Torch(Target):
     """`target="torch"`: TorchStages; a process group is there, of one rank for each stage (or `num_model_chunks`).
 
     Args:
-        num_model_chunks: stages of each rank, in the order of torch's interleaved schedules: stage s is on rank s % p.
+        num_model_chunks: stages of each rank, for torch's interleaved schedules; 2 by default for those in a V.
+        style: "loop": stage s is on rank s % p; "v": two stages a rank, down the ranks and back up, for
+            ScheduleZBVZeroBubble and ScheduleDualPipeV.
+
+    `build` raises UsageError without a loss, which the last stage is to make, BatchError for a batch with names that
+    `schedule.step` has for its own arguments.
     """
 
-    def __init__(self, num_model_chunks: int = 1) -> None:
-        self.num_model_chunks = num_model_chunks
+    def __init__(self, num_model_chunks: int | None = None, style: str = "loop") -> None:
+        self.num_model_chunks = num_model_chunks or (2 if style == "v" else 1)
+        if style not in ("loop", "v") or (style == "v" and self.num_model_chunks != 2):
+            raise ConfigurationError(
+                f"style={style!r} and num_model_chunks={self.num_model_chunks}: use 'loop', or 'v' with two chunks"
+            )
+        self.style = style
 
     def placed(self, num_stages: int) -> tuple[Sequence[int], int]:
         p, rest = divmod(num_stages, self.num_model_chunks)
@@ -76,20 +90,48 @@ class Torch(Target):
                 "for each rank of a group that is there (torch.distributed.init_process_group)"
             )
         self.grid = Grid(p, 1)
-        return [stage % p for stage in range(num_stages)], self.grid.stage
+        placement = [*range(p), *reversed(range(p))] if self.style == "v" else [s % p for s in range(num_stages)]
+        return placement, self.grid.stage
 
     def take(self, split: "Split") -> TorchStages:
-        from torch.distributed.pipelining import PipelineStage
-
+        if split.flow.loss is None:
+            raise UsageError(
+                "there is no loss to train on, and gradients return for one that the last stage makes alone: give the "
+                "batch labels, or pass criterion= to build. The schedule's loss_fn is built.loss_fn then"
+            )
+        if taken := STEP & set(as_keywords(split.model, split.sample.data)):
+            raise BatchError(
+                f"the batch's {min(taken)} cannot be told from that of torch's schedule.step(..., {min(taken)}=): name "
+                "the model's argument otherwise"
+            )
         device = split.policy.replay.device
         holdings = Holdings(split.model, split.policy, self.grid, Precision("fp32", False, device), fsdp=False)
         batch = as_keywords(split.model, split.sample.data)
         group = self.grid.stages
+        kind = _stage_class(split.stages.values())
         stages = [
-            PipelineStage(stage, index, split.num_stages, device, *_shapes(stage, batch, split), group=group)
+            kind(stage, index, split.num_stages, device, *_shapes(stage, batch, split), group=group)
             for index, stage in split.stages.items()
         ]
         return TorchStages(stages, holdings.sync)
+
+
+def _stage_class(stages: Iterable[StageModule]) -> Any:
+    """Torch's, but for what it divides by the number of microbatches at the end of each stage: a weight that several
+    stages of this rank share is divided once, at the end of the last of them."""
+    from torch.distributed.pipelining import PipelineStage
+
+    holders = Counter(parameter for stage in stages for parameter in stage.parameters())
+    ended: Counter[nn.Parameter] = Counter()
+
+    class Stage(PipelineStage):
+        def scale_grads(self, grad_scale_factor: int) -> None:
+            for parameter in self.submod.parameters():
+                ended[parameter] += 1
+                if parameter.grad is not None and ended[parameter] % holders[parameter] == 0:
+                    parameter.grad.div_(grad_scale_factor)
+
+    return Stage
 
 
 def _shapes(stage: StageModule, batch: dict[str, Any], split: "Split") -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

@@ -19,6 +19,7 @@ from pipeshard.model.names import without_adapters
 from pipeshard.planner.sizes import format_bytes
 from pipeshard.runtime.agreement import gather, gather_objects
 from pipeshard.runtime.progress import NOW
+from pipeshard.schedule.given import name_of
 from pipeshard.verify.alone import Proven, standing_alone
 from pipeshard.verify.proof import prove
 from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof
@@ -62,7 +63,7 @@ def prove_at_boost(
 
     proof = _on_first(plugin.grid, work)
     if alone:
-        raise Proven(proof, f"{type(model).__name__} in {stages} stages, {plugin.schedule}")
+        raise Proven(proof, f"{type(model).__name__} in {stages} stages, {name_of(plugin.schedule)}")
     if proof.kind == DIFFERENT:
         raise VerificationError(
             f"{type(model).__name__} split into {plugin.pp_size} stages is not the model that it is unsplit, so it is "

@@ -28,7 +28,8 @@ from pipeshard.runtime.step import StepPlanner
 from pipeshard.runtime.weights import Weight
 from pipeshard.schedule.action import Action, Kind
 from pipeshard.schedule.cooldown import shorten_cooldown
-from pipeshard.schedule.program import Program, make_program
+from pipeshard.schedule.given import program_of
+from pipeshard.schedule.program import Program
 from pipeshard.verify.compare import Different
 from pipeshard.verify.copies import Copies
 from pipeshard.wishes import settled
@@ -55,7 +56,7 @@ class VirtualRank:
         if plugin.num_microbatches != 1:
             own.sample = RowDims(model, plugin.batch_dims).settle(own.sample, self.criterion)
         self.flow: Dataflow = trace(model, own.sample, self.criterion, cuts=named(partition))
-        placement = make_program(plugin.schedule, plugin.pp_size, 1, plugin.num_model_chunks).placement
+        placement = program_of(plugin.schedule, plugin.pp_size, 1, plugin.num_model_chunks).placement
         kind = plugin.policy or find_policy(model)
         self.policy = kind(model, self.flow, rank, plugin.pp_size, partition, 1.0, device, placement=placement)
         self.planner = StepPlanner(model, self.policy, recompute)
@@ -141,8 +142,8 @@ class Virtual:
     def step(self, rows: Callable[[Batch], Batch], m: int, asked: bool, at: tuple[int, int]) -> tuple[Tensor, Outputs]:
         """A training step on these `rows` of the sample, in m microbatches; ties have their sums afterwards."""
         plugin = self.plugin
-        program = make_program(plugin.schedule, plugin.pp_size, m, plugin.num_model_chunks)
-        if not (plugin.compile or plugin.fsdp or plugin.grid.tp_size > 1):
+        program = program_of(plugin.schedule, plugin.pp_size, m, plugin.num_model_chunks)
+        if isinstance(plugin.schedule, str) and not (plugin.compile or plugin.fsdp or plugin.grid.tp_size > 1):
             program = shorten_cooldown(program)
         outputs = Outputs(asked)
         with contextlib.ExitStack() as around:

@@ -58,3 +58,21 @@ def test_a_module_under_two_names_is_one_unit() -> None:
     model.layers = nn.ModuleList([shared, nn.Linear(2, 2), shared])
     model.head = shared
     assert list(find_units(model)) == ["layers.0", "layers.1"]
+
+
+class Layer(nn.Module):
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*inside)
+
+
+def test_a_sequential_is_a_list_where_the_model_has_no_other() -> None:
+    """Six layers in an nn.Sequential were one unit, which three stages could not divide; what is inside of a layer
+    stays inside of it, and a Sequential of another forward whole."""
+    model = nn.Module()
+    model.stem, model.trunk = nn.Linear(2, 2), Layer(Layer(nn.Linear(2, 2), nn.ReLU()), nn.ReLU(), nn.Linear(2, 2))
+    model.head = type("Own", (nn.Sequential,), {"forward": lambda self, x: x})(nn.Linear(2, 2))
+    assert list(find_units(model)) == ["stem", "trunk.body.0", "trunk.body.1", "trunk.body.2", "head"]
+    assert "trunk.body" not in find_units(model, ["trunk.body.0.body.0"])
+    model.layers = nn.ModuleList([nn.Linear(2, 2)])
+    assert list(find_units(model)) == ["stem", "trunk", "head", "layers.0"]

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from pipeshard.errors import ConfigurationError
 from pipeshard.schedule.action import Action, Kind
 from pipeshard.schedule.communicate import add_communication
+from pipeshard.schedule.legality import check
 from pipeshard.schedule.program import Program, forward_only, make_program
 from pipeshard.schedule.simulate import simulate
-from tests.schedule.legality import check
 
 F, B = Kind.F, Kind.B
 

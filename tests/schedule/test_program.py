@@ -11,8 +11,8 @@ import pipeshard.schedule.program as program_module
 from pipeshard.errors import ConfigurationError
 from pipeshard.schedule.action import Action, Kind
 from pipeshard.schedule.communicate import add_communication
+from pipeshard.schedule.legality import check
 from pipeshard.schedule.program import Program, forward_only, make_program, num_chunks
-from tests.schedule.legality import check
 
 F, B, W = Kind.F, Kind.B, Kind.W
 

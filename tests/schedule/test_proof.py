@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pipeshard.errors import DeadlockError
 from pipeshard.schedule.action import Action, Kind, Step
 from pipeshard.schedule.communicate import add_communication
+from pipeshard.schedule.legality import check
 from pipeshard.schedule.program import SCHEDULES, Program, forward_only, make_program
 from pipeshard.schedule.simulate import Simulation, simulate
-from tests.schedule.legality import check
 
 F, B, W = Kind.F, Kind.B, Kind.W
 ALL = [(name, v) for name in SCHEDULES for v in ((2, 3) if name == "interleaved" else (2,) if name == "zbv" else (1,))]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from pipeshard.errors import ConfigurationError
 from pipeshard.schedule.action import Action, Kind
 from pipeshard.schedule.program import Program
 
@@ -9,25 +10,26 @@ FORWARD = {Kind.F, Kind.SEND_F, Kind.RECV_F}
 
 
 def check(program: Program) -> None:
-    """Raise ValueError unless each kind of compute in use occurs exactly once for each microbatch and stage, on the
-    stage's rank, after what it needs there; and the messages, if there are any, are those the placement asks for."""
+    """Raise ConfigurationError unless each kind of compute in use occurs exactly once for each microbatch and stage (W
+    once at most), on the stage's rank, after what it needs there; and the messages, if there are any, are those the
+    placement asks for."""
     outside = sorted({r for r in program.placement if not 0 <= r < len(program.ranks)})
     if outside:
-        raise ValueError(f"{program.name}: stages are placed on ranks {outside} of {len(program.ranks)}")
+        raise ConfigurationError(f"{program.name}: stages are placed on ranks {outside} of {len(program.ranks)}")
     kinds = _kinds(program)
     for rank, actions in enumerate(program.ranks):
         expected = _expected(program, rank, kinds)
         counts = Counter(actions)
-        for action in [*(expected - counts.keys()), *counts]:
+        for action in [*(sorted(expected - counts.keys())), *counts]:
             count, wanted = counts[action], int(action in expected)
-            if count != wanted:
-                raise ValueError(f"{program.name}: rank {rank} has {action} {count} times, not {wanted}")
+            if count != wanted and (count, action.kind) != (0, Kind.W):
+                raise ConfigurationError(f"{program.name}: rank {rank} has {action} {count} times, not {wanted}")
         position = {action: k for k, action in enumerate(actions)}
         for action in actions:
-            for kind, stage in program.needs(action.kind, action.stage):
-                needed = Action(kind, action.microbatch, stage)
+            for before, at in program.needs(action.kind, action.stage):
+                needed = Action(before, action.microbatch, at)
                 if position.get(needed, -1) > position[action]:
-                    raise ValueError(f"{program.name}: rank {rank} has {action} before {needed}")
+                    raise ConfigurationError(f"{program.name}: rank {rank} has {action} before {needed}")
 
 
 def _kinds(program: Program) -> list[Kind]:

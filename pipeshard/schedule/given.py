@@ -1,0 +1,142 @@
+"""Given: schedules that a user brings along, as a Program, as a function that makes one, or as a file of torch's."""
+
+import csv
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+from pipeshard.errors import ConfigurationError
+from pipeshard.schedule.action import Action, Kind
+from pipeshard.schedule.legality import check
+from pipeshard.schedule.program import Program, make_program, num_chunks
+from pipeshard.schedule.simulate import simulate
+
+Schedule = str | Program | Callable[[int, int, int], Program]
+
+KINDS = {"F": Kind.F, "B": Kind.B, "I": Kind.B, "W": Kind.W}  # torch's names; I is a B with a W
+
+
+def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
+    """The training program of a schedule for `p` ranks, `m` microbatches and `v` chunks a rank, without communication.
+
+    A Program serves its own number of microbatches and fewer; a function is called with (p, m, v). Raises
+    ConfigurationError for a program that is not complete, not legal, or for other numbers, DeadlockError for one that
+    cannot finish.
+    """
+    if isinstance(schedule, str):
+        return make_program(schedule, p, m, v)
+    if not isinstance(schedule, Program) and not callable(schedule):
+        raise ConfigurationError(f"schedule={schedule!r} is none of a name, a Program, and a function of (p, m, v)")
+    program = schedule if isinstance(schedule, Program) else schedule(p, m, v)
+    if not isinstance(program, Program):
+        raise ConfigurationError(f"{name_of(schedule)}({p}, {m}, {v}) returned a {type(program).__name__}, no Program")
+    program = _first(program, m)
+    _check(program, p, m)
+    return program
+
+
+def chunks_of(schedule: Schedule, p: int, v: int = 1) -> int:
+    """The chunks of the model that each of the `p` ranks holds, where `v` are asked for; ConfigurationError if it
+    cannot have them."""
+    if isinstance(schedule, str):
+        return num_chunks(schedule, v)
+    chunks = len(program_of(schedule, p, 1, v).placement) // p
+    if v not in (1, chunks):
+        raise ConfigurationError(f"schedule {name_of(schedule)!r} has num_model_chunks={chunks}, got {v}")
+    return chunks
+
+
+def is_v(placement: tuple[int, ...], p: int) -> bool:
+    """Whether the stages go down the ranks and back up."""
+    return p > 1 and placement == (*range(p), *reversed(range(p)))
+
+
+def name_of(schedule: Schedule) -> str:
+    if isinstance(schedule, str | Program):
+        return schedule if isinstance(schedule, str) else schedule.name
+    return getattr(schedule, "__name__", type(schedule).__name__)
+
+
+def from_csv(path: str | Path) -> Program:
+    """The order in a file as torch.distributed.pipelining writes and reads it ("compute_only"): a line for each rank,
+    with cells such as 1F0 (stage, kind, microbatch). Kinds are F, B (the whole backward), I (input gradients) and W;
+    empty cells are idle time; of `(0F1;3B0)OVERLAP_F_B` one comes after the other.
+
+    Raises ConfigurationError for other cells, and for a stage on several ranks; `program_of` checks the rest.
+    """
+    path = Path(path)
+    with path.open(newline="") as file:
+        rows = [[action for cell in row for action in _read(cell, path)] for row in csv.reader(file)]
+    placement: dict[int, int] = {}
+    for rank, actions in enumerate(rows):
+        for _, action in actions:
+            if placement.setdefault(action.stage, rank) != rank:
+                raise ConfigurationError(f"{path}: stage {action.stage} is on ranks {placement[action.stage]}, {rank}")
+    if sorted(placement) != [*range(len(placement))] or not placement:
+        raise ConfigurationError(f"{path}: the stages are {sorted(placement)}, not 0 to p*v-1")
+    weights = {action for actions in rows for _, action in actions if action.kind is Kind.W}
+    for letter, action in (each for actions in rows for each in actions):
+        if action.kind is Kind.B and (letter == "I") != (action._replace(kind=Kind.W) in weights):
+            _, i, stage = action
+            problem = f"{stage}I{i} without {stage}W{i}" if letter == "I" else f"{stage}W{i} beside {stage}B{i}"
+            raise ConfigurationError(f"{path}: {problem}. B is the whole backward, I and W are its two parts")
+    m = 1 + max(action.microbatch for actions in rows for _, action in actions)
+    ranks = tuple(tuple(action for _, action in actions) for actions in rows)
+    return Program(path.stem, m, tuple(placement[stage] for stage in sorted(placement)), ranks)
+
+
+def _read(cell: str, path: Path) -> list[tuple[str, Action]]:
+    """The actions of a cell, with torch's letters of their kinds."""
+    overlapped = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell.strip())
+    found = []
+    for text in filter(None, map(str.strip, overlapped[1].split(";") if overlapped else [cell])):
+        if re.fullmatch(r"\d+REDUCE_GRAD", text):  # gradients of a stage are reduced when its last backward is through
+            continue
+        match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
+        if match is None:
+            raise ConfigurationError(
+                f"{path}: {text!r} is no action of a schedule's compute, such as 0F0, 1B2, 1I2 and 1W2: write the file "
+                'by format="compute_only"'
+            )
+        found.append((match[2], Action(KINDS[match[2]], int(match[3]), int(match[1]))))
+    return found
+
+
+def _first(program: Program, m: int) -> Program:
+    """The program of its first m microbatches, which is as legal as the whole one."""
+    if m > program.num_microbatches:
+        raise ConfigurationError(
+            f"schedule {program.name!r} is a program of {program.num_microbatches} microbatches, but there are {m}: "
+            "give one of as many, or a function of (p, m, v)"
+        )
+    ranks = (tuple(action for action in actions if action.microbatch < m) for actions in program.ranks)
+    return Program(program.name, m, program.placement, tuple(ranks))
+
+
+def _check(program: Program, p: int, m: int) -> None:
+    v, rest = divmod(len(program.placement), max(len(program.ranks), 1))
+    if len(program.ranks) != p or rest:
+        raise ConfigurationError(
+            f"schedule {program.name!r} is for {len(program.ranks)} ranks and {len(program.placement)} stages, but "
+            f"pp_size={p}: give a program of {p} ranks with equally many stages on each"
+        )
+    if program.placement != tuple(range(p)) * v and not is_v(program.placement, p):
+        raise ConfigurationError(
+            f"schedule {program.name!r} has its stages on ranks {program.placement}: stage s has to be on rank s % p, "
+            "or, with two stages a rank, in a V (0, 1, ..., p-1, p-1, ..., 1, 0)"
+        )
+    if program.has_communication or Kind.B not in program.kinds:
+        raise ConfigurationError(
+            f"schedule {program.name!r} has {'messages' if program.has_communication else 'no backward passes'}: give "
+            "the F, B and W of a training step alone, messages are added"
+        )
+    check(program)
+    forwards = [action for actions in program.ranks for action in actions if action.kind is Kind.F]
+    for earlier, later in pairwise(sorted(forwards, key=lambda action: action.stage)):  # in their order otherwise
+        if earlier.stage == later.stage and earlier.microbatch > later.microbatch:
+            raise ConfigurationError(
+                f"schedule {program.name!r} has {later} after {earlier}: forwards of a stage have to be in the order "
+                "of the microbatches, as a model may carry state (running statistics) from one to the next"
+            )
+    simulate(program)

@@ -1,0 +1,127 @@
+"""Given: schedules as Programs, functions and torch's files, and what is refused about them."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from pipeshard.errors import ConfigurationError, DeadlockError, PipeshardError
+from pipeshard.schedule import Action, Kind, Program, interleaved, make_program, program_of, simulate, zbv
+from pipeshard.schedule.given import chunks_of
+
+P, M = 2, 4
+
+
+class Stage:
+    """What torch's schedules ask of a stage before they run."""
+
+    is_first, is_last, has_backward, submod = True, False, True, None
+
+    def __init__(self, index: int, stages: int) -> None:
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, P, 0
+        self.is_first, self.is_last = index == 0, index == stages - 1
+
+
+def by_torch(name: str) -> dict[int, list[Any]]:
+    """The order of actions that a schedule of torch has planned."""
+    if name == "ScheduleGPipe":
+        schedule: Any = object.__new__(torch_schedules.ScheduleGPipe)
+        schedule._num_stages, schedule._n_microbatches = P, M
+        return schedule._get_pipeline_order()  # type: ignore[no-any-return]
+    kind = getattr(torch_schedules, name)
+    stages = [Stage(s, 2 * P) for s in ((0, 2 * P - 1) if "ZBV" in name or "DualPipe" in name else (0, P))]
+    return kind(stages, M, loss_fn=lambda *_: None).pipeline_order  # type: ignore[no-any-return]
+
+
+NAMES = "ScheduleGPipe ScheduleInterleaved1F1B ScheduleZBVZeroBubble ScheduleInterleavedZeroBubble ScheduleDualPipeV"
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_torch_s_orders_are_read_and_legal(name: str, tmp_path: Path) -> None:
+    """Each action of torch's own order is there, in its place, and the program ends; `schedule=` took names alone."""
+    order, path = by_torch(name), tmp_path / f"{name}.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(order[rank] for rank in sorted(order))
+    program = Program.from_csv(path)
+    assert program_of(program, P, M) == program and program.name == name and program.num_microbatches == M
+    inner = [[sub for a in order[rank] if a is not None for sub in (a.sub_actions or (a,))] for rank in range(P)]
+    letters = {"F": "F", "B": "B", "I": "B", "W": "W"}
+    for actions, theirs in zip(program.ranks, inner, strict=True):
+        expected = [
+            (a.stage_index, letters[a.computation_type.value], a.microbatch_index)
+            for a in theirs
+            if a.microbatch_index is not None
+        ]
+        assert [(a.stage, str(a.kind), a.microbatch) for a in actions] == expected
+    if name == "ScheduleGPipe":
+        assert program.ranks == make_program("gpipe", P, M).ranks
+    assert program_of(program, P, 2).num_microbatches == 2 and simulate(program).makespan > 0
+
+
+def test_functions_say_how_many_chunks_there_are() -> None:
+    assert (chunks_of(zbv, P), chunks_of(interleaved, P, 3), chunks_of(zbv(P, 1), P, 2)) == (2, 3, 2)
+    with pytest.raises(ConfigurationError, match="schedule 'zbv' has num_model_chunks=2, got 3"):
+        chunks_of(zbv, P, 3)
+
+
+F, B, W = Kind.F, Kind.B, Kind.W
+FB = make_program("1f1b", P, 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "error", "message"),
+    [
+        (3, ConfigurationError, "schedule=3 is none of a name, a Program, and a function"),
+        (lambda p, m, v: None, ConfigurationError, "returned a NoneType, no Program"),
+        (make_program("1f1b", P, M - 1), ConfigurationError, "of 3 microbatches, but there are 4"),
+        (make_program("1f1b", 3, M), ConfigurationError, "is for 3 ranks and 3 stages, but pp_size=2"),
+        (lambda p, m, v: Program("x", m, (0, 1, 0), FB.ranks), ConfigurationError, "for 2 ranks and 3 stages"),
+        (lambda p, m, v: Program("x", m, (1, 0), FB.ranks), ConfigurationError, "stage s has to be on rank s % p"),
+        (lambda p, m, v: Program("x", m, (0, 1), ((), ())), ConfigurationError, "has no backward passes"),
+        (lambda p, m, v: Program("x", m, (0, 1), FB.ranks), ConfigurationError, "rank 0 has B1@0 0 times, not 1"),
+        (
+            lambda p, m, v: Program("x", 2, (0,), ((*(Action(F, i, 0) for i in (1, 0)), *two_backwards()),)),
+            ConfigurationError,
+            "has F0@0 after F1@0: forwards of a stage",
+        ),
+        (lambda p, m, v: waiting(), DeadlockError, "rank 0 waits in B0@0"),
+    ],
+)
+def test_what_cannot_run_is_refused(schedule: Any, error: type[PipeshardError], message: str) -> None:
+    m, p = (2, 1) if "after" in message else (2 if error is DeadlockError else M, P)
+    with pytest.raises(error, match=re.escape(message)):
+        program_of(schedule, p, m)
+
+
+def two_backwards() -> list[Action]:
+    return [Action(B, 0, 0), Action(B, 1, 0)]
+
+
+def waiting() -> Program:
+    """The first rank does not send the second microbatch before the first is back, the last wants both at once."""
+    first = Action(F, 0, 0), Action(B, 0, 0), Action(F, 1, 0), Action(B, 1, 0)
+    last = Action(F, 0, 1), Action(F, 1, 1), Action(B, 0, 1), Action(B, 1, 1)
+    return Program("waiting", 2, (0, 1), (first, last))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0SEND_F0,0B0", "'0SEND_F0' is no action of a schedule's compute"),
+        ("0F0,0B0\n0F1,0B1", "stage 0 is on ranks 0, 1"),
+        ("0F0,0B0\n2F0,2B0", r"the stages are \[0, 2\]"),
+        ("0F0,0I0", "0I0 without 0W0"),
+        ("0F0,0B0,0W0", "0W0 beside 0B0"),
+        ("", r"the stages are \[\]"),
+    ],
+)
+def test_files_that_say_something_else_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "order.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        Program.from_csv(path)
