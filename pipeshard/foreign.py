@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.schedule.given import Schedule
 
 logger = logging.getLogger("pipeshard")
 
@@ -79,10 +80,10 @@ def refuse_positional(values: Collection[Any]) -> None:
         )
 
 
-def schedule_of(schedule: str, foreign: Mapping[str, Any], known: Collection[str], warns: bool) -> str:
+def schedule_of(schedule: Schedule, foreign: Mapping[str, Any], known: Collection[str], warns: bool) -> Schedule:
     """The schedule, which `pp_style` names too. Raises ConfigurationError for what else has no meaning here, and
     warns of what has none that matters."""
-    style = foreign.get("pp_style", schedule)
+    style: Schedule = foreign.get("pp_style", schedule)
     if schedule not in ("1f1b", style):
         raise ConfigurationError(f"schedule={schedule!r} and pp_style={style!r}: give one of the two")
     idle = []
