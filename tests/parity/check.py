@@ -14,12 +14,21 @@ from torch import Tensor, nn
 from pipeshard.errors import PipeshardError
 from pipeshard.model.batch import Batch
 from pipeshard.model.media import read_batch
+from pipeshard.runtime.precision import Precision
 from tests.parity.build import batch, build
 from tests.parity.entries import Entry
 from tests.unsplit import Split, gradient_error
 
 CLOSE = 1e-6  # of the loss, and of each gradient relative to its own norm
 CLOSE_FP64 = 1e-10  # where the same in fp32 is further off: rounding shrinks with the precision, a mistake does not
+CLOSE_16 = 1e-3
+SCALE = 2.0**8  # of the loss in fp16
+PRECISIONS: dict[str, dict[str, Any]] = {  # what the plugin is given
+    "fp32": {},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16", "initial_scale": SCALE},
+    "autocast": {"precision": "bf16", "autocast": True},
+}
 
 
 @dataclass(frozen=True)
@@ -35,10 +44,10 @@ class Verdict:
     cuts: tuple[str, ...] = ()
 
 
-def check(entry: Entry) -> Verdict:
+def check(entry: Entry, precision: str = "fp32") -> Verdict:
     """One training step of p microbatches on this rank's stage of p; every rank of the world calls it."""
     try:
-        verdict = _compare(entry, torch.float32)
+        verdict = _compare(entry, torch.float32, precision)
     except Untrainable as error:
         return Verdict("untrainable", reason=str(error))
     except Refused as error:
@@ -47,6 +56,8 @@ def check(entry: Entry) -> Verdict:
     dist.all_gather_object(worst, verdict.kind)
     if "wrong" not in worst:
         return verdict
+    if precision != "fp32":
+        return _beside_rounding(entry, precision, verdict)
     try:
         again = _compare(entry, torch.float64)
     except Exception as error:
@@ -58,6 +69,10 @@ def check(entry: Entry) -> Verdict:
         note = f"the unsplit model differs by {own:.0e} from itself in fp64"
         return Verdict("close", verdict.error, note, verdict.cuts)
     return Verdict("wrong", verdict.error, f"{verdict.reason} (fp64: {again.reason})", verdict.cuts)
+
+
+def _beside_rounding(entry: Entry, precision: str, verdict: Verdict) -> Verdict:
+    return verdict
 
 
 def _rounding(entry: Entry) -> float:
@@ -80,25 +95,26 @@ class Refused(Exception):
     """The plugin refuses the model."""
 
 
-def _compare(entry: Entry, dtype: torch.dtype) -> Verdict:
+def _compare(entry: Entry, dtype: torch.dtype, name: str = "fp32") -> Verdict:
     p = dist.get_world_size()
+    precision = _precision(name)
     try:
         model, data = _made(entry, dtype)
-        unsplit, reference, m = _reference(model, data, p)
+        unsplit, reference, m = _reference(model, data, p, precision)
     except Exception as error:
         raise Untrainable(f"{type(error).__name__}: {error}") from error
     try:
-        split = Split(model, p, data, num_microbatches=m)
+        split = Split(model, p, data, num_microbatches=m, **PRECISIONS[name])
     except PipeshardError as error:  # on every rank alike; in a step it may be on one, and must end the others
         raise Refused(f"{type(error).__name__}: {error}") from error
     loss = split.backward(data)["loss"]
     policy = split.model.pipeline.policy
     cuts = tuple(policy.flow.calls[policy.stages.index(stage)].unit for stage in range(1, p))
     expected = reference.loss
-    close = CLOSE if dtype == torch.float32 else CLOSE_FP64
+    close = CLOSE_FP64 if dtype == torch.float64 else CLOSE if precision.dtype is None else CLOSE_16
     loss_error = abs(float(loss - expected)) / max(abs(float(expected)), 1e-3)
     error = max(loss_error if loss_error == loss_error else float("inf"), gradient_error(split, unsplit))
-    norm, whole = split.optimizer.get_grad_norm(), _norm(unsplit)
+    norm, whole = split.optimizer.get_grad_norm(), _norm(unsplit) / _scale(precision)
     if not error <= close or not abs(norm - whole) <= 10 * close * whole:
         reason = f"loss {float(loss):.9g}, unsplit {float(expected):.9g}"
         reason += f"; gradients {gradient_error(split, unsplit):.1e}; norm {norm:.9g}, unsplit {whole:.9g}"
@@ -117,14 +133,18 @@ def _made(entry: Entry, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
     return model, {name: value.to(dtype) if value.is_floating_point() else value for name, value in data}
 
 
-def _reference(model: nn.Module, data: dict[str, Any], m: int) -> tuple[nn.Module, Reference, int]:
+def _reference(
+    model: nn.Module, data: dict[str, Any], m: int, precision: Precision
+) -> tuple[nn.Module, Reference, int]:
     """The unsplit model with its gradients, its loss, and the number of microbatches, 1 where it takes no parts."""
-    unsplit = copy.deepcopy(model)
-    try:
-        return unsplit, Reference.of(unsplit, data, m), m
-    except Exception:
+    for count in (m, 1):
         unsplit = copy.deepcopy(model)
-        return unsplit, Reference.of(unsplit, data, 1), 1
+        try:
+            return unsplit, Reference.of(unsplit, data, count, precision), count
+        except Exception:
+            if count == 1:
+                raise
+    raise AssertionError
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
@@ -142,18 +162,32 @@ class Reference:
     loss: Tensor
 
     @classmethod
-    def of(cls, model: nn.Module, data: dict[str, Any], m: int) -> Reference:
+    def of(cls, model: nn.Module, data: dict[str, Any], m: int, precision: Precision) -> Reference:
         parts = read_batch(model, data).split(m)
-        weights = _weights(model, data, parts)
+        weights = _weights(model, data, parts)  # in fp32, which tells them apart
+        for parameter in precision.lower(model):
+            parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
         total: Tensor | None = None
         for part, weight in zip(parts, weights, strict=True):
-            loss = _loss(part.call(model))
-            loss.backward(torch.full_like(loss, weight))
+            with precision.running():
+                loss = _loss(precision.of_batch(part).call(model))
+            loss.backward(torch.full_like(loss, weight * _scale(precision)))
             total = loss.detach() * weight if total is None else total + loss.detach() * weight
         assert total is not None
         if not torch.isfinite(total):
             raise ValueError(f"the loss is {float(total)}")
+        if any(not p.grad.isfinite().all() for p in model.parameters() if p.grad is not None):
+            raise ValueError("a gradient is not finite")
         return cls(total)
+
+
+def _precision(name: str) -> Precision:
+    given = PRECISIONS[name]
+    return Precision(given.get("precision", "fp32"), given.get("autocast", False), torch.device("cpu"))
+
+
+def _scale(precision: Precision) -> float:
+    return SCALE if precision.scales else 1.0
 
 
 def _loss(output: Any) -> Tensor:
