@@ -313,13 +313,13 @@ class Tracer:
         for name, buffer in module.named_buffers():  # one that another unit has moved
             if tags := taint.of([buffer]):
                 taint.mark(own[name], tags)
+        nodes = {t.grad_fn: k for k, t in enumerate(inputs) if isinstance(t, Tensor) and t.grad_fn is not None}
+        arguments = tree_unflatten(inputs, tree)
         # While inside, a home says which input a storage is: what is written there is written to that input.
         positions = {storage_of(t): k for k, t in enumerate(inputs) if isinstance(t, Tensor)}
         homes, written = taint.homes, taint.written
         taint.homes, taint.written = {storage: Value(-1, k) for storage, k in positions.items()}, set()
         taint.inside, taint.met, taint.flops, taint.elements = len(self.calls), set(), 0, 0
-        nodes = {t.grad_fn: k for k, t in enumerate(inputs) if isinstance(t, Tensor) and t.grad_fn is not None}
-        arguments = tree_unflatten(inputs, tree)
         try:
             with unsliced(), stateless._reparametrize_module(module, own):
                 before = Snapshot({UNIT: module, ARGUMENTS: arguments})
