@@ -165,7 +165,7 @@ class Reference:
     def of(cls, model: nn.Module, data: dict[str, Any], m: int, precision: Precision) -> Reference:
         parts = read_batch(model, data).split(m)
         weights = _weights(model, data, parts)  # in fp32, which tells them apart
-        for parameter in precision.lower(model):
+        for parameter in precision.lower(precision.lowered(model)):
             parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
         total: Tensor | None = None
         for part, weight in zip(parts, weights, strict=True):
