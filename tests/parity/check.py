@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from tests.unsplit import Split, gradient_error
 
 CLOSE = 1e-6  # of the loss, and of each gradient relative to its own norm
 CLOSE_FP64 = 1e-10  # where the same in fp32 is further off: rounding shrinks with the precision, a mistake does not
-CLOSE_16 = 1e-3
+ROUNDINGS = 8  # the most errors in 16 bits, in units of their precision: CLOSE is as many of fp32
 SCALE = 2.0**8  # of the loss in fp16
 PRECISIONS: dict[str, dict[str, Any]] = {  # what the plugin is given
     "fp32": {},
@@ -71,8 +71,25 @@ def check(entry: Entry, precision: str = "fp32") -> Verdict:
     return Verdict("wrong", verdict.error, f"{verdict.reason} (fp64: {again.reason})", verdict.cuts)
 
 
-def _beside_rounding(entry: Entry, precision: str, verdict: Verdict) -> Verdict:
+def _beside_rounding(entry: Entry, name: str, verdict: Verdict) -> Verdict:
+    """In 16 bits sums differ more if they are made in another order, as what two stages have of one weight is added up
+    in fp32, and kernels round by how their inputs lie in memory. No more, though, than 16 bits do in the same model."""
+    precision = _precision(name)
+    assert precision.dtype is not None
+    most = ROUNDINGS * torch.finfo(precision.dtype).eps
+    if verdict.kind == "wrong" and verdict.error <= (own := min(_rounding_16(entry, precision), most)):
+        return replace(verdict, kind="close", reason=f"the unsplit model differs by {own:.0e} from itself in fp32")
     return verdict
+
+
+def _rounding_16(entry: Entry, precision: Precision) -> float:
+    """The largest relative difference between gradients of the unsplit model and those in fp32, of the same values."""
+    model, data = _made(entry, torch.float32)
+    low, _, m = _reference(model, data, dist.get_world_size(), precision)
+    for tensor in precision.lowered(model):
+        tensor.data = tensor.data.to(precision.dtype).float()
+    full, *_ = _reference(model, data, m, _precision("fp32"))
+    return _distance(_gradients(low, _scale(precision)), _gradients(full))
 
 
 def _rounding(entry: Entry) -> float:
@@ -81,10 +98,17 @@ def _rounding(entry: Entry) -> float:
     for dtype in (torch.float32, torch.float64):
         model, data = _made(entry, dtype)
         _loss(model(**data)).backward()
-        gradients.append({name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None})
-    single, double = gradients
-    floor = 1e-3 * max(float(g.norm()) for g in double.values())
-    return max(float((single[name] - g).norm()) / max(float(g.norm()), floor) for name, g in double.items())
+        gradients.append(_gradients(model))
+    return _distance(*gradients)
+
+
+def _gradients(model: nn.Module, scale: float = 1.0) -> dict[str, Tensor]:
+    return {name: p.grad.double() / scale for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _distance(low: dict[str, Tensor], full: dict[str, Tensor]) -> float:
+    floor = 1e-3 * max(float(g.norm()) for g in full.values())
+    return max(float((low[name] - g).norm()) / max(float(g.norm()), floor) for name, g in full.items())
 
 
 class Untrainable(Exception):
@@ -111,7 +135,7 @@ def _compare(entry: Entry, dtype: torch.dtype, name: str = "fp32") -> Verdict:
     policy = split.model.pipeline.policy
     cuts = tuple(policy.flow.calls[policy.stages.index(stage)].unit for stage in range(1, p))
     expected = reference.loss
-    close = CLOSE_FP64 if dtype == torch.float64 else CLOSE if precision.dtype is None else CLOSE_16
+    close = CLOSE if dtype == torch.float32 else CLOSE_FP64
     loss_error = abs(float(loss - expected)) / max(abs(float(expected)), 1e-3)
     error = max(loss_error if loss_error == loss_error else float("inf"), gradient_error(split, unsplit))
     norm, whole = split.optimizer.get_grad_norm(), _norm(unsplit) / _scale(precision)
