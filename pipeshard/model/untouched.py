@@ -9,7 +9,6 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeshard.model.snapshot import HOOKS, Change, Snapshot
-from pipeshard.model.standin import is_blank
 from pipeshard.model.taint import mutated, storage_of
 
 
@@ -115,7 +114,7 @@ class Writes(TorchDispatchMode):
 
     def _is_blank(self, tensor: Tensor) -> bool:
         """Whether it only seems to have values of its own."""
-        return storage_of(tensor) in self.storages and is_blank(tensor)
+        return storage_of(tensor) in self.storages and tensor.numel() > 1 and not any(tensor.stride())
 
     def undo(self) -> None:
         for storage, content in self._kept.values():

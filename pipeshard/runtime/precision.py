@@ -37,16 +37,21 @@ class Precision:
 
     @contextmanager
     def seeming(self, model: nn.Module) -> Iterator[None]:
-        """Inside, what is to be lowered has its later dtype, parameters without values: to be traced."""
+        """Inside, what is to be lowered has its later dtype, and parameters have their values beside them, for units
+        that do not run without: to be traced."""
         before = {tensor: tensor.data for tensor in self.lowered(model)}
         for tensor, data in before.items():  # buffers are small, and may be written to
-            is_parameter = isinstance(tensor, nn.Parameter)
-            tensor.data = storageless(data, self.dtype, data.device) if is_parameter else data.to(self.dtype)
+            if isinstance(tensor, nn.Parameter):
+                tensor.pipeshard_values = data  # type: ignore[attr-defined]
+                tensor.data = storageless(data, self.dtype, data.device)
+            else:
+                tensor.data = data.to(self.dtype)
         try:
             yield
         finally:
             for tensor, data in before.items():
                 tensor.data = data
+                vars(tensor).pop("pipeshard_values", None)
 
     def lower(self, tensors: Iterable[Tensor]) -> dict[nn.Parameter, Tensor]:
         """Lower these, which are `lowered`, for good; returns the fp32 values of the parameters that are trained."""
