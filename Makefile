@@ -12,7 +12,8 @@
 # make hosts    cuts the cable between two hosts (network namespaces, for which it must be root) that train together
 # make fuzz     tries INPUTS broken headers, indices and manifests of checkpoints: each is read, or refused by name
 # make parity   trains every architecture of transformers split and unsplit, and writes docs/parity.md; RESUME=1 goes on
-#               where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6
+#               where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6;
+#               PRECISION=bf16, fp16 or autocast compares in 16 bits, and adds a column
 # make soak     trains STEPS steps (2,000) of ragged batches with evaluations, saves and restarts beside them: nothing may grow,
 #               and the weights are to be those of an undisturbed run; draws docs/soak.svg
 # make bench    measures speed beside other pipelines (ROUNDS rounds; they get environments of their own) and memory, and
@@ -138,7 +139,7 @@ soak: setup
 	@$(BIN)/python -W ignore -m tests.soak --output docs/soak.svg --steps $(if $(filter-out file,$(origin STEPS)),$(STEPS),2000)
 
 parity: setup
-	@$(BIN)/python -W ignore -m tests.parity --output docs/parity.md $(if $(RESUME),--resume)
+	@$(BIN)/python -W ignore -m tests.parity --output docs/parity.md --precision $(or $(PRECISION),fp32) $(if $(RESUME),--resume)
 
 parity-4.57: $(OLD)/installed
 	@$(OLD)/bin/python -W ignore -m tests.parity --output docs/parity-4.57.md --at-least 0.95 $(if $(RESUME),--resume)

@@ -221,7 +221,6 @@ def test_an_overflow_is_one_for_all_optimizers(pool: Pool) -> None:
     assert all(pool.run(overflown, 2))
 
 
-
 def warned(kind: str) -> list[str]:
     told: list[str] = []
     handler = logging.Handler()

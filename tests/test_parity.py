@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeshard.errors import TraceError
+from tests.parity.check import CLOSE
 from tests.parity.entries import Entry, all_entries
 from tests.parity.report import EXACT, ORDER, Row, Totals, draw, markdown, results, verdicts
 from tests.parity.sweep import Rows, failure, row_of, sample
@@ -48,6 +49,20 @@ def test_rotating_architecture(pool: Pool, entry: Entry, p: int) -> None:
     allowed = {*EXACT} | ({known.get(str(entry))} & {"refused", "untrainable"})
     row = row_of(pool, entry, p)
     assert row.kind in allowed, f"{row.kind} (PARITY_SEED={SEED} draws the same sample): {row.reason}"
+
+
+IN_16_BITS = {
+    "bf16": "causal-lm/deepseek_v3 causal-lm/mamba image-classification/resnet seq2seq-lm/m2m_100",
+    "fp16": "causal-lm/mixtral causal-lm/xglm seq2seq-lm/t5 image-classification/swin",
+    "autocast": "masked-lm/bert causal-lm/mixtral image-classification/regnet seq2seq-lm/t5 masked-lm/xlm",
+}
+LOW = [(name, precision) for precision, names in IN_16_BITS.items() for name in names.split() if name in ENTRIES]
+
+
+@pytest.mark.parametrize("name,precision", LOW)
+def test_architecture_in_16_bits(pool: Pool, name: str, precision: str) -> None:
+    row = row_of(pool, ENTRIES[name], 2, precision=precision)
+    assert row.kind in EXACT and row.error < CLOSE, f"{row.kind} {row.error}: {row.reason}"
 
 
 ROWS = [
@@ -112,6 +127,20 @@ def test_report_reads_back() -> None:
     assert verdicts(text) == {f"{result.task}/{result.model_type}": result.kind for result in results(ROWS)}
     assert "](parity-old.svg)" in text
     assert r"| bert | refused |  | p = 3: TraceError: \_\_init\_\_ \| \<glue>, a/b.py:7 |" in text
+
+
+def test_report_has_a_column_for_each_precision() -> None:
+    others = {
+        "bf16": [Row("causal-lm/llama", 2, "close", 2e-3), Row("masked-lm/deberta-v2", 2, "refused", 0.0, "no")],
+        "autocast": [Row("causal-lm/deepseek_v3", 2, "refused", 0.0, "TraceError: a unit")],
+    }
+    text = markdown(ROWS, VERSIONS, Path("docs/parity.md"), others)
+    assert "| architecture | verdict | largest error | note | bf16 | autocast |" in text
+    assert "| llama | close | 3e-08 |  | close 2e-03 |  |" in text
+    assert "| bf16 | 2 | 0 | 1 | 0 | 1 | 0 | 0 | 0 | 50.0 % |" in text
+    assert "| causal-lm/deepseek_v3 | autocast | refused | TraceError: a unit |" in text  # exact in fp32
+    assert "| masked-lm/deberta-v2 | bf16 |" not in text  # wrong in fp32 too
+    assert verdicts(text) == verdicts(markdown(ROWS, VERSIONS, Path("docs/parity.md")))
 
 
 def test_rows_resume(tmp_path: Path) -> None:

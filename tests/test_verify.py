@@ -90,10 +90,7 @@ def proof_of(
 def exact_ones() -> list[str]:
     """What is not exact, and what a proof has changed."""
     problems = []
-    for name, pp_size, arguments in (
-        ("llama-tied", 2, {"schedule": "zbv", "recompute": True}),
-        ("t5", 3, {}),
-    ):
+    for name, pp_size, arguments in (("llama-tied", 2, {"schedule": "zbv", "recompute": True}), ("t5", 3, {})):
         proof = proof_of(zoo.build(name), zoo.batch(name), None, pp_size=pp_size, **arguments)
         kinds = {"losses", "gradients", "parameters", "saved", "outputs"}
         if proof.kind != EXACT or not kinds <= proof.counts.keys():
@@ -326,5 +323,3 @@ def test_samples_that_are_drawn_differ() -> None:
     batch = drawn_batch(zoo.build("llama", layers=2), 10, 8)
     assert len(batch["input_ids"].unique()) > 20 and len(batch["labels"].eq(-100).sum(1).unique()) == 7
     assert drawn_batch(zoo.build("vit"), 3, 8)["labels"].max() < 5
-
-

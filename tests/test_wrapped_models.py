@@ -158,12 +158,7 @@ def own_checkpoints(world: int, each: int, reentrant: bool, options: dict[str, A
 
 @pytest.mark.parametrize(
     ("world", "each", "reentrant", "options"),
-    [
-        (1, 1, False, {}),
-        (1, 2, True, {}),
-        (2, 1, False, {"partition": [3, 3]}),
-        (2, 2, False, {}),
-    ],
+    [(1, 1, False, {}), (1, 2, True, {}), (2, 1, False, {"partition": [3, 3]}), (2, 2, False, {})],
 )
 def test_own_checkpoints_draw_again_what_they_drew(
     pool: Pool, world: int, each: int, reentrant: bool, options: dict[str, Any]

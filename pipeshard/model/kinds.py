@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeshard.model.snapshot import HOOKS, PLAIN, Path, Snapshot
 from pipeshard.model.standin import is_trainable
+from pipeshard.model.taint import CASTING
 
 Place = tuple[Path, Any]
 Settings = Mapping[Place, Any]
@@ -45,7 +46,7 @@ def describe(leaf: Any) -> Any:
 
 def modes() -> tuple[Any, ...]:
     """What glue may switch between two calls, and torch computes by."""
-    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in CASTING]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *casts
 
 

@@ -1,5 +1,6 @@
 """Materialize: memory and values for the tensors of a model that was built without, on meta."""
 
+import copy
 import functools
 import hashlib
 import inspect
@@ -32,14 +33,15 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
     for name in names:
         give(parameters[name], torch.empty_like(parameters[name], device=device))
     blank = {name: b for name, b in model.named_buffers(remove_duplicate=False) if b.is_meta}
-    twins = _buffers_of_twins(model) if blank else {}
+    made = list(twins(model)) if blank else []
+    values = {path + key: b for path, twin in made for key, b in twin.named_buffers(remove_duplicate=False)}
     known = {}
     for name, buffer in blank.items():
-        twin = twins.get(name)
+        twin = values.get(name)
         known[name] = twin is not None and (twin.shape, twin.dtype) == (buffer.shape, buffer.dtype)
         path, _, key = name.rpartition(".")
-        values = twin if known[name] and twin is not None else torch.empty_like(buffer, device=device)
-        model.get_submodule(path)._buffers[key] = values.to(device)
+        content = twin if known[name] and twin is not None else torch.empty_like(buffer, device=device)
+        model.get_submodule(path)._buffers[key] = content.to(device)
     return known
 
 
@@ -176,9 +178,9 @@ def _with_owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     return walk("", model, None)
 
 
-def _buffers_of_twins(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers, by name, of models newly built from the configurations of the outermost PreTrainedModels in `model`,
-    whose parameters take no memory and no time."""
+def twins(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Models newly built from the configurations of the outermost PreTrainedModels in `model`, and what the names of
+    each begin with; parameters take no memory and no time. As of this dtype, if one is given."""
     from accelerate import init_empty_weights
     from transformers import PreTrainedModel
 
@@ -187,23 +189,41 @@ def _buffers_of_twins(model: nn.Module) -> dict[str, Tensor]:
     except ImportError:  # transformers 4
         from transformers.modeling_utils import no_init_weights
 
-    found: dict[str, Tensor] = {}
-
-    def walk(path: str, module: nn.Module) -> None:
+    def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if not isinstance(module, PreTrainedModel):
             for name, child in module.named_children():
-                walk(f"{path}{name}.", child)
+                yield from walk(f"{path}{name}.", child)
             return
-        with torch.device("cpu"), no_init_weights(), init_empty_weights(include_buffers=False):
+        empty = no_init_weights(), init_empty_weights(include_buffers=False), torch.random.fork_rng(devices=[])
+        with torch.device("cpu"), empty[0], empty[1], empty[2], _default(dtype, module.config) as config:
             try:
-                twin = type(module)(module.config)
+                twin = type(module)(config)
             except Exception as error:
                 raise ConfigurationError(
                     f"the buffers of {type(module).__name__} are on meta, and the model cannot be built again to get "
                     f"their values ({type(error).__name__}: {error}). Build it under accelerate's init_empty_weights() "
                     "instead of torch.device('meta'): that leaves buffers their values"
                 ) from error
-        found.update({f"{path}{name}": buffer for name, buffer in twin.named_buffers(remove_duplicate=False)})
+        yield path, twin
 
-    walk("", model)
-    return found
+    yield from walk("", model)
+
+
+@contextmanager
+def _default(dtype: torch.dtype | None, config: Any) -> Iterator[Any]:
+    """Inside, tensors are made in this dtype where nothing else is said; a configuration that says the same."""
+    from transformers import PreTrainedConfig
+
+    if dtype is None:
+        yield config
+        return
+    parts = [config := copy.deepcopy(config)]
+    for part in parts:
+        part.dtype = dtype
+        parts += [inner for inner in vars(part).values() if isinstance(inner, PreTrainedConfig)]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield config
+    finally:
+        torch.set_default_dtype(before)

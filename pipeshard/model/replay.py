@@ -200,7 +200,7 @@ class Replay:
         sizes = run.sizes[run.next - 1]
         for k, (leaf, seen) in enumerate(zip(leaves, step.leaves)):
             if isinstance(seen, TensorSpec):
-                if not isinstance(leaf, Tensor) or not _is_of(leaf.dtype, seen.dtype):
+                if not isinstance(leaf, Tensor) or leaf.dtype != seen.dtype:
                     raise self._differs(step, run, f"is {_described(leaf)}", f"{seen.dtype}", k)
                 if leaf.requires_grad and not seen.requires_grad:
                     raise self._differs(step, run, "requires a gradient", "none", k, UNFROZEN)
@@ -285,11 +285,6 @@ def _described(leaf: Any) -> str:
     return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
-def _is_of(dtype: torch.dtype, seen: torch.dtype) -> bool:
-    """Whether a dtype is the one of the trace, which ran on meta, where autocast does nothing."""
-    return dtype == seen or (_autocasts() and dtype.is_floating_point and seen.is_floating_point)
-
-
 def _is_as(leaf: Any, seen: Any) -> bool:
     """Whether a constant is the one that the trace has seen, as far as they can be compared."""
     if isinstance(seen, Known):
@@ -302,7 +297,3 @@ def _is_as(leaf: Any, seen: Any) -> bool:
 def _shown(tree: Any) -> str:
     """A tree in few words."""
     return str(tree).removeprefix("TreeSpec(").removesuffix(")")[:120]
-
-
-def _autocasts() -> bool:
-    return any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))

@@ -55,9 +55,9 @@ def blank_state(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
     blanks: dict[Tensor, Tensor] = {}
     for _, t in named:
         if t not in blanks:
-            real = t.device == device and not hasattr(t, "pipeshard_trainable") and not isinstance(t, DTensor)
-            dtype = getattr(t, "pipeshard_dtype", t.dtype)
-            there = t.detach() if real else torch.zeros(t.shape, dtype=dtype, device=device)
+            values, dtype = getattr(t, "pipeshard_values", t), getattr(t, "pipeshard_dtype", t.dtype)
+            real = values.device == device and not hasattr(t, "pipeshard_trainable") and not isinstance(t, DTensor)
+            there = values.detach().to(dtype) if real else torch.zeros(t.shape, dtype=dtype, device=device)
             blanks[t] = nn.Parameter(there, is_trainable(t)) if isinstance(t, nn.Parameter) else there.clone()
     return {name: blanks[t] for name, t in named}
 

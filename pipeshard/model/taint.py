@@ -63,6 +63,7 @@ DECIDING = SCALAR | {aten.nonzero, aten._unique2, aten.unique_dim, aten.unique_c
 DECIDING |= {aten.bincount}
 # Operators that take the shape of their input, and none of its values.
 SHAPED = {aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like, aten.randn_like}
+CASTING = "cuda", "cpu"  # kinds of devices on which torch.autocast may be on
 SHAPED |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided}
 
 
@@ -233,7 +234,7 @@ class Taint(TorchDispatchMode):
 class Reading(TorchFunctionMode):
     """Tells a Taint when a tensor is read past all operators: by `tolist`, `numpy`, `np.asarray`, or as a number in a
     sequence that becomes a tensor or an index; when one is only checked, which decides nothing; and when somebody
-    listens to its gradient."""
+    listens to its gradient. Inside a unit on meta it ends what torch would cast, which on meta it does not."""
 
     READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
     BUILDERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
@@ -255,9 +256,16 @@ class Reading(TorchFunctionMode):
             items = outer if isinstance(outer, tuple) else [outer]
             nested = [item for item in items if isinstance(item, list | tuple)]
             self.taint.decide(self.taint.of(_tensors(nested)), shaping=True)
+        elif self.taint.inside is not None and casting() and any(t.is_meta for t in _tensors(args)):
+            raise RuntimeError("by shape alone torch.autocast casts nothing")
         classes = (*args, *(kwargs or {}).values())[1:] if func is nn.functional.one_hot else ()
         with self.taint.checking() if classes > (0,) else nullcontext():  # else the largest value is their number
             return func(*args, **(kwargs or {}))
+
+
+def casting() -> str | None:
+    """The kind of device that torch.autocast is on for."""
+    return next((kind for kind in CASTING if torch.is_autocast_enabled(kind)), None)
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -30,7 +30,7 @@ from pipeshard.model.shapes import Axes, TensorSpec
 from pipeshard.model.slicing import unsliced
 from pipeshard.model.snapshot import Snapshot
 from pipeshard.model.standin import as_trained, blank_state, copy_to, stand_in
-from pipeshard.model.taint import Hidden, Input, Kept, Reading, Tag, Taint, Used, Value, storage_of
+from pipeshard.model.taint import Hidden, Input, Kept, Reading, Tag, Taint, Used, Value, casting, storage_of
 from pipeshard.model.units import find_units, handled
 
 SMALL = 4  # numbers a sample in an input of sizes (of images, patches, ...), at most
@@ -281,12 +281,15 @@ class Tracer:
         return found
 
     def _visit(self, unit: str, forward: Callable[..., Any], leaves: list[Any], tree: TreeSpec, now: Settings) -> _Kind:
-        """Run a unit's own forward on meta, or with throw-away values where it does not run there."""
+        """Run a unit's own forward on meta, or with throw-away values where it does not run there, or where torch
+        casts by itself, which it does on the device that it casts for alone."""
         try:
             return self._visit_on(torch.device("meta"), unit, forward, leaves, tree, now)
         except Exception as on_meta:
+            kind = casting() or self.device.type
             try:
-                return self._visit_on(self.device, unit, forward, leaves, tree, now)
+                device = self.device if kind == self.device.type else torch.device(kind)
+                return self._visit_on(device, unit, forward, leaves, tree, now)
             except Exception as error:
                 raise TraceError(
                     f"unit {unit} ({type(self.units[unit]).__name__}) does not run: {type(error).__name__}: {error} "
@@ -310,13 +313,13 @@ class Tracer:
         for name, buffer in module.named_buffers():  # one that another unit has moved
             if tags := taint.of([buffer]):
                 taint.mark(own[name], tags)
+        nodes = {t.grad_fn: k for k, t in enumerate(inputs) if isinstance(t, Tensor) and t.grad_fn is not None}
+        arguments = tree_unflatten(inputs, tree)
         # While inside, a home says which input a storage is: what is written there is written to that input.
         positions = {storage_of(t): k for k, t in enumerate(inputs) if isinstance(t, Tensor)}
         homes, written = taint.homes, taint.written
         taint.homes, taint.written = {storage: Value(-1, k) for storage, k in positions.items()}, set()
         taint.inside, taint.met, taint.flops, taint.elements = len(self.calls), set(), 0, 0
-        nodes = {t.grad_fn: k for k, t in enumerate(inputs) if isinstance(t, Tensor) and t.grad_fn is not None}
-        arguments = tree_unflatten(inputs, tree)
         try:
             with unsliced(), stateless._reparametrize_module(module, own):
                 before = Snapshot({UNIT: module, ARGUMENTS: arguments})

@@ -46,14 +46,17 @@ class Holdings:
         self.units = policy.held_units
         before = self.held = {name: p for name, p in model.named_parameters() if not is_released(p)}
         self._share_values()
-        full = precision.lower(model, but=self._in_units() if fsdp else set())
+        lowered = precision.lowered(model)
+        self.kept = {name for name, p in model.named_parameters() if p not in lowered} if precision.lowers else set()
+        full = precision.lower(lowered - self._in_units() if fsdp else lowered)
         self.slicing = Slicing(model, before, self.units, grid.mesh.along(TP), plan) if plan else None
         dtype = precision.dtype if precision.lowers else None
         self._refuse_packed(fsdp)
         self.sharded = self._sharded(dtype) if fsdp and grid.dp_size > 1 else None
         now = dict(model.named_parameters())
         self.held = {name: now[name] for name in before}
-        for parameter in self.held.values() if self.sharded is not None and dtype is not None else ():
+        is_divided = self.sharded is not None and dtype is not None
+        for parameter in [p for name, p in self.held.items() if name not in self.kept] if is_divided else ():
             parameter.pipeshard_dtype = dtype  # type: ignore[attr-defined]  # that in which it is computed with, for later traces
         lost = [name for name, parameter in before.items() if now[name] is not parameter and has_hooks(parameter)]
         if lost := [name for names in gather_objects(lost, grid.world) for name in names]:
@@ -106,10 +109,11 @@ class Holdings:
         return sharings(self.grid, self.held, stages, parts.__getitem__, axes)
 
     def _in_units(self) -> set[nn.Parameter]:
-        """The parameters of held units that glue does not read."""
+        """The parameters of held units that glue does not read, and that are not kept in a precision of their own."""
         now = dict(self.model.named_parameters())
-        of_glue = {now[name] for use in self.policy.flow.uses() for name in use.parameters}
-        return {p for unit in self.units.values() for p in unit.parameters()} - of_glue
+        apart = {now[name] for use in self.policy.flow.uses() for name in use.parameters}
+        apart |= {now[name] for name in self.kept}
+        return {p for unit in self.units.values() for p in unit.parameters()} - apart
 
     def _sharded(self, dtype: torch.dtype | None) -> ShardedUnits:
         calls = self.policy.partition.stages.items()

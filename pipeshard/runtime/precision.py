@@ -1,14 +1,17 @@
 """Precision: parameters or operators in 16 bits, beside values and gradients in fp32."""
 
+import contextlib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from pipeshard.errors import ConfigurationError
 from pipeshard.model.batch import Batch
 from pipeshard.model.ghost import Ghost
+from pipeshard.model.materialize import twins
 from pipeshard.model.sharder import storageless
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,21 +37,26 @@ class Precision:
 
     @contextmanager
     def seeming(self, model: nn.Module) -> Iterator[None]:
-        """Inside, what is to be lowered has its later dtype, parameters without values: to be traced."""
-        before = {tensor: tensor.data for tensor in self._lowered(model)}
+        """Inside, what is to be lowered has its later dtype, and parameters have their values beside them, for units
+        that do not run without: to be traced."""
+        before = {tensor: tensor.data for tensor in self.lowered(model)}
         for tensor, data in before.items():  # buffers are small, and may be written to
-            is_parameter = isinstance(tensor, nn.Parameter)
-            tensor.data = storageless(data, self.dtype, data.device) if is_parameter else data.to(self.dtype)
+            if isinstance(tensor, nn.Parameter):
+                tensor.pipeshard_values = data  # type: ignore[attr-defined]
+                tensor.data = storageless(data, self.dtype, data.device)
+            else:
+                tensor.data = data.to(self.dtype)
         try:
             yield
         finally:
             for tensor, data in before.items():
                 tensor.data = data
+                vars(tensor).pop("pipeshard_values", None)
 
-    def lower(self, model: nn.Module, but: Collection[nn.Parameter] = ()) -> dict[nn.Parameter, Tensor]:
-        """Lower the parameters of a stage for good, `but` some; returns the fp32 values of those that are trained."""
+    def lower(self, tensors: Iterable[Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Lower these, which are `lowered`, for good; returns the fp32 values of the parameters that are trained."""
         full: dict[nn.Parameter, Tensor] = {}
-        for tensor in [tensor for tensor in self._lowered(model) if tensor not in but]:
+        for tensor in tensors:
             if isinstance(tensor, Ghost):
                 tensor.lower(self.dtype)
                 continue
@@ -69,18 +77,30 @@ class Precision:
 
         return batch.map(lowered)
 
-    def _lowered(self, model: nn.Module) -> list[Tensor]:
-        """Floating parameters, and the statistics beside them (of batch norms), but for what the architecture keeps."""
+    def lowered(self, model: nn.Module) -> set[Tensor]:
+        """The parameters and buffers that are of this type where the architecture is made in it, as by
+        `from_pretrained(dtype=...)`; where nothing tells, parameters, and what is beside them (of batch norms)."""
         if not self.lowers:
-            return []
+            return set()
         kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
         kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ()) if self.scales else set()
         pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(kept)) or r"(?!)")
-        found: dict[Tensor, None] = {}
+        made = self._made(model)
+        found: set[Tensor] = set()
         for path, module in model.named_modules():
             own = dict(module.named_parameters(recurse=False))
-            if own and not pattern.search(path):
-                tensors: list[Tensor] = [p for name, p in own.items() if not pattern.search(f"{path}.{name}")]
-                tensors += module.buffers(recurse=False)
-                found.update((t, None) for t in tensors if t.dtype in (torch.float32, self.dtype))
-        return list(found)
+            for key, tensor in (*own.items(), *module.named_buffers(recurse=False)):
+                name = f"{path}.{key}" if path else key
+                is_low = made[name] is self.dtype if name in made else bool(own)
+                if is_low and tensor.dtype in (torch.float32, self.dtype) and not pattern.search(name):
+                    found.add(tensor)
+        return found
+
+    def _made(self, model: nn.Module) -> dict[str, torch.dtype]:
+        """The dtypes of what transformers' constructors make where this type is the default."""
+        found: dict[str, torch.dtype] = {}
+        with contextlib.suppress(ConfigurationError):  # what cannot be made again
+            for path, twin in twins(model, self.dtype):
+                named = *twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False)
+                found |= {path + name: tensor.dtype for name, tensor in named}
+        return found

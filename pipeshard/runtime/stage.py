@@ -15,7 +15,7 @@ from pipeshard.model.batch import Batch
 from pipeshard.model.criterion import Criterion, sum_and_count
 from pipeshard.model.replay import Replay
 from pipeshard.model.route import Route
-from pipeshard.model.taint import Value
+from pipeshard.model.taint import Value, casting
 from pipeshard.runtime.deferral import Deferral, Gradients
 from pipeshard.runtime.finite import Finite
 from pipeshard.runtime.outputs import Outputs
@@ -118,7 +118,9 @@ class Stage:
         self.replay.randomness.microbatch(i)
         with self.around(), self.carry(route):
             forward = partial(microbatch.batch.call, self.model)
-            output, made = self.replay.run(route, microbatch.deltas, received, forward)
+            # Of a leaf autocast would keep what it cast it to: gradients would be summed there, in 16 bits.
+            lent = {value: t.view_as(t) for value, t in received.items()} if casting() else received
+            output, made = self.replay.run(route, microbatch.deltas, lent, forward)
             loss = self._loss(output, microbatch) if self.is_last else None
         if self.train:
             entered = [received[value] for value in route.enters.gradients]

@@ -122,9 +122,7 @@ CASES = {
         [nets.two_tasks(0, True, False), nets.two_tasks(1, True, True)],
         refused="calls other, which the model was not partitioned by",
     ),
-    "routed": Case(
-        nets.Routed, "Integers that nobody needed at first were zeros when somebody did.", between=switched
-    ),
+    "routed": Case(nets.Routed, "Integers that nobody needed at first were zeros when somebody did.", between=switched),
     "probe": Case(
         nets.Probe,
         "The head detaches its input inside: zeros came back where nothing should, and AdamW decayed the backbone.",

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from tests.parity.check import PRECISIONS
 from tests.parity.entries import Entry, all_entries, find
 from tests.parity.report import EXACT, Row, Totals, chart_path, draw, markdown, results, short
 from tests.parity.sweep import WATCHDOG, Rows, sample, sweep, versions
@@ -20,14 +21,18 @@ def main() -> int:
     arguments = parse()
     entries = chosen(arguments)
     ps = sorted({int(p) for p in arguments.p.split(",")})
-    file = arguments.json or (Path("outputs") / f"{arguments.output.stem}.jsonl" if arguments.output else None)
+    file = arguments.json or (rows_of(arguments.output, arguments.precision) if arguments.output else None)
+    if arguments.output and arguments.precision != "fp32" and not rows_of(arguments.output, "fp32").exists():
+        sys.exit(
+            f"{arguments.output} shows 16 bits beside fp32, of which there are no rows yet: run `make parity` first"
+        )
     try:
         rows = Rows(file, arguments.resume)
     except ValueError as error:
         sys.exit(str(error))
     console = Console(file=sys.stdout, soft_wrap=True)
     try:
-        run(rows, entries, ps, arguments.watchdog, console, arguments.verify)
+        run(rows, entries, ps, arguments.watchdog, console, arguments.verify, arguments.precision)
     except KeyboardInterrupt:
         console.print(f"interrupted after {len(rows.rows)} rows" + (f"; --resume goes on from {file}" if file else ""))
         return INTERRUPTED
@@ -35,16 +40,27 @@ def main() -> int:
     final = [row for row in rows.rows if row.entry in wanted and row.p in ps]
     totals = Totals.of(results(final))
     if output := arguments.output:
-        output.write_text(markdown(final, versions(), output))
-        draw(final, chart_path(output))
+        there = {name: rows_of(output, name) for name in PRECISIONS}
+        others = {name: Rows(own, resume=True).rows for name, own in there.items() if own.exists()}
+        others[arguments.precision] = final
+        output.write_text(markdown(others.pop("fp32"), versions(), output, others))
+        if arguments.precision == "fp32":
+            draw(final, chart_path(output))
     console.print(str(totals), highlight=False)
     return int(totals.failed > 0 or totals.share < arguments.at_least)
+
+
+def rows_of(output: Path, precision: str) -> Path:
+    """The file of the rows that a report is made of, one for each precision."""
+    return Path("outputs") / f"{output.stem}{'' if precision == 'fp32' else f'-{precision}'}.jsonl"
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
     parser.add_argument("entries", nargs="*", help="tasks, model types, or task/model_type; all by default")
     parser.add_argument("--p", default="2,3", help="numbers of stages (default: %(default)s)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32",
+                        help="autocast: of bf16 (default: %(default)s)")  # fmt: skip
     parser.add_argument("--sample", type=int, metavar="N", help="only N of the entries, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE.md", help="the report; its chart goes beside it")
@@ -70,7 +86,9 @@ def chosen(arguments: argparse.Namespace) -> list[Entry]:
     return entries if arguments.sample is None else sample(entries, arguments.sample, arguments.seed)
 
 
-def run(rows: Rows, entries: list[Entry], ps: list[int], watchdog: float, console: Console, verify: bool) -> None:
+def run(
+    rows: Rows, entries: list[Entry], ps: list[int], watchdog: float, console: Console, verify: bool, precision: str
+) -> None:
     """Sweep what has no row yet, behind a progress bar; what is not exact is printed as it comes."""
     jobs = rows.missing(entries, ps)
     total = len(entries) * len(ps)
@@ -89,7 +107,7 @@ def run(rows: Rows, entries: list[Entry], ps: list[int], watchdog: float, consol
                 progress.console.print(line, markup=False, highlight=False)
             progress.update(bar, advance=1, description=row.entry)
 
-        sweep(jobs, save, watchdog, verify)
+        sweep(jobs, save, watchdog, verify, precision)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from tests.parity.check import CLOSE, CLOSE_FP64
+from tests.parity.check import CLOSE, CLOSE_FP64, ROUNDINGS
 from tests.parity.entries import TASKS
 
 KINDS = {  # the worst first
@@ -130,9 +131,15 @@ def short(reason: str) -> str:
     return text if len(text) <= NOTE else text[: NOTE - 1].rstrip() + "…"
 
 
-def markdown(rows: Sequence[Row], versions: Mapping[str, str], path: Path) -> str:
-    """The report, to be written to `path`, beside its chart of the same name."""
+def markdown(
+    rows: Sequence[Row],
+    versions: Mapping[str, str],
+    path: Path,
+    others: Mapping[str, Sequence[Row]] = MappingProxyType({}),
+) -> str:
+    """The report, to be written to `path`, beside its chart of the same name; `others` are rows in 16 bits."""
     found = results(rows)
+    low = {name: {(r.task, r.model_type): r for r in results(own)} for name, own in others.items()}
     totals = Totals.of(found)
     ps = " and ".join(f"p = {p}" for p in sorted({row.p for row in rows}))
     count = {kind: totals.kinds.get(kind, 0) for kind in ORDER}
@@ -154,6 +161,7 @@ def markdown(rows: Sequence[Row], versions: Mapping[str, str], path: Path) -> st
         "",
         *_table(["verdict", "meaning"], [[kind, KINDS[kind]] for kind in reversed(ORDER)]),
         "",
+        *(_in_16_bits(found, low) if low else ()),
         f"With {', '.join(f'{name} {version}' for name, version in versions.items())}. `make parity` repeats it",
         "(`make parity-4.57` with the oldest transformers); `python -m tests.parity causal-lm/llama` runs one entry,",
         "or those of a task or an architecture.",
@@ -161,9 +169,49 @@ def markdown(rows: Sequence[Row], versions: Mapping[str, str], path: Path) -> st
     for task in TASKS:
         own = [result for result in found if result.task == task]
         if own:
-            cells = [[result.model_type, result.kind, _error(result), result.note] for result in own]
-            lines += ["", f"## {task}", "", *_table(["architecture", "verdict", "largest error", "note"], cells)]
+            cells = [[r.model_type, r.kind, _error(r), r.note, *_in_each(low, task, r.model_type)] for r in own]
+            head = ["architecture", "verdict", "largest error", "note", *low]
+            lines += ["", f"## {task}", "", *_table(head, cells)]
     return "\n".join(lines) + "\n"
+
+
+def _in_16_bits(found: Sequence[Result], low: Mapping[str, Mapping[Any, Result]]) -> list[str]:
+    """How many are of which kind in each precision, and why those that are not exact are not."""
+    counted = [["fp32", Totals.of(found)], *([name, Totals.of(list(of.values()))] for name, of in low.items())]
+    cells = [
+        [name, str(t.entries), *(str(t.kinds.get(kind, 0)) for kind in reversed(ORDER)), _percent(t.share)]
+        for name, t in counted
+    ]
+    fine = {(r.task, r.model_type) for r in found if r.kind in EXACT}
+    notes = [
+        [f"{r.task}/{r.model_type}", name, r.kind, r.note]
+        for name, of in low.items()
+        for at, r in of.items()
+        if r.kind not in EXACT and at in fine
+    ]
+    return [
+        "## In 16 bits",
+        "",
+        'The same with `precision="bf16"`, with `"fp16"`, and with `autocast=True` (of bf16), beside one process that',
+        "computes likewise: parameters in 16 bits where transformers makes them so, gradients added up in fp32 over",
+        "the same microbatches. The order of sums is the same, so most are equal to the bit. It is another one where",
+        "several stages use one weight, whose gradients are then added up in fp32; and kernels round by how their",
+        "inputs lie in memory. Such an entry is close where no error is larger than the unsplit model's own distance",
+        f"from fp32, nor than {ROUNDINGS} times the precision. What overflows unsplit does not train.",
+        "",
+        *_table(["precision", "entries", *reversed(ORDER), "exact of those that train"], cells),
+        "",
+        *(_table(["entry", "precision", "verdict", "note"], notes) if notes else []),
+        *([""] if notes else []),
+    ]
+
+
+def _in_each(low: Mapping[str, Mapping[Any, Result]], task: str, model_type: str) -> Iterator[str]:
+    """The verdict of an entry in each precision, with its error."""
+    for of in low.values():
+        result = of.get((task, model_type))
+        error = _error(result) if result is not None and result.error else ""
+        yield f"{result.kind} {error}".strip() if result is not None else ""
 
 
 def _by_task(found: Sequence[Result]) -> list[list[str]]:

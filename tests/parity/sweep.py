@@ -31,7 +31,11 @@ START = 300.0  # seconds for importing every architecture
 
 
 def sweep(
-    jobs: Mapping[int, Sequence[Entry]], save: Callable[[Row], None], watchdog: float = WATCHDOG, verify: bool = False
+    jobs: Mapping[int, Sequence[Entry]],
+    save: Callable[[Row], None],
+    watchdog: float = WATCHDOG,
+    verify: bool = False,
+    precision: str = "fp32",
 ) -> None:
     """Check the entries of each p, all p at the same time; `save` gets the rows, one at a time.
 
@@ -43,7 +47,7 @@ def sweep(
         pool = Pool()
         pool.run(os.getpid, 1 if verify else p, timeout=START)
         for entry in entries:
-            row = row_of(pool, entry, p, watchdog, verify)
+            row = row_of(pool, entry, p, watchdog, verify, precision)
             with lock:
                 if stop.is_set():
                     return  # the row is of workers that were killed
@@ -62,21 +66,23 @@ def sweep(
                 _kill_all()
 
 
-def row_of(pool: Pool, entry: Entry, p: int, watchdog: float = WATCHDOG, verify: bool = False) -> Row:
+def row_of(
+    pool: Pool, entry: Entry, p: int, watchdog: float = WATCHDOG, verify: bool = False, precision: str = "fp32"
+) -> Row:
     """What comes of the entry on p ranks: the worst of their verdicts, or how they failed."""
     started = time.monotonic()
-    kind, error, reason = _outcome(pool, entry, p, watchdog, verify)
+    kind, error, reason = _outcome(pool, entry, p, watchdog, verify, precision)
     return Row(str(entry), p, kind, error, reason, round(time.monotonic() - started, 2))
 
 
-def _outcome(pool: Pool, entry: Entry, p: int, watchdog: float, verify: bool) -> tuple[str, float, str]:
+def _outcome(pool: Pool, entry: Entry, p: int, watchdog: float, verify: bool, precision: str) -> tuple[str, float, str]:
     if str(entry) in UNTRAINABLE:
         return "untrainable", 0.0, UNTRAINABLE[str(entry)]
     try:
         if verify:
             verdicts = pool.run(prove, 1, entry, p, timeout=watchdog)
         else:
-            verdicts = pool.run(check, p, entry, timeout=watchdog)
+            verdicts = pool.run(check, p, entry, precision, timeout=watchdog)
     except WorkerError as error:
         return failure(str(error))
     kind = worst([verdict.kind for verdict in verdicts])
