@@ -31,8 +31,8 @@ class Chain:
     def mismatch(self, flow: Dataflow) -> str:
         """What the first layer that reads something else reads; "" if there is none."""
         for before, layer in layers(flow):
-            unit = flow.calls[layer].unit
-            values = {value for value in _activations(flow, layer) if flow.calls[value.call].unit != unit}
+            unit, values = flow.calls[layer].unit, _activations(flow, layer)
+            values -= {v for v in values if flow.calls[v.call].unit == unit and (v.call < before or flow.is_aside(v))}
             handed_on = {value for value in values if value.call >= before and not flow.is_aside(value)}
             beside = values - handed_on
             too_many = ... not in self.beside and len(beside) > len(self.beside)
