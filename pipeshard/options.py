@@ -76,8 +76,12 @@ def check_split_backward(program: Program, compile: Any, fsdp: bool) -> None:
         )
 
 
-def check_compile(compile: Any) -> None:
+def check_compile(compile: Any, deferred_batch_norm: bool) -> None:
     """True, False, or options of torch.compile."""
+    if compile and deferred_batch_norm:
+        raise ConfigurationError(
+            "deferred_batch_norm=True does not go with compile: what a compiled unit normalizes is not seen"
+        )
     if not isinstance(compile, bool | dict):
         raise ConfigurationError(f"compile={compile!r} is none of True, False, and a dict of torch.compile's options")
     if isinstance(compile, dict) and "units" in compile:

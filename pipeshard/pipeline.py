@@ -29,6 +29,7 @@ from pipeshard.model.untouched import without_cache
 from pipeshard.options import check_split_backward
 from pipeshard.planner.measured import measured_costs
 from pipeshard.runtime.agreement import gather, gather_objects, share_scalar, sum_scalar, together_in
+from pipeshard.runtime.batch_norm import deferred
 from pipeshard.runtime.carry import Carry
 from pipeshard.runtime.compare import compare_ranks, compare_trained
 from pipeshard.runtime.deferral import Deferral
@@ -219,7 +220,7 @@ class Pipeline:
         if train or self.holdings.sharded is not None:
             self.sync.begin()
         try:
-            with self._deferring():
+            with self._deferring(), self._norms():
                 reduces = train and self.synchronizes and self.sync.is_early
                 self.interpreter.run(program.ranks[self.rank], self.sync.stage_done if reduces else None)
         finally:
@@ -255,6 +256,10 @@ class Pipeline:
         if any(stage.splits for stage in self.stages):
             return self.deferral.installed()
         return self.deferral.installed(lookups=True) if self._defers and torch.is_grad_enabled() else nullcontext()
+
+    def _norms(self) -> AbstractContextManager[None]:
+        """Around a step's actions: running statistics wait for its end."""
+        return deferred(self.policy.held_units.values()) if self.plugin.deferred_batch_norm else nullcontext()
 
     @property
     def _defers(self) -> bool:

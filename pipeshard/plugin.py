@@ -118,6 +118,8 @@ class PipelinePlugin(PipelinePluginBase):
             process, on samples of the batch that it is traced with, beside the model as it is. "auto" does so for
             models other than transformers' own and for criteria, where it takes less than 5 seconds and a tenth of the
             free memory; what was not proven is said. A difference is a VerificationError.
+        deferred_batch_norm: running statistics of batch norm move once a step, by mean and variance of the whole batch
+            (of this replica), and not once a microbatch. Not with `compile`.
         foreign: what ColossalAI's HybridParallelPlugin takes beside these. `pp_style` is the schedule; options for
             speed are left out, with a warning; the others are refused, unless they have their defaults, with what to
             use here instead.
@@ -156,6 +158,7 @@ class PipelinePlugin(PipelinePluginBase):
         check_finite: bool = False,
         verify: bool | str = "auto",
         tp_plan: Mapping[str, str] | None = None,
+        deferred_batch_norm: bool = False,
         **foreign: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in NOT_COMPARED}
@@ -173,7 +176,7 @@ class PipelinePlugin(PipelinePluginBase):
             chunks = check_chunks(schedule, pp_size, num_microbatches, num_model_chunks)
             check_kinds(policy, init_weights, loss_reduction)
             check_replicas(zero_stage, fsdp)
-            check_compile(compile)
+            check_compile(compile, deferred_batch_norm)
             p = 1 if isinstance(schedule, str) else pp_size
             check_split_backward(program_of(schedule, p, 1, chunks), compile, fsdp)
             check_precision(precision, autocast)
@@ -195,7 +198,7 @@ class PipelinePlugin(PipelinePluginBase):
             self.p2p, self.partition = check_p2p(p2p), partition
             self.policy, self.dry_run_input, self.init_weights = policy, dry_run_input, init_weights
             self.max_norm, self.loss_reduction, self.compile = max_norm, loss_reduction, compile
-            self.check_finite = check_finite
+            self.check_finite, self.deferred_batch_norm = check_finite, deferred_batch_norm
             self.zero_stage, self.fsdp, self.batch_dims = zero_stage, fsdp, dict(batch_dims or {})
             self.shared_weights, self.tp_plan = shared_weights, check_tp_plan(tp_plan)
             self.recompute = Recompute.of(recompute, activation_checkpoint_interval, pp_size * chunks)

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin, to_sequential
 from pipeshard.errors import TraceError
+from pipeshard.model.media import read_batch
 from pipeshard.model.sharder import is_released
 from tests.pool import Pool
+from tests.unsplit import LEARNING_RATE, Split, parameter_error, refusal
 
 SCHEDULES = [
     {"schedule": "1f1b"},
@@ -359,3 +361,78 @@ def test_what_no_stage_can_know_is_refused(pool: Pool, make: type[nn.Module], wh
         assert "pp_size=1" in message
     if issubclass(make, Momentum):
         assert pool.run(wrong, 1, make) == [[]]
+
+
+class Normed(nn.Module):
+    """Convolutions with batch norms of several kinds, one of which is frozen and one of which counts by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3, momentum=momentum), nn.ReLU(inplace=True))
+            for momentum in (0.1, None, 0.3, 0.5)
+        )
+        self.layers[2][1].eval()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": (x.mean((1, 2, 3)) - labels).square().mean()}
+
+
+class Deferred(nn.BatchNorm2d):
+    """torchgpipe's DeferredBatchNorm, but for the number of microbatches, which the test counts."""
+
+    seen: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        self.seen.append(x.detach().transpose(0, 1).flatten(1))
+        return nn.functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+    def commit(self) -> None:
+        x, self.seen = torch.cat(self.seen, 1), []
+        self.num_batches_tracked += 1
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean = self.running_mean * (1 - share) + x.mean(1) * share
+        self.running_var = self.running_var * (1 - share) + x.var(1, correction=0) * share
+
+
+def norms_once_a_batch(options: dict[str, Any]) -> dict[str, float]:
+    """The errors of what this rank holds after three steps and an evaluation, the last step with a smaller batch."""
+    torch.manual_seed(0)
+    model = Normed()
+    reference = copy.deepcopy(model)
+    norms = [layer[1] for layer in reference.layers if layer[1].training]
+    for norm in norms:
+        norm.__class__, norm.seen = Deferred, []
+    data = [{"x": torch.randn(rows, 3, 4, 4), "labels": torch.randn(rows)} for rows in (8, 8, 5)]
+    split = Split(model, dist.get_world_size(), data[0], num_microbatches=4, deferred_batch_norm=True, **options)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=LEARNING_RATE)
+    for batch in data:
+        split.backward(batch)
+        split.step()
+        split.evaluate(batch)  # in training mode, which moves them as well
+        for part in read_batch(reference, batch).split(4):
+            (part.call(reference)["loss"] * part.rows / len(batch["x"])).backward()
+        for norm in norms:
+            norm.commit()
+        optimizer.step()
+        optimizer.zero_grad()
+        for part in read_batch(reference, batch).split(4):
+            part.call(reference)
+        for norm in norms:
+            norm.commit()
+    held = {name.rpartition(".")[0] for name in split.held}
+    buffers = {n: b for n, b in split.model.unwrap().named_buffers() if n.rpartition(".")[0] in held}
+    errors = {name: float((b - reference.get_buffer(name)).abs().max()) for name, b in buffers.items()}
+    return errors | {"": parameter_error(split, reference)}
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe", "recompute": True}], ids=["1f1b", "recompute"])
+def test_batch_norm_once_a_batch(pool: Pool, options: dict[str, Any]) -> None:
+    """Running statistics moved once a microbatch, so that 4 of them forgot as much as 4 batches did."""
+    errors = pool.run(norms_once_a_batch, 2, options)
+    assert len(set().union(*errors)) == 13 and all(error < 1e-5 for found in errors for error in found.values()), errors
+    assert "does not go with compile" in refusal(deferred_batch_norm=True, compile=True)

@@ -78,7 +78,7 @@ def run(effort: Effort, progress: Progress) -> Section:
 def measured(work: Work, count: int, done: Callable[[], None]) -> list[tuple[float, float]]:
     """CPU seconds of so many steps, and of the guards in each."""
     model, batch, microbatches = made(work)
-    plugin = PipelinePlugin(1, microbatches, max_norm=1.0, dry_run_input=batch, verify=False)
+    plugin = PipelinePlugin(1, num_microbatches=microbatches, max_norm=1.0, dry_run_input=batch, verify=False)
     boosted, trained, *_ = plugin.configure(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
     steps = []
     for k in range(count + 2):
@@ -98,7 +98,7 @@ def proven(work: Work) -> float:
     """CPU seconds that the proof takes."""
     model, batch, microbatches = made(work)
     with alone():
-        plugin = PipelinePlugin(STAGES, microbatches)
+        plugin = PipelinePlugin(STAGES, num_microbatches=microbatches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     start = time.thread_time()
     prove(plugin, model, optimizer, None, read_batch(model, batch))
