@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 
 from pipeshard.model.media import read_batch
@@ -177,6 +179,23 @@ def test_bf16_is_that_of_one_process_in_every_layout(
     convolution made, once ended boost; what autocast had cast of a received value was summed in 16 bits."""
     for found in pool.run(errors, world, name, options):
         assert max(found) < 1e-6, found
+
+
+DTYPES = "causal-lm/deepseek_v3", "causal-lm/xglm", "causal-lm/zamba", "sequence-classification/gemma3_text"
+
+
+@pytest.mark.parametrize("name", [name for name in DTYPES if find(name)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_what_is_lowered_is_what_transformers_makes_so(name: str, dtype: str, tmp_path: Path) -> None:
+    """Routing biases became 16 bits, where the architecture keeps them in fp32; tables of positions stayed fp32, and
+    met a layer norm in 16 bits."""
+    (entry,) = find(name)
+    model, precision = build(entry), Precision(dtype, False, torch.device("cpu"))
+    model.save_pretrained(tmp_path)
+    theirs = getattr(transformers, entry.class_name).from_pretrained(tmp_path, dtype=precision.dtype)
+    precision.lower(precision.lowered(model))
+    ours = {key: tensor.dtype for key, tensor in (*model.named_parameters(), *model.named_buffers())}
+    assert ours == {key: tensor.dtype for key, tensor in (*theirs.named_parameters(), *theirs.named_buffers())}
 
 
 def overflowing(world_stage: int) -> list[Any]:
