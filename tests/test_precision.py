@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 
-from pipeshard.runtime.local import local
+from pipeshard.model.media import read_batch
+from pipeshard.runtime.local import local, whole
+from pipeshard.runtime.precision import Precision
 from tests import zoo
+from tests.parity import check as parity
+from tests.parity.build import batch, build
+from tests.parity.entries import find
 from tests.pool import Pool
-from tests.unsplit import LEARNING_RATE, Split
+from tests.unsplit import LEARNING_RATE, Split, gradient_error
 
 M = 4
 
@@ -101,6 +108,94 @@ def test_bf16_follows_one_process(pool: Pool, name: str, dp: int, world: int, op
     worst = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
     print(name, options, worst)
     assert worst < 0.01, worst
+
+
+class Likewise:
+    """One process that computes as a pipeline in 16 bits does, whatever the architecture."""
+
+    def __init__(self, model: torch.nn.Module, data: Any, precision: Precision) -> None:
+        self.model, self.precision, self.parts = model, precision, read_batch(model, data).split(M)
+        self.weights = parity.weights_of(model, data, self.parts)
+        self.values = {p: p for p in model.parameters()}
+        for parameter, value in precision.lower(precision.lowered(model)).items():
+            self.values[parameter] = torch.nn.Parameter(value)
+            parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+        self.optimizer = torch.optim.AdamW(self.values.values(), lr=LEARNING_RATE)
+
+    def backward(self) -> Tensor:
+        return parity.summed(self.model, self.parts, self.weights, self.precision)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, value in self.values.items():
+            value.grad = parameter.grad
+        self.optimizer.step()
+        for parameter, value in self.values.items():
+            parameter.copy_(value)
+            parameter.grad = None
+
+
+def errors(name: str, options: dict[str, Any]) -> list[float]:
+    """How far losses, gradients, and the trained parameters at last, are from those of one process."""
+    (entry,) = find(name)
+    model = build(entry)
+    both = [batch(entry, model, seed) for seed in (0, 1)]  # 8 samples
+    data = {key: torch.cat([part[key] for part in both]) for key in both[0]}
+    precision = Precision("bf16", options.get("autocast", False), torch.device("cpu"))
+    reference = Likewise(copy.deepcopy(model), data, precision)
+    dp = options.get("dp_size", 1)
+    rows = [8 // dp] * dp
+    sample = zoo.part(data, 0, rows)
+    split = Split(model, dist.get_world_size() // dp, sample, num_microbatches=M // dp, precision="bf16", **options)
+    own, found = zoo.part(data, split.plugin.grid.replica, rows), []
+    for _ in range(3):
+        loss, expected = split.backward(own)["loss"], reference.backward()
+        found += [abs(float(loss - expected)) / float(expected), gradient_error(split, reference.model)]
+        split.step()
+        reference.step()
+    now = {name: p.detach() for name, p in reference.model.named_parameters()}
+    apart = [(whole(p.detach()).to(now[name]) - now[name]).float() / now[name].norm() for name, p in split.held.items()]
+    return [*found, max(float(difference.norm()) for difference in apart)]
+
+
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    *((2, {"schedule": schedule}) for schedule in ("gpipe", "1f1b", "zb-h1", "zbv")),
+    (2, {"schedule": "interleaved", "num_model_chunks": 2}),
+    (2, {"recompute": True}),
+    (2, {"autocast": True}),
+    (2, {"autocast": True, "recompute": True, "schedule": "zb-h1"}),
+    (4, {"dp_size": 2}),
+    (4, {"dp_size": 2, "zero_stage": 1}),
+    (4, {"dp_size": 2, "fsdp": True}),
+]
+
+
+@pytest.mark.parametrize("name", ["causal-lm/deepseek_v3", "image-classification/resnet"])
+@pytest.mark.parametrize(("world", "options"), LAYOUTS)
+def test_bf16_is_that_of_one_process_in_every_layout(
+    pool: Pool, name: str, world: int, options: dict[str, Any]
+) -> None:
+    """Floating buffers beside parameters (routing biases, statistics of batch norms), and layers that return what a
+    convolution made, once ended boost; what autocast had cast of a received value was summed in 16 bits."""
+    for found in pool.run(errors, world, name, options):
+        assert max(found) < 1e-6, found
+
+
+DTYPES = "causal-lm/deepseek_v3", "causal-lm/xglm", "causal-lm/zamba", "sequence-classification/gemma3_text"
+
+
+@pytest.mark.parametrize("name", [name for name in DTYPES if find(name)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_what_is_lowered_is_what_transformers_makes_so(name: str, dtype: str, tmp_path: Path) -> None:
+    """Routing biases became 16 bits, where the architecture keeps them in fp32; tables of positions stayed fp32, and
+    met a layer norm in 16 bits."""
+    (entry,) = find(name)
+    model, precision = build(entry), Precision(dtype, False, torch.device("cpu"))
+    model.save_pretrained(tmp_path)
+    theirs = getattr(transformers, entry.class_name).from_pretrained(tmp_path, dtype=precision.dtype)
+    precision.lower(precision.lowered(model))
+    ours = {key: tensor.dtype for key, tensor in (*model.named_parameters(), *model.named_buffers())}
+    assert ours == {key: tensor.dtype for key, tensor in (*theirs.named_parameters(), *theirs.named_buffers())}
 
 
 def overflowing(world_stage: int) -> list[Any]:

@@ -212,7 +212,7 @@ def twins(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[
 @contextmanager
 def _default(dtype: torch.dtype | None, config: Any) -> Iterator[Any]:
     """Inside, tensors are made in this dtype where nothing else is said; a configuration that says the same."""
-    from transformers import PreTrainedConfig
+    from transformers import PretrainedConfig
 
     if dtype is None:
         yield config
@@ -220,7 +220,7 @@ def _default(dtype: torch.dtype | None, config: Any) -> Iterator[Any]:
     parts = [config := copy.deepcopy(config)]
     for part in parts:
         part.dtype = dtype
-        parts += [inner for inner in vars(part).values() if isinstance(inner, PreTrainedConfig)]
+        parts += [inner for inner in vars(part).values() if isinstance(inner, PretrainedConfig)]
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

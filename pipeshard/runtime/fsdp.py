@@ -35,6 +35,7 @@ class ShardedUnits:
         options: Any = {"mesh": mesh, "reshard_after_forward": False}
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
         self.groups: list[tuple[Any, frozenset[int]]] = []
+        self.lowers = dtype is not None
         for names in _sharing(units):
             modules = [units[name] for name in names]
             if any(p not in apart for module in modules for p in module.parameters()):
@@ -58,6 +59,8 @@ class ShardedUnits:
         handles = [module.unshard(async_op=True) for module, _ in self.groups]
         for handle in handles:
             handle.wait()
+        for parameter in self._parameters(self.groups) if self.lowers else ():  # 16 bits would lose what is added up
+            parameter._unsharded_param.grad_dtype = torch.float32
 
     def stages_done(self, stages: Set[int]) -> None:
         """Reduce and scatter the gradients of the units that none but these stages of this rank run."""
@@ -74,18 +77,27 @@ class ShardedUnits:
 
     def reset(self, parameters: Collection[nn.Parameter]) -> None:
         """Forget the gradients of these that were not reduced."""
-        for module, _ in self.groups:
-            for group in _state(module)._fsdp_param_groups:
-                for parameter in [p for p in group.fsdp_params if p.sharded_param in parameters]:
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
+        for parameter in [p for p in self._parameters(self.groups) if p.sharded_param in parameters]:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
 
     def _reduce(self, groups: list[tuple[Any, frozenset[int]]]) -> None:
+        for parameter in self._parameters(groups) if self.lowers else ():  # torch would fill in zeros of 16 bits
+            own = parameter._unsharded_param
+            if own.requires_grad and own.grad is None:
+                own.grad = torch.zeros_like(own, dtype=torch.float32)
         for module, stages in groups:
             self._waiting.remove((module, stages))
             for group in _state(module)._fsdp_param_groups:
                 group.post_backward()
+
+    @staticmethod
+    def _parameters(groups: Iterable[tuple[Any, frozenset[int]]]) -> Iterator[Any]:
+        """Torch's own objects of the divided parameters."""
+        for module, _ in groups:
+            for group in _state(module)._fsdp_param_groups:
+                yield from group.fsdp_params
 
 
 class _Root(nn.Module):

@@ -200,21 +200,27 @@ class Reference:
     ) -> Reference:
         parts = read_batch(model, data).split(m)
         # In fp32, which tells weights apart.
-        weights = [1 / len(parts)] * len(parts) if averaged else _weights(model, data, parts)
+        weights = [1 / len(parts)] * len(parts) if averaged else weights_of(model, data, parts)
         for parameter in precision.lower(precision.lowered(model)):
             parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
-        total: Tensor | None = None
-        for part, weight in zip(parts, weights, strict=True):
-            with precision.running():
-                loss = _loss(precision.of_batch(part).call(model))
-            loss.backward(torch.full_like(loss, weight * _scale(precision)))
-            total = loss.detach() * weight if total is None else total + loss.detach() * weight
-        assert total is not None
+        total = summed(model, parts, weights, precision)
         if not torch.isfinite(total):
             raise ValueError(f"the loss is {float(total)}")
         if any(not p.grad.isfinite().all() for p in model.parameters() if p.grad is not None):
             raise ValueError("a gradient is not finite")
         return cls(total)
+
+
+def summed(model: nn.Module, parts: Sequence[Batch], weights: Sequence[float], precision: Precision) -> Tensor:
+    """The loss of all parts, whose gradients are left in the model."""
+    total: Tensor | None = None
+    for part, weight in zip(parts, weights, strict=True):
+        with precision.running():
+            loss = _loss(precision.of_batch(part).call(model))
+        loss.backward(torch.full_like(loss, weight * _scale(precision)))
+        total = loss.detach() * weight if total is None else total + loss.detach() * weight
+    assert total is not None
+    return total
 
 
 def _precision(name: str) -> Precision:
@@ -233,7 +239,7 @@ def _loss(output: Any) -> Tensor:
     return loss
 
 
-def _weights(model: nn.Module, data: dict[str, Any], parts: Sequence[Batch]) -> list[float]:
+def weights_of(model: nn.Module, data: dict[str, Any], parts: Sequence[Batch]) -> list[float]:
     """By what the microbatches' losses make the whole one's best: valid labels, shifted or not, or samples.
 
     By samples too where none does: some losses are no sum over either (labels laid end to end, then shifted). Tried in
