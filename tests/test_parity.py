@@ -23,12 +23,13 @@ KINDS = {
     "mixtures of experts": "causal-lm: mixtral olmoe gpt_oss deepseek_v3",
     "recurrent and hybrid": "causal-lm: jamba mamba lfm2 falcon_h1",
     "shared keys and values": "causal-lm: gemma4_text gemma3n_text",
-    "encoders": "masked-lm: bert deberta-v2 albert modernbert",
+    "encoders": "masked-lm: bert deberta-v2 albert modernbert xlm luke",
     "classifiers": "sequence-classification: qwen3 xlnet opt",
     "encoder-decoders": "seq2seq-lm: t5 bart m2m_100 switch_transformers",
     "vision": "image-classification: vit swin resnet segformer convnext",
     "text and images": "image-text-to-text: llava qwen2_vl idefics3 gemma3 mllama",
-    "audio": "speech-seq2seq: whisper speech_to_text moonshine",
+    "audio": "speech-seq2seq: whisper speech_to_text moonshine dia",
+    "proteins": "image-text-to-text: evolla",
 }
 FIXED = [f"{task}/{name}" for task, names in (kind.split(": ") for kind in KINDS.values()) for name in names.split()]
 ENTRIES = {str(entry): entry for entry in all_entries()}

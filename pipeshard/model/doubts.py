@@ -101,9 +101,10 @@ class RowDims:
             owned = bool(batch.owners.get(path)) and path != "labels"  # labels: (s, b), or one row for each codebook
             if is_read or owned:
                 continue
+            several = leaf.ndim > 0 and len(leaf) > batch.rows and len(leaf) % batch.rows == 0
             if len(dims) == 1:
                 doubts[path] = dims[0]
-            elif not dims and leaf.ndim and batch.rows < len(leaf) and len(leaf) % batch.rows == 0:
+            elif several and not dims and path not in batch.owners:
                 doubts[path] = 0
         return doubts
 
