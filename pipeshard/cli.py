@@ -53,6 +53,10 @@ def main() -> None:
 @click.option("--device-memory", help="What a rank may take, such as 80GB.")
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw | sgd | none")
 @click.option("--dtype", help="bf16 | fp16 | fp32  [default: the config's, or bf16]")
+@click.option("--precision", help="bf16 | fp16 | fp32, as for the plugin.  [default: the weights' dtype]")
+@click.option("--dp", default=1, show_default=True, type=click.IntRange(min=1), help="Number of replicas.")
+@click.option("--zero", is_flag=True, help="With zero_stage=1 over the replicas.")
+@click.option("--fsdp", is_flag=True, help="With fsdp=True over the replicas.")
 @click.option("--recompute", is_flag=True, help="With activation recompute.")
 @click.option("--draw", metavar="PATH", help="Draw the simulated step into this file (png, svg, pdf).")
 @click.option("--json", "json_path", metavar="PATH", help="Write the plan as JSON; - writes it in place of the tables.")
@@ -69,6 +73,10 @@ def plan(
     device_memory: str | None,
     optimizer: str,
     dtype: str | None,
+    precision: str | None,
+    dp: int,
+    zero: bool,
+    fsdp: bool,
     recompute: bool,
     draw: str | None,
     json_path: str | None,
@@ -86,7 +94,7 @@ def plan(
     atexit.register(gc.freeze)  # for which the interpreter would look for a second when it ends
     with progress("building the model"):
         from pipeshard.planner.planner import plan as make_plan
-        from pipeshard.planner.source import build
+        from pipeshard.planner.source import build, precision_of
 
         built = build(model, fields, dtype, recompute)
     with progress("planning"):
@@ -102,6 +110,10 @@ def plan(
             partition=_partition(partition),
             device_memory=device_memory,
             optimizer=optimizer,
+            precision=precision or precision_of(built),
+            dp_size=dp,
+            zero_stage=int(zero),
+            fsdp=fsdp,
         )
     if json_path == "-":
         click.echo(made.to_json())

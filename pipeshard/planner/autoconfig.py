@@ -13,6 +13,7 @@ from pipeshard.model.criterion import Criterion
 from pipeshard.model.policy import Policy
 from pipeshard.planner.advice import NEAR, SIMPLEST
 from pipeshard.planner.candidate import Candidate, Subject
+from pipeshard.planner.memory import Training
 from pipeshard.planner.plan import Estimate
 from pipeshard.planner.planner import attempt, first_microbatch, schedules, study
 from pipeshard.planner.profile import Profile
@@ -75,6 +76,9 @@ class AutoConfig(Layout):
         policy: type[Policy] | None = None,
         criterion: Criterion | None = None,
         seq_len: int | None = None,
+        precision: str = "fp32",
+        zero_stage: int = 0,
+        fsdp: bool = False,
     ) -> Self:
         """Simulate a step of `global_batch` samples for each number of stages that is legal on `ranks`.
 
@@ -92,6 +96,7 @@ class AutoConfig(Layout):
         Raises ConfigurationError where no layout is legal, PartitionError where none can be cut or fits in
         `device_memory`, with the numbers; else as `pipeshard.plan`.
         """
+        training = Training(optimizer, precision, 1, zero_stage, fsdp)
         sizes = [microbatch_size] if isinstance(microbatch_size, int) else list(microbatch_size)
         limit = None if device_memory is None else parse_bytes(device_memory)
         unit, considered, measured = 0.0, [], False
@@ -100,7 +105,7 @@ class AutoConfig(Layout):
             microbatch, _ = first_microbatch(model, batch, 1 if batch is None else None, size, seq_len)
             if microbatch.rows != size:
                 raise ConfigurationError(f"microbatch_size={size}: the batch has {microbatch.rows} samples only")
-            subject = study(model, microbatch, criterion, policy, partition, optimizer, limit, profile)
+            subject = study(model, microbatch, criterion, policy, partition, training, limit, profile)
             measured = subject.measured
             unit = unit or (1.0 if measured else sum(map(sum, subject.costs)) * global_batch / size / ranks or 1.0)
             considered += [each for layout in legal for each in _simulated(subject, layout, schedules, unit)]
@@ -125,6 +130,7 @@ def _simulated(subject: Subject, layout: Layout, names: Sequence[str], unit: flo
     unknown = [name for name in names if name not in SCHEDULES]
     if unknown or not names:
         raise ConfigurationError(f"schedules={list(names)!r}: name one or more of {', '.join(SCHEDULES)}")
+    subject = subject.replicated(layout.dp_size)
     for name, v in schedules():
         if name in names:
             tried = attempt(subject, name, layout.pp_size, layout.num_microbatches, v)

@@ -2,18 +2,18 @@
 
 import itertools
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipeshard.model.dataflow import Dataflow
 from pipeshard.model.partition import Boundary, Cost, Cuts, boundaries, forbidden_cuts, held_parameters
 from pipeshard.model.policy import Policy
 from pipeshard.planner.costs import of_stages
 from pipeshard.planner.fit import fit
-from pipeshard.planner.memory import Footprint, Memory, alive_at_peak, tensor_bytes
+from pipeshard.planner.memory import Footprint, Memory, Training, alive_at_peak, tensor_bytes
 from pipeshard.planner.plan import Crossing, Estimate, StagePlan
 from pipeshard.schedule.program import Program
 from pipeshard.schedule.simulate import simulate_parts
@@ -25,7 +25,8 @@ SHOWN = 5  # names in the short form of a stage's units
 class Subject:
     """What is planned, and what is known of it: the cost of each unit call, and what runs of calls take.
 
-    `measured` says whether costs are in seconds, `recomputed` whether a unit recomputes its activations.
+    `lowered` are the parameters that have 16 bits in `training`. `measured` says whether costs are in seconds,
+    `recomputed` whether a unit recomputes its activations.
     """
 
     model: nn.Module
@@ -34,8 +35,9 @@ class Subject:
     footprint: Footprint
     policy: type[Policy]
     partition: Cuts
-    optimizer: str
+    training: Training
     limit: int | None
+    lowered: Container[Tensor] = ()
     measured: bool = False
     recomputed: bool = False
     policies: dict[tuple[str, tuple[int, ...]], Policy] = field(default_factory=dict)
@@ -44,6 +46,16 @@ class Subject:
     def parameters(self) -> dict[str, nn.Parameter]:
         """The model's, by their first name."""
         return dict(self.model.named_parameters())
+
+    def takes(self, parameters: Sequence[nn.Parameter]) -> Memory:
+        """What these parameters take with all that training adds."""
+        return self.training.takes(parameters, self.lowered)
+
+    def replicated(self, dp_size: int) -> "Subject":
+        """The same with so many replicas."""
+        other = replace(self, training=replace(self.training, dp_size=dp_size), policies=self.policies)
+        other.footprint = self.footprint.taking(other.takes)
+        return other
 
     def cut(self, partition: Cuts, placement: tuple[int, ...]) -> Policy:
         """The policy that cuts the model so; schedules of one placement share it."""
@@ -84,11 +96,10 @@ class Candidate:
             self.alive |= alive_at_peak(actions, self.kept)
         self.recomputed = [subject.footprint.recomputed(*run) for run in runs]
         self.memory = [
-            Memory.of(
-                [subject.parameters[name] for name in held],
-                subject.optimizer,
-                sum(self.alive[s] * self.kept[s] for s, at in enumerate(placement) if at == rank),
-                max(self.recomputed[s] for s, at in enumerate(placement) if at == rank),
+            replace(
+                subject.takes([subject.parameters[name] for name in held]),
+                activations=sum(self.alive[s] * self.kept[s] for s, at in enumerate(placement) if at == rank),
+                recomputed=max(self.recomputed[s] for s, at in enumerate(placement) if at == rank),
             )
             for rank, held in enumerate(self.policy.held)
         ]
@@ -126,6 +137,7 @@ class Candidate:
             own = [subject.parameters[name] for name in held[s] - earlier]
             enters = _crossings(subject.flow, crossing[s])
             is_message = s > 0 and placement[s - 1] != rank
+            kept, again = self.alive[s] * self.kept[s], self.recomputed[s]
             calls = [call.unit for call in subject.flow.calls[ends[s] - self.counts[s] : ends[s]]]
             stages.append(
                 StagePlan(
@@ -137,7 +149,7 @@ class Candidate:
                     forward=costs[s].forward / unit,
                     backward=costs[s].backward / unit,
                     weight=costs[s].weight / unit,
-                    memory=Memory.of(own, subject.optimizer, self.alive[s] * self.kept[s], self.recomputed[s]),
+                    memory=replace(subject.takes(own), activations=kept, recomputed=again),
                     alive=self.alive[s],
                     kept=self.kept[s],
                     enters=enters,

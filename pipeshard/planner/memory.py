@@ -1,13 +1,13 @@
 """Memory: what a run of unit calls takes on a device, and what a rank's program keeps alive of it."""
 
 import bisect
+import copy
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipeshard.errors import ConfigurationError
 from pipeshard.model.dataflow import Dataflow
@@ -15,57 +15,110 @@ from pipeshard.model.meter import Meter
 from pipeshard.model.shapes import TensorSpec
 from pipeshard.model.standin import is_trainable
 from pipeshard.model.taint import Value
+from pipeshard.options import check_precision, check_replicas
 from pipeshard.planner.sizes import format_bytes
 from pipeshard.schedule.action import Action, Kind
 
-OPTIMIZERS = {"adamw": 2, "sgd": 1, "none": 0}  # states of a parameter, each of its size and dtype
+OPTIMIZERS = {"adamw": 2, "sgd": 1, "none": 0}  # states of a parameter, each as large as its gradient
+FULL = 4  # bytes of a number in fp32
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a device, by what they hold; `recomputed` is what is recomputed at a time, for a backward."""
+    """Bytes on a device, by what they hold: `values` are the fp32 values of parameters in 16 bits, and what a replica
+    keeps of those that fsdp divides; `recomputed` is what is recomputed at a time, for a backward."""
 
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
     recomputed: int = 0
+    values: int = 0
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.recomputed
-
-    @classmethod
-    def of(cls, parameters: Sequence[nn.Parameter], optimizer: str, activations: int = 0, recomputed: int = 0) -> Self:
-        """That of training these parameters, each with a gradient and the optimizer's states if it is trained."""
-        if optimizer not in OPTIMIZERS:
-            raise ConfigurationError(f"optimizer={optimizer!r} is unknown: use one of {list(OPTIMIZERS)}")
-        trained = sum(p.nbytes for p in parameters if is_trainable(p))
-        return cls(sum(p.nbytes for p in parameters), trained, OPTIMIZERS[optimizer] * trained, activations, recomputed)
+        always = self.parameters + self.gradients + self.values + self.optimizer
+        return always + self.activations + self.recomputed
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(self).items() if size)
         return f"{format_bytes(self.total)} ({parts})"
 
 
+@dataclass(frozen=True)
+class Training:
+    """How parameters are trained, as far as it says what they take: the plugin's arguments of the same names, and the
+    optimizer: "adamw" has two states a parameter, "sgd" (with momentum) one, "none" none.
+
+    With `precision` "bf16" or "fp16" parameters have 16 bits, and fp32 gradients, values and states beside them.
+    `zero_stage=1` divides the states among `dp_size` replicas, `fsdp` the values (or the parameters in their place) and
+    the states: within a step the parameters of a stage are whole, and so are their gradients.
+
+    Raises ConfigurationError for arguments that the plugin would refuse.
+    """
+
+    optimizer: str = "adamw"
+    precision: str = "fp32"
+    dp_size: int = 1
+    zero_stage: int = 0
+    fsdp: bool = False
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigurationError(f"optimizer={self.optimizer!r} is unknown: use one of {list(OPTIMIZERS)}")
+        check_precision(self.precision, autocast=False)
+        check_replicas(self.zero_stage, self.fsdp)
+        if not isinstance(self.dp_size, int) or self.dp_size < 1:
+            raise ConfigurationError(f"dp_size must be a positive integer, got {self.dp_size!r}")
+
+    def __str__(self) -> str:
+        low = "" if self.precision == "fp32" else f", precision {self.precision}"
+        divided = "zero_stage=1" if self.zero_stage else "fsdp" if self.fsdp else "each whole"
+        return f"optimizer {self.optimizer}{low}" + (
+            f", {self.dp_size} replicas, {divided}" if self.dp_size > 1 else ""
+        )
+
+    def takes(self, parameters: Collection[nn.Parameter], lowered: Container[Tensor]) -> Memory:
+        """What these parameters take, of which some are `lowered` to 16 bits."""
+        sizes = gradients = states = values = 0
+        for parameter in parameters:
+            is_low, count = parameter in lowered, parameter.numel()
+            size = 2 * count if is_low else parameter.nbytes
+            full = FULL * count if is_low else size
+            trained = full if is_trainable(parameter) else 0
+            sizes, gradients = sizes + size, gradients + trained
+            states += -(-OPTIMIZERS[self.optimizer] * trained // (self.dp_size if self.fsdp or self.zero_stage else 1))
+            if self.fsdp and self.dp_size > 1:
+                values += -(-full // self.dp_size)
+            elif is_low:
+                values += trained
+        return Memory(sizes, gradients, states, values=values)
+
+
 class Footprint:
-    """What each run of unit calls takes: its parameters with all that training adds, and what a microbatch keeps.
+    """What each run of unit calls takes: its parameters with all that training adds (which `takes` tells), and what a
+    microbatch keeps.
 
     What several calls share (tied parameters, masks, a result that two units keep) counts once in a run of calls.
     `plain` is a meter of the same calls without recomputation, if there is any with it.
     """
 
     def __init__(
-        self, model: nn.Module, flow: Dataflow, meter: Meter, optimizer: str, plain: Meter | None = None
+        self,
+        model: nn.Module,
+        flow: Dataflow,
+        meter: Meter,
+        takes: Callable[[Sequence[nn.Parameter]], Memory],
+        plain: Meter | None = None,
     ) -> None:
         named = dict(model.named_parameters())
         first = {parameter: name for name, parameter in named.items()}
-        sizes = {name: Memory.of([parameter], optimizer).total for name, parameter in named.items()}
         units = {call.unit: {first[p] for p in model.get_submodule(call.unit).parameters()} for call in flow.calls}
         held = [units[call.unit] | call.reads.parameters for call in flow.calls]
         held.append(set(flow.needed(outputs=True).parameters))
         self.last = len(flow.calls)  # the glue after the last call counts as one more, of the last stage
-        self._static = _Union([{name: sizes[name] for name in names} for names in held])
+        self._parameters, self._held = named, held
+        self._static = self._of(takes)
         kept = [dict(work.kept) for work in meter.works] + [dict(meter.tail)]
         self._kept = _Union(kept)
         self._where: defaultdict[Hashable, list[int]] = defaultdict(list)
@@ -77,6 +130,16 @@ class Footprint:
         ]
         totals = [[sum(work.kept.values()) for work in each.works] for each in (plain or meter, meter)]
         self._recomputed = [whole - left for whole, left in zip(*totals, strict=True)]
+
+    def taking(self, takes: Callable[[Sequence[nn.Parameter]], Memory]) -> "Footprint":
+        """The same where parameters take something else."""
+        other = copy.copy(self)
+        other._static = other._of(takes)
+        return other
+
+    def _of(self, takes: Callable[[Sequence[nn.Parameter]], Memory]) -> "_Union":
+        sizes = {name: takes([parameter]).total for name, parameter in self._parameters.items()}
+        return _Union([{name: sizes[name] for name in names} for names in self._held])
 
     def static(self, start: int, end: int) -> int:
         """Bytes of parameters, gradients and optimizer states of the calls from `start` to `end` (exclusive)."""

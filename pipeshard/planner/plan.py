@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from pipeshard.planner.memory import Memory
+from pipeshard.planner.memory import Memory, Training
 from pipeshard.schedule.cooldown import shorten_cooldown
 from pipeshard.schedule.draw import draw_timeline
 from pipeshard.schedule.program import make_program
@@ -90,7 +90,8 @@ class Plan:
     Sizes are in bytes. Times are in `unit`: "seconds" where units were measured; else "relative": what one microbatch
     takes in all, divided by p, is 1, so that a step without any idle time takes `num_microbatches`. `stages` are those
     of `schedule`, which is the `recommended` one (for the `reason` given) unless another was asked for. `counts` may
-    be given to the plugin as `partition`. `limit` is the memory of a device, if one was given.
+    be given to the plugin as `partition`. `training` is what is counted beside the
+    parameters, `limit` the memory of a device, if one was given.
     """
 
     model: str
@@ -98,7 +99,7 @@ class Plan:
     pp_size: int
     num_microbatches: int
     microbatch: dict[str, tuple[int, ...]]
-    optimizer: str
+    training: Training
     limit: int | None
     partition: str
     unit: str
@@ -114,6 +115,10 @@ class Plan:
         """That of `schedule`."""
         chosen = self.schedule, self.num_model_chunks
         return next(e for e in self.schedules if (e.schedule, e.num_model_chunks) == chosen)
+
+    @property
+    def optimizer(self) -> str:
+        return self.training.optimizer
 
     @property
     def counts(self) -> list[int]:
@@ -134,7 +139,7 @@ class Plan:
 
     def to_json(self) -> str:
         """All of it as JSON text."""
-        return json.dumps(_plain(self) | {"counts": self.counts}, indent=2)
+        return json.dumps(_plain(self) | {"counts": self.counts, "optimizer": self.optimizer}, indent=2)
 
 
 def _plain(value: Any) -> Any:

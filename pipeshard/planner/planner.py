@@ -1,5 +1,6 @@
 """The function `plan`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from pipeshard.model.units import recomputes
 from pipeshard.planner.advice import recommend, what_would_help
 from pipeshard.planner.candidate import Candidate, Subject
 from pipeshard.planner.costs import metered, unit_cost
-from pipeshard.planner.memory import Footprint
+from pipeshard.planner.memory import Footprint, Training
 from pipeshard.planner.plan import Estimate, Plan
 from pipeshard.planner.profile import Profile, find_profile
 from pipeshard.planner.sizes import parse_bytes
+from pipeshard.runtime.precision import Precision
 from pipeshard.schedule.cooldown import shorten_cooldown
 from pipeshard.schedule.program import SCHEDULES, make_program, num_chunks
 
@@ -44,6 +46,10 @@ def plan(
     profile: Profile | str | Path | None = None,
     criterion: Criterion | None = None,
     seq_len: int | None = None,
+    precision: str = "fp32",
+    dp_size: int = 1,
+    zero_stage: int = 0,
+    fsdp: bool = False,
 ) -> Plan:
     """How `model` would train on `pp_size` ranks with each schedule, and which one to use.
 
@@ -57,7 +63,9 @@ def plan(
         partition: as for the plugin. By name, it is changed where a rank would take more than `device_memory`.
         device_memory: what a rank has, such as "80GB" or a number of bytes.
         optimizer: "adamw" (two states a parameter), "sgd" (with momentum: one) or "none"; a state is as large as its
-            parameter.
+            parameter's gradient.
+        precision, dp_size, zero_stage, fsdp: as for the plugin: "bf16" and "fp16" take fp32 gradients, values and
+            states beside parameters of 16 bits.
         profile: measured units (a Profile or its file) instead of estimates; `partition="profile"` measures them here
             and now, "profile:PATH" unless that file is there.
         policy, criterion: as for the plugin.
@@ -70,7 +78,8 @@ def plan(
     chosen = None if schedule is None else (schedule, num_chunks(schedule, num_model_chunks))
     limit = None if device_memory is None else parse_bytes(device_memory)
     microbatch, m = first_microbatch(model, batch, num_microbatches, microbatch_size, seq_len)
-    subject = study(model, microbatch, criterion, policy, partition, optimizer, limit, profile)
+    training = Training(optimizer, precision, dp_size, zero_stage, fsdp)
+    subject = study(model, microbatch, criterion, policy, partition, training, limit, profile)
     unit = 1.0 if subject.measured else sum(map(sum, subject.costs)) / pp_size or 1.0
 
     tried = [attempt(subject, name, pp_size, m, v) for name, v in schedules(chosen, num_model_chunks)]
@@ -96,7 +105,7 @@ def plan(
         pp_size=pp_size,
         num_microbatches=m,
         microbatch={path: tuple(tensor.shape) for path, tensor in microbatch.tensors.items()},
-        optimizer=optimizer,
+        training=training,
         limit=limit,
         partition=partition if isinstance(partition, str) else ", ".join(map(str, partition)),
         unit="seconds" if subject.measured else "relative",
@@ -115,24 +124,36 @@ def study(
     criterion: Criterion | None,
     policy: type[Policy] | None,
     partition: Cuts,
-    optimizer: str,
+    training: Training,
     limit: int | None,
     profile: Profile | str | Path | None,
 ) -> Subject:
     """What is known of a model and its microbatch before it is cut; arguments and errors are those of `plan`."""
     cuts = named(partition)
-    flow, meter = metered(model, microbatch, criterion, cuts=cuts)
-    if flow.loss is None:
-        raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
-    units = [model.get_submodule(call.unit) for call in flow.calls]
+    precision = Precision(training.precision, False, torch.device("cpu"))
+    lowered, microbatch = precision.lowered(model), precision.of_batch(microbatch)
+    with precision.seeming(model):
+        flow, meter = metered(model, microbatch, criterion, cuts=cuts)
+        if flow.loss is None:
+            raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
+        units = [model.get_submodule(call.unit) for call in flow.calls]
+        recomputed = any(map(recomputes, units))
+        plain = metered(model, microbatch, criterion, recompute=False, cuts=cuts)[1] if recomputed else None
     measured = _profile(profile, partition, model, flow, microbatch)
     costs = measured.times if measured else [unit_cost(*call) for call in zip(units, meter.works, strict=True)]
-    recomputed = any(map(recomputes, units))
-    plain = metered(model, microbatch, criterion, recompute=False, cuts=cuts)[1] if recomputed else None
-    footprint = Footprint(model, flow, meter, optimizer, plain)
-    cutter = policy or find_policy(model)
-    has_times = measured is not None
-    return Subject(model, flow, costs, footprint, cutter, partition, optimizer, limit, has_times, recomputed)
+    return Subject(
+        model=model,
+        flow=flow,
+        costs=costs,
+        footprint=Footprint(model, flow, meter, partial(training.takes, lowered=lowered), plain),
+        policy=policy or find_policy(model),
+        partition=partition,
+        training=training,
+        limit=limit,
+        lowered=lowered,
+        measured=measured is not None,
+        recomputed=recomputed,
+    )
 
 
 def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | Estimate:

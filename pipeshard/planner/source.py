@@ -5,6 +5,7 @@ import difflib
 import json
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,15 @@ def build(source: str, fields: Sequence[str] = (), dtype: str | None = None, rec
             model.gradient_checkpointing_enable()
     trained: nn.Module = model.train()
     return trained
+
+
+def precision_of(model: nn.Module) -> str:
+    """The `precision` in which most weights of a model are trained: that of their dtype."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        counts[parameter.dtype] += parameter.numel()
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return names.get(max(counts, key=counts.__getitem__), "fp32") if counts else "fp32"
 
 
 def _config(source: str, fields: dict[str, Any]) -> Any:

@@ -25,7 +25,7 @@ def render(plan: Plan) -> Iterator[RenderableType]:
     limit = "" if plan.limit is None else f", {format_bytes(plan.limit)} for each rank"
     yield Text(f"{plan.model}, {_count(plan.parameters)} parameters, on {plan.pp_size} ranks", style="bold")
     yield Text(f"{plan.num_microbatches} microbatches of {shapes}")
-    yield Text(f"optimizer {plan.optimizer}, partition {plan.partition}{limit}\n")
+    yield Text(f"{plan.training}, partition {plan.partition}{limit}\n")
     yield _stages(plan)
     yield Text()
     yield _schedules(plan)
@@ -40,19 +40,21 @@ def _stages(plan: Plan) -> Table:
     table = Table(title=title, title_justify="left", title_style="", box=None, padding=(0, 1, 0, 0))
     table.add_column("stage", justify="right", no_wrap=True)
     table.add_column("rank", justify="right", no_wrap=True)
-    table.add_column("units", overflow="ellipsis", no_wrap=True, max_width=32)
-    again = any(stage.memory.recomputed for stage in plan.stages)
-    sizes = ("weights", "grads", "optim.", "activations", *(["recomp."] if again else []), "total")
+    again, full = (any(getattr(s.memory, name) for s in plan.stages) for name in ("recomputed", "values"))
+    beside = (*(["fp32"] if full else []), "optim.", "activations", *(["recomp."] if again else []))
+    sizes = ("weights", "grads", *beside, "total")
+    table.add_column("units", overflow="ellipsis", no_wrap=True, max_width=32 - 7 * full)
     for name in ("params", *sizes, "F", "B", "W", "in", "back"):
         table.add_column(name, justify="right", no_wrap=True)
     for stage in plan.stages:
-        table.add_row(*_row(plan, stage, size, crossing, again))
+        table.add_row(*_row(plan, stage, size, crossing, again, full))
     return table
 
 
-def _row(plan: Plan, stage: StagePlan, size: str, crossing: str, again: bool) -> list[str]:
+def _row(plan: Plan, stage: StagePlan, size: str, crossing: str, again: bool, full: bool) -> list[str]:
     memory = stage.memory
-    state = [_in(part, size) for part in (memory.parameters, memory.gradients, memory.optimizer)]
+    values = [memory.values] if full else []
+    state = [_in(part, size) for part in (memory.parameters, memory.gradients, *values, memory.optimizer)]
     state.append(f"{stage.alive}×{_in(stage.kept, size)}")
     state += [_in(memory.recomputed, size)] if again else []
     times = [_time(plan, time) for time in (stage.forward, stage.backward, stage.weight)]
