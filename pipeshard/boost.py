@@ -34,7 +34,10 @@ def boost_model(
     dataloader: Any,
 ) -> tuple[PipelineModel, Criterion | None]:
     """This rank's stages of a whole model, and what gives its loss. A model that is boosted already stays as it is."""
+    fresh = None if isinstance(optimizer, PipelineOptimizer) else optimizer
     if isinstance(model, PipelineModel):
+        if fresh is not None:
+            check_separable(fresh, model.pipeline.model, plugin)
         return model, criterion
     model = plain(model, warns=plugin.grid.first)
     refuse_criterion(criterion, model)
@@ -48,8 +51,8 @@ def boost_model(
     compare_ranks(texts, plugin.grid.world, plugin.grid.named)
     size = plugin.num_microbatches or plugin.microbatch_size or 1
     sample = find_sample(model, plugin.dry_run_input, dataloader, plugin.batch_dims, size, plugin.device)
-    if optimizer is not None and not isinstance(optimizer, PipelineOptimizer):
-        check_separable(optimizer, model, plugin)  # before the proof, which would find no more than that it differs
+    if fresh is not None:
+        check_separable(fresh, model, plugin)  # before the proof, which would find no more than that it differs
     prove_at_boost(plugin, model, optimizer, called, sample)
     if optimizer is not None and plugin.grid.first:
         _warn_of_16_bits(plugin, model)
@@ -82,7 +85,6 @@ def boost_optimizer(plugin: "PipelinePlugin", model: PipelineModel, optimizer: A
     if isinstance(optimizer, PipelineOptimizer):
         check_optimizer(optimizer, pipeline)
         return optimizer
-    check_separable(optimizer, pipeline.model, plugin)
     finite = pipeline.finite(plugin.grid.stage, pipeline.holdings.held)
     backward = None if model.whole is None else model.whole.backward
     return PipelineOptimizer(optimizer, pipeline.gradients, plugin.zero_stage == 1, finite, backward)

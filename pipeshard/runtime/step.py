@@ -204,8 +204,16 @@ class StepPlanner:
         self._rules[key] = rule, now
 
     def _rule(self, batches: Sequence[Batch], criterion: Criterion | None) -> LossRule:
-        alone = len(batches) == 1 and self.replicas is None
-        return LossRule(summed=True) if alone else self._rules[self._rule_key(batches[0], criterion)][0]
+        if len(batches) == 1 and self.replicas is None:
+            return LossRule(summed=True)
+        known = self._rules.get(self._rule_key(batches[0], criterion))
+        if known is None:
+            raise TraceError(
+                f"{type(self.model).__name__} was left as another one by a run of its forward on a few samples, so "
+                "that it is not known how its loss is made of those of microbatches. What it changes in Python has to "
+                "be within the model, or the criterion"
+            )
+        return known[0]
 
     def _rule_key(self, batch: Batch, criterion: Criterion | None) -> Any:
         others = (other for other in batch.others if not other[1].startswith(("int ", "float ")))  # numbers of items

@@ -88,8 +88,9 @@ class Chunked(Ladder):
 
     class Layer(nn.Linear):
         def forward(self, x: Tensor, cache: SimpleNamespace) -> Tensor:
-            cache.of[id(self)] = super().forward(x) + cache.of.get(id(self), 0)
-            return cache.of[id(self)]
+            y = super().forward(x) + cache.of.get(id(self), 0)
+            cache.of[id(self)] = y / 2
+            return y
 
     def __init__(self) -> None:
         super().__init__()

@@ -196,8 +196,9 @@ class Reference:
 
     @classmethod
     def of(
-        cls, model: nn.Module, data: dict[str, Any], m: int, precision: Precision, averaged: bool = False
+        cls, model: nn.Module, data: dict[str, Any], m: int, precision: Precision | None = None, averaged: bool = False
     ) -> Reference:
+        precision = precision or _precision("fp32")
         parts = read_batch(model, data).split(m)
         # In fp32, which tells weights apart.
         weights = [1 / len(parts)] * len(parts) if averaged else weights_of(model, data, parts)
