@@ -73,6 +73,8 @@ class Comparison:
     def same(self, split: Any, unsplit: Any) -> bool:
         if isinstance(unsplit, Tensor) and isinstance(split, Tensor):
             return self._close(split, unsplit, GRADIENT, 1e-6)
+        if isinstance(unsplit, int) and isinstance(split, int):
+            return split == unsplit
         if isinstance(unsplit, Number) and isinstance(split, Number):
             return self._close(torch.tensor(split), torch.tensor(unsplit), GRADIENT, 1e-6)
         return True

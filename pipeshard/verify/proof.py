@@ -18,7 +18,7 @@ from pipeshard.verify.compare import Comparison, Different, named_leaves
 from pipeshard.verify.copies import Copies
 from pipeshard.verify.reference import NoLoss, Reference
 from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof
-from pipeshard.verify.state import compare_state, compare_trained, gradients
+from pipeshard.verify.state import compare_state, compare_trained, differing, gradients
 from pipeshard.verify.undisturbed import generators, undisturbed
 from pipeshard.verify.unit_results import first_unit
 from pipeshard.verify.virtual import Virtual
@@ -98,6 +98,7 @@ class _Proving:
         self.plugin, self.given, self.device, self.tick, self.seconds = plugin, given, device, tick, seconds
         self.counts: dict[str, int] = {}
         self.but: dict[str, None] = {}
+        self.draws, self.fickle = False, frozenset[str]()
         self.m = 1 if plugin.num_microbatches == 1 else PARTS
 
     def run(self) -> None:
@@ -139,21 +140,30 @@ class _Proving:
 
     def _try(self) -> None:
         """Whether the unsplit model runs, how long that takes, and whether it draws random numbers."""
+        torch.manual_seed(SEED)
+        before, start = generators(self.device), time.perf_counter()
+        model, loss = self._unsplit()
+        if not torch.isfinite(loss):
+            raise Unproven(f"the unsplit model's loss is {float(loss)}")
+        needed = 5 * (time.perf_counter() - start)
+        if self.seconds is not None and needed > self.seconds:
+            raise Unproven(f"it takes longer than {self.seconds:g} s")
+        self.draws = before != generators(self.device)
+        if self.draws:  # by torch.seed() or the clock, another number each time
+            self.fickle = differing(model, self._unsplit()[0])
+
+    def _unsplit(self) -> tuple[nn.Module, Tensor]:
+        """A copy of the unsplit model after a step, and the loss of that."""
         own = self._copy()
         reference = Reference(own, self._criterion(own), self.device)
-        before, start = generators(self.device), time.perf_counter()
+        torch.manual_seed(SEED)
         try:
             loss, _ = reference.step([self.rows(own.sample, 0)], [1.0], (SEED, 0), self.tick)
         except NoLoss:
             raise Unproven("there is no loss to train on") from None
         except Exception as error:
             raise Unproven(f"the unsplit model does not run on its batch: {type(error).__name__}: {error}") from error
-        if not torch.isfinite(loss):
-            raise Unproven(f"the unsplit model's loss is {float(loss)}")
-        self.draws = before != generators(self.device)
-        needed = 5 * (time.perf_counter() - start)
-        if self.seconds is not None and needed > self.seconds:
-            raise Unproven(f"it takes longer than {self.seconds:g} s")
+        return own.model, loss
 
     def _criterion(self, own: Copies) -> Criterion | None:
         return settled(own.model, self.plugin, own.criterion)[2]
@@ -185,7 +195,7 @@ class _Proving:
                 tensors = {name: leaf for name, leaf in theirs.items() if isinstance(leaf, Tensor)}
                 split_tensors = {name: leaf for name, leaf in mine.items() if isinstance(leaf, Tensor)}
                 comparison.tensors(split_tensors, tensors, "outputs", f"of the output {during}")
-            compare_state(comparison, split, reference, during)
+            compare_state(comparison, split, reference, during, self.fickle)
             self._compare_whole(comparison, split, self.rows(reference.own.sample, step), dtype)
             self._step(split, reference, optimizers)
             compare_trained(comparison, split, reference, f"after step {step + 1}")

@@ -1,6 +1,8 @@
 """State: what a step has left on both sides, by name: gradients, buffers, attributes, parameters, and what is saved."""
 
-from torch import Tensor
+from collections.abc import Collection
+
+from torch import Tensor, nn
 
 from pipeshard.model.ties import first_names
 from pipeshard.verify.compare import Comparison, Different, attributes
@@ -28,8 +30,10 @@ def gradients(split: Virtual, reference: Reference) -> tuple[dict[str, Tensor | 
     return mine, unsplit
 
 
-def compare_state(comparison: Comparison, split: Virtual, reference: Reference, during: str) -> None:
-    """Buffers, and what forwards have left on modules, by the stage that has them."""
+def compare_state(
+    comparison: Comparison, split: Virtual, reference: Reference, during: str, fickle: Collection[str] = ()
+) -> None:
+    """Buffers, and what forwards have left on modules, by the stage that has them, but for `fickle` attributes."""
     buffers = dict(reference.model.named_buffers())
     mine = {name: split.of(name).model.get_buffer(name) for name in buffers}
     comparison.tensors(mine, buffers, "buffers", during)
@@ -37,9 +41,22 @@ def compare_state(comparison: Comparison, split: Virtual, reference: Reference, 
         other = split.of(f"{path}.").model.get_submodule(path)
         here, there = attributes(other), attributes(module)
         for name, value in there.items():
-            if name in here and here[name] is not value:
+            if name in here and here[name] is not value and f"{path}.{name}" not in fickle:
                 where = f"{path}.{name}" if path else f"the model's {name}"
                 comparison.values(here[name], value, "attributes", f"{where} {during}")
+
+
+def differing(one: nn.Module, other: nn.Module) -> frozenset[str]:
+    """The attributes that two runs of one model leave with other values."""
+    found, comparison = set(), Comparison()
+    for path, module in one.named_modules():
+        there = attributes(other.get_submodule(path))
+        for name, value in attributes(module).items():
+            try:
+                comparison.values(value, there.get(name), "attributes", name)
+            except Different:
+                found.add(f"{path}.{name}")
+    return frozenset(found)
 
 
 def compare_trained(comparison: Comparison, split: Virtual, reference: Reference, when: str) -> None:
