@@ -1,6 +1,6 @@
 """Planned: the most memory that ranks take in a step, beside what `pipeshard.plan` says.
 
-`python -m benchmarks.planned` trains a llama of 75 million parameters, built on meta, under layouts that differ in
+`python -m benchmarks.planned` trains a llama of 50 million parameters, built on meta, under layouts that differ in
 precision, replicas, recompute and stages, and prints for the fullest rank the peak of its resident memory above what
 it has after a step of a tiny model, and its ratio to the plan. Freed memory is given back to the system at once.
 """
@@ -29,8 +29,8 @@ from benchmarks.resident import peak, reset_peak, resident
 from pipeshard import PipelinePlugin, plan
 
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "vocab_size": 16000}
-LAYERS, TINY = 16, 2
-ROWS, MICROBATCHES, LENGTH = 16, 8, 256
+LAYERS, TINY = 8, 2
+ROWS, MICROBATCHES, LENGTH = 8, 4, 256
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
     (2, {"precision": "bf16"}),
