@@ -87,14 +87,18 @@ class Chunked(Ladder):
     """Runs its layers on one half of the sequence after the other; each adds what it made of the first one."""
 
     class Layer(nn.Linear):
+        place: int
+
         def forward(self, x: Tensor, cache: SimpleNamespace) -> Tensor:
-            y = super().forward(x) + cache.of.get(id(self), 0)
-            cache.of[id(self)] = y / 2
+            y = super().forward(x) + cache.of.get(self.place, 0)
+            cache.of[self.place] = y / 2
             return y
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(self.Layer(4, 4) for _ in range(2))
+        for place, layer in enumerate(self.layers):
+            layer.place = place
 
     def forward(self, input_ids: Tensor) -> Tensor:
         cache = SimpleNamespace(of={})
