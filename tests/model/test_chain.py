@@ -83,13 +83,20 @@ def test_a_layer_that_does_not_read_the_one_before_is_a_mismatch() -> None:
     assert "layers.1 reads nothing where it comes after layers.0, and beside it embed[0]" in mismatch
 
 
+class Cache:
+    """Of one forward: what each layer keeps."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, Tensor] = {}
+
+
 class Chunked(Ladder):
     """Runs its layers on one half of the sequence after the other; each adds what it made of the first one."""
 
     class Layer(nn.Linear):
         place: int
 
-        def forward(self, x: Tensor, cache: SimpleNamespace) -> Tensor:
+        def forward(self, x: Tensor, cache: Cache) -> Tensor:
             y = super().forward(x) + cache.of.get(self.place, 0)
             cache.of[self.place] = y / 2
             return y
@@ -101,7 +108,7 @@ class Chunked(Ladder):
             layer.place = place
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        cache = SimpleNamespace(of={})
+        cache = Cache()
         for x in self.embed(input_ids).chunk(2, 1):
             for layer in self.layers:
                 x = layer(x, cache)
