@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from loop import Loop, Meter, draw, make_booster
 from models import load
-from pipeshard.runtime.recording import Recording
+from pipeshard.engine.recording import Recording
 from text import Samples
 
 PROMPT = "This module provides"

@@ -4,23 +4,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeshard.build import build
+    from pipeshard.checkpoint.to_sequential import to_sequential
     from pipeshard.checkpoint.training_state import load_training_state, save_training_state
     from pipeshard.elastic import ElasticJob
-    from pipeshard.layers import PipelineModule
-    from pipeshard.model.cutpoint import CutPoint
-    from pipeshard.model.policy import Policy
-    from pipeshard.model.registry import register_policy
-    from pipeshard.model.ties import analyze_tied_weights
-    from pipeshard.model.trace import trace
+    from pipeshard.engine.p2p import P2P
+    from pipeshard.graph.trace import trace
+    from pipeshard.graph.units import CutPoint
+    from pipeshard.interop.build import Target, build, register_target
+    from pipeshard.layers.pipeline_module import PipelineModule
+    from pipeshard.layers.specs import LayerSpec, TiedLayerSpec
     from pipeshard.planner.autoconfig import AutoConfig
     from pipeshard.planner.planner import plan
     from pipeshard.plugin import PipelinePlugin
-    from pipeshard.runtime.p2p import P2P
     from pipeshard.schedule.simulate import simulate
-    from pipeshard.sequential import to_sequential
-    from pipeshard.specs import LayerSpec, TiedLayerSpec
-    from pipeshard.target import Target, register_target
+    from pipeshard.split.policy import Policy, register_policy
+    from pipeshard.split.ties import analyze_tied_weights
 
 MISSING = (
     "pipeshard needs colossalai 0.5.0 ({}). Its own pins are stale, so install it without its dependencies, "
@@ -53,25 +51,25 @@ __all__ = [
 ]
 _MODULES = {
     "AutoConfig": "pipeshard.planner.autoconfig",
-    "CutPoint": "pipeshard.model.cutpoint",
+    "CutPoint": "pipeshard.graph.units",
     "ElasticJob": "pipeshard.elastic",
-    "LayerSpec": "pipeshard.specs",
-    "P2P": "pipeshard.runtime.p2p",
-    "PipelineModule": "pipeshard.layers",
+    "LayerSpec": "pipeshard.layers.specs",
+    "P2P": "pipeshard.engine.p2p",
+    "PipelineModule": "pipeshard.layers.pipeline_module",
     "PipelinePlugin": "pipeshard.plugin",
-    "Policy": "pipeshard.model.policy",
-    "Target": "pipeshard.target",
-    "TiedLayerSpec": "pipeshard.specs",
-    "analyze_tied_weights": "pipeshard.model.ties",
-    "build": "pipeshard.build",
+    "Policy": "pipeshard.split.policy",
+    "Target": "pipeshard.interop.build",
+    "TiedLayerSpec": "pipeshard.layers.specs",
+    "analyze_tied_weights": "pipeshard.split.ties",
+    "build": "pipeshard.interop.build",
     "load_training_state": "pipeshard.checkpoint.training_state",
     "plan": "pipeshard.planner.planner",
-    "register_policy": "pipeshard.model.registry",
-    "register_target": "pipeshard.target",
+    "register_policy": "pipeshard.split.policy",
+    "register_target": "pipeshard.interop.build",
     "save_training_state": "pipeshard.checkpoint.training_state",
     "simulate": "pipeshard.schedule.simulate",
-    "to_sequential": "pipeshard.sequential",
-    "trace": "pipeshard.model.trace",
+    "to_sequential": "pipeshard.checkpoint.to_sequential",
+    "trace": "pipeshard.graph.trace",
 }
 
 

@@ -1,29 +1,92 @@
 """Boost: a model and its optimizer become one rank's part of a pipeline."""
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from colossalai.interface import ModelWrapper
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from pipeshard.boosted import PipelineModel
+from pipeshard.batch.criterion import Criterion, refuse_criterion, takes_outputs_alone
+from pipeshard.batch.samples import find_sample
 from pipeshard.checkpoint.lora import refuse_blank_adapters
-from pipeshard.errors import UsageError
-from pipeshard.model.criterion import Criterion, refuse_criterion, takes_outputs_alone
-from pipeshard.model.ties import share_weights
-from pipeshard.pipeline import Pipeline
-from pipeshard.runtime.compare import compare_ranks, model_texts, optimizer_texts
-from pipeshard.runtime.optimizer import PipelineOptimizer, replace_parameters
-from pipeshard.runtime.separable import check_separable
-from pipeshard.sample import find_sample
+from pipeshard.distributed.consistency import compare_ranks, model_texts, optimizer_texts
+from pipeshard.engine.engine import Pipeline
+from pipeshard.engine.model import PipelineModel
+from pipeshard.engine.optimizer import PipelineOptimizer, replace_parameters
+from pipeshard.engine.separable import check_separable
+from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.graph.units import containers
+from pipeshard.split.ties import share_weights
 from pipeshard.verify.decide import prove_at_boost
-from pipeshard.wrappers import plain
 
 if TYPE_CHECKING:
     from pipeshard.plugin import PipelinePlugin
 
+
 logger = logging.getLogger("pipeshard")
+# What each does belongs around the pipeline: under it, it would talk to ranks that have other stages.
+REFUSED = {
+    DistributedDataParallel: "the plugin makes the replicas (dp_size, by default as many as the world has room for)",
+    DataParallel: "the plugin makes the replicas (dp_size, by default as many as the world has room for)",
+    FullyShardedDataParallel: "PipelinePlugin(fsdp=True) divides parameters among replicas",
+    FSDPModule: "PipelinePlugin(fsdp=True) divides parameters among replicas",
+    ModelWrapper: "one Booster boosts it, that of the PipelinePlugin",
+}
+
+
+def plain(model: nn.Module, warns: bool = True) -> nn.Module:
+    """`model` as it was before it was compiled as a whole by `torch.compile(model)` or `model.compile()`, which is said
+    with `warns`. Raises ConfigurationError for a model that is wrapped, or has modules that are, by anything else."""
+    compiled = False
+    while (inner := model._modules.get("_orig_mod")) is not None:
+        model, compiled = inner, True
+    if model._compiled_call_impl is not None:
+        model._compiled_call_impl, compiled = None, True
+    if compiled and warns:
+        logger.warning(
+            "this %s was compiled as a whole, but runs in parts, which run as they are written. Pass the model as it "
+            "is, and compile=True to PipelinePlugin, which compiles each layer",
+            type(model).__name__,
+        )
+    for name, parameter in model.named_parameters():
+        if type(parameter).__module__.startswith("colossalai.lazy"):
+            raise ConfigurationError(
+                f"{name} was made under colossalai's LazyInitContext, of which the stages could not take their parts: "
+                "build the model under torch.device('meta') instead, which takes no memory either, and "
+                "PipelinePlugin(init_weights=True) draws its weights on the stages (or call "
+                "LazyInitContext.materialize(model), which makes all of it in every process)"
+            )
+    for name, module in model.named_modules():
+        for kind, instead in REFUSED.items():
+            if isinstance(module, kind):
+                raise ConfigurationError(
+                    f"{name or 'the model'} is wrapped in {kind.__name__} ({type(module).__name__}): pass the model as "
+                    f"it was before that (not prepared by accelerate either), {instead}"
+                )
+    return model
+
+
+def refuse_compiled(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+    """Raise ConfigurationError for a compiled module where its call is cut into parts, or is answered for it.
+
+    A unit that `torch.compile(layer)` has put in a layer's place is run whole, and so is what is inside of a unit.
+    """
+    around = set(containers(model, units))
+    for name, module in model.named_modules():
+        forward = module.__dict__.get("forward", type(module).forward) if module in around else None
+        compiled = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
+        compiled |= module in around and "_orig_mod" in module._modules
+        compiled |= module._compiled_call_impl is not None and (module in around or name in units)
+        if compiled:
+            raise ConfigurationError(
+                f"{name or 'the model'} ({type(module).__name__}) was compiled by itself: leave that out, and pass "
+                'compile=True, or options as compile={"backend": ...}, to PipelinePlugin, which compiles each layer'
+            )
 
 
 def boost_model(

@@ -93,8 +93,8 @@ def plan(
     gc.disable()  # importing makes many objects and no garbage,
     atexit.register(gc.freeze)  # for which the interpreter would look for a second when it ends
     with progress("building the model"):
+        from pipeshard.planner.models import build, precision_of
         from pipeshard.planner.planner import plan as make_plan
-        from pipeshard.planner.source import build, precision_of
 
         built = build(model, fields, dtype, recompute)
     with progress("planning"):
@@ -118,7 +118,7 @@ def plan(
     if json_path == "-":
         click.echo(made.to_json())
     else:
-        from pipeshard.planner.table import show
+        from pipeshard.commands import show
 
         show(made)
     if json_path not in (None, "-"):
@@ -166,7 +166,7 @@ def trace_run(
       pipeshard trace-run llama hidden_size=512 num_hidden_layers=8 --pp 2 --microbatches 8 --draw step.png
     """
     with progress("running three steps"):
-        from pipeshard.planner.trial import Trial
+        from pipeshard.commands import Trial
         from pipeshard.schedule import num_chunks
 
         v = num_chunks(schedule, _chunks(schedule, chunks))
@@ -215,7 +215,7 @@ def verify(
     with progress("proving"):
         from pathlib import Path
 
-        from pipeshard.verify.command import CODES, prove_model, prove_script
+        from pipeshard.commands import CODES, prove_model, prove_script
 
         if what.endswith(".py"):
             proven = prove_script(Path(what), arguments, pp)

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from pipeshard.engine.mixed_precision import PRECISIONS
 from pipeshard.errors import ConfigurationError
-from pipeshard.model.policy import Policy
-from pipeshard.runtime.precision import PRECISIONS
 from pipeshard.schedule.given import Schedule, chunks_of, program_of
 from pipeshard.schedule.program import Program
+from pipeshard.split.policy import Policy
 
 LOSS_REDUCTIONS = ("token", "microbatch")
 

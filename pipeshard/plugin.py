@@ -13,22 +13,31 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from pipeshard.batch.batch_dims import check_declared
+from pipeshard.batch.criterion import Criterion
 from pipeshard.boost import boost_model, boost_optimizer, check_optimizer
-from pipeshard.boosted import PipelineModel
 from pipeshard.checkpoint.io import PipelineCheckpointIO
+from pipeshard.checkpoint.load import blank_model
 from pipeshard.checkpoint.lora import enable_lora
-from pipeshard.checkpoint.pretrained import blank_model
+from pipeshard.compat import (
+    PipelineStageManager,
+    missing_attribute,
+    refuse_positional,
+    restore_meta_kernels,
+    schedule_of,
+)
 from pipeshard.dataloader import ResumableDataLoader
+from pipeshard.distributed.consistency import compare_ranks, texts_of, together_in, versions
+from pipeshard.distributed.mesh import DP, PP, TP, Grid, own_device
+from pipeshard.distributed.watching import calling, watch_world
+from pipeshard.engine.engine import Pipeline
+from pipeshard.engine.mixed_precision import PRECISIONS, LossScale, Precision
+from pipeshard.engine.model import PipelineModel
+from pipeshard.engine.optimizer import PipelineOptimizer
+from pipeshard.engine.outputs import ReturnOutputs
+from pipeshard.engine.p2p import P2P, check_p2p
+from pipeshard.engine.recording import Recording
 from pipeshard.errors import UsageError
-from pipeshard.foreign import missing_attribute, refuse_positional, schedule_of
-from pipeshard.grid import DP, PP, TP, Grid
-from pipeshard.meta_kernels import restore_meta_kernels
-from pipeshard.model.criterion import Criterion
-from pipeshard.model.materialize import InitWeights
-from pipeshard.model.partition import Cuts
-from pipeshard.model.policy import Policy
-from pipeshard.model.recompute import Recompute
-from pipeshard.model.rows import check_declared
 from pipeshard.options import (
     check_chunks,
     check_compile,
@@ -41,20 +50,12 @@ from pipeshard.options import (
     check_tp_plan,
     check_verify,
 )
-from pipeshard.pipeline import Pipeline
-from pipeshard.runtime.agreement import together_in
-from pipeshard.runtime.compare import compare_ranks, texts_of, versions
-from pipeshard.runtime.device import own_device
-from pipeshard.runtime.optimizer import PipelineOptimizer
-from pipeshard.runtime.outputs import ReturnOutputs
-from pipeshard.runtime.p2p import P2P, check_p2p
-from pipeshard.runtime.precision import PRECISIONS, Precision
-from pipeshard.runtime.recording import Recording
-from pipeshard.runtime.scaling import LossScale
-from pipeshard.runtime.watching import calling, watch_world
 from pipeshard.schedule.given import Schedule, is_v, program_of
-from pipeshard.stage_manager import PipelineStageManager
-from pipeshard.verify.alone import standing_alone
+from pipeshard.split.materialize import InitWeights
+from pipeshard.split.partition import Cuts
+from pipeshard.split.policy import Policy
+from pipeshard.split.recompute import Recompute
+from pipeshard.verify.result import standing_alone
 
 restore_meta_kernels()
 NOT_COMPARED = ("self", "__class__", "dry_run_input", "timeout")  # may differ between ranks

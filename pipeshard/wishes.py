@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from pipeshard.batch.criterion import Criterion
 from pipeshard.errors import ConfigurationError
-from pipeshard.model.criterion import Criterion
-from pipeshard.model.partition import Cuts
-from pipeshard.model.recompute import Recompute
+from pipeshard.split.partition import Cuts
+from pipeshard.split.recompute import Recompute
 
 if TYPE_CHECKING:
     from pipeshard.plugin import PipelinePlugin

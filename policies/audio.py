@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from pipeshard import Policy, register_policy
-from pipeshard.model.chain import Chain
+from pipeshard.graph.dataflow import Chain
 
 # fmt: off
 

@@ -7,7 +7,7 @@ place a state space.
 from typing import ClassVar
 
 from pipeshard import Policy, register_policy
-from pipeshard.model.chain import Chain
+from pipeshard.graph.dataflow import Chain
 
 # fmt: off
 

@@ -6,7 +6,7 @@ The encoder is a chain too, on its hidden states alone; cuts may lie in either o
 from typing import ClassVar
 
 from pipeshard import Policy, register_policy
-from pipeshard.model.chain import Chain
+from pipeshard.graph.dataflow import Chain
 
 # fmt: off
 

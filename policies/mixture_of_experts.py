@@ -5,7 +5,7 @@ layer only with `output_router_logits=True`: aside, through the model's own hook
 """
 
 from pipeshard import Policy, register_policy
-from pipeshard.model.chain import Chain
+from pipeshard.graph.dataflow import Chain
 
 # fmt: off
 

@@ -6,7 +6,7 @@ The stages of a hierarchy (swin, resnet) are cut inside; each of their lists is 
 from typing import ClassVar
 
 from pipeshard import Policy, register_policy
-from pipeshard.model.chain import Chain
+from pipeshard.graph.dataflow import Chain
 
 # fmt: off
 

@@ -4,7 +4,7 @@ Text embeddings pass by the tower where they were made before it, and a tower's 
 """
 
 from pipeshard import Policy, register_policy
-from pipeshard.model.chain import Chain
+from pipeshard.graph.dataflow import Chain
 
 # fmt: off
 

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from pipeshard.model.units import find_units
+from pipeshard.graph.units import find_units
 from tests.parity.build import build
 from tests.parity.entries import Entry, find
 from tests.parity.fixes import CONFIGS, config_fields

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeshard.engine import microbatches as steps
 from pipeshard.errors import BatchError, ConfigurationError
-from pipeshard.runtime import step as steps
 from tests.messages import assert_told
 from tests.pool import Pool
 from tests.unsplit import Split, gradient_error

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from pipeshard.batch.batch import Batch
 from pipeshard.errors import BatchError
-from pipeshard.model.batch import Batch
-from pipeshard.model.doubts import RowDims
+from pipeshard.graph.infer_batch_dims import RowDims
 from tests.pool import Pool
 from tests.unsplit import Split, gradient_error
 

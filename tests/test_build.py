@@ -18,9 +18,10 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, 
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 import pipeshard
-from pipeshard import Target, analyze_tied_weights, build, register_target
-from pipeshard.build import Split as Parts
+from pipeshard import Target, analyze_tied_weights, register_target
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, UsageError
+from pipeshard.interop import build
+from pipeshard.interop.build import Split as Parts
 from tests import zoo
 from tests.pool import Pool
 from tests.targets import MODELS as CUTS

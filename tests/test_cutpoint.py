@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 import pipeshard
 from pipeshard import CutPoint, trace
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, TraceError, UsageError
-from pipeshard.model.policy import Policy
-from pipeshard.model.ties import share_weights
+from pipeshard.split.policy import Policy
+from pipeshard.split.ties import share_weights
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, parameter_error

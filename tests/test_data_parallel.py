@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from pipeshard import PipelinePlugin, to_sequential
 from pipeshard.errors import ConfigurationError
-from pipeshard.model.registry import find_policy
-from pipeshard.model.slices import plan_of, style_of
+from pipeshard.split.policy import find_policy
+from pipeshard.split.tensor_parallel import plan_of, style_of
 from tests import zoo
 from tests.parity.build import batch, build
 from tests.parity.entries import find

@@ -26,9 +26,9 @@ from transformers import (
 )
 
 from pipeshard import PipelinePlugin
-from pipeshard.checkpoint import pretrained
+from pipeshard.checkpoint import load as pretrained
+from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, ConfigurationError, PipeshardError, UsageError
-from pipeshard.runtime.optimizer import PipelineOptimizer
 from tests import zoo
 from tests.messages import assert_told
 from tests.pool import Pool

@@ -18,7 +18,7 @@ import elastic
 from pipeshard import AutoConfig, ElasticJob, cli, launch
 from pipeshard.checkpoint.training_state import newest_step
 from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.layout import Layout, layouts
+from pipeshard.planner.autoconfig import Layout, layouts
 from tests import zoo
 from tests.agents import Agents, Line, lines
 from tests.messages import assert_told

@@ -17,7 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeshard.checkpoint import document, manifest, shards, source
+from pipeshard.checkpoint import safe_load as document
+from pipeshard.checkpoint import safetensors_files as shards
+from pipeshard.checkpoint import safetensors_files as source
+from pipeshard.checkpoint import training_state as manifest
 from pipeshard.errors import CheckpointError
 from tests.fuzz.__main__ import save
 from tests.fuzz.campaign import Tally, Unnamed, attempt, campaign, trial

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from pipeshard import PipelinePlugin
 from pipeshard.errors import TraceError, UsageError
-from pipeshard.model.sharder import is_released
+from pipeshard.split.materialize import is_released
 from tests.pool import Pool
 
 

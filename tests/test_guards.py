@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from pipeshard import PipelinePlugin
+from pipeshard.batch.media import read_batch
 from pipeshard.errors import PipeshardError
-from pipeshard.model.media import read_batch
-from pipeshard.verify.alone import alone
 from pipeshard.verify.proof import prove
-from pipeshard.verify.result import EXACT
+from pipeshard.verify.result import EXACT, alone
 from tests.hunt.cases import CASES
 from tests.hunt.run import run
 from tests.pool import Pool
@@ -25,29 +24,29 @@ from tests.pool import Pool
 
 def nothing_left() -> Any:
     """Visits do not look at what a unit has changed beside its result."""
-    return mock.patch("pipeshard.model.tracer.changed", lambda *_, **__: ())
+    return mock.patch("pipeshard.graph.tracer.changed", lambda *_, **__: ())
 
 
 def one_kind() -> Any:
     """All units of one class are of one kind."""
-    return mock.patch("pipeshard.model.tracer._Kind.is_of", lambda *_: True)
+    return mock.patch("pipeshard.graph.tracer._Kind.is_of", lambda *_: True)
 
 
 def reused() -> Any:
     """Flags, configs and answers do not count: the first Dataflow is used for every batch."""
-    found = mock.patch("pipeshard.runtime.step._answers", lambda *_: True)
+    found = mock.patch("pipeshard.engine.microbatches._answers", lambda *_: True)
     found.start()
-    return mock.patch("pipeshard.model.flags.Flags.number", lambda self: 0)
+    return mock.patch("pipeshard.graph.flags.Flags.number", lambda self: 0)
 
 
 def unreached() -> Any:
     """No result of a unit is known to depend on its arguments."""
-    return mock.patch("pipeshard.model.tracer._reached", lambda count, *_: (frozenset(),) * count)
+    return mock.patch("pipeshard.graph.tracer._reached", lambda count, *_: (frozenset(),) * count)
 
 
 def one_way() -> Any:
     """Numbers that glue reads off a batch are as if they were always the same."""
-    return mock.patch("pipeshard.runtime.step._answers", lambda *_: True)
+    return mock.patch("pipeshard.engine.microbatches._answers", lambda *_: True)
 
 
 MUTATIONS = {
@@ -76,8 +75,8 @@ def test_what_the_trace_misses_is_caught(pool: Pool, mutation: str, name: str) -
 
 
 UNGUARDED = {
-    "pipeshard.model.replay.Replay._prove": lambda *_: None,
-    "pipeshard.runtime.stage.Stage._refuse_lost": lambda *_: None,
+    "pipeshard.split.replay.Replay._prove": lambda *_: None,
+    "pipeshard.engine.stage.Stage._refuse_lost": lambda *_: None,
 }
 
 

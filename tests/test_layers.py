@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipeshard import LayerSpec, PipelineModule, TiedLayerSpec
+from pipeshard.batch.media import read_batch
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
-from pipeshard.model.media import read_batch
-from pipeshard.model.policy import Policy
-from pipeshard.model.ties import names_of
+from pipeshard.split.policy import Policy
+from pipeshard.split.ties import names_of
 from tests.pool import Pool, WorkerError
 from tests.test_sequential import sequential
 from tests.unsplit import LEARNING_RATE, Split, gradient_error, parameter_error
@@ -160,7 +160,7 @@ def test_chunks_are_exact(pool: Pool, options: dict[str, Any]) -> None:
 
 
 def no_ties() -> Any:
-    return mock.patch("pipeshard.layers.tie", lambda tied: None)
+    return mock.patch("pipeshard.layers.pipeline_module.tie", lambda tied: None)
 
 
 def values_of_the_first_rank() -> Any:

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin, Policy, load_training_state, register_policy, save_training_state, to_sequential
+from pipeshard.engine import grad_sync as gradients
 from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError, UsageError
-from pipeshard.model.registry import find_policy
-from pipeshard.runtime import gradients
+from pipeshard.split.policy import find_policy
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, parameter_error

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeshard.batch.media import read_batch
 from pipeshard.errors import BatchError
-from pipeshard.model.media import read_batch
 from tests.families import layers_of
 from tests.parity.build import batch, build
 from tests.parity.check import Reference

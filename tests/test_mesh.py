@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeshard.distributed.mesh import ProcessGroupMesh
 from pipeshard.errors import ConfigurationError
-from pipeshard.mesh import ProcessGroupMesh
 from tests.pool import Pool
 
 DP, PP, TP = 0, 1, 2

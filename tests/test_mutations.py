@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from pipeshard.engine import grad_sync as gradients
+from pipeshard.engine.interpreter import Interpreter
+from pipeshard.engine.loss import LossRule
+from pipeshard.engine.stage import Stage
 from pipeshard.errors import PipeshardError
-from pipeshard.model.partition import Boundary, boundaries
-from pipeshard.runtime import gradients
-from pipeshard.runtime.interpreter import Interpreter
-from pipeshard.runtime.loss import LossRule
-from pipeshard.runtime.stage import Stage
+from pipeshard.split.partition import Boundary, boundaries
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, compared, differences
@@ -24,7 +24,7 @@ M = 3
 
 
 def no_tie_sync() -> Any:
-    return mock.patch("pipeshard.runtime.gradients.GradientSync.finish", lambda self, sync: None)
+    return mock.patch("pipeshard.engine.grad_sync.GradientSync.finish", lambda self, sync: None)
 
 
 def ties_averaged() -> Any:
@@ -34,13 +34,13 @@ def ties_averaged() -> Any:
         for parameter, total in summed(self):
             yield parameter, None if total is None else total / self.group.size()
 
-    return mock.patch("pipeshard.runtime.gradients._Bucket.finish", averaged)
+    return mock.patch("pipeshard.engine.grad_sync._Bucket.finish", averaged)
 
 
 def tie_counted_twice() -> Any:
     norm = gradients.grad_norm
     return mock.patch(
-        "pipeshard.runtime.model_gradients.grad_norm",
+        "pipeshard.engine.clipping.grad_norm",
         lambda parameters, holders, *rest: norm(parameters, lambda p: 1, *rest),
     )
 
@@ -52,7 +52,7 @@ def microbatches_swapped() -> Any:
         first, second, *others = microbatches
         begin(self, [second, first, *others] if self.is_last else microbatches, *rest)
 
-    return mock.patch("pipeshard.runtime.stage.Stage.begin", swapped)
+    return mock.patch("pipeshard.engine.stage.Stage.begin", swapped)
 
 
 def share_left_out() -> Any:
@@ -61,18 +61,18 @@ def share_left_out() -> Any:
     def left_out(rule: LossRule, parts: Sequence[Any], *of_step: Any) -> list[float]:
         return [1.0] * len(parts) if of_step else weights(rule, parts)  # that of a proof stays
 
-    return mock.patch("pipeshard.runtime.loss.LossRule.weights", left_out)
+    return mock.patch("pipeshard.engine.loss.LossRule.weights", left_out)
 
 
 def bypassing_gradient_dropped() -> Any:
     def dropped(*arguments: Any) -> list[Boundary]:
         return [Boundary(b.values, b.gradients[-1:]) for b in boundaries(*arguments)]
 
-    return mock.patch("pipeshard.runtime.step.boundaries", dropped)
+    return mock.patch("pipeshard.engine.microbatches.boundaries", dropped)
 
 
 def nothing() -> Any:
-    return mock.patch("pipeshard.runtime.loss.LENGTH", 8)
+    return mock.patch("pipeshard.engine.loss.LENGTH", 8)
 
 
 def mutated(name: str, mutation: Callable[[], Any]) -> list[str]:
@@ -110,12 +110,12 @@ def test_a_mutation_is_seen(pool: Pool, name: str, mutation: Callable[[], Any], 
 
 
 def own_labels_only() -> Any:
-    return mock.patch("pipeshard.runtime.step.StepPlanner._total", lambda self, count, rule: count)
+    return mock.patch("pipeshard.engine.microbatches.StepPlanner._total", lambda self, count, rule: count)
 
 
 def replicas_not_reduced() -> Any:
     start = gradients._Bucket.start
-    return mock.patch("pipeshard.runtime.gradients._Bucket.start", lambda self: start(self) if self.tie else None)
+    return mock.patch("pipeshard.engine.grad_sync._Bucket.start", lambda self: start(self) if self.tie else None)
 
 
 def reduced_before_the_last_backward() -> Any:
@@ -127,13 +127,13 @@ def reduced_before_the_last_backward() -> Any:
                 stage_done(stage)
         run(self, actions)
 
-    return mock.patch("pipeshard.runtime.interpreter.Interpreter.run", early)
+    return mock.patch("pipeshard.engine.interpreter.Interpreter.run", early)
 
 
 def replicas_counted_apart_in_the_norm() -> Any:
     norm = gradients.grad_norm
     return mock.patch(
-        "pipeshard.runtime.model_gradients.grad_norm",
+        "pipeshard.engine.clipping.grad_norm",
         lambda parameters, holders, *rest: norm(parameters, lambda p: max(1, holders(p) // 2), *rest),
     )
 

@@ -12,8 +12,8 @@ from colossalai.booster import Booster
 from torch import nn
 
 from pipeshard import PipelinePlugin, Policy
+from pipeshard.distributed.collectives import whole
 from pipeshard.errors import ConfigurationError
-from pipeshard.runtime.local import whole
 from tests import zoo
 from tests.pool import Pool
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from pipeshard import PipelinePlugin
+from pipeshard.engine.separable import SPARED, gap
 from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.model.sharder import is_released
-from pipeshard.runtime.separable import SPARED, gap
+from pipeshard.split.materialize import is_released
 from tests.pool import Pool
 from tests.test_gradients_hooks import Net, data
 

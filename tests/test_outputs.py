@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeshard.batch.media import read_batch
 from pipeshard.errors import PipeshardError, UsageError
-from pipeshard.model.media import read_batch
 from tests import zoo
 from tests.messages import assert_told
 from tests.pool import Pool

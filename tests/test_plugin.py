@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from pipeshard import P2P, PipelinePlugin, Policy, register_policy
+from pipeshard.compat import INSTEAD, SPEED
 from pipeshard.errors import BatchError, CheckpointError, ConfigurationError, PartitionError, PipeshardError, TraceError
-from pipeshard.foreign import INSTEAD, SPEED
-from pipeshard.model.registry import find_policy
+from pipeshard.split.policy import find_policy
 from tests import zoo
 from tests.messages import assert_told
 from tests.pool import Pool
@@ -337,7 +337,7 @@ def test_policies_are_found_by_class_base_class_and_model_type() -> None:
     assert find_policy(nn.Linear(1, 1)) is Policy
     assert find_policy(llama).__name__ == "Decoder"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeshard.model.registry._REGISTRY", {})
+        patch.setattr("pipeshard.split.policy._REGISTRY", {})
         register_policy("gpt2", type(llama).__mro__[1])(Backwards)
         assert find_policy(llama) is Backwards and find_policy(gpt2) is Backwards
         with pytest.raises(ConfigurationError, match="subclass of Policy"):

@@ -18,9 +18,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import pipeshard.policies
 from pipeshard import Policy, register_policy, trace
 from pipeshard.errors import ConfigurationError, PartitionError, TraceError
-from pipeshard.model import registry
-from pipeshard.model.chain import Chain, layers
-from pipeshard.model.registry import find_policy
+from pipeshard.graph.dataflow import Chain, layers
+from pipeshard.split import policy as registry
+from pipeshard.split.policy import find_policy
 from tests import zoo
 from tests.model.test_chain import Ladder, traced
 

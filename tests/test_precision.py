@@ -12,9 +12,9 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from pipeshard.model.media import read_batch
-from pipeshard.runtime.local import local, whole
-from pipeshard.runtime.precision import Precision
+from pipeshard.batch.media import read_batch
+from pipeshard.distributed.collectives import local, whole
+from pipeshard.engine.mixed_precision import Precision
 from tests import zoo
 from tests.parity import check as parity
 from tests.parity.build import batch, build

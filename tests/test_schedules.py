@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeshard.engine.engine import Pipeline
+from pipeshard.engine.interpreter import UNTOLD, Interpreter
+from pipeshard.engine.stage import Stage
+from pipeshard.engine.weight_grad import Deferral, Product
 from pipeshard.errors import ConfigurationError
-from pipeshard.pipeline import Pipeline
-from pipeshard.runtime.deferral import Deferral
-from pipeshard.runtime.interpreter import UNTOLD, Interpreter
-from pipeshard.runtime.stage import Stage
-from pipeshard.runtime.summand import Product
 from pipeshard.schedule import Action, Kind, Program, make_program, simulate, zb_h1
 from tests import zoo
 from tests.pool import Pool
@@ -143,7 +142,7 @@ def added_up_in_place(name: str, schedule: str) -> list[str]:
     """With every weight taken for a large one: what differs from the unsplit model, twice without zero_grad."""
     model, data = zoo.build(name), zoo.batch(name)
     unsplit, chunks = Unsplit(copy.deepcopy(model)), 2 if schedule == "interleaved" else 1
-    with mock.patch("pipeshard.runtime.deferral.LARGE", 0):
+    with mock.patch("pipeshard.engine.weight_grad.LARGE", 0):
         split = Split(
             model, dist.get_world_size(), data, num_microbatches=M, schedule=schedule, num_model_chunks=chunks
         )
@@ -161,7 +160,7 @@ def test_gradients_that_are_added_up_in_place(pool: Pool, name: str, schedule: s
 
 
 def lookup_left_out() -> Any:
-    return mock.patch("pipeshard.runtime.summand.Lookup.add_to", lambda self, total: None)
+    return mock.patch("pipeshard.engine.weight_grad.Lookup.add_to", lambda self, total: None)
 
 
 def product_twice() -> Any:
@@ -330,7 +329,7 @@ def recorded(schedule: str, path: str) -> tuple[str, Any]:
 
 
 def test_a_step_is_recorded_alike_on_every_rank(pool: Pool, tmp_path: Any) -> None:
-    from pipeshard.runtime.recording import Recording
+    from pipeshard.engine.recording import Recording
 
     path = tmp_path / "step.json"
     (line, first), (_, second) = pool.run(recorded, 2, "zbv", str(path))

@@ -16,11 +16,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.checkpoint import checkpoint
 
 from pipeshard import to_sequential
+from pipeshard.batch.media import read_batch
 from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.model.media import read_batch
-from pipeshard.model.sharder import is_released
-from pipeshard.model.ties import names_of
-from pipeshard.model.units import Interception, Recomputation
+from pipeshard.graph.units import Interception, Recomputation
+from pipeshard.split.materialize import is_released
+from pipeshard.split.ties import names_of
 from tests import zoo
 from tests.parity.build import batch as make_batch
 from tests.parity.build import build

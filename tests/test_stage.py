@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard import P2P
-from pipeshard.model.batch import Batch
-from pipeshard.model.sharder import is_released
-from pipeshard.runtime.interpreter import Interpreter
-from pipeshard.runtime.p2p import BroadcastP2P
-from pipeshard.runtime.stage import Stage
+from pipeshard.batch.batch import Batch
+from pipeshard.engine.interpreter import Interpreter
+from pipeshard.engine.p2p import BroadcastP2P
+from pipeshard.engine.stage import Stage
 from pipeshard.schedule import Action, Kind, add_communication, one_f_one_b
+from pipeshard.split.materialize import is_released
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeshard.compat import PipelineStageManager
+from pipeshard.distributed.mesh import ProcessGroupMesh
 from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.mesh import ProcessGroupMesh
-from pipeshard.stage_manager import PipelineStageManager
 from tests.pool import Pool
 
 

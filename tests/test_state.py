@@ -14,9 +14,9 @@ from colossalai.booster import Booster
 from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin, to_sequential
+from pipeshard.batch.media import read_batch
 from pipeshard.errors import TraceError
-from pipeshard.model.media import read_batch
-from pipeshard.model.sharder import is_released
+from pipeshard.split.materialize import is_released
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, parameter_error, refusal
 

@@ -20,18 +20,17 @@ from colossalai.booster import Booster
 from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.media import read_batch
+from pipeshard.commands import drawn_batch
+from pipeshard.engine.optimizer import PipelineOptimizer
+from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import ConfigurationError, VerificationError
-from pipeshard.model.batch import Batch
-from pipeshard.model.media import read_batch
-from pipeshard.model.partition import Boundary, boundaries
 from pipeshard.options import check_verify
-from pipeshard.runtime.deferral import Deferral
-from pipeshard.runtime.optimizer import PipelineOptimizer
-from pipeshard.verify.alone import alone
-from pipeshard.verify.command import drawn_batch
+from pipeshard.split.partition import Boundary, boundaries
 from pipeshard.verify.decide import is_known
 from pipeshard.verify.proof import prove
-from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof
+from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof, alone
 from tests import zoo
 from tests.pool import Pool
 
@@ -169,26 +168,26 @@ def on_stage_0(optimizer: PipelineOptimizer, *args: Any, **kwargs: Any) -> Any:
 
 
 BROKEN: dict[str, tuple[str, Any, str]] = {
-    "a value is not sent": ("pipeshard.runtime.step.boundaries", without_the_first, "the loss in step 1 is nan"),
-    "gradients are not sent": ("pipeshard.runtime.step.boundaries", without_gradients, "gets no gradient, unsplit"),
+    "a value is not sent": ("pipeshard.engine.microbatches.boundaries", without_the_first, "the loss in step 1 is nan"),
+    "gradients are not sent": ("pipeshard.engine.microbatches.boundaries", without_gradients, "gets no gradient, unsplit"),
     "weight gradients are forgotten": (
-        "pipeshard.runtime.deferral.Deferral.finish",
+        "pipeshard.engine.weight_grad.Deferral.finish",
         staticmethod(unfinished),
         "it begins in the backward pass|gets no gradient",
     ),
-    "microbatches are not the batch": ("pipeshard.model.batch.Batch._narrow", first_samples, "x of microbatch 1 is"),
+    "microbatches are not the batch": ("pipeshard.batch.batch.Batch._narrow", first_samples, "x of microbatch 1 is"),
     "the loss rule is another": (
-        "pipeshard.runtime.loss.LossRule.weights",
+        "pipeshard.engine.loss.LossRule.weights",
         lambda rule, parts, total=None: [1 / len(parts)] * len(parts),
         "the loss of 5 samples is .* but .* which count 0.5, 0.5",
     ),
     "one stage does not step": (
-        "pipeshard.runtime.optimizer.PipelineOptimizer._step",
+        "pipeshard.engine.optimizer.PipelineOptimizer._step",
         on_stage_0,
         r"(layers\.\d|head).* after step 1 is another",
     ),
-    "the owner is another": ("pipeshard.model.policy.Policy.owner", lambda policy, name: 0, "in step 1 is"),
-    "the trace counts": ("pipeshard.model.untouched.Before.restore", lambda self: None, "the loss in step 1 is"),
+    "the owner is another": ("pipeshard.split.policy.Policy.owner", lambda policy, name: 0, "in step 1 is"),
+    "the trace counts": ("pipeshard.graph.preserve.Before.restore", lambda self: None, "the loss in step 1 is"),
 }
 
 

@@ -11,10 +11,10 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin
+from pipeshard.batch.media import read_batch
+from pipeshard.distributed.collectives import whole
 from pipeshard.errors import ConfigurationError
-from pipeshard.model.media import read_batch
-from pipeshard.model.sharder import is_released
-from pipeshard.runtime.local import whole
+from pipeshard.split.materialize import is_released
 
 LEARNING_RATE = 1e-3
 

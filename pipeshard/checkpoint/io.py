@@ -12,18 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeshard.boosted import PipelineModel
-from pipeshard.checkpoint.background import Save
-from pipeshard.checkpoint.beside import new_file, together
+from pipeshard.checkpoint.atomic import Save, new_file, together
 from pipeshard.checkpoint.load import load_weights
 from pipeshard.checkpoint.lora import save_lora
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
-from pipeshard.checkpoint.plain import load_plain
+from pipeshard.checkpoint.safe_load import load_plain
+from pipeshard.checkpoint.safetensors_files import PICKLED
 from pipeshard.checkpoint.save import FileSave, FolderSave, owned
-from pipeshard.checkpoint.source import PICKLED
+from pipeshard.distributed.consistency import together_in
+from pipeshard.distributed.mesh import Grid
+from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
-from pipeshard.grid import Grid
-from pipeshard.runtime.agreement import together_in
 
 
 class PipelineCheckpointIO(CheckpointIO):

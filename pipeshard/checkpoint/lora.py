@@ -9,13 +9,12 @@ import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
-from pipeshard.boosted import PipelineModel
-from pipeshard.checkpoint.beside import existing, new_folder, together
+from pipeshard.checkpoint.atomic import existing, new_folder, together
+from pipeshard.distributed.collectives import broadcast_bytes, gather_objects, whole
+from pipeshard.engine.engine import Pipeline
+from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
-from pipeshard.model.ties import first_names
-from pipeshard.pipeline import Pipeline
-from pipeshard.runtime.agreement import broadcast_bytes, gather_objects
-from pipeshard.runtime.local import whole
+from pipeshard.split.ties import first_names
 
 CONFIG = "adapter_config.json"
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from pipeshard.checkpoint.beside import existing, new_file, new_folder, together
-from pipeshard.checkpoint.content import (
+from pipeshard.checkpoint.atomic import existing, new_file, new_folder, together
+from pipeshard.checkpoint.optimizer_content import (
     FORMAT,
     OLDER,
     VALUE,
@@ -22,13 +22,11 @@ from pipeshard.checkpoint.content import (
     numbered,
     on_meta,
 )
-from pipeshard.checkpoint.plain import load_plain
-from pipeshard.checkpoint.shards import check_shards, read_shards, write_shards
+from pipeshard.checkpoint.safe_load import load_plain
+from pipeshard.checkpoint.safetensors_files import check_shards, read_shards, write_shards
+from pipeshard.distributed.collectives import encode, gather_objects, is_packed, like, local, slice_like, whole
+from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, MessageError, listed
-from pipeshard.runtime.agreement import gather_objects
-from pipeshard.runtime.codec import encode
-from pipeshard.runtime.local import is_packed, like, local, slice_like, whole
-from pipeshard.runtime.optimizer import PipelineOptimizer
 
 DESCRIPTION = "optimizer.pt"  # beside it are the tensors, in the files of every rank
 

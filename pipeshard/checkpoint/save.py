@@ -15,16 +15,13 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pipeshard.boosted import PipelineModel
-from pipeshard.checkpoint.background import Save
-from pipeshard.checkpoint.beside import sync, together
-from pipeshard.checkpoint.conversion import copied_names, revert, saved_names
-from pipeshard.checkpoint.join import join
-from pipeshard.checkpoint.source import INDICES, PICKLED, WEIGHTS
+from pipeshard.checkpoint.atomic import Save, sync, together
+from pipeshard.checkpoint.hf_keys import copied_names, revert, saved_names
+from pipeshard.checkpoint.safetensors_files import INDICES, PICKLED, WEIGHTS, join
+from pipeshard.distributed.collectives import gather_objects, whole
+from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
-from pipeshard.model.ties import first_names
-from pipeshard.runtime.agreement import gather_objects
-from pipeshard.runtime.local import whole
+from pipeshard.split.ties import first_names
 
 SINGLE, INDEX = WEIGHTS[0], INDICES[0]
 OWN = re.compile(r"model(-.*)?\.safetensors|\.pipeshard-.*")  # what a save may have left in a folder

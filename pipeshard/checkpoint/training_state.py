@@ -1,29 +1,90 @@
 """Training state: all that a run needs to go on as if it had never stopped, with any number of stages."""
 
+import json
 import logging
 import os
+import random
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeshard.checkpoint.beside import existing, new_folder, remove, restore, together
-from pipeshard.checkpoint.generators import check_random_state, random_state, set_random_state
+from pipeshard.checkpoint.atomic import existing, new_folder, remove, restore, together
 from pipeshard.checkpoint.io import boosted_model
-from pipeshard.checkpoint.manifest import MANIFEST, flaw, write_manifest
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
-from pipeshard.checkpoint.plain import load_plain
+from pipeshard.checkpoint.safe_load import is_inside, load_plain, read_document
+from pipeshard.distributed.collectives import gather_objects
+from pipeshard.distributed.consistency import together_in
+from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import CheckpointError
-from pipeshard.pipeline import Pipeline
-from pipeshard.runtime.agreement import gather_objects, together_in
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+def write_manifest(folder: Path, step: int, stages: int) -> None:
+    """Of all files that are in the folder now."""
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    versions = {name: version(name) for name in ("pipeshard", "torch", "transformers", "colossalai")}
+    manifest = {"format": FORMAT, "step": step, "stages": stages, "versions": versions, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def flaw(folder: Path) -> str:
+    """Why the folder is not a complete training state; "" if it is. Raises nothing, whatever is there."""
+    try:
+        manifest = read_document(folder / MANIFEST)
+        if manifest.get("format") != FORMAT:
+            return f"its format is {short(manifest.get('format'))}, not {FORMAT}"
+        files = manifest.get("files")
+        if not isinstance(files, dict):
+            return f"{MANIFEST} lists no files"
+        for name, size in files.items():
+            if not is_inside(name):
+                return f"{MANIFEST} names {short(name)}, which is no file of its folder"
+            if type(size) is not int or (folder / name).stat().st_size != size:
+                return f"{short(name)} has not the size {short(size)} that {MANIFEST} says"
+    except (OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def random_state() -> dict[str, Any]:
+    """Also the seed by which dropout is drawn: torch keeps it in its state."""
+    algorithm, keys, *rest = np.random.get_state()
+    numpy = (algorithm, np.asarray(keys).tolist(), *rest)
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(), "numpy": numpy}
+
+
+def check_random_state(state: Any) -> None:
+    """Raise what generators made for this raise, if this is no state of theirs, before any other is changed."""
+    torch.Generator().set_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(state["cuda"])
+    random.Random().setstate(state["python"])
+    if not 0 <= state["numpy"][2] <= len(state["numpy"][1]):  # where NumPy reads next, which it does not check
+        raise ValueError(f"NumPy's position is {state['numpy'][2]}")
+    np.random.RandomState().set_state(state["numpy"])
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+
 
 logger = logging.getLogger("pipeshard")
-
 MODEL, OPTIMIZER, REST = "model", "optimizer", "training.pt"
 
 

@@ -5,18 +5,17 @@ from dataclasses import replace
 
 from torch import nn
 
-from pipeshard.model.batch import Batch
-from pipeshard.model.criterion import Criterion
-from pipeshard.model.dataflow import Dataflow
-from pipeshard.model.meter import Meter, Work
-from pipeshard.model.names import paths_of
-from pipeshard.model.partition import Cost, cost_of
-from pipeshard.model.shapes import Axes
-from pipeshard.model.standin import is_trainable
-from pipeshard.model.tracer import Tracer
-from pipeshard.model.units import recomputes
-from pipeshard.model.untouched import untouched
-from pipeshard.runtime.deferral import kind_of
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.criterion import Criterion
+from pipeshard.batch.tree import paths_of
+from pipeshard.engine.weight_grad import kind_of
+from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.meter import Meter, Work
+from pipeshard.graph.preserve import untouched
+from pipeshard.graph.shapes import Axes, is_trainable
+from pipeshard.graph.tracer import Tracer
+from pipeshard.graph.units import recomputes
+from pipeshard.split.partition import Cost, cost_of
 
 
 def metered(

@@ -3,6 +3,7 @@
 import bisect
 import copy
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,14 +11,34 @@ from dataclasses import asdict, dataclass
 from torch import Tensor, nn
 
 from pipeshard.errors import ConfigurationError
-from pipeshard.model.dataflow import Dataflow
-from pipeshard.model.meter import Meter
-from pipeshard.model.shapes import TensorSpec
-from pipeshard.model.standin import is_trainable
-from pipeshard.model.taint import Value
+from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.meter import Meter
+from pipeshard.graph.shapes import TensorSpec, is_trainable
+from pipeshard.graph.taint import Value
 from pipeshard.options import check_precision, check_replicas
-from pipeshard.planner.sizes import format_bytes
-from pipeshard.schedule.action import Action, Kind
+from pipeshard.schedule.program import Action, Kind
+
+UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(size: str | int) -> int:
+    """The number of bytes that "80GB", "79.2 GiB" or a plain number says; ConfigurationError for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE)
+    unit = found[2].lower() if found else ""
+    if found is None or (unit or "b") not in UNITS or float(found[1]) <= 0:
+        raise ConfigurationError(f"device_memory={size!r} is no size: write 80GB, 40GiB, or a number of bytes")
+    return int(float(found[1]) * UNITS[unit or "b"])
+
+
+def format_bytes(size: float) -> str:
+    """Three digits and a decimal unit: 1.23 GB."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while size >= 999.5 and len(units) > 1:
+        size /= 1000
+        del units[0]
+    digits = 0 if units[0] == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
+    return f"{size:.{digits}f} {units[0]}"
+
 
 OPTIMIZERS = {"adamw": 2, "sgd": 1, "none": 0}  # states of a parameter, each as large as its gradient
 FULL = 4  # bytes of a number in fp32

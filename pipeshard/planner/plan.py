@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeshard.planner.memory import Memory, Training
-from pipeshard.schedule.cooldown import shorten_cooldown
 from pipeshard.schedule.draw import draw_timeline
+from pipeshard.schedule.passes import shorten_cooldown
 from pipeshard.schedule.program import make_program
 from pipeshard.schedule.simulate import Simulation, simulate_parts
 

@@ -1,5 +1,6 @@
-"""The function `plan`."""
+"""Plan: schedules compared for a model, and one of them advised."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,26 +8,66 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.criterion import Criterion
+from pipeshard.batch.media import read_batch
+from pipeshard.batch.samples import made_up
+from pipeshard.engine.mixed_precision import Precision
 from pipeshard.errors import ConfigurationError, PartitionError, UsageError
-from pipeshard.model.batch import Batch
-from pipeshard.model.criterion import Criterion
-from pipeshard.model.dataflow import Dataflow
-from pipeshard.model.made_up import made_up
-from pipeshard.model.media import read_batch
-from pipeshard.model.partition import Cuts, named
-from pipeshard.model.policy import Policy
-from pipeshard.model.registry import find_policy
-from pipeshard.model.units import recomputes
-from pipeshard.planner.advice import recommend, what_would_help
+from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.units import recomputes
 from pipeshard.planner.candidate import Candidate, Subject
 from pipeshard.planner.costs import metered, unit_cost
-from pipeshard.planner.memory import Footprint, Training
+from pipeshard.planner.memory import Footprint, Training, format_bytes, parse_bytes
 from pipeshard.planner.plan import Estimate, Plan
 from pipeshard.planner.profile import Profile, find_profile
-from pipeshard.planner.sizes import parse_bytes
-from pipeshard.runtime.precision import Precision
-from pipeshard.schedule.cooldown import shorten_cooldown
+from pipeshard.schedule.passes import shorten_cooldown
 from pipeshard.schedule.program import SCHEDULES, make_program, num_chunks
+from pipeshard.split.partition import Cuts, named
+from pipeshard.split.policy import Policy, find_policy
+
+# From the simplest on: less to go wrong, fewer messages, less memory.
+SIMPLEST = ("1f1b", "zb-h1", "gpipe", "zbv", "interleaved")
+NEAR = 0.03  # what a simpler schedule may be slower
+
+
+def recommend(estimates: Sequence[Estimate], limit: int | None) -> tuple[Estimate, str]:
+    """The fastest schedule that fits, or a simpler one that is nearly as fast, and why, in one sentence."""
+    possible = [e for e in estimates if not e.problem]
+    fitting = [e for e in possible if e.fits is not False] or possible
+    fastest = min(fitting, key=lambda e: (e.time, SIMPLEST.index(e.schedule), e.num_model_chunks))
+    near = [e for e in fitting if e.time <= fastest.time * (1 + NEAR)]
+    best = min(near, key=lambda e: (SIMPLEST.index(e.schedule), e.num_model_chunks))
+    if best is not fastest:
+        why = f"simpler than {fastest.name}, which would be {1 - fastest.time / best.time:.1%} faster"
+    elif len(fitting) == 1:
+        why = "nothing else can be used" if len(possible) == 1 else "nothing else fits"
+    else:
+        other = min((e for e in fitting if e is not best), key=lambda e: e.time)
+        lead = 1 - best.time / other.time
+        fits = "" if limit is None else " that fits"
+        ahead = f"the fastest{fits}, {lead:.1%} ahead of {other.name}"
+        why = ahead if lead else f"as fast as {other.name}, and simpler"
+    memory = f"rank {best.fullest} takes most memory, {format_bytes(best.peak)}"
+    return best, f"{best.name}: {why}; {memory}{'' if limit is None else f' of {format_bytes(limit)}'}."
+
+
+def what_would_help(candidate: Candidate, others: Sequence[Estimate]) -> str:
+    """What one could do where `candidate` takes too much."""
+    limit = candidate.subject.limit or 0
+    fitting = [e.name for e in others if e.fits]
+    static = sum(memory.total - memory.activations for memory in candidate.memory)
+    least = -(-static // limit)
+    hints = [f"schedule {' or '.join(fitting)}, which fits"] if fitting else []
+    if any(memory.activations > memory.total // 4 for memory in candidate.memory):
+        hints.append("shorter or fewer samples in a microbatch")
+        subject = candidate.subject
+        if not subject.recomputed and getattr(subject.model, "supports_gradient_checkpointing", False):
+            hints.append("activation recompute (model.gradient_checkpointing_enable())")
+    p = len(candidate.memory)
+    needs = f" (parameters, gradients and optimizer states alone take at least {least} ranks)" if least > p else ""
+    return ", ".join([*hints, f"more stages than {p}{needs}"])
+
 
 LENGTH = 2048  # tokens of a made-up sample, if the model takes as many
 

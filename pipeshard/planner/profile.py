@@ -1,24 +1,139 @@
-"""Profile: the time of each unit call, measured on a device."""
+"""Profile: the time of each unit call, measured on a device, the same on every rank."""
 
+import copy
 import json
+import statistics
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import stateless
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only, tree_unflatten
 
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.media import read_batch
+from pipeshard.distributed.collectives import gather
+from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.model.batch import Batch
-from pipeshard.model.dataflow import Dataflow
-from pipeshard.model.media import read_batch
-from pipeshard.model.partition import Cost
-from pipeshard.model.randomness import Randomness
-from pipeshard.model.untouched import untouched
+from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.meter import Meter, Visit
+from pipeshard.graph.preserve import untouched
+from pipeshard.graph.rng import Randomness
+from pipeshard.graph.shapes import blank_state
+from pipeshard.graph.taint import Value
 from pipeshard.planner.costs import metered, unit_cost
-from pipeshard.planner.stopwatch import Captures, Stopwatch
+from pipeshard.split.partition import Cost
+
+SPREAD = 0.02  # the standard deviation of made-up parameters
+# Runs before the first that counts. The first gives parameters the gradients that later ones add to, and the next few
+# may each get memory from the system that no run had before: an embedding's is five times as long then.
+WARM_UPS = 3
+COLD = 64 * 2**20  # bytes written before F and B, which in a step find in no cache what other units have run since
+
+
+@dataclass
+class Capture:
+    """The arguments of a unit call; `made_up` are the leaves that come from units, and so have no values."""
+
+    leaves: list[Any]
+    made_up: frozenset[int]
+    tree: TreeSpec
+
+
+class Captures(Meter):
+    """A Meter that keeps the arguments of every kind of call.
+
+    Attributes:
+        calls: the capture of each unit call, the same object for calls of one kind.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Capture] = []
+        self.kinds: list[tuple[Visit, Capture]] = []
+
+    def add(self, visit: Visit, arguments: Sequence[Any], tree: TreeSpec, result: Sequence[Any]) -> None:
+        if not self.works:  # the first call of a run
+            self.calls, self.kinds = [], []
+        super().add(visit, arguments, tree, result)
+        known = next((capture for of_kind, capture in self.kinds if of_kind is visit), None)
+        if known is None:
+            made_up = frozenset(k for k, leaf in enumerate(arguments) if self._is_made_up(leaf))
+            leaves = [_copied(leaf) for leaf in arguments]
+            known = Capture(leaves, made_up, tree)
+            self.kinds.append((visit, known))
+        self.calls.append(known)
+
+    def _is_made_up(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and any(isinstance(tag, Value) for tag in self.taint.of([leaf]))
+
+
+class Stopwatch:
+    """Runs `unit` on `device` with the arguments of `capture`."""
+
+    def __init__(self, unit: nn.Module, capture: Capture, device: torch.device) -> None:
+        self.unit, self.capture, self.device = unit, capture, device
+
+    def median(self, repeats: int) -> Cost:
+        """Median seconds of forward, backward without the weight gradients that can wait, and those."""
+        state = blank_state(self.unit, self.device)
+        own = (*self.unit.named_parameters(remove_duplicate=False), *self.unit.named_buffers(remove_duplicate=False))
+        for name, tensor in own:
+            if tensor.device != self.device and state[name].is_floating_point():
+                state[name].data.normal_(0, SPREAD)
+        arguments = [self._placed(leaf, k in self.capture.made_up) for k, leaf in enumerate(self.capture.leaves)]
+        self.cold = torch.empty(COLD, dtype=torch.uint8, device=self.device)
+        deferral = Deferral(self.unit.modules())
+        with stateless._reparametrize_module(self.unit, state), deferral.installed(), torch.enable_grad():
+            runs = [self._run(arguments, deferral) for _ in range(WARM_UPS + repeats)]
+        return Cost(*(statistics.median(part) for part in zip(*runs[WARM_UPS:], strict=True)))
+
+    def _run(self, arguments: list[Any], deferral: Deferral) -> Cost:
+        leaves = tree_map_only(Tensor, lambda t: t.clone(), [_copied(leaf) for leaf in arguments])
+        args, kwargs = tree_unflatten(leaves, self.capture.tree)
+        self.cold.zero_()
+        start = self._now()
+        result = self.unit(*args, **kwargs)
+        forward = self._now() - start
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+        gradients = [torch.randn_like(t) for t in made]
+        pending = deferral.begin()
+        self.cold.zero_()
+        start = self._now()
+        if made:
+            torch.autograd.backward(made, gradients)
+        middle = self._now()
+        deferral.finish(pending)
+        return Cost(forward, middle - start, self._now() - middle)
+
+    def _placed(self, leaf: Any, made_up: bool) -> Any:
+        """An argument on the device, with random values in the place of values that a unit would have made."""
+        if isinstance(leaf, MutableMapping):
+            placed = copy.copy(leaf)
+            placed.update(tree_map_only(Tensor, lambda t: self._placed(t, True), dict(leaf)))
+            return placed
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if made_up and leaf.is_floating_point():
+            there = torch.randn(leaf.shape, dtype=leaf.dtype, device=self.device)
+        else:
+            there = leaf.detach().to(self.device)
+        return there.requires_grad_(leaf.requires_grad)
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _copied(leaf: Any) -> Any:
+    return copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf
 
 
 @dataclass(frozen=True)
@@ -168,3 +283,28 @@ def _difference(measured: Any, now: Any) -> str:
     pairs = zip(measured, now) if isinstance(now, tuple) else [(measured, now)]
     was, is_now = next((a, b) for a, b in pairs if a != b)
     return f"{is_now}, not {was}"
+
+
+def measured_costs(
+    partition: str,
+    model: nn.Module,
+    flow: Dataflow,
+    batch: Batch,
+    cut: tuple[int | None, int | None],
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> list[float] | None:
+    """Seconds of each unit call: the median of what the ranks of `group`, which all call it, have measured.
+
+    `cut` is the number of microbatches in `batch`, or the samples in each. None if `partition` is neither "profile" nor
+    "profile:PATH". A file that is there is read, one that is not is written.
+    Raises as `profile_units` and `Profile.load` do.
+    """
+    kind, _, file = partition.partition(":")
+    if kind != "profile":
+        return None
+    profile = find_profile(file, model, flow, batch.split(*cut)[0], device)
+    of_ranks = gather(torch.tensor(profile.costs(flow), dtype=torch.float64), group)
+    if file and group.rank() == 0 and not Path(file).exists():
+        profile.save(file)
+    return of_ranks.median(dim=0).values.tolist()

@@ -4,13 +4,13 @@ A schedule is a pure function from (p ranks, m microbatches, v chunks a rank) to
 its messages, `simulate` proves that it ends and says how long it takes, `draw_text` and `draw_timeline` show it.
 """
 
-from pipeshard.schedule.action import Action, Kind
-from pipeshard.schedule.communicate import add_communication
-from pipeshard.schedule.cooldown import shorten_cooldown
 from pipeshard.schedule.draw import draw_text, draw_timeline
 from pipeshard.schedule.given import program_of
+from pipeshard.schedule.passes import add_communication, shorten_cooldown
 from pipeshard.schedule.program import (
     SCHEDULES,
+    Action,
+    Kind,
     Program,
     forward_only,
     gpipe,

@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pipeshard.schedule.action import Kind
-from pipeshard.schedule.program import Program
+from pipeshard.schedule.program import Kind, Program
 from pipeshard.schedule.simulate import Simulation, Span, simulate
 
 if TYPE_CHECKING:

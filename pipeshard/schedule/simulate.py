@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipeshard.errors import ConfigurationError, DeadlockError
-from pipeshard.schedule.action import PARTNER, Action, Kind, Step
-from pipeshard.schedule.communicate import add_communication
-from pipeshard.schedule.program import Program
+from pipeshard.schedule.passes import add_communication
+from pipeshard.schedule.program import PARTNER, Action, Kind, Program, Step
 
 Cost = float | Sequence[float]
 Posts = deque[tuple[Action, float]]

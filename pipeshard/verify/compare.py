@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeshard.model.names import flatten_with_names
+from pipeshard.batch.tree import flatten_with_names
 
 LOSS, GRADIENT = 1e-5, 1e-4  # relative errors that rounding may make
 FINE = 1e-9  # in fp64

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeshard.model.batch import Batch
-from pipeshard.model.criterion import Criterion
-from pipeshard.model.materialize import InitWeights, allocate, initialize
-from pipeshard.model.skeleton import build, skeletons
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.criterion import Criterion
+from pipeshard.split.deferred_init import build, skeletons
+from pipeshard.split.materialize import InitWeights, allocate, initialize
 
 
 @dataclass

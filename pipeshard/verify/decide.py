@@ -11,24 +11,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.criterion import Criterion
+from pipeshard.batch.tree import without_adapters
+from pipeshard.distributed.collectives import gather, gather_objects
+from pipeshard.distributed.mesh import Grid
+from pipeshard.distributed.progress import NOW
 from pipeshard.errors import VerificationError
-from pipeshard.grid import Grid
-from pipeshard.model.batch import Batch
-from pipeshard.model.criterion import Criterion
-from pipeshard.model.names import without_adapters
-from pipeshard.planner.sizes import format_bytes
-from pipeshard.runtime.agreement import gather, gather_objects
-from pipeshard.runtime.progress import NOW
+from pipeshard.planner.memory import format_bytes
 from pipeshard.schedule.given import name_of
-from pipeshard.verify.alone import Proven, standing_alone
 from pipeshard.verify.proof import prove
-from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof
+from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof, Proven, standing_alone
 
 if TYPE_CHECKING:
     from pipeshard.plugin import PipelinePlugin
 
-logger = logging.getLogger("pipeshard")
 
+logger = logging.getLogger("pipeshard")
 SECONDS = 5.0  # that "auto" may take
 SHARE = 0.1  # of the free memory that it may take
 COPIES = 9  # of the parameters: three of the model, those of all stages together, gradients and Adam's state of both

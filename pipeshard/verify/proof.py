@@ -10,26 +10,32 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.criterion import Criterion
 from pipeshard.errors import PipeshardError
-from pipeshard.model.batch import Batch
-from pipeshard.model.criterion import Criterion
-from pipeshard.model.ghost import inside_pipeshard
+from pipeshard.ghost import inside_pipeshard
 from pipeshard.verify.compare import Comparison, Different, named_leaves
 from pipeshard.verify.copies import Copies
-from pipeshard.verify.reference import NoLoss, Reference
+from pipeshard.verify.differences import (
+    Evaluated,
+    compare_state,
+    compare_trained,
+    compare_whole,
+    differing,
+    evaluated,
+    first_unit,
+    gradients,
+)
+from pipeshard.verify.reference import NoLoss, Reference, generators, undisturbed
 from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof
-from pipeshard.verify.state import compare_state, compare_trained, differing, gradients
-from pipeshard.verify.undisturbed import generators, undisturbed
-from pipeshard.verify.unit_results import first_unit
 from pipeshard.verify.virtual import Virtual
-from pipeshard.verify.whole import Evaluated, compare_whole, evaluated
 from pipeshard.wishes import settled
 
 if TYPE_CHECKING:
     from pipeshard.plugin import PipelinePlugin
 
-logger = logging.getLogger("pipeshard")
 
+logger = logging.getLogger("pipeshard")
 ROWS, PARTS = 5, 2  # samples of a step, and the microbatches that they are cut into: they differ in size
 SEED = 20261123
 BEGINS = {

@@ -1,6 +1,9 @@
 """Reference: the model as the user has it, called directly, and trained on the same microbatches by hand."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,11 +11,37 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from pipeshard.model.batch import Batch
-from pipeshard.model.criterion import Criterion, loss_of
-from pipeshard.model.randomness import Randomness
-from pipeshard.model.untouched import without_cache
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.criterion import Criterion, loss_of
+from pipeshard.graph.preserve import without_cache
+from pipeshard.graph.rng import Randomness, python_state
 from pipeshard.verify.copies import Copies
+
+logger = logging.getLogger("pipeshard")
+
+
+def generators(device: torch.device) -> tuple[Any, ...]:
+    """Changes when torch's, Python's or numpy's generator is drawn from."""
+    states = [torch.default_generator.get_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return *(state.numpy().tobytes() for state in states), python_state()
+
+
+@contextlib.contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Generators are as they were afterwards, and nothing is said inside: the boost itself says what has to be."""
+
+    def quiet(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.INFO
+
+    logger.addFilter(quiet)
+    try:
+        with Randomness(device).step(0, 0), warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.removeFilter(quiet)
 
 
 class NoLoss(Exception):

@@ -9,33 +9,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipeshard.model.batch import Batch
-from pipeshard.model.dataflow import Dataflow
-from pipeshard.model.doubts import RowDims
-from pipeshard.model.partition import named
-from pipeshard.model.registry import find_policy
-from pipeshard.model.sharder import Sharder, is_released
-from pipeshard.model.trace import trace
-from pipeshard.model.untouched import without_cache
-from pipeshard.runtime.carry import Carry
-from pipeshard.runtime.deferral import Deferral
-from pipeshard.runtime.gradients import GradientSync
-from pipeshard.runtime.model_gradients import ModelGradients
-from pipeshard.runtime.optimizer import PipelineOptimizer
-from pipeshard.runtime.outputs import Outputs
-from pipeshard.runtime.stage import Microbatch, Stage
-from pipeshard.runtime.step import StepPlanner
-from pipeshard.runtime.weights import Weight
-from pipeshard.schedule.action import Action, Kind
-from pipeshard.schedule.cooldown import shorten_cooldown
+from pipeshard.batch.batch import Batch
+from pipeshard.engine.clipping import ModelGradients
+from pipeshard.engine.grad_sync import GradientSync
+from pipeshard.engine.microbatches import StepPlanner
+from pipeshard.engine.mixed_precision import Weight
+from pipeshard.engine.optimizer import PipelineOptimizer
+from pipeshard.engine.outputs import Outputs
+from pipeshard.engine.running_state import Carry
+from pipeshard.engine.stage import Microbatch, Stage
+from pipeshard.engine.weight_grad import Deferral
+from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.infer_batch_dims import RowDims
+from pipeshard.graph.preserve import without_cache
+from pipeshard.graph.trace import trace
 from pipeshard.schedule.given import program_of
-from pipeshard.schedule.program import Program
+from pipeshard.schedule.passes import shorten_cooldown
+from pipeshard.schedule.program import Action, Kind, Program
+from pipeshard.split.materialize import Sharder, is_released
+from pipeshard.split.partition import named
+from pipeshard.split.policy import find_policy
 from pipeshard.verify.compare import Different
 from pipeshard.verify.copies import Copies
 from pipeshard.wishes import settled
 
 if TYPE_CHECKING:
     from pipeshard.plugin import PipelinePlugin
+
 
 Messages = dict[tuple[Kind, int, int], list[Tensor]]  # what an action has made for the next stage, or the one before
 

@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeshard import load_training_state, save_training_state
-from pipeshard.checkpoint import document, manifest, shards
-from pipeshard.checkpoint.content import VALUE, flaw
-from pipeshard.checkpoint.join import join
-from pipeshard.checkpoint.plain import load_plain
-from pipeshard.checkpoint.shards import check_shards, read_shards, write_shards
-from pipeshard.checkpoint.source import Source
+from pipeshard.checkpoint import safe_load as document
+from pipeshard.checkpoint import safetensors_files as shards
+from pipeshard.checkpoint import training_state as manifest
+from pipeshard.checkpoint.optimizer_content import VALUE, flaw
+from pipeshard.checkpoint.safe_load import load_plain
+from pipeshard.checkpoint.safetensors_files import Source, check_shards, join, read_shards, write_shards
 from pipeshard.errors import CheckpointError
 from tests.checkpoint.test_training_state import Training
 from tests.messages import assert_told

@@ -23,7 +23,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from pipeshard import PipelinePlugin, load_training_state, save_training_state
-from pipeshard.checkpoint import save, shards
+from pipeshard.checkpoint import safetensors_files as shards
+from pipeshard.checkpoint import save
 from pipeshard.errors import CheckpointError
 from tests import zoo
 from tests.messages import assert_told

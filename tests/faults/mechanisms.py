@@ -9,10 +9,14 @@ from unittest import mock
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from pipeshard.checkpoint import beside
-from pipeshard.model import replay
-from pipeshard.runtime import agreement, alarm, finite, rollcall, watch
-from pipeshard.runtime.agreement import gather_objects
+from pipeshard.checkpoint import atomic as beside
+from pipeshard.distributed import failures as alarm
+from pipeshard.distributed import failures as rollcall
+from pipeshard.distributed import watch
+from pipeshard.distributed.collectives import gather_objects
+from pipeshard.engine import nan_check as finite
+from pipeshard.engine import reader as agreement
+from pipeshard.split import replay
 from tests.faults.plant import Case
 
 

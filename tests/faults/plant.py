@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.checkpoint import save as saving
-from pipeshard.runtime.watch import OTHERS
+from pipeshard.distributed.watch import OTHERS
 from tests.faults.job import MICROBATCHES, SIZE, TIMEOUT, Job
 
 STAGES = ("first", "middle", "last")

@@ -19,8 +19,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from pipeshard.distributed.collectives import reason
 from pipeshard.errors import CheckpointError
-from pipeshard.runtime.codec import reason
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.parsers import Parser
 

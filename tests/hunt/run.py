@@ -6,7 +6,7 @@ import torch
 from colossalai.booster import Booster
 
 from pipeshard import PipelinePlugin
-from pipeshard.model.sharder import is_released
+from pipeshard.split.materialize import is_released
 from tests.hunt.cases import Case
 
 LEARNING_RATE = 0.1

@@ -18,11 +18,11 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
 from pipeshard import trace
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.batch_dims import check_declared, refuse_unknown
+from pipeshard.engine.reader import digest, digests
 from pipeshard.errors import BatchError, ConfigurationError
-from pipeshard.model.batch import Batch
-from pipeshard.model.doubts import RowDims
-from pipeshard.model.rows import check_declared, refuse_unknown
-from pipeshard.runtime.agreement import digest, digests
+from pipeshard.graph.infer_batch_dims import RowDims
 
 IDS = torch.arange(20).view(4, 5)
 Pair = namedtuple("Pair", ["left", "right"])

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard import trace
-from pipeshard.model.chain import Chain, layers
-from pipeshard.model.dataflow import Dataflow
+from pipeshard.graph.dataflow import Chain, Dataflow, layers
 from tests import zoo
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from pipeshard.errors import TraceError
-from pipeshard.model.exits import ARGUMENTS, RESULT, UNIT, Exits, Part, Source, answer, changed, listened, opened
-from pipeshard.model.snapshot import Snapshot, Step, told
-from pipeshard.model.trace import trace
+from pipeshard.graph.snapshot import Snapshot, Step, told
+from pipeshard.graph.trace import trace
+from pipeshard.graph.unit_outputs import ARGUMENTS, RESULT, UNIT, Exits, Part, Source, answer, changed, listened, opened
 from tests.parity.build import batch, build
 from tests.parity.entries import find
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.errors import UsageError
-from pipeshard.model.ghost import Ghost, inside_pipeshard
+from pipeshard.ghost import Ghost, inside_pipeshard
 from tests.pool import Pool
 from tests.unsplit import Split
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin
 from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.model.materialize import allocate, initialize
+from pipeshard.split.materialize import allocate, initialize
 from tests import zoo
 from tests.parity.build import build
 from tests.parity.entries import find

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard import trace
-from pipeshard.model.batch import Batch
-from pipeshard.model.dataflow import Dataflow
+from pipeshard.batch.batch import Batch
+from pipeshard.graph.dataflow import Dataflow
 
 H = 8
 SIZES = (2, 8), (2, 9), (3, 8), (5, 31), (1, 4), (4, 4)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeshard.model.taint import Input, Reading, Taint, Value
+from pipeshard.graph.taint import Input, Reading, Taint, Value
 
 A, B = Value(0, 0), Value(1, 0)
 READINGS: dict[str, Callable[[Tensor, Tensor], Any]] = {

@@ -13,12 +13,12 @@ import transformers
 from torch import Tensor, nn
 
 from pipeshard import trace
+from pipeshard.batch.batch import Batch
 from pipeshard.errors import ConfigurationError, PartitionError, TraceError
-from pipeshard.model.batch import Batch
-from pipeshard.model.partition import balance, forbidden_cuts
-from pipeshard.model.policy import Policy
-from pipeshard.model.taint import Value
-from pipeshard.model.units import find_units
+from pipeshard.graph.taint import Value
+from pipeshard.graph.units import find_units
+from pipeshard.split.partition import balance, forbidden_cuts
+from pipeshard.split.policy import Policy
 from tests import zoo
 
 H = 8

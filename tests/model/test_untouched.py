@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeshard.model.trace import trace
-from pipeshard.runtime.precision import Precision
+from pipeshard.engine.mixed_precision import Precision
+from pipeshard.graph.trace import trace
 
 CACHE: dict[Any, Any] = {}
 CALLS = 0

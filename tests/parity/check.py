@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.media import read_batch
+from pipeshard.engine.mixed_precision import Precision
 from pipeshard.errors import ConfigurationError, PipeshardError
-from pipeshard.model.batch import Batch
-from pipeshard.model.media import read_batch
-from pipeshard.runtime.precision import Precision
 from tests.parity.build import batch, build
 from tests.parity.entries import Entry
 from tests.unsplit import Split, gradient_error

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipeshard.model.units import find_units
-from pipeshard.model.untouched import untouched
+from pipeshard.graph.preserve import untouched
+from pipeshard.graph.units import find_units
 
 
 class _Saved:

@@ -10,8 +10,8 @@ import torch
 
 from pipeshard import AutoConfig, plan, trace
 from pipeshard.errors import ConfigurationError, PartitionError, UsageError
-from pipeshard.model.partition import Cost
 from pipeshard.planner import Profile, profile_units
+from pipeshard.split.partition import Cost
 from tests import zoo
 
 BATCH = 12

@@ -10,9 +10,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from pipeshard.batch.media import read_batch
 from pipeshard.errors import TraceError
-from pipeshard.model.media import read_batch
-from pipeshard.model.meter import Meter
+from pipeshard.graph.meter import Meter
 from pipeshard.planner.costs import estimated, metered
 from tests import zoo
 from tests.planner.saved import saved_bytes

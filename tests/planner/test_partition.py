@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from pipeshard import trace
 from pipeshard.errors import ConfigurationError, PartitionError
-from pipeshard.model.partition import balance
-from pipeshard.model.policy import Policy
-from pipeshard.planner.fit import fit
+from pipeshard.planner.candidate import fit
 from pipeshard.planner.memory import Footprint, alive_at_peak
 from pipeshard.schedule import make_program, simulate
+from pipeshard.split.partition import balance
+from pipeshard.split.policy import Policy
 from tests import zoo
 
 costs_of_calls = st.lists(st.integers(0, 9), min_size=1, max_size=8)

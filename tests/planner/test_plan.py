@@ -12,12 +12,11 @@ from torch import nn
 
 from pipeshard import plan
 from pipeshard.errors import BatchError, ConfigurationError, PartitionError, UsageError
-from pipeshard.model.units import find_units
-from pipeshard.planner.advice import recommend
+from pipeshard.graph.units import find_units
 from pipeshard.planner.candidate import in_short
-from pipeshard.planner.memory import Memory
+from pipeshard.planner.memory import Memory, format_bytes, parse_bytes
 from pipeshard.planner.plan import Estimate, Plan
-from pipeshard.planner.sizes import format_bytes, parse_bytes
+from pipeshard.planner.planner import recommend
 from tests import zoo
 from tests.planner.saved import saved_bytes
 

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_structure
 
 from pipeshard import plan, trace
 from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.model.partition import Cost
-from pipeshard.model.policy import Policy
 from pipeshard.planner import Profile, profile_units
-from pipeshard.planner.stopwatch import Capture, Stopwatch
+from pipeshard.planner.profile import Capture, Stopwatch
+from pipeshard.split.partition import Cost
+from pipeshard.split.policy import Policy
 from tests import zoo
 
 H = 16
@@ -142,7 +142,7 @@ def test_what_does_not_run_gets_its_share_of_the_others_with_a_warning() -> None
 
 
 def test_a_model_of_which_nothing_runs_cannot_be_profiled() -> None:
-    failing = mock.patch("pipeshard.planner.stopwatch.Stopwatch.median", side_effect=ValueError)
+    failing = mock.patch("pipeshard.planner.profile.Stopwatch.median", side_effect=ValueError)
     with failing, warnings.catch_warnings(action="ignore"), pytest.raises(UsageError, match="could be timed"):
         profile(zoo.build("gpt2"), zoo.batch("gpt2"))
 

@@ -10,9 +10,9 @@ from colossalai.booster import Booster
 from torch import Tensor
 
 from pipeshard import AutoConfig, PipelinePlugin, plan
+from pipeshard.distributed.collectives import local
 from pipeshard.errors import ConfigurationError
 from pipeshard.planner.memory import Memory
-from pipeshard.runtime.local import local
 from tests import zoo
 from tests.pool import Pool
 

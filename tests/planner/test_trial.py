@@ -7,7 +7,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from pipeshard.cli import main
-from pipeshard.runtime.recording import Recording
+from pipeshard.engine.recording import Recording
 from pipeshard.schedule import add_communication, make_program
 
 MODEL = ["gpt2", "n_embd=32", "n_layer=4", "n_head=4", "vocab_size=61", "n_positions=32"]

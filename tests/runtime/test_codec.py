@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipeshard.distributed.collectives import decode, encode, gather_objects
 from pipeshard.errors import MessageError
-from pipeshard.runtime.agreement import gather_objects
-from pipeshard.runtime.codec import decode, encode
 from tests.pool import Pool
 
 VALUES: list[Any] = [

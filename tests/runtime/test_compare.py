@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from pipeshard import PipelinePlugin
+from pipeshard.distributed import consistency as compare
 from pipeshard.errors import BatchError, ConfigurationError, PipeshardError, RankError, UsageError
-from pipeshard.runtime import compare
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from pipeshard.runtime import deferral as module
-from pipeshard.runtime.deferral import Deferral
-from pipeshard.runtime.summand import Lookup, Product, Summand
+from pipeshard.engine import weight_grad as module
+from pipeshard.engine.weight_grad import Deferral, Lookup, Product, Summand
 
 
 class Layers(nn.Module):

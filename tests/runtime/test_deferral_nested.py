@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from pipeshard.runtime.deferral import Deferral
+from pipeshard.engine.weight_grad import Deferral
 
 
 class Implicit(nn.Module):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeshard.batch.batch import Batch
+from pipeshard.engine.loss import LossRule, find_loss_rule
 from pipeshard.errors import ConfigurationError
-from pipeshard.model.batch import Batch
-from pipeshard.model.trace import trace
-from pipeshard.runtime.loss import LossRule, find_loss_rule
+from pipeshard.graph.trace import trace
 from tests import zoo
 
 Criterion = Callable[..., Tensor]

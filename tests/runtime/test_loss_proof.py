@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy, cross_entropy, dropout, normalize
 
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.criterion import key_of, refuse_criterion
+from pipeshard.engine.loss import LossRule, find_loss_rule
 from pipeshard.errors import ConfigurationError
-from pipeshard.model.batch import Batch
-from pipeshard.model.criterion import key_of, refuse_criterion
-from pipeshard.model.trace import trace
-from pipeshard.runtime.loss import LossRule, find_loss_rule
+from pipeshard.graph.trace import trace
 from tests.parity.build import batch as make_batch
 from tests.parity.build import build
 from tests.parity.entries import find

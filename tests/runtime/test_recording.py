@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeshard.runtime.recording import Recording
+from pipeshard.engine.recording import Recording
 from pipeshard.schedule import Kind, add_communication, one_f_one_b, shorten_cooldown
 
 

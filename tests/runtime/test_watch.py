@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from pipeshard.distributed import failures as alarm
+from pipeshard.distributed.watch import PERIOD, SILENT, Watch
 from pipeshard.errors import RankError
-from pipeshard.runtime import alarm
-from pipeshard.runtime.watch import PERIOD, SILENT, Watch
 from tests.pool import Pool
 
 SERVER = """

@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeshard.errors import ConfigurationError
-from pipeshard.schedule.action import Action, Kind
-from pipeshard.schedule.communicate import add_communication
-from pipeshard.schedule.legality import check
-from pipeshard.schedule.program import Program, forward_only, make_program
+from pipeshard.schedule.given import check
+from pipeshard.schedule.passes import add_communication
+from pipeshard.schedule.program import Action, Kind, Program, forward_only, make_program
 from pipeshard.schedule.simulate import simulate
 
 F, B = Kind.F, Kind.B

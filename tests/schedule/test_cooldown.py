@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeshard.schedule.action import Kind
-from pipeshard.schedule.communicate import add_communication
-from pipeshard.schedule.cooldown import shorten_cooldown
 from pipeshard.schedule.draw import draw_text
-from pipeshard.schedule.program import Program, make_program, one_f_one_b
+from pipeshard.schedule.passes import add_communication, shorten_cooldown
+from pipeshard.schedule.program import Kind, Program, make_program, one_f_one_b
 from pipeshard.schedule.simulate import Cost, Simulation, simulate
 
 WHOLE = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]

@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from pipeshard.schedule.action import Action, Kind
 from pipeshard.schedule.draw import _shade, draw_text, draw_timeline
-from pipeshard.schedule.program import Program, forward_only, gpipe, interleaved, make_program, one_f_one_b, zb_h1, zbv
+from pipeshard.schedule.program import (
+    Action,
+    Kind,
+    Program,
+    forward_only,
+    gpipe,
+    interleaved,
+    make_program,
+    one_f_one_b,
+    zb_h1,
+    zbv,
+)
 from pipeshard.schedule.simulate import simulate
 
 

@@ -9,10 +9,9 @@ import pytest
 
 import pipeshard.schedule.program as program_module
 from pipeshard.errors import ConfigurationError
-from pipeshard.schedule.action import Action, Kind
-from pipeshard.schedule.communicate import add_communication
-from pipeshard.schedule.legality import check
-from pipeshard.schedule.program import Program, forward_only, make_program, num_chunks
+from pipeshard.schedule.given import check
+from pipeshard.schedule.passes import add_communication
+from pipeshard.schedule.program import Action, Kind, Program, forward_only, make_program, num_chunks
 
 F, B, W = Kind.F, Kind.B, Kind.W
 

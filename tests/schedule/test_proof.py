@@ -10,10 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipeshard.errors import DeadlockError
-from pipeshard.schedule.action import Action, Kind, Step
-from pipeshard.schedule.communicate import add_communication
-from pipeshard.schedule.legality import check
-from pipeshard.schedule.program import SCHEDULES, Program, forward_only, make_program
+from pipeshard.schedule.given import check
+from pipeshard.schedule.passes import add_communication
+from pipeshard.schedule.program import SCHEDULES, Action, Kind, Program, Step, forward_only, make_program
 from pipeshard.schedule.simulate import Simulation, simulate
 
 F, B, W = Kind.F, Kind.B, Kind.W

@@ -7,9 +7,8 @@ import time
 import pytest
 
 from pipeshard.errors import ConfigurationError, DeadlockError
-from pipeshard.schedule.action import Action, Kind
-from pipeshard.schedule.communicate import add_communication
-from pipeshard.schedule.program import Program, forward_only, make_program
+from pipeshard.schedule.passes import add_communication
+from pipeshard.schedule.program import Action, Kind, Program, forward_only, make_program
 from pipeshard.schedule.simulate import simulate
 
 F, B, W = Kind.F, Kind.B, Kind.W

@@ -11,7 +11,7 @@ import psutil
 from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 
-from pipeshard.pipeline import Pipeline
+from pipeshard.engine.engine import Pipeline
 
 EVERY = 5  # steps
 QUANTITIES = {  # and what they are counted in

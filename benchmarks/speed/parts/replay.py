@@ -12,10 +12,10 @@ from benchmarks.speed.parts import Effort
 from benchmarks.speed.parts.work import spread
 from benchmarks.speed.section import Bar, Section, Table
 from pipeshard import trace
-from pipeshard.model.media import read_batch
-from pipeshard.model.partition import boundaries
-from pipeshard.model.policy import Policy
-from pipeshard.model.route import Route
+from pipeshard.batch.media import read_batch
+from pipeshard.split.partition import boundaries
+from pipeshard.split.policy import Policy
+from pipeshard.split.route import Route
 
 TEXT = """\
 The forward of a last stage that holds the last of few, or of many, layers. A unit that is not there costs the

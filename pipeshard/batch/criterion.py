@@ -1,0 +1,164 @@
+"""Criterion: what makes a loss of a model's output."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Hashable
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeshard.batch.batch import Batch
+from pipeshard.errors import ConfigurationError
+
+Criterion = Callable[[Any, Any], Any]  # gives a scalar, or (sum, count)
+
+
+def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | None:
+    """The criterion's scalar, or without a criterion the output's own loss, if it has one; a sum over its count."""
+    loss, count = sum_and_count(output, criterion, batch)
+    return loss if loss is None or count is None else loss / count
+
+
+def sum_and_count(
+    output: Any, criterion: Criterion | None, batch: Batch
+) -> tuple[Tensor | None, Tensor | float | None]:
+    """What the criterion returns: a scalar and no count, or a sum and what it is to be divided by.
+
+    A criterion of the model's own (`of_batch`) gets the batch as it came, and says None of one without labels.
+    """
+    count: Tensor | float | None = None
+    if criterion is None:
+        return own_loss(output), None
+    if (of_batch := getattr(criterion, "of_batch", None)) is None:
+        loss = _called(criterion, output, batch.for_criterion())
+    elif (loss := of_batch(output, batch.data)) is None:
+        return None, None
+    if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]) and _is_number(loss[1]):
+        loss, count = loss
+    if not _is_scalar(loss):
+        shape = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
+        raise ConfigurationError(
+            f"the criterion returned {shape or repr(loss)}, not a scalar tensor: criterion(outputs, inputs) is "
+            f"called with the model's output ({type(output).__name__}) and the microbatch, for example "
+            "lambda outputs, inputs: outputs.loss (which is None when the batch has no labels); it may return "
+            "(sum, count), too, of which the batch's loss is the quotient of the sums"
+        )
+    return loss, count
+
+
+def takes_outputs_alone(criterion: Criterion) -> bool:
+    """Whether it is a function of the model's output, not of (outputs, inputs). Raises ConfigurationError for one of
+    neither."""
+    try:
+        signature = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
+    except (TypeError, ValueError):  # nothing is known of it
+        return False
+    for count in (2, 1):
+        with contextlib.suppress(TypeError):
+            signature.bind(*[None] * count)
+            return count == 1
+    raise ConfigurationError(f"the criterion takes {signature}, but gets (outputs, inputs), or outputs alone")
+
+
+def _called(criterion: Criterion, output: Any, inputs: Any) -> Any:
+    if takes_outputs_alone(criterion):
+        return criterion(output)  # type: ignore[call-arg]
+    try:
+        return criterion(output, inputs)
+    except (TypeError, AttributeError) as error:
+        name = getattr(criterion, "__name__", type(criterion).__name__)
+        if type(criterion).__module__.startswith("torch.nn.") or getattr(nn.functional, name, None) is criterion:
+            raise ConfigurationError(
+                f"{name} takes tensors, but a criterion gets the model's output ({type(output).__name__}) and all of "
+                f"the microbatch ({type(inputs).__name__}): say what it is to compare, as in lambda outputs, inputs: "
+                'cross_entropy(outputs.logits, inputs["labels"]), or pass None for the loss that the model computes '
+                f"itself of the labels ({error})"
+            ) from None
+        raise
+
+
+def refuse_criterion(criterion: Criterion | None, model: nn.Module) -> None:
+    """Raises ConfigurationError for a criterion that cannot be called, or with parameters to train that are not the
+    model's."""
+    if criterion is not None and not callable(criterion):
+        raise ConfigurationError(f"the criterion is a {type(criterion).__name__}: pass criterion(outputs, inputs)")
+    if criterion is not None and not hasattr(criterion, "of_batch"):
+        takes_outputs_alone(criterion)
+    if not isinstance(criterion, nn.Module):
+        return
+    known = set(model.parameters())
+    own = [name for name, p in criterion.named_parameters() if p.requires_grad and p not in known]
+    if own:
+        raise ConfigurationError(
+            f"the criterion ({type(criterion).__name__}) has parameters of its own, {own[0]} the first, which would be "
+            "trained on no stage: make it a child of the model that computes the loss in its forward, or freeze them"
+        )
+
+
+def own_loss(output: Any) -> Tensor | None:
+    """The loss that a model's output has itself, under that name."""
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) else None
+
+
+def key_of(criterion: Any) -> Hashable:
+    """What tells a criterion from others; a function that is made anew in each step stays the same one by its code and
+    by what it has captured."""
+    if isinstance(criterion, FunctionType):
+        return _Function(criterion)
+    try:
+        hash(criterion)
+    except TypeError:
+        return _Same(criterion)
+    return criterion
+
+
+class _Same:
+    """Equal to another one of the same object, which need not be hashable."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.thing is self.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
+
+
+class _Function:
+    """Equal to another one of the same function, or of the same code with the same captured values."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self.function = function
+        values = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items(), function.__globals__
+        self.captured = *map(_content, function.__closure__ or ()), *map(_identified, values)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Function):
+            return False
+        alike = self.function.__code__ == other.function.__code__ and self.captured == other.captured
+        return self.function is other.function or alike
+
+    def __hash__(self) -> int:
+        return hash(self.function.__code__)
+
+
+def _content(cell: Any) -> Hashable:
+    try:
+        return _identified(cell.cell_contents)
+    except ValueError:  # empty so far
+        return None
+
+
+def _identified(value: Any) -> Hashable:
+    return (type(value), value) if type(value) in (int, float, bool, str, type(None)) else _Same(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _is_number(value: Any) -> bool:
+    return _is_scalar(value) or type(value) in (int, float)

@@ -1,0 +1,191 @@
+"""Atomic saves: written beside under another name, by all ranks, and renamed last; in the background too."""
+
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+
+from pipeshard.distributed.collectives import gather_objects
+from pipeshard.distributed.watching import named
+from pipeshard.errors import CheckpointError, PipeshardError
+
+
+@contextmanager
+def together(group: dist.ProcessGroup) -> Iterator[None]:
+    """All ranks leave together: what one of them raised inside, each of them raises, as CheckpointError."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    mine = str(failure) if isinstance(failure, PipeshardError) else failure and f"{type(failure).__name__}: {failure}"
+    messages = gather_objects(mine, group)
+    first = next((rank for rank, message in enumerate(messages) if message is not None), None)
+    if first is not None:
+        message, rank = str(messages[first]), dist.get_process_group_ranks(group)[first]
+        own = len(set(messages)) == 1 or message.startswith("rank ")  # of all ranks, or of one that is named
+        raise CheckpointError(message if own else f"{named(rank)}: {message}") from failure
+
+
+def new_folder(target: Path, group: dist.ProcessGroup, mark: str) -> AbstractContextManager[Path]:
+    """An empty folder for all ranks to write in, which at the end takes the place and the name of `target`.
+
+    At every moment `existing(target)` is the previous folder or the new one, whole. `mark` is a file that each such
+    folder has: a folder without it holds something else, and is refused, not replaced.
+    """
+
+    def prepare() -> None:
+        if target.is_file():
+            raise CheckpointError(f"{target} is a file, but a folder is to be written: choose another name")
+        if target.exists() and any(target.iterdir()) and not (target / mark).exists():
+            raise CheckpointError(f"{target} holds something else, which saving would replace: choose another folder")
+        restore(target)
+
+    def place(writing: Path) -> None:
+        old = _hidden(target, "old")
+        if target.exists():
+            os.rename(target, old)
+        os.rename(writing, target)
+        remove(old)
+
+    return _written(target, group, prepare, place)
+
+
+def new_file(target: Path, group: dist.ProcessGroup) -> AbstractContextManager[Path]:
+    """An empty folder for all ranks, in which the first one leaves a file called as `target`, which becomes it."""
+
+    def prepare() -> None:
+        if target.is_dir():
+            raise CheckpointError(f"{target} is a folder, but a file is to be written: name a file in it")
+
+    return _written(target, group, prepare, lambda writing: os.replace(writing / target.name, target))
+
+
+@contextmanager
+def _written(
+    target: Path, group: dist.ProcessGroup, prepare: Callable[[], None], place: Callable[[Path], None]
+) -> Iterator[Path]:
+    """A hidden folder beside `target`; the first rank prepares before, and places it after all have written."""
+    writing = _hidden(target, "writing")
+    first = group.rank() == 0
+    try:
+        with together(group):
+            if first:
+                prepare()
+                remove(writing)
+                writing.mkdir(parents=True)
+        with together(group):
+            yield writing
+        with together(group):
+            if first:
+                sync(writing, *writing.rglob("*"))
+                place(writing)
+                sync(target.parent)
+    finally:
+        if first:
+            shutil.rmtree(writing, ignore_errors=True)
+
+
+def existing(target: Path) -> Path:
+    """`target`, or the folder that had its place when a save was killed between its two renames."""
+    old = _hidden(target, "old")
+    return old if old.exists() and not target.exists() else target
+
+
+def restore(target: Path) -> None:
+    """Undo what a save left that was killed at its renames: afterwards `target` alone is there."""
+    old = _hidden(target, "old")
+    if old.exists() and not target.exists():
+        os.rename(old, target)
+    remove(old)
+
+
+def sync(*paths: Path) -> None:
+    """Have what was written to these files and folders on disk."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _hidden(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}.{what}")
+
+
+logger = logging.getLogger("pipeshard")
+PATIENCE = 1800.0  # seconds the first stage waits in the background for the others to have written
+
+
+@dataclass
+class Save:
+    """A save that every stage writes its part of, of which the first one makes the checkpoint, once all have written.
+
+    A subclass has `write` and `commit`, `abandon`, which removes what this stage has written, and `beside`, hidden
+    files in which the stages meet.
+    """
+
+    target: Path
+    stage: int
+    stages: int
+    token: str  # of this save
+    failed: Exception | None = field(default=None, init=False)
+    thread: threading.Thread | None = field(default=None, init=False, repr=False)
+
+    def write(self) -> None:
+        raise NotImplementedError
+
+    def commit(self) -> None:
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        raise NotImplementedError
+
+    def beside(self, name: str) -> Path:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Write in the background; at its end Python waits for it."""
+        self.thread = threading.Thread(target=self._in_background, name="pipeshard-save")
+        self.thread.start()
+
+    def _in_background(self) -> None:
+        try:
+            self.write()
+            self._mark(self.stage).write_text("")
+            if self.stage == 0:
+                self._await_others()
+                self.commit()
+        except Exception as error:
+            self.failed = error
+            self.abandon()
+            self._mark(self.stage).with_suffix(".failed").touch()
+            logger.error("saving %s failed on stage %d: %s", self.target, self.stage, error)
+
+    def _await_others(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        waiting = set(range(self.stages))
+        while waiting:
+            waiting = {stage for stage in waiting if not self._mark(stage).exists()}
+            failed = [stage for stage in waiting if self._mark(stage).with_suffix(".failed").exists()]
+            if failed or time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"stages {failed or sorted(waiting)} have not written their part; it is kept as it was"
+                )
+            time.sleep(0.02)
+
+    def _mark(self, stage: int) -> Path:
+        return self.beside(f"stage{stage}.done")

@@ -1,0 +1,144 @@
+"""Content: what an optimizer keeps of each parameter, by the parameters' names, on one rank and on all together."""
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pipeshard.checkpoint.safe_load import has_content
+from pipeshard.distributed.collectives import like, local
+from pipeshard.engine.mixed_precision import Weight
+from pipeshard.engine.optimizer import PipelineOptimizer
+from pipeshard.errors import CheckpointError
+
+FORMAT = "pipeshard optimizer 2"
+OLDER = "pipeshard optimizer 1"  # the same, but for a folder's tensors: those were torch.distributed.checkpoint's own
+VALUE = "pipeshard.value"  # among the states of a parameter: itself, in full precision
+# "format"; "parameters": name -> meta tensor; "param_groups": options and names ("params"); "state": name -> key ->
+# value. In a description the tensors of "state" are on meta, too.
+Content: TypeAlias = dict[str, Any]
+
+
+def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[int, str, nn.Parameter]]:
+    """The number in `packed`, the optimizer's own state_dict(), and the name of each parameter."""
+    for k, (group, numbers) in enumerate(zip(optimizer.param_groups, packed["param_groups"], strict=True)):
+        for parameter, number in zip(group["params"], numbers["params"], strict=True):
+            if parameter not in optimizer.names:
+                raise CheckpointError(
+                    f"group {k} has a parameter of shape {tuple(parameter.shape)} that is none of the model's, so it "
+                    "has no name: give the optimizer parameters of the boosted model only"
+                )
+            yield number, optimizer.names[parameter], parameter
+
+
+def content_of(optimizer: PipelineOptimizer) -> Content:
+    """The state this rank holds."""
+    packed = optimizer.optim.state_dict()
+    named = list(numbered(optimizer, packed))
+    names = {number: name for number, name, _ in named}
+    groups = [
+        {key: value for key, value in group.items() if key != "param_names"}
+        | {"params": [names[number] for number in group["params"]]}
+        for group in packed["param_groups"]
+    ]
+    return {
+        "format": FORMAT,
+        "parameters": {name: _like(parameter.detach(), optimizer.weights[name]) for _, name, parameter in named},
+        "param_groups": groups,
+        "state": {
+            name: values for number, name in names.items() if (values := _state(optimizer, number, name, packed))
+        },
+    }
+
+
+def _state(optimizer: PipelineOptimizer, number: int, name: str, packed: Content) -> dict[str, Any]:
+    """What the optimizer keeps of a parameter, and its value in full precision, where the model has it in less."""
+    weight = optimizer.weights[name]
+    values = dict(packed["state"].get(number, {}))
+    if weight.master is not None and weight.master.dtype != weight.parameter.dtype:
+        values[VALUE] = weight.master.detach()
+    return {key: _like(value, weight) for key, value in values.items()}
+
+
+def _like(value: Any, weight: Weight) -> Any:
+    """A state of this rank's slice of a parameter as the slice of a state that it is."""
+    if isinstance(value, Tensor) and value.shape == local(weight.parameter).shape:
+        return like(value, weight.parameter)
+    return value
+
+
+def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
+    """Whether this rank has a slice of what the rank `owner` has one of, that no other rank has."""
+    grid, parameter = optimizer.grid, optimizer.weights[name].parameter
+    at, first = grid.mesh.coordinate(), grid.mesh.unravel(owner, grid.mesh.shape)
+    assert isinstance(at, tuple)
+    return all(a == b or grid.divides(parameter, axis) for axis, (a, b) in enumerate(zip(at, first, strict=True)))
+
+
+def on_meta(content: Content) -> Content:
+    """The same without values of tensors: what the ranks tell each other, and what a folder's description has."""
+
+    def meta(values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            k: torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, Tensor) else v
+            for k, v in values.items()
+        }
+
+    state = {name: meta(values) for name, values in content["state"].items()}
+    return content | {"parameters": meta(content["parameters"]), "state": state}
+
+
+def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
+    """What all ranks hold together, and which is the first to hold each parameter."""
+    whole: Content = {"format": FORMAT, "parameters": {}, "param_groups": [], "state": {}}
+    owners: dict[str, int] = {}
+    for rank, description in enumerate(descriptions):
+        for name in description["parameters"]:
+            owners.setdefault(name, rank)
+        for part in ("parameters", "state"):
+            whole[part] = description[part] | whole[part]
+    for k, groups in enumerate(zip(*(description["param_groups"] for description in descriptions), strict=True)):
+        first, *others = ({key: repr(value) for key, value in group.items() if key != "params"} for group in groups)
+        for rank, other in enumerate(others, start=1):
+            if first != other:
+                key = next(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
+                raise CheckpointError(
+                    f"{key} of group {k} is {first.get(key)} on stage 0, but {other.get(key)} on stage {rank}: the "
+                    "options of a group have to be the same on all stages"
+                )
+        params = dict.fromkeys(name for group in groups for name in group["params"])
+        whole["param_groups"].append(groups[0] | {"params": list(params)})
+    return whole, owners
+
+
+def flaw(content: Content, described: bool) -> str:
+    """What of a dict that somebody wrote is no Content; "" if nothing is. With `described`, tensors are to be on meta;
+    else there are values for all of them."""
+    parts: list[Any] = [content.get(part) for part in ("parameters", "param_groups", "state")]
+    parameters, groups, states = parts
+    if not _by_name(parameters, Tensor):
+        return "its parameters are no tensors by name"
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return "its param_groups are no list of dicts"
+    if not all(isinstance(group.get("params"), list) for group in groups):
+        return "a group has no params"
+    names = [name for group in groups for name in group["params"]]
+    if not all(isinstance(name, str) for name in names) or sorted(names) != sorted(parameters):
+        return "the params of its groups are not its parameters, each once"
+    if not _by_name(states, dict) or not states.keys() <= parameters.keys():
+        return "its state is not of its parameters"
+    for name, values in states.items():
+        if not _by_name(values, object):
+            return f"the state of {name} has no names"
+        for key, value in values.items():
+            if isinstance(value, Tensor) and not (value.is_meta if described else has_content(value)):
+                return f"{key} of {name} is {'in its description' if described else 'without values'}"
+        if VALUE in values and getattr(values[VALUE], "shape", None) != parameters[name].shape:
+            return f"{VALUE} of {name} has not its shape"
+    return ""
+
+
+def _by_name(values: Any, kind: type) -> bool:
+    """Whether these are values of a kind, by names."""
+    return isinstance(values, dict) and all(isinstance(k, str) and isinstance(v, kind) for k, v in values.items())

@@ -1,0 +1,299 @@
+"""Safetensors files: the tensors of a checkpoint on disk, read one at a time, written by each rank, joined.
+
+The files are those of torch.distributed.checkpoint's `HuggingFaceStorageReader`: their metadata say where in the whole
+tensor each one begins. No rank has to hear of another one to write or read them, and nothing is pickled.
+"""
+
+import json
+import math
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice, takewhile
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+
+from pipeshard.checkpoint.safe_load import has_content, is_inside, load_plain, read_document
+from pipeshard.distributed.collectives import local, reason
+from pipeshard.errors import CheckpointError, listed
+
+# In the order of preference; an index names the files of a folder that has several.
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+PICKLED = (".bin", ".pt", ".pth")  # suffixes of what torch.save wrote
+FILES = (WEIGHTS[0], INDICES[0], WEIGHTS[1], INDICES[1])
+
+
+class Source:
+    """`shapes` are those of all tensors, by key; `bytes_read` counts what `read` gave.
+
+    Safetensors files are read, not mapped, so that a tensor takes memory once; pickled ones (.bin) with
+    `weights_only=True`, which runs no code. The shapes are no larger than the files, and an index names files of its
+    own folder only, whoever wrote them. Raises CheckpointError for what cannot be read.
+    """
+
+    def __init__(self, path: Path, model: nn.Module | None = None) -> None:
+        self.path, self.bytes_read = path, 0
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Path] = {}
+        self._states: dict[Path, dict[str, Tensor]] = {}
+        self._open: tuple[Path, Any] | None = None
+        files, listed = _files(path)
+        for file in files:
+            shapes = self._gguf(file, model) if path.suffix == ".gguf" else self._shapes(file)
+            self.shapes |= shapes
+            self._files |= dict.fromkeys(shapes, file)
+        if lost := sorted(listed.keys() - self.shapes.keys()):
+            raise CheckpointError(
+                f"{path} has an index that names {lost[0]!r} in {listed[lost[0]]!r}, but the file has no such tensor "
+                f"({len(lost)} in all): the checkpoint is not whole"
+            )
+
+    def read(self, key: str) -> Tensor:
+        """The tensor, in memory of its own."""
+        file = self._files[key]
+        if file in self._states:
+            tensor = self._states[file][key].clone(memory_format=torch.contiguous_format)
+        else:
+            if self._open is None or self._open[0] != file:
+                self._open = file, opened(file)
+            with _named(file):
+                tensor = self._open[1].get_tensor(key)
+        self.bytes_read += tensor.nbytes
+        return tensor
+
+    def ordered(self, keys: Iterable[str]) -> list[str]:
+        """The keys by the files that have them."""
+        order = {file: k for k, file in enumerate(dict.fromkeys(self._files.values()))}
+        return sorted(keys, key=lambda key: order[self._files[key]])
+
+    def _shapes(self, file: Path) -> dict[str, tuple[int, ...]]:
+        if file.suffix in PICKLED:
+            self._states[file] = _unpickled(file)
+            return {key: tuple(tensor.shape) for key, tensor in self._states[file].items()}
+        content = opened(file)
+        with _named(file):
+            return {key: tuple(content.get_slice(key).get_shape()) for key in content.keys()}  # noqa: SIM118
+
+    def _gguf(self, file: Path, model: nn.Module | None) -> dict[str, tuple[int, ...]]:
+        """All of it, for llama.cpp's names and order of rows are transformers' to undo."""
+        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+        try:
+            found = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)
+        except Exception as error:
+            raise CheckpointError(f"{file} cannot be read as GGUF: {type(error).__name__}: {error}") from error
+        self._states[file] = found["tensors"]
+        return {key: tuple(tensor.shape) for key, tensor in self._states[file].items()}
+
+
+def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files of a checkpoint, and what its index says of each tensor."""
+    if path.is_dir():
+        found = next((path / name for name in FILES if (path / name).exists()), None)
+        if found is None:
+            raise CheckpointError(
+                f"{path} holds no checkpoint: there is none of {', '.join(FILES)} in it. Pass a folder that "
+                "save_pretrained or booster.save_model(shard=True) wrote, or a file"
+            )
+        path = found
+    if not path.is_file():
+        raise CheckpointError(f"{path} cannot be read: there is no such file or folder")
+    if path.suffix != ".json":
+        return [path], {}
+    try:
+        listed = read_document(path)["weight_map"]
+        if not isinstance(listed, dict):
+            raise TypeError("its weight_map is no object")
+        files = sorted({_of_folder(path, name) for name in listed.values()})
+        lost = [file for file in files if not (path.parent / file).is_file()]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is no index of a checkpoint: {type(error).__name__}: {error}") from error
+    if lost:
+        raise CheckpointError(f"{path} names {lost[0]!r}, which is not there: the checkpoint is not whole")
+    return [path.parent / file for file in files], listed
+
+
+def _of_folder(index: Path, name: object) -> str:
+    if not is_inside(name) or "/" in name:
+        raise CheckpointError(f"{index} names {short(name)}, which is not a file of its own folder")
+    return name
+
+
+def opened(file: Path) -> Any:
+    """A safetensors file, of which the header was read, and describes what is in the file.
+
+    Raises CheckpointError for any other.
+    """
+    with _named(file):
+        if not file.is_file():
+            raise FileNotFoundError("there is no such file")
+        return safe_open(file, "pt", backend="pread")
+
+
+@contextmanager
+def _named(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:  # torch's, for an absurd shape
+        raise CheckpointError(
+            f"{file} cannot be read as safetensors ({reason(error)}): it is cut short, or something else. Pass a "
+            "folder that save_pretrained wrote, or one file"
+        ) from error
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    state = load_plain(
+        file, "checkpoint that weights_only=True reads", "convert the checkpoint to safetensors where you trust it"
+    )
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise CheckpointError(f"{file} holds no tensors by name: pass the weights of a model")
+    if hollow := [key for key, value in state.items() if not has_content(value)]:
+        raise CheckpointError(f"{file} has no values for {short(hollow[0])}: pass the weights of a model")
+    return state
+
+
+def join(parts: Sequence[Path], target: Path) -> None:
+    """Write `target` with the tensors of all parts, no two of which have one name.
+
+    A safetensors file is the length of its header, the header, and the tensors' bytes, to which it has offsets.
+
+    Raises CheckpointError where a part is no whole safetensors file.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts, offset = [], 0
+    for part in parts:
+        opened(part)  # refuses a header that does not describe the file
+        with part.open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            entries: dict[str, Any] = json.loads(content.read(length))
+        for name, entry in entries.items():
+            if name != "__metadata__":
+                header[name] = entry | {"data_offsets": [offset + at for at in entry["data_offsets"]]}
+        starts.append(8 + length)
+        offset += part.stat().st_size - 8 - length
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with target.open("wb") as whole:
+        whole.write(len(text).to_bytes(8, "little") + text)
+        for part, start in zip(parts, starts, strict=True):
+            with part.open("rb") as content:
+                content.seek(start)
+                shutil.copyfileobj(content, whole, 1 << 20)
+
+
+LARGEST = 1 << 30  # bytes of a file, and so of what is copied at a time; a larger tensor is alone in its file
+
+
+def write_shards(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> None:
+    """Write this rank's part of `tensors`, of which no other rank writes the same slice, into `folder`."""
+    for k, names in enumerate(_shard_files(tensors)):
+        parts = {name: _copy(local(tensors[name].detach())) for name in names}
+        begins = {name: {"saved_offsets": _begin(tensors[name])} for name in names}
+        metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(begins)}
+        save_file(parts, folder / f"rank-{rank:05d}-{k:05d}.safetensors", metadata)
+
+
+def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill `tensors`, whole or sliced, in place, with what any number of ranks wrote.
+
+    Raises CheckpointError for files that cannot be read; what `check_shards` finds is to be refused before.
+    """
+    reader = HuggingFaceStorageReader(str(folder))
+    try:
+        with warnings.catch_warnings():  # that it reads without the other ranks
+            warnings.simplefilter("ignore", UserWarning)
+            load(dict(tensors), storage_reader=reader, no_dist=True)
+    except CheckpointException as error:  # around that of this rank, the only one it knows of
+        raise CheckpointError(f"{folder} is damaged: {reason(error.failures[0][0])}") from error
+
+
+def check_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse files that do not have exactly the `tensors`, which may be on meta, by name, shape and dtype.
+
+    What passes takes no more memory than its files: nothing has to be allocated to know. Raises CheckpointError.
+    """
+    stored = _stored(folder)
+    problems = [f"{name} is missing" for name in sorted(tensors.keys() - stored.keys())]
+    problems += [f"{name!r} is unexpected" for name in sorted(stored.keys() - tensors.keys())]
+    for name in sorted(tensors.keys() & stored.keys()):
+        said, found = tensors[name], stored[name]
+        if (said.shape, said.dtype) != (found.size, found.properties.dtype):
+            problems.append(
+                f"{name} is {found.properties.dtype} of shape {tuple(found.size)}, but {said.dtype} of shape "
+                f"{tuple(said.shape)} by its description"
+            )
+        elif not _is_whole(found):
+            problems.append(f"{name} is not whole: no file has some slice of it, or two files have one")
+    if problems:
+        raise CheckpointError(f"{folder} is damaged: {listed(problems)}")
+
+
+def _shard_files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """The names of what goes into each file; of a sliced tensor this rank may have nothing."""
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        part = local(tensor)
+        if part.numel() == 0 < tensor.numel():
+            continue
+        if names and size + part.nbytes > LARGEST:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += part.nbytes
+    if names:
+        yield names
+
+
+def _copy(part: Tensor) -> Tensor:
+    """On the CPU, with a storage of its own: safetensors refuses tensors that share one."""
+    return part.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _begin(tensor: Tensor) -> list[int]:
+    """Where in the whole tensor this rank's part of it begins."""
+    if isinstance(tensor, DTensor):
+        (chunk,) = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks, too
+        return list(chunk.offsets)
+    return [0] * tensor.ndim
+
+
+def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """What the headers of the files say."""
+    try:
+        return HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata  # type: ignore[return-value]
+    except Exception as error:
+        raise CheckpointError(f"{folder} is damaged: {reason(error)}") from error
+
+
+def _is_whole(stored: TensorStorageMetadata) -> bool:
+    """Whether the slices, all inside of the tensor, have as many elements as it has, and none twice."""
+    chunks, dims = stored.chunks, len(stored.size)
+    if any(len(c.offsets) != dims or len(c.sizes) != dims or min(c.offsets, default=0) < 0 for c in chunks):
+        return False
+    if sum(math.prod(c.sizes) for c in chunks) != math.prod(stored.size):
+        return False
+    boxes = sorted([(at, at + size) for at, size in zip(c.offsets, c.sizes)] for c in chunks)
+    for k, box in enumerate(boxes if dims else []):
+        behind = takewhile(partial(_begins_before, box[0][1]), islice(boxes, k + 1, None))
+        if any(all(a < d and c < b for (a, b), (c, d) in zip(box, other)) for other in behind):
+            return False
+    return True
+
+
+def _begins_before(end: int, box: list[tuple[int, int]]) -> bool:
+    return box[0][0] < end

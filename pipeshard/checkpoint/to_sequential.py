@@ -1,0 +1,183 @@
+"""Sequential: the trained pipeline back as one ordinary module in one process."""
+
+import copy
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pipeshard.distributed.collectives import broadcast_bytes, gather_objects, whole
+from pipeshard.engine.engine import Pipeline
+from pipeshard.engine.fsdp import additions, own_classes, remove_additions
+from pipeshard.engine.model import PipelineModel
+from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.ghost import Guarded, inside_pipeshard
+from pipeshard.graph.units import Interception, Recomputation, Sliced
+from pipeshard.split.deferred_init import build, skeletons
+
+
+@inside_pipeshard()
+def to_sequential(model: nn.Module, rank: int | None = None, device: torch.device | str = "cpu") -> nn.Module | None:
+    """The whole model as it is now, of the architecture's own class: every rank of the pipeline has to call it.
+
+    Each rank gets one, or, with `rank`, that stage (of every replica) alone, and None elsewhere: there no more than one
+    parameter takes memory. It shares no tensor with `model`, which can be trained on. Weights and buffers are those of
+    the stages that train them; ties, frozen parameters, modes, activation checkpointing, hooks and `use_cache` are as
+    the model's own, gradients are not copied.
+
+    Args:
+        model: what `booster.boost` returned.
+        rank: the stage that is to get it, from 0; None: all of them.
+        device: where its tensors are to be.
+
+    Raises UsageError for a model that was not boosted, has no values yet, or cannot be copied, ConfigurationError for a
+    `rank` that is none, on every rank.
+    """
+    if not isinstance(model, PipelineModel):
+        raise UsageError(f"to_sequential got a {type(model).__name__}: pass the model that booster.boost(...) returned")
+    pipeline = model.pipeline
+    if rank is not None and rank not in range(pipeline.num_stages):
+        raise ConfigurationError(f"rank={rank!r} is no stage of this pipeline: use 0 to {pipeline.num_stages - 1}")
+    if pipeline.blank:
+        raise UsageError(
+            f"to_sequential got a model of which {len(pipeline.blank)} parameters, {min(pipeline.blank)} the first, "
+            "have no values yet: call booster.load_model(model, <folder>) before"
+        )
+    copied: nn.Module | None = None
+    failure = ""
+    if rank is None or rank == pipeline.rank:
+        try:
+            copied = _copied(pipeline, torch.device(device))
+        except Exception as error:
+            failure = f"{type(pipeline.model).__name__} cannot be copied on stage {pipeline.rank}: {error!r}"
+    for stage, tensors in enumerate(_agreed(pipeline, failure)):
+        for entry in tensors:
+            value = _shared(pipeline, stage, entry)
+            if copied is not None:
+                _put(copied, entry, value)
+    return copied
+
+
+class Entry(NamedTuple):
+    """A parameter or buffer of the stage that has its present value; `flag` is whether the one requires a gradient,
+    or the other is persistent."""
+
+    name: str
+    is_buffer: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    flag: bool
+
+
+def _copied(pipeline: Pipeline, device: torch.device) -> nn.Module:
+    """The model of this stage, ghosts and all, with memory for every parameter, and as it was before it was cut."""
+    model, memo = pipeline.model, _memo(pipeline.model, device)
+    with own_classes(model):
+        copied = copy.deepcopy(model, memo)
+    for module, new in zip(model.modules(), copied.modules(), strict=True):
+        for key, value in module.__dict__.items():
+            if isinstance(value, Interception):
+                del new.__dict__[key]
+                original = value.original.plain if isinstance(value.original, Sliced) else value.original
+                if getattr(original, "__func__", None) is not type(module).forward:  # the user's, on the instance
+                    new.__dict__[key] = copy.deepcopy(original, memo)
+            elif isinstance(value, Sliced | Guarded):
+                del new.__dict__[key]
+            elif isinstance(value, Recomputation):
+                new.__dict__[key] = copy.deepcopy(value.checkpoint, memo)
+    for module in copied.modules():
+        remove_additions(module)
+    for config in pipeline.cached:
+        if id(config) in memo:
+            memo[id(config)].use_cache = True
+    for module in skeletons(copied):  # of other stages; their parameters and buffers get the trained values
+        build(module, pipeline.seed)
+    return copied
+
+
+def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
+    """What `deepcopy` is not to copy as it does by itself, by id."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():  # a ghost's copy, and thereby a tie's, is as large as the ghost seems
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+    for module in model.modules():
+        for value in module.__dict__.values():
+            if isinstance(value, Interception | Recomputation | Sliced | Guarded):
+                memo[id(value)] = value
+        for tensor in filter(torch.is_tensor, tree_leaves(list(module.__dict__.values()))):
+            if id(tensor) not in memo:  # buffers, and what a forward has left, with its graph
+                memo[id(tensor)] = tensor if tensor.is_meta else tensor.detach().to(device, copy=True)
+        memo.update((id(hook), hook) for hook in _hooks(module) if not _is_bound(hook))
+        memo.update((id(addition), addition) for addition in additions(module))
+    return memo
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    for name, value in module.__dict__.items():
+        if name.endswith("_hooks") and isinstance(value, dict):
+            yield from value.values()
+
+
+def _is_bound(hook: Any) -> bool:
+    """Whether a hook goes with a module; others, and what they are methods of (a recorder, a trainer), are the user's.
+
+    Torch wraps some hooks in an object that knows their module, the rest may be methods and partial functions.
+    """
+    if isinstance(hook, MethodType):
+        return isinstance(hook.__self__, nn.Module)
+    arguments = [*getattr(hook, "args", ()), *getattr(hook, "keywords", {}).values()]
+    return hasattr(hook, "with_module") or any(isinstance(argument, nn.Module) for argument in arguments)
+
+
+def _agreed(pipeline: Pipeline, failure: str) -> list[list[Entry]]:
+    """The entries of every stage; all ranks raise if one could not copy the model."""
+    own: list[Any] = [tuple(entry) for entry in _entries(pipeline)]
+    answers = gather_objects((failure, own), pipeline.group)
+    failures = [text for text, _ in answers if text]
+    if failures:
+        raise UsageError(f"{failures[0]}. Remove what copy.deepcopy cannot copy from the model's attributes")
+    return [[Entry(*entry) for entry in entries] for _, entries in answers]
+
+
+def _entries(pipeline: Pipeline) -> Iterator[Entry]:
+    """What this stage has to tell the others."""
+    policy, model = pipeline.policy, pipeline.model
+    for name, parameter in model.named_parameters():
+        if pipeline.rank == policy.owner(name):
+            yield Entry(name, False, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        if pipeline.rank == policy.owner(name):
+            path, _, key = name.rpartition(".")
+            persistent = key not in model.get_submodule(path)._non_persistent_buffers_set
+            yield Entry(name, True, tuple(buffer.shape), buffer.dtype, persistent)
+
+
+def _shared(pipeline: Pipeline, stage: int, entry: Entry) -> Tensor:
+    """The value that `stage` has, on every rank."""
+    if stage == pipeline.rank:
+        model = pipeline.model
+        own = model.get_buffer(entry.name) if entry.is_buffer else model.get_parameter(entry.name)
+        value = whole(own.detach()).to(pipeline.device).contiguous()
+    else:
+        value = torch.empty(entry.shape, dtype=entry.dtype, device=pipeline.device)
+    broadcast_bytes(value, pipeline.ranks[stage], pipeline.group)
+    return value
+
+
+def _put(model: nn.Module, entry: Entry, value: Tensor) -> None:
+    path, _, key = entry.name.rpartition(".")
+    owner = model.get_submodule(path)
+    if not entry.is_buffer:
+        owner.get_parameter(key).data.copy_(value)
+        owner.get_parameter(key).requires_grad_(entry.flag)
+        return
+    buffer = owner._buffers.get(key)
+    if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
+        buffer.copy_(value)
+    else:  # made or replaced during training, on the stage that did it
+        device = next(model.parameters()).device
+        owner.register_buffer(key, value.to(device, copy=True), entry.flag)

@@ -1,0 +1,245 @@
+"""Commands: what `pipeshard plan --trial` and `pipeshard verify` run."""
+
+import os
+import runpy
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+
+from pipeshard.batch.samples import made_up
+from pipeshard.distributed.watch import NOTE
+from pipeshard.engine.recording import Recording
+from pipeshard.errors import ConfigurationError, PipeshardError
+from pipeshard.planner.memory import UNITS, format_bytes
+from pipeshard.planner.models import build
+from pipeshard.planner.plan import Estimate, Plan, StagePlan
+from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof, Proven, alone
+
+WIDTH = 120
+
+
+def show(plan: Plan, console: Console | None = None) -> None:
+    """Print it: the stages, the schedules, and what is recommended."""
+    console = console or Console(width=WIDTH, highlight=False, soft_wrap=True)
+    for part in render(plan):
+        console.print(part)
+
+
+def render(plan: Plan) -> Iterator[RenderableType]:
+    """The parts of the output, from top to bottom."""
+    shapes = ", ".join(f"{path} {'×'.join(map(str, shape))}" for path, shape in plan.microbatch.items())
+    limit = "" if plan.limit is None else f", {format_bytes(plan.limit)} for each rank"
+    yield Text(f"{plan.model}, {_count(plan.parameters)} parameters, on {plan.pp_size} ranks", style="bold")
+    yield Text(f"{plan.num_microbatches} microbatches of {shapes}")
+    yield Text(f"{plan.training}, partition {plan.partition}{limit}\n")
+    yield _stages(plan)
+    yield Text()
+    yield _schedules(plan)
+    yield Text(f"\n{plan.reason}", style="bold", justify="left", overflow="fold")
+
+
+def _stages(plan: Plan) -> Table:
+    """One row a stage. All of its memory is in one unit, that of the largest, and so are all messages."""
+    size = _unit(max(stage.memory.total for stage in plan.stages))
+    crossing = _unit(max(max(stage.received, stage.returned) for stage in plan.stages))
+    title = f"Stages of {plan.estimate.name}: memory in {size}, F B W in {_TIMES[plan.unit]}, messages in {crossing}"
+    table = Table(title=title, title_justify="left", title_style="", box=None, padding=(0, 1, 0, 0))
+    table.add_column("stage", justify="right", no_wrap=True)
+    table.add_column("rank", justify="right", no_wrap=True)
+    again, full = (any(getattr(s.memory, name) for s in plan.stages) for name in ("recomputed", "values"))
+    beside = (*(["fp32"] if full else []), "optim.", "activations", *(["recomp."] if again else []))
+    sizes = ("weights", "grads", *beside, "total")
+    table.add_column("units", overflow="ellipsis", no_wrap=True, max_width=32 - 7 * full)
+    for name in ("params", *sizes, "F", "B", "W", "in", "back"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for stage in plan.stages:
+        table.add_row(*_row(plan, stage, size, crossing, again, full))
+    return table
+
+
+def _row(plan: Plan, stage: StagePlan, size: str, crossing: str, again: bool, full: bool) -> list[str]:
+    memory = stage.memory
+    values = [memory.values] if full else []
+    state = [_in(part, size) for part in (memory.parameters, memory.gradients, *values, memory.optimizer)]
+    state.append(f"{stage.alive}×{_in(stage.kept, size)}")
+    state += [_in(memory.recomputed, size)] if again else []
+    times = [_time(plan, time) for time in (stage.forward, stage.backward, stage.weight)]
+    messages = [_in(part, crossing) if part else "-" for part in (stage.received, stage.returned)]
+    name = [str(stage.stage), str(stage.rank), stage.units, _count(stage.parameters)]
+    return [*name, *state, _in(memory.total, size), *times, *messages]
+
+
+def _schedules(plan: Plan) -> Table:
+    unit = "a step takes" if plan.unit == "seconds" else "a step / one without idle time"
+    table = Table(title="Schedules", title_justify="left", title_style="", box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for name in (unit, "idle", "fullest rank", "takes", "fits"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for estimate in plan.schedules:
+        table.add_row(*_line(plan, estimate))
+    return table
+
+
+def _line(plan: Plan, estimate: Estimate) -> list[str]:
+    if estimate.problem:
+        return [estimate.name, "-", "-", "-", "-", "-", "cannot be cut so"]
+    time = f"{_digits(estimate.time)} s" if plan.unit == "seconds" else f"{estimate.time / plan.num_microbatches:.3f}"
+    fits = {None: "", True: "yes", False: "no"}[estimate.fits]
+    mark = "recommended" if estimate.name == plan.recommended else ""
+    peak = format_bytes(estimate.peak)
+    return [estimate.name, time, f"{estimate.bubble:.1%}", str(estimate.fullest), peak, fits, mark]
+
+
+_TIMES = {"seconds": "ms", "relative": "a microbatch's time / p"}
+
+
+def _time(plan: Plan, time: float) -> str:
+    return _digits(time * 1e3) if plan.unit == "seconds" else f"{time:.3f}"
+
+
+def _unit(largest: int) -> str:
+    return format_bytes(largest).split()[1]
+
+
+def _in(size: int, unit: str) -> str:
+    return _digits(size / UNITS[unit.lower()])
+
+
+def _digits(number: float) -> str:
+    """Three digits, or fewer where they would be thousandths."""
+    return f"{number:.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f}"
+
+
+def _count(number: int) -> str:
+    """A number of parameters: 405B."""
+    digits, unit = format_bytes(number).split()
+    return digits + {"B": "", "kB": "k", "MB": "M", "GB": "B", "TB": "T"}[unit]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What to run: the model (see `source.build`), the sizes of a step, and arguments of the plugin."""
+
+    source: str
+    fields: Sequence[str]
+    pp_size: int
+    num_microbatches: int
+    microbatch_size: int
+    seq_len: int
+    dtype: str
+    plugin: dict[str, Any]
+    steps: int = 3
+
+    def run(self) -> Recording:
+        """Run the steps on `pp_size` processes; raises ConfigurationError with what a process died of."""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                spawn(_rank, (self, folder), nprocs=self.pp_size)
+            except ProcessRaisedException as error:
+                lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(NOTE)]
+                raise ConfigurationError(f"a process of the trial run failed: {lines[-1]}") from error
+            return Recording.load(Path(folder) / "recording.json")
+
+
+def _rank(rank: int, trial: Trial, folder: str) -> None:
+    from colossalai.booster import Booster
+
+    from pipeshard.plugin import PipelinePlugin
+
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // trial.pp_size))
+    dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=trial.pp_size)
+    model = build(trial.source, trial.fields, trial.dtype)
+    batch = made_up(model, trial.num_microbatches * trial.microbatch_size, trial.seq_len)
+    plugin = PipelinePlugin(trial.pp_size, num_microbatches=trial.num_microbatches, dry_run_input=batch, **trial.plugin)
+    booster = Booster(plugin=plugin)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for _ in range(trial.steps):
+        with plugin.measuring():
+            booster.execute_pipeline(iter([batch]), boosted, None, optimizer)
+        optimizer.zero_grad()
+    recording = plugin.recording()
+    if rank == 0:
+        recording.save(Path(folder) / "recording.json")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+CODES = {EXACT: 0, DIFFERENT: 1, UNPROVEN: 2}  # what the command exits with
+
+
+def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> Proven:
+    """Run a training script as one process that stands for all ranks, up to its booster.boost."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")  # as torchrun tells it
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        with alone(pp_size):
+            runpy.run_path(str(path), run_name="__main__")
+    except Proven as proven:
+        return proven
+    except PipeshardError as error:
+        return Proven(Proof(UNPROVEN, f"{type(error).__name__}: {error}"), path.name)
+    except SystemExit as ended:
+        return Proven(Proof(UNPROVEN, f"it ended with {ended.code!r} before booster.boost"), path.name)
+    return Proven(Proof(UNPROVEN, "it ended without booster.boost"), path.name)
+
+
+def prove_model(
+    source: str, fields: Sequence[str], pp_size: int, seq_len: int, dtype: str, plugin: dict[str, Any]
+) -> Proven:
+    """Build the model, see `source.build`, with drawn weights, and boost it with a batch of random samples."""
+    from colossalai.booster import Booster
+
+    from pipeshard.plugin import PipelinePlugin
+
+    model = build(source, fields, dtype)
+    data = drawn_batch(model, 10, seq_len)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", f"file://{folder}/meeting", rank=0, world_size=1)
+        try:
+            with alone():
+                booster = Booster(plugin=PipelinePlugin(pp_size, dry_run_input=data, **plugin))
+                booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        except Proven as proven:
+            return proven
+        finally:
+            dist.destroy_process_group()
+    raise AssertionError("booster.boost has not come to a proof")
+
+
+def drawn_batch(model: nn.Module, rows: int, length: int) -> dict[str, Tensor]:
+    """Random samples, with labels of which each sample has another number."""
+    config: Any = getattr(model, "config", None)
+    generator = torch.Generator().manual_seed(0)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def drawn(name: str, leaf: Tensor) -> Tensor:
+        if name == "attention_mask":
+            return leaf
+        if leaf.is_floating_point():
+            return torch.randn(leaf.shape, generator=generator)
+        many = getattr(config, "num_labels", 2) if leaf.ndim == 1 else getattr(text, "vocab_size", 2)
+        return torch.randint(many, leaf.shape, generator=generator)
+
+    batch = {name: drawn(name, leaf) for name, leaf in made_up(model, rows, length).items()}
+    if (labels := batch.get("labels")) is not None and labels.ndim == 2:
+        first = torch.arange(rows)[:, None] % max(1, length - 1)
+        batch["labels"] = labels.masked_fill(torch.arange(length) < first, -100)
+    return batch

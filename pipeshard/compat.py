@@ -1,0 +1,278 @@
+"""Compat: what ColossalAI's own plugins have (arguments, attributes, a stage manager), and here is otherwise."""
+
+import difflib
+import itertools
+import logging
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from pipeshard.distributed.mesh import ProcessGroupMesh
+from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.schedule.given import Schedule
+
+Own = int | None  # None: this process's own
+
+
+class PipelineStageManager:
+    """The pipeline along one axis of a mesh, seen from this process.
+
+    With v model chunks, chunk c of the rank at stage r is virtual stage r + c·p; in a V (`use_zbv`, always two chunks)
+    the second chunk runs back, so both the first and the last virtual stage are at rank 0:
+
+        interleaved, p=2, v=2:  rank 0  [0, 2]        V, p=2:  rank 0  [0, 3]
+                                rank 1  [1, 3]                 rank 1  [1, 2]
+
+    Methods and meanings are those of `colossalai.pipeline.stage_manager.PipelineStageManager` 0.5.
+
+    Args:
+        pg_mesh: the mesh.
+        pipeline_axis: the axis of the mesh that is the pipeline.
+        enable_interleave: several model chunks on each rank.
+        use_zbv: the chunks form a V.
+        num_model_chunks: v.
+        num_layers_per_stage: layers of each of the p·v virtual stages, in the model's order; None spreads them evenly.
+
+    Raises:
+        ConfigurationError: no such axis, several chunks without `enable_interleave`, a V without two of them, or a
+            `num_layers_per_stage` of another length than p·v.
+    """
+
+    def __init__(
+        self,
+        pg_mesh: ProcessGroupMesh,
+        pipeline_axis: int,
+        enable_interleave: bool = False,
+        use_zbv: bool = False,
+        num_model_chunks: int = 1,
+        num_layers_per_stage: Sequence[int] | None = None,
+    ) -> None:
+        fits = num_model_chunks == 2 if use_zbv else num_model_chunks > 0
+        if not fits or (num_model_chunks > 1 and not enable_interleave):
+            raise ConfigurationError(f"{num_model_chunks=}: give 1; more need enable_interleave=True, use_zbv=True 2.")
+        self.pg_mesh, self.pipeline_axis = pg_mesh, pipeline_axis
+        self.p2p_group = pg_mesh.get_group_along_axis(pipeline_axis)
+        ranks = pg_mesh.get_ranks_in_group(self.p2p_group)
+        self.num_stages, self.stage = len(ranks), ranks.index(pg_mesh.rank)
+        self.prev_rank, self.next_rank = ranks[self.stage - 1], ranks[(self.stage + 1) % len(ranks)]
+        if num_layers_per_stage is not None and len(num_layers_per_stage) != len(ranks) * num_model_chunks:
+            raise ConfigurationError(f"{num_layers_per_stage=}: give {len(ranks) * num_model_chunks} numbers.")
+        self.is_interleave, self.use_zbv, self.num_model_chunks = enable_interleave, use_zbv, num_model_chunks
+        self.num_layers_per_stage = num_layers_per_stage
+        self.model_chunk_id: int | None = None
+
+    def is_first_stage(self, ignore_chunk: bool = False) -> bool:
+        """Whether the model begins here: on the first rank and, unless `ignore_chunk`, in the first chunk.
+
+        Raises:
+            UsageError: interleaved, and no chunk is chosen by `switch_model_chunk_id`.
+        """
+        return (ignore_chunk or self._chunk() == 0) and self.stage == 0
+
+    def is_last_stage(self, ignore_chunk: bool = False) -> bool:
+        """Whether the model ends here: in the last chunk of the last rank, or of the first in a V.
+
+        With `ignore_chunk`: whether this is the last rank.
+
+        Raises:
+            UsageError: interleaved, and no chunk is chosen by `switch_model_chunk_id`.
+        """
+        end = 0 if self.use_zbv and not ignore_chunk else self.num_stages - 1
+        return (ignore_chunk or self._chunk() == self.num_model_chunks - 1) and self.stage == end
+
+    def get_rank(self) -> int:
+        """This process's rank in the world."""
+        return dist.get_rank()
+
+    def get_prev_rank(self) -> int:
+        """World rank of the previous stage; of the last stage, for the first."""
+        return self.prev_rank
+
+    def get_next_rank(self) -> int:
+        """World rank of the next stage; of the first stage, for the last."""
+        return self.next_rank
+
+    def get_p2p_process_group(self) -> dist.ProcessGroup | None:
+        """The group of all stages of this pipeline."""
+        return self.p2p_group
+
+    def init_process_group_by_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
+        """The group of the given stages of this pipeline, or None where this process is at none of them.
+
+        A collective the first time: see `ProcessGroupMesh.get_group_along_axis`.
+        """
+        return self.pg_mesh.get_group_along_axis(self.pipeline_axis, stages)
+
+    @contextmanager
+    def switch_model_chunk_id(self, model_chunk_id: int) -> Iterator[None]:
+        """In the context, questions are about this chunk."""
+        previous, self.model_chunk_id = self.model_chunk_id, model_chunk_id
+        try:
+            yield
+        finally:
+            self.model_chunk_id = previous
+
+    def distribute_layers(self, num_layers: int, num_stages: Own = None, num_model_chunks: Own = None) -> list[int]:
+        """Layers of each of the p·v virtual stages, in the model's order.
+
+        Where they do not divide, the middle stages take one more: the first and last have the embedding and the head.
+
+        Raises:
+            ConfigurationError: `num_layers` is not the sum of `num_layers_per_stage`.
+        """
+        given = self.num_layers_per_stage
+        if given is not None:
+            if sum(given) != num_layers:
+                raise ConfigurationError(f"num_layers_per_stage sums to {sum(given)}: give all {num_layers} layers.")
+            return list(given)
+        parts = (num_stages or self.num_stages) * (num_model_chunks or self.num_model_chunks)
+        quotient, remainder = divmod(num_layers, parts)
+        start = parts // 2 - remainder // 2
+        return [quotient + (start <= i < start + remainder) for i in range(parts)]
+
+    def get_stage_index(
+        self, layers_per_stage: Sequence[int], stage: Own = None, num_model_chunks: Own = None, num_stages: Own = None
+    ) -> list[int] | list[list[int]]:
+        """The layers of a stage as [first, end): one such pair, or with several chunks (or in a V) one for each.
+
+        Args:
+            layers_per_stage: layers of each of the p·v virtual stages, as from `distribute_layers`.
+            stage, num_model_chunks, num_stages: instead of this process's own.
+
+        Raises:
+            ConfigurationError: `layers_per_stage` does not reach to this stage's last chunk.
+        """
+        stage = self.stage if stage is None else stage
+        p = num_stages or self.num_stages
+        v = 2 if self.use_zbv else num_model_chunks or self.num_model_chunks
+        places = [stage, 2 * p - 1 - stage] if self.use_zbv else range(stage, stage + p * v, p)
+        if min(places) < 0 or max(places) >= len(layers_per_stage):
+            raise ConfigurationError(f"Give layers for {p} x {v} stages, and a stage from 0 to {p - 1}, not {stage}.")
+        ends = [0, *itertools.accumulate(layers_per_stage)]
+        indices = [[ends[place], ends[place + 1]] for place in places]
+        return indices[0] if v == 1 else indices
+
+    def _chunk(self) -> int:
+        if not self.is_interleave:
+            return 0
+        if self.model_chunk_id is None:
+            raise UsageError("Choose a chunk by `with switch_model_chunk_id(i):`, or ask with ignore_chunk=True.")
+        return self.model_chunk_id
+
+
+logger = logging.getLogger("pipeshard")
+# Arguments that are there for speed: whatever they are, the numbers are the same, or more exact without them.
+SPEED = {
+    "broadcast_buffers": True,
+    "check_reduction": False,
+    "communication_dtype": None,
+    "ddp_bucket_cap_mb": 25,
+    "enable_all_optimization": False,
+    "enable_flash_attention": False,
+    "enable_fused_normalization": False,
+    "enable_jit_fused": False,
+    "enable_metadata_cache": True,
+    "find_unused_parameters": False,
+    "fp8_communication": False,
+    "gradient_as_bucket_view": False,
+    "make_vocab_size_divisible_by": 64,
+    "overlap_allgather": False,
+    "overlap_communication": True,
+    "overlap_p2p": True,
+    "parallel_output": True,
+    "scheduler_nodes": None,
+    "static_graph": False,
+    "zero_bucket_size_in_m": 12,
+}
+_SEQUENCES = "sequences are not divided among ranks: use pp_size, dp_size and tp_size, and recompute for long ones"
+_SCALE = "with precision='fp16' the loss scale is halved when a gradient overflows and doubled after 1000 steps "
+_SCALE += "without, between 1 and 2**32: give initial_scale alone"
+_POLICY = "pass the class as policy=..., or register it by pipeshard.register_policy"
+# The others, by their default in ColossalAI, with which they are taken, and what to use instead.
+INSTEAD: dict[str, tuple[Any, str]] = {
+    "backoff_factor": (0.5, _SCALE),
+    "cpu_offload": (False, "states stay on the device: zero_stage=1, fsdp=True and recompute=... take less memory"),
+    "custom_policy": (None, _POLICY),
+    "dp_outside": (True, "ranks are slices of one stage first, then come the stages, then the replicas"),
+    "enable_sequence_parallelism": (False, _SEQUENCES),
+    "gradient_checkpoint_config": (None, "recompute=True, a share, or a list of shares, one for each stage"),
+    "growth_factor": (2, _SCALE),
+    "growth_interval": (1000, _SCALE),
+    "hysteresis": (None, _SCALE),  # there the second overflow in a row halves
+    "inner_ring_size": (None, _SEQUENCES),
+    "max_scale": (2**32, _SCALE),
+    "min_scale": (1, _SCALE),
+    "num_layers_per_stage": (None, "partition=[...] says how many unit calls, embedding and head too, each stage gets"),
+    "sequence_parallelism_mode": (None, _SEQUENCES),
+    "sp_size": (1, _SEQUENCES),
+    "use_fp8": (False, "precision='bf16' or 'fp16'"),
+}
+ATTRIBUTES = {
+    "amp_config": "plugin.precision is its name, and plugin.scaling, with fp16, has the scale of the loss",
+    "custom_policy": _POLICY,
+    "ddp_config": "replicas are summed by pipeshard itself, there is no DistributedDataParallel",
+    "scheduler": "plugin.schedule is the schedule's name, and booster.execute_pipeline runs it",
+    "shard_config": "nothing is configured by architecture; plugin.tp_group and plugin.stage_manager have the ranks",
+    "sp_group": _SEQUENCES,
+    "zero_config": "plugin.zero_stage and plugin.fsdp say what is divided among replicas",
+}
+
+
+class ForeignAttributeError(UsageError, AttributeError):
+    """An attribute that another plugin has; `hasattr` says that it is not there."""
+
+
+def refuse_positional(values: Collection[Any]) -> None:
+    if values:
+        raise ConfigurationError(
+            f"PipelinePlugin takes pp_size alone by its place, and got {len(values)} more "
+            f"({', '.join(map(repr, values))}): name the others, as in PipelinePlugin(pp_size=2, num_microbatches=8, "
+            "tp_size=1, dp_size=1). (HybridParallelPlugin's first two are tp_size and pp_size)"
+        )
+
+
+def schedule_of(schedule: Schedule, foreign: Mapping[str, Any], known: Collection[str], warns: bool) -> Schedule:
+    """The schedule, which `pp_style` names too. Raises ConfigurationError for what else has no meaning here, and
+    warns of what has none that matters."""
+    style: Schedule = foreign.get("pp_style", schedule)
+    if schedule not in ("1f1b", style):
+        raise ConfigurationError(f"schedule={schedule!r} and pp_style={style!r}: give one of the two")
+    idle = []
+    for name, value in foreign.items():
+        if name not in (*SPEED, *INSTEAD, "pp_style"):
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f": did you mean {close[0]}?" if close else f". Known are {', '.join(known)}"
+            raise ConfigurationError(f"PipelinePlugin has no argument {name}{hint}")
+        default, instead = INSTEAD.get(name, (SPEED.get(name), None))
+        if name == "pp_style" or value is None or value == default:
+            continue
+        if instead is not None:
+            raise ConfigurationError(f"{name}={value!r} is ColossalAI's, and not known here: {instead}")
+        idle.append(f"{name}={value!r}")
+    if idle and warns:
+        logger.warning(
+            "%s: ColossalAI's options for speed, which do nothing here and change no result", ", ".join(idle)
+        )
+    return style
+
+
+def missing_attribute(name: str) -> AttributeError:
+    """What to raise for an attribute that the plugin lacks."""
+    if name in ATTRIBUTES:
+        return ForeignAttributeError(f"plugin.{name} is ColossalAI's, and not known here: {ATTRIBUTES[name]}")
+    return AttributeError(f"PipelinePlugin has no attribute {name!r}")
+
+
+_PATCH = "colossalai._analyzer._subclasses._meta_registration"
+
+
+def restore_meta_kernels() -> None:
+    """Take back what ColossalAI registers for tensors on meta, which was made for torch 1.12: with it a number read on
+    meta is 0 instead of an error, and convolutions and norms have shapes and dtypes by formulas of then."""
+    library = getattr(sys.modules.get(_PATCH), "meta_lib", None)
+    if library is not None and library._op_impls:
+        library._destroy()
+        library._op_impls.clear()

@@ -1,0 +1,160 @@
+"""Collectives: small values and tensors exchanged between ranks, without pickle."""
+
+import io
+import re
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from pipeshard.distributed.progress import NOW
+from pipeshard.errors import MessageError
+
+
+def encode(value: Any) -> bytes:
+    """The value as bytes, for `decode`.
+
+    Raises MessageError for what is not made of None, numbers, strings, bytes, tensors, dtypes, torch.Sizes, and dicts,
+    lists, tuples and sets of them: pickle would write much else, but only reads it by running code.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        decode(buffer.getvalue())
+    except Exception as error:
+        raise MessageError(
+            f"this {type(value).__name__} is not made of tensors, numbers and strings alone: {reason(error)}"
+        ) from error
+    return buffer.getvalue()
+
+
+def decode(content: bytes) -> Any:
+    """The value that `encode` was given; tensors come to the CPU, those on meta stay there."""
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line, without torch's stack, or how it would run the code that it has not run."""
+    text = str(error).strip()
+    told = re.search(r"(?:WeightsUnpickler error: |^(?=Trying to load))(.*?)( Please use|$)", text, re.MULTILINE)
+    return f"{type(error).__name__}: {told[1] if told else next(iter(text.splitlines()), '')}"
+
+
+T = TypeVar("T")
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where small messages of a group live: gloo gathers and reduces on the CPU only."""
+    on_cpu = "cpu:" in dist.get_backend_config(group)
+    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
+def gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The numbers of every rank of `group`, one row each: shape (ranks, *numbers.shape)."""
+    sent = numbers.to(device_of(group))
+    gathered = [torch.empty_like(sent) for _ in range(group.size())]
+    NOW.wait_in(group, dist.all_gather(gathered, sent, group=group, async_op=True))
+    return torch.stack(gathered).cpu()
+
+
+def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
+    """What every rank of `group` has, in their order; nothing that comes from another rank is run.
+
+    Raises MessageError, on every rank, where one has what is not made of tensors, numbers and strings alone.
+    """
+    try:
+        content, flawed = encode(value), False
+    except MessageError as error:  # which the others have to learn instead
+        content, flawed = str(error).encode(errors="backslashreplace"), True
+    heads = gather(torch.tensor([len(content), flawed]), group).tolist()
+    padded = torch.zeros(max(length for length, _ in heads), dtype=torch.uint8)
+    padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    contents = [row[:length].numpy().tobytes() for row, (length, _) in zip(gather(padded, group), heads)]
+    for rank, (content, (_, flawed)) in enumerate(zip(contents, heads)):
+        if flawed:
+            raise MessageError(f"rank {rank} of {len(heads)} cannot tell the others what it has: {content.decode()}")
+    return [decode(content) for content in contents]
+
+
+def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor | None:
+    """The scalar (or None) that global rank `source` has, on every rank of `group`, with its dtype."""
+    content = (0.0, 0.0) if value is None else (float(value), 1.0 + DTYPES.index(value.dtype))
+    message = torch.tensor(content, dtype=torch.float64, device=device_of(group))
+    NOW.wait_in(group, dist.broadcast(message, source, group=group, async_op=True))
+    number, code = message.tolist()
+    return torch.tensor(number, dtype=DTYPES[int(code) - 1], device=device) if code else None
+
+
+def sum_scalar(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of a scalar over the ranks of `group`, in its own dtype or fp32, whichever is finer."""
+    total = value.detach().to(device_of(group), torch.promote_types(value.dtype, torch.float32))
+    NOW.wait_in(group, dist.all_reduce(total, group=group, async_op=True))
+    return total.to(value)
+
+
+def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None, source: int | None = None) -> None:
+    """Give all ranks of `group` the values that the first of them, or the global rank `source`, has."""
+    if group is None or group.size() == 1 or tensor.numel() == 0:
+        return
+    flat = tensor.detach().reshape(-1).contiguous()
+    broadcast_bytes(flat, dist.get_process_group_ranks(group)[0] if source is None else source, group)
+    tensor.data.copy_(flat.view_as(tensor))
+
+
+def broadcast_bytes(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Fill a contiguous tensor with that of global rank `source`; no backend knows every dtype."""
+    if tensor.numel():
+        content = tensor.view(-1).view(torch.uint8)
+        NOW.wait_in(group, dist.broadcast(content, source, group=group, async_op=True))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, which shares its memory; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def local_grad(parameter: nn.Parameter) -> Tensor | None:
+    return None if parameter.grad is None else local(parameter.grad)
+
+
+def set_local_grad(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    parameter.grad = gradient if gradient is None else like(gradient, parameter)
+
+
+def align_grad(parameter: nn.Parameter) -> None:
+    """Slice a gradient as its parameter is, where backward has left it whole, or as parts of a sum."""
+    gradient = parameter.grad
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def like(part: Tensor, tensor: Tensor) -> Tensor:
+    """`part`, sliced as `tensor` is."""
+    if not isinstance(tensor, DTensor) or isinstance(part, DTensor):
+        return part
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a sliced tensor, gathered from the ranks that have its slices; all of them call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Whether this rank's slice is made of one part of each of several blocks, so that it is not in one place."""
+    placements = tensor.placements if isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 1 else ()
+    return any(isinstance(placement, _StridedShard) for placement in placements)
+
+
+def slice_like(value: Tensor, tensor: Tensor) -> Tensor:
+    """This rank's part of `value`, a whole tensor, sliced as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return value
+    placed: Any = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    return local(placed)

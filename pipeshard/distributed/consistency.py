@@ -1,0 +1,166 @@
+"""Consistency: all ranks make the same call, with the same model, arguments and packages, or are told where they differ."""
+
+import hashlib
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from pipeshard.distributed.collectives import gather, gather_objects
+from pipeshard.distributed.progress import NOW, Progress
+from pipeshard.distributed.watching import calling
+from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.schedule.program import Program
+
+CALLS = (
+    "",
+    "PipelinePlugin",
+    "booster.boost",
+    "execute_pipeline",
+    "optimizer.step",
+    "optimizer.clip_grad_by_norm",
+    "optimizer.get_grad_norm",
+    "booster.backward",
+    "plugin.sync_grads",
+    "plugin.recording",
+    "save_model",
+    "load_model",
+    "save_optimizer",
+    "load_optimizer",
+    "save_lr_scheduler",
+    "load_lr_scheduler",
+    "save_lora_as_pretrained",
+    "save_training_state",
+    "load_training_state",
+    "job.resume",
+    "job.step_done",
+)
+
+
+def call_of(now: Progress) -> tuple[int, int]:
+    """A number for the call that runs, and how many have begun."""
+    return CALLS.index(now.call), now.number
+
+
+def compare_calls(said: Sequence[tuple[int, ...]], named: Callable[[int], str]) -> None:
+    """Raise UsageError where ranks are at other calls, or after another number of them."""
+    if len(set(said)) > 1:
+        table = "; ".join(
+            f"{named(rank)}: {CALLS[code]}, its call {number}" for rank, (code, number) in enumerate(said)
+        )
+        raise UsageError(
+            f"the ranks are not at the same call: {table}. Every rank has to make each collective call of the plugin, "
+            "the optimizer and the booster, in the same order: look for what runs on some ranks only"
+        )
+
+
+SAID = 8  # numbers that ranks compare when they meet
+
+
+def meet(group: dist.ProcessGroup, named: Callable[[int], str], numbers: Sequence[int] = ()) -> list[list[int]]:
+    """What every rank of the world has to say at the beginning of a call, 8 numbers at most; all of them raise
+    UsageError where they are not at the same call."""
+    mine = [*call_of(NOW), *numbers, *[0] * (SAID - len(numbers))]
+    ranks = gather(torch.tensor(mine), group).tolist()
+    compare_calls([tuple(said[:2]) for said in ranks], named)
+    return [said[2 : 2 + len(numbers)] for said in ranks]
+
+
+@contextmanager
+def together_in(name: str) -> Iterator[None]:
+    """A call of the user's that every rank has to make, as the same one after the same others; also a decorator."""
+    with calling(name) as watch:
+        if watch is not None:
+            meet(watch.world, watch.named)
+        yield
+
+
+PACKAGES = ("pipeshard", "torch", "transformers", "colossalai", "peft", "accelerate")
+PLAIN = (bool, int, float, str, type(None))
+
+
+def compare_ranks(items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
+    """Raise ConfigurationError, on every rank, where one of these texts is not the same on all ranks of the world.
+
+    Digests travel; the lines themselves do where they differ, and the first one that does is named.
+    """
+    mine = {name: hashlib.blake2b("\n".join(lines).encode()).hexdigest() for name, lines in items.items()}
+    ranks = gather_objects(mine, group)
+    differs = next((name for name in mine if len({said.get(name) for said in ranks}) > 1), None)
+    if differs is None:
+        return
+    texts = gather_objects(list(items[differs]), group)
+    other = next(rank for rank, lines in enumerate(texts) if lines != texts[0])
+    pairs = zip_longest(texts[0], texts[other], fillvalue="nothing")
+    first, second = next(pair for pair in pairs if pair[0] != pair[1])
+    raise ConfigurationError(
+        f"{differs} differs between ranks: {first} on {named(0)}, but {second} on {named(other)}. Start every "
+        "rank with the same program, arguments and packages"
+    )
+
+
+def texts_of(arguments: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Arguments as texts that are the same in every process, one item for each."""
+    return {name: [f"{name}={_text(value)}"] for name, value in arguments.items()}
+
+
+def versions() -> dict[str, list[str]]:
+    """Those of Python and of the packages that training depends on."""
+    lines = [f"Python {'.'.join(platform.python_version_tuple()[:2])}"]
+    for package in PACKAGES:
+        try:
+            lines.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            lines.append(f"no {package}")
+    return {"a version": lines}
+
+
+def model_texts(model: nn.Module) -> dict[str, list[str]]:
+    """The parameters of a whole model, and which of them are trained."""
+    named = list(model.named_parameters())
+    return {
+        "the model's class": [type(model).__qualname__],
+        "the model": [f"{name} of shape {tuple(p.shape)} and {p.dtype}" for name, p in named],
+        "what is trained": [f"{name}.requires_grad={p.requires_grad}" for name, p in named],
+    }
+
+
+def optimizer_texts(optimizer: Optimizer) -> dict[str, list[str]]:
+    """The options of an optimizer's groups."""
+    groups = [
+        ", ".join(f"{key}={_text(value)}" for key, value in group.items() if key not in ("params", "param_names"))
+        for group in optimizer.param_groups
+    ]
+    return {"the optimizer": [type(optimizer).__qualname__, *(f"group {k} with {g}" for k, g in enumerate(groups))]}
+
+
+def compare_trained(trained: Mapping[str, bool], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
+    """Raise UsageError, on every rank, where ranks that share a parameter do not all train it, or all not."""
+    ranks = gather_objects(dict(trained), group)
+    for rank, of_rank in enumerate(ranks):
+        for name, flag in of_rank.items():
+            other = next((k for k, flags in enumerate(ranks) if flags.get(name, flag) != flag), None)
+            if other is not None:
+                raise UsageError(
+                    f"{name} is held by several ranks, and has requires_grad={flag} on {named(rank)}, but "
+                    f"{not flag} on {named(other)}: freeze it, or train it, on all of them"
+                )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple | range):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    if isinstance(value, Program):
+        return repr(value)
+    return getattr(value, "__qualname__", None) or type(value).__qualname__

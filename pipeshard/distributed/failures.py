@@ -1,0 +1,243 @@
+"""Failures: how a rank's fault is told to the others, who still answers, and how waits are ended."""
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from pipeshard.distributed.progress import NOW, main_stack
+
+RAISED, GONE, STALLED, ENDED = "raised", "gone", "stalled", "ended"  # kinds
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`rank` (whose `name` is "rank 2 (stage 2)") has raised an error with `message` while it was at `where`, maybe in
+    the code of `module`; or it is gone, or stalled, or has ended. `told_by` is the rank that says so."""
+
+    kind: str
+    rank: int
+    name: str
+    where: str = ""
+    module: str = ""
+    message: str = ""
+    told_by: int = -1
+    number: int = -1  # of the call of which it is told
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the ranks are asked what they do, to find out whose fault it is."""
+        return self.kind in (GONE, STALLED) and self.told_by >= 0
+
+    def __str__(self) -> str:
+        if self.kind == RAISED:
+            module = f", in {self.module}" if self.module else ""
+            return f"{self.name} failed in {self.where}{module}: {self.message}"
+        if self.kind == ENDED:
+            return f"{self.name} has ended, {self.message}, in {self.where}"
+        return self.message
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Self:
+        return cls(**json.loads(text))
+
+
+T = TypeVar("T")
+LINGER = 2.0  # seconds that the process which holds the store waits for the others at its end
+
+
+class Alarm:
+    """One Fault for each call of the user's, by its number: the first that is told counts, on every rank.
+
+    `gone` says that the store does not answer any more; then methods raise DistStoreError at once. `asked` says that
+    somebody waits for what it says, in `ask`.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        store: Any = PrefixStore("pipeshard.watch", _get_default_store())
+        self.store = store.clone()  # a connection of its own
+        self.rank, self.size, self.gone, self.asked = rank, size, False, False
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """`question()`, in a thread of its own: it hangs at a store that is silent, but this one waits until `gone`."""
+        answer: Future[T] = Future()
+
+        def put() -> None:
+            try:
+                answer.set_result(question())
+            except BaseException as error:  # it is raised by the thread that waits
+                answer.set_exception(error)
+
+        try:
+            threading.Thread(target=put, name="pipeshard-ask", daemon=True).start()
+        except RuntimeError:  # since Python 3.12 none starts where a process ends
+            return question()
+        self.asked = True
+        try:
+            while not self.gone:
+                with contextlib.suppress(TimeoutError):
+                    return answer.result(timeout=0.05)
+        finally:
+            self.asked = False
+        raise _gone()
+
+    def tell(self, fault: Fault, number: int) -> Fault:
+        """Tell all ranks, unless one was first: what they are told."""
+        self._refuse_gone()
+        text = replace(fault, number=number).to_json()
+        return Fault.from_json(self.store.compare_set(f"alarm/{number}", "", text))
+
+    def told(self, numbers: Sequence[int], patience: float = 0.0) -> Fault | None:
+        """What was told of one of these calls, at the latest in so many seconds."""
+        until = time.monotonic() + patience
+        while True:
+            self._refuse_gone()
+            key = next((key for number in numbers if self.store.check([key := f"alarm/{number}"])), None)
+            if key is not None:
+                return Fault.from_json(self.store.get(key))
+            if time.monotonic() >= until:
+                return None
+            time.sleep(0.02)
+
+    def leave(self, without: Collection[int]) -> None:
+        """At the end of the process: the one that holds the store stays until the others need it no more; `without` are
+        those that will not say so."""
+        with contextlib.suppress(RuntimeError):
+            self._refuse_gone()
+            self.store.set(f"left/{self.rank}", "")
+            until = time.monotonic() + LINGER
+            everyone = [f"left/{rank}" for rank in range(self.size) if rank not in without]
+            while self.rank == 0 and not has_agents() and time.monotonic() < until and not self.store.check(everyone):
+                time.sleep(0.02)
+
+    def _refuse_gone(self) -> None:
+        if self.gone:
+            raise _gone()
+
+
+def _gone() -> Exception:
+    return dist.DistStoreError("the store does not answer")
+
+
+def has_agents() -> bool:
+    """Whether the store is torchrun's, and not that of rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+SECONDS = 2.0  # in which a rank that lives has answered
+OWN = ("/pipeshard/", "/torch/", "/threading.py", "/contextlib.py")  # frames that are not the user's
+
+
+class RollCall:
+    """Answers in the store, one of each rank, under the number of a call."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self._answered = -1
+        self.silent: list[int] = []  # the ranks that did not answer
+
+    def answer(self, number: int) -> None:
+        """Once for each call, by the thread that watches: it lives also where the one that trains hangs."""
+        if self._answered != number:
+            self._answered = number
+            self.store.set(f"answer/{number}/{self.rank}", json.dumps(_state()))
+
+    def result(self, fault: Fault, named: Callable[[int], str]) -> Fault:
+        """The fault with a message that names who does not answer, or what everybody does."""
+        answers = self._collect(fault.number)
+        silent = self.silent = [rank for rank in range(self.size) if rank not in answers]
+        if fault.kind == GONE:
+            return replace(fault, message=_silent(silent, named, fault))
+        busy = [rank for rank, state in answers.items() if not state["waits"]]
+        found = silent or busy
+        names = ", ".join(map(named, found)) or "no rank alone"
+        table = "\n".join(f"  {named(rank)} {_line(answers.get(rank))}" for rank in range(self.size))
+        message = f"{fault.message}, because of {names}:\n{table}"
+        return replace(fault, message=message, rank=found[0] if found else -1, name=named(found[0]) if found else "")
+
+    def _collect(self, number: int) -> dict[int, Any]:
+        until = time.monotonic() + SECONDS
+        keys = {rank: f"answer/{number}/{rank}" for rank in range(self.size)}
+        while time.monotonic() < until and not self.store.check(list(keys.values())):
+            time.sleep(0.05)
+        return {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
+
+
+def _state() -> dict[str, Any]:
+    """What this process does."""
+    frames = main_stack()
+    users = [frame for frame in frames if not any(part in frame.f_code.co_filename for part in OWN)]
+    at = ""
+    if users:
+        code = users[-1].f_code
+        at = f"{code.co_filename}:{users[-1].f_lineno} in {code.co_name}"
+    seconds = time.monotonic() - NOW.since
+    return {"where": NOW.where, "waits": list(NOW.waits), "seconds": seconds, "module": NOW.module(frames), "at": at}
+
+
+def _line(state: dict[str, Any] | None) -> str:
+    if state is None:
+        return "does not answer: it is stopped, or its process or machine is gone"
+    since = f"{state['seconds']:.3g} s"
+    if state["waits"]:
+        others = ", ".join(map(str, state["waits"][:8])) + (", ..." if len(state["waits"]) > 8 else "")
+        return f"has waited {since} for rank{'s' * (len(state['waits']) > 1)} {others} in {state['where']}"
+    module = f", {state['module']}" if state["module"] else ""
+    return f"has been {since} in {state['where']}{module}" + (f" ({state['at']})" if state["at"] else "")
+
+
+def _silent(silent: list[int], named: Callable[[int], str], fault: Fault) -> str:
+    if not silent:
+        return f"a connection of rank {fault.told_by} broke in {fault.where}, but all ranks answer: look at the network"
+    names = ", ".join(map(named, silent))
+    return f"{names} is gone: it was killed, has crashed, or is cut off (seen by rank {fault.told_by} in {fault.where})"
+
+
+TAG = 7919  # of a message that nobody sends
+
+
+def abort_groups() -> None:
+    """Break the connections of all process groups, so that what waits in one, in any thread, raises at once.
+
+    Collectives of gloo cannot be aborted, but a receive that is given up takes the connections of its group along, and
+    with them all that is on its way there; one over a connection that is broken already does not. Without this a
+    process whose messages nobody takes would not even end: the threads that carry them are joined at its end.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if isinstance(group, dist.ProcessGroup) and group.size() > 1:
+            _abort(group)
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    devices = {str(device) for device in group._device_types}
+    for device in sorted(devices):
+        backend: Any = group._get_backend(torch.device(device))
+        if backend.name() != "gloo":
+            with contextlib.suppress(RuntimeError):
+                backend.abort()
+            continue
+        for other in range(group.size()):
+            if other != group.rank() and _gives_up(backend, other):
+                break
+
+
+def _gives_up(backend: Any, other: int) -> bool:
+    """Whether a receive was begun, and given up."""
+    try:
+        backend.recv([torch.empty(1)], other, TAG).wait(timedelta(milliseconds=1))
+    except RuntimeError as error:
+        return "Timed out" in str(error)
+    return False

@@ -1,0 +1,289 @@
+"""Mesh: ranks as replicas, stages and slices of a model, with a process group along each axis."""
+
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from pipeshard.errors import ConfigurationError
+
+Coordinate = tuple[int, ...]
+Axes = int | Sequence[int]
+Indices = Sequence[int] | Sequence[Sequence[int]]
+
+
+class ProcessGroupMesh:
+    """Ranks on a grid in row-major order: on a mesh of (2, 2, 2), rank 2 is at coordinate (0, 1, 0).
+
+    The groups along each single axis are those of a `torch.distributed` DeviceMesh and are made here; others are made
+    when asked for. Methods and meanings are those of `colossalai.cluster.ProcessGroupMesh` 0.5. All ranks construct it.
+
+    Args:
+        *size: ranks along each axis; their product is the world size.
+
+    Attributes:
+        shape: `size`.
+        rank: this process's rank in the world.
+
+    Raises:
+        ConfigurationError: torch.distributed is not initialized, or the sizes do not multiply to the world size.
+    """
+
+    def __init__(self, *size: int) -> None:
+        if not dist.is_initialized():
+            raise ConfigurationError(
+                "A mesh needs a world: call torch.distributed.init_process_group(...) first, in a script that is "
+                "started by torchrun --nproc-per-node N script.py."
+            )
+        if not size or min(size) < 1 or math.prod(size) != dist.get_world_size():
+            raise ConfigurationError(f"{size}: choose sizes whose product is {dist.get_world_size()}, the world size.")
+        self.shape: Coordinate = size
+        self.rank = dist.get_rank()
+        # Of the configuration, which is like "cpu:gloo,cuda:gloo" or "cuda:nccl", the first device is for messages of
+        # the mesh itself: gloo gathers on the CPU alone. The tensors that others put on the mesh are on a GPU.
+        config = dist.get_backend_config()
+        self._messages = config.split(":")[0]
+        kind = "cuda" if "cuda:" in config and torch.cuda.is_available() else self._messages
+        names = tuple(map(axis_name, range(len(size))))
+        self._device_mesh = init_device_mesh(kind, size, mesh_dim_names=names)
+        # By ranks and backend. The keys are the same on every rank, so that all agree on what is yet to be made.
+        self._groups: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup | None] = {}
+        for axis in range(len(size)):
+            for ranks in self._ranks_along(axis, None):
+                self._groups[ranks, None] = self._device_mesh.get_group(axis) if self.rank in ranks else None
+
+    def along(self, *axes: int) -> DeviceMesh:
+        """torch's own mesh of the ranks that differ from this one on these axes alone, in the order of the axes."""
+        return self._device_mesh[tuple(axis_name(axis) for axis in sorted(_axis(axis, self.shape) for axis in axes))]
+
+    def size(self, dim: int | None = None) -> int | Coordinate:
+        """Ranks along axis `dim`, or the whole shape."""
+        return self.shape if dim is None else self.shape[_axis(dim, self.shape)]
+
+    def coordinate(self, dim: int | None = None) -> int | Coordinate:
+        """This process's index on axis `dim`, or its whole coordinate."""
+        coord = self.unravel(self.rank, self.shape)
+        return coord if dim is None else coord[_axis(dim, coord)]
+
+    @staticmethod
+    def unravel(rank: int, shape: Coordinate) -> Coordinate:
+        """The coordinate of a rank. Raises ConfigurationError if the shape has no such rank."""
+        if not 0 <= rank < math.prod(shape):
+            raise ConfigurationError(f"Rank {rank} is outside a mesh of {shape}: use 0 to {math.prod(shape) - 1}.")
+        return tuple(map(int, np.unravel_index(rank, shape)))
+
+    @staticmethod
+    def ravel(coord: Coordinate, shape: Coordinate, mode: Literal["raise", "wrap", "clip"] = "raise") -> int:
+        """The rank at a coordinate; `mode` is for an index out of range, as in `numpy.ravel_multi_index`.
+
+        Raises:
+            ConfigurationError: unknown mode, wrong number of indices, or (in mode "raise") an index out of range.
+        """
+        try:
+            return int(np.ravel_multi_index(coord, shape, mode))
+        except ValueError as error:
+            raise ConfigurationError(f"{coord} is outside a mesh of {shape} in mode {mode!r}: {error}.") from error
+
+    @staticmethod
+    def get_coords_along_axis(base_coord: Coordinate, axis: Axes, indices_at_axis: Indices) -> list[Coordinate]:
+        """`base_coord` with its indices on `axis` replaced by every choice of `indices_at_axis`, the last axis fastest.
+
+        Args:
+            base_coord: where to start from.
+            axis: one axis, or several.
+            indices_at_axis: indices on that one axis, or a list of them for each of the several.
+
+        Raises:
+            ConfigurationError: no such axis, or indices that are not of this form.
+        """
+        axes = [axis] if isinstance(axis, int) else axis
+        choices: Any = [indices_at_axis] if isinstance(axis, int) else indices_at_axis
+        lists = all(isinstance(chosen, Sequence) and all(isinstance(i, int) for i in chosen) for chosen in choices)
+        if len(axes) != len(choices) or not lists:
+            raise ConfigurationError(f"Give one list of indices per axis: {indices_at_axis} does not fit axis {axis}.")
+        coords = [base_coord]
+        for at, chosen in zip([_axis(ax, base_coord) for ax in axes], choices):
+            coords = [(*coord[:at], index, *coord[at + 1 :]) for coord in coords for index in chosen]
+        return coords
+
+    def create_group_along_axis(
+        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
+    ) -> dist.ProcessGroup | None:
+        """The group of the ranks that differ from this one only on `axis`; made on all ranks where it is not there yet.
+
+        A collective: every rank of the world calls it, with the same `backend`. The axes and indices may differ.
+
+        Args:
+            axis: one axis, or several (the group then spans all their combinations).
+            indices_at_axis: indices on that one axis, or a list of them for each of the several; None means all.
+            backend: None for that of the world.
+
+        Returns:
+            The group, or None where this rank's own index is not among `indices_at_axis`.
+
+        Raises:
+            ConfigurationError: an axis or index the mesh does not have.
+        """
+        wanted = self._ranks_along(axis, indices_at_axis)[self.rank]
+        mask = torch.zeros(math.prod(self.shape), dtype=torch.int8, device=self._messages)
+        mask[list(wanted)] = 1
+        masks = mask.repeat(len(mask), 1)
+        dist.all_gather(list(masks), mask)
+        # A set's order differs between processes; new_group must be called in one order.
+        for ranks in sorted({tuple(row.nonzero().flatten().tolist()) for row in masks}):
+            if (ranks, backend) not in self._groups:
+                group = dist.new_group(list(ranks), backend=backend)
+                self._groups[ranks, backend] = group if self.rank in ranks else None
+        return self._groups[wanted, backend]
+
+    def get_group_along_axis(
+        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
+    ) -> dist.ProcessGroup | None:
+        """Like `create_group_along_axis`, but purely local once all ranks' groups of this kind exist.
+
+        A single full axis always does. For others the first call is a collective; where ranks then differ in their
+        indices, some new and some not, only `create_group_along_axis` is safe.
+        """
+        wanted = self._ranks_along(axis, indices_at_axis)
+        # Every rank's group is looked at, not only this one's, so that all come to the same decision.
+        if all((ranks, backend) in self._groups for ranks in wanted):
+            return self._groups[wanted[self.rank], backend]
+        return self.create_group_along_axis(axis, indices_at_axis, backend)
+
+    def get_ranks_in_group(self, group: dist.ProcessGroup | None) -> list[int]:
+        """The world ranks of a group that this mesh returned, ascending; none of None."""
+        return [] if group is None else list(dist.get_process_group_ranks(group))
+
+    def destroy_mesh_process_groups(self) -> None:
+        """Destroy every group made by this mesh, never the world's own; the mesh has no groups afterwards."""
+        for group in self._groups.values():
+            if group not in (None, dist.group.WORLD):
+                with suppress(ValueError):  # already gone: kept twice, or the world was destroyed first
+                    dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def _ranks_along(self, axis: Axes, indices_at_axis: Indices | None) -> list[tuple[int, ...]]:
+        """For each rank of the world, the members of the group it would be given."""
+        if indices_at_axis is None:
+            axis = [axis] if isinstance(axis, int) else axis
+            indices_at_axis = [range(self.shape[_axis(ax, self.shape)]) for ax in axis]
+        bases = itertools.product(*map(range, self.shape))
+        groups = [self.get_coords_along_axis(base, axis, indices_at_axis) for base in bases]
+        return [tuple(sorted({self.ravel(coord, self.shape) for coord in coords})) for coords in groups]
+
+
+def axis_name(axis: int) -> str:
+    """What torch's own mesh calls an axis of this one."""
+    return f"axis{axis}"
+
+
+def _axis(axis: int, shape: Coordinate) -> int:
+    if not -len(shape) <= axis < len(shape):
+        raise ConfigurationError(f"Axis {axis} is outside a mesh of {len(shape)} axes: use 0 to {len(shape) - 1}.")
+    return axis % len(shape)
+
+
+DP, PP, TP = 0, 1, 2  # the axes of the mesh
+
+
+class Grid:
+    """`dp_size` replicas of a pipeline of `pp_size` stages, each of them on `tp_size` ranks that have a slice of it.
+
+    Neighbouring ranks are slices of one stage, then come the stages, then the replicas: with (2, 2, 1) the pipelines
+    are ranks 0, 1 and ranks 2, 3.
+
+    Attributes:
+        mesh: the ranks, with the axes DP, PP and TP.
+        replica, stage, slice: this process's place on each.
+        replicas, stages, slices: the groups of the ranks that differ from this one on that axis alone.
+
+    Raises ConfigurationError where the sizes do not multiply to that of the world.
+    """
+
+    def __init__(self, pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> None:
+        for name, size in (("pp_size", pp_size), ("dp_size", dp_size), ("tp_size", tp_size)):
+            if not (isinstance(size, int) and size > 0) and (name, size) != ("dp_size", None):
+                what = {"pp_size": "stages", "dp_size": "replicas", "tp_size": "slices of each stage"}[name]
+                raise ConfigurationError(f"{name}={size!r}: the number of {what} is a positive integer")
+        world, one = dist.get_world_size() if dist.is_initialized() else pp_size, pp_size * tp_size
+        sizes = f"pp_size={pp_size}" + (f" and tp_size={tp_size}" if tp_size > 1 else "")
+        if world % one or (dp_size or world // one) * one != world:
+            wanted = f"{sizes} and dp_size={dp_size}" if dp_size else sizes
+            processes = one * (dp_size or 1)
+            raise ConfigurationError(
+                f"{wanted} but the world has {world} processes: start torchrun --nproc-per-node {processes} ..., "
+                f"{'' if dp_size else 'or a multiple of it for replicas, '}or choose sizes whose product is {world}"
+            )
+        self.mesh = ProcessGroupMesh(world // one, pp_size, tp_size)
+        self.dp_size, self.pp_size, self.tp_size = world // one, pp_size, tp_size
+        self.replica, self.stage, self.slice = self.mesh.unravel(self.mesh.rank, self.mesh.shape)
+        self.replicas, self.stages, self.slices = (self._group([axis]) for axis in (DP, PP, TP))
+        self.world = self._group([DP, PP, TP])
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.dp_size * self.pp_size * self.tp_size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is of the first replica, and of the first slice in it: one that writes for all."""
+        return self.replica == self.slice == 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.leads and self.stage == 0
+
+    def named(self, rank: int) -> str:
+        """What errors call a rank of the world, as `rank 2 (stage 2)`."""
+        replica, stage, piece = self.mesh.unravel(rank, self.mesh.shape)
+        names = (
+            [f"replica {replica}"] * (self.dp_size > 1) + [f"stage {stage}"] + [f"slice {piece}"] * (self.tp_size > 1)
+        )
+        return f"rank {rank} ({', '.join(names)})"
+
+    def at(self, stage: int, group: dist.ProcessGroup) -> int:
+        """The first global rank of `group` that is of this stage."""
+        ranks = dist.get_process_group_ranks(group)
+        return next(rank for rank in ranks if self.mesh.unravel(rank, self.mesh.shape)[PP] == stage)
+
+    @staticmethod
+    def divides(tensor: torch.Tensor, axis: int) -> bool:
+        """Whether the ranks along an axis have different slices of a tensor."""
+        if not isinstance(tensor, DTensor):
+            return False
+        names = tensor.device_mesh.mesh_dim_names or ()
+        return any(
+            name == axis_name(axis) and not p.is_replicate() for name, p in zip(names, tensor.placements, strict=True)
+        )
+
+    def sharing(self, axes: Sequence[int], stages: Sequence[int]) -> dist.ProcessGroup | None:
+        """The group of the ranks that differ from this one on `axes` alone, and on PP too where there are several
+        `stages`, of which they are then; None for a rank of none of these. A collective of the world."""
+        if len(stages) < 2:
+            return self._group(axes) if axes else None
+        chosen = [list(range(self.mesh.shape[axis])) for axis in axes]
+        return self.mesh.get_group_along_axis([*axes, PP], [*chosen, list(stages)])
+
+    def _group(self, axes: Sequence[int]) -> dist.ProcessGroup:
+        group = self.mesh.get_group_along_axis(list(axes))
+        assert group is not None
+        return group
+
+
+def own_device() -> torch.device:
+    """The GPU of this rank's number on its machine, which becomes the current one, or the CPU if there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", dist.get_rank())) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)

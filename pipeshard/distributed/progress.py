@@ -1,0 +1,99 @@
+"""Progress: what this process does at the moment, and for whom it waits."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from pipeshard.schedule.program import Action, Kind
+
+COMPUTES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
+
+
+class Progress:
+    """Written by the thread that trains, at the cost of a few attributes, and read by the one that watches it.
+
+    Attributes:
+        call: the collective call of the user's that runs, as `execute_pipeline`; "" between two.
+        number: how many of them this process has begun; the same on every rank, whatever they are.
+        action: of a step, what is done, or what the wait is for.
+        waits: the global ranks that are waited for; () while this process computes.
+        since: when the last of these changed, in seconds of `time.monotonic`.
+        longest: the most seconds between two changes within a step so far.
+        in_flight: whether messages are on their way that nobody will take if the step ends here.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, in a new world."""
+        self.call, self.number, self.in_flight = "", 0, False
+        self.action: Action | str | None = None
+        self.waits: Sequence[int] = ()
+        self.since, self.longest = time.monotonic(), 0.0
+        self.model: nn.Module | None = None  # whose modules' names errors tell
+        self.chunks: Sequence[int] = ()  # the stages of this process
+
+    def start(self, action: Action | str) -> None:
+        """The next action of a step, or what it does beside the schedule's."""
+        now = time.monotonic()
+        self.longest = max(self.longest, now - self.since)
+        self.action, self.since = action, now
+
+    def wait(self, work: Any, ranks: Sequence[int]) -> None:
+        """`work.wait()`, which these ranks have a part in; if it raises, `waits` still tells them."""
+        self.waits, self.since = ranks, time.monotonic()
+        work.wait()
+        now = time.monotonic()
+        if self.action is not None:
+            self.longest = max(self.longest, now - self.since)
+        self.waits, self.since = (), now
+
+    def wait_in(self, group: dist.ProcessGroup, work: Any) -> None:
+        """The same for a collective of `group`."""
+        self.wait(work, [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()])
+
+    def enter(self, call: str) -> None:
+        self.number += 1
+        self.call, self.action, self.waits, self.since = call, None, (), time.monotonic()
+
+    def leave(self) -> None:
+        self.call, self.action, self.waits, self.since, self.in_flight = "", None, (), time.monotonic(), False
+
+    @property
+    def where(self) -> str:
+        """As in `execute_pipeline, F3@2 (forward of microbatch 3 on stage 2)`."""
+        if not self.call:
+            return "the program, between two calls"
+        if self.action is None or isinstance(self.action, str):
+            return ", ".join(filter(None, [self.call, self.action]))
+        kind, i, stage = self.action
+        chunk = f", chunk {list(self.chunks).index(stage)}" if len(self.chunks) > 1 and stage in self.chunks else ""
+        what = f"{COMPUTES[kind]} of microbatch {i} on stage {stage}{chunk}" if kind.is_compute else f"microbatch {i}"
+        return f"{self.call}, {self.action} ({what})"
+
+    def module(self, frames: Iterable[FrameType]) -> str:
+        """The name of the innermost module whose code runs in these frames, the outermost first; "" for none."""
+        if self.model is None:
+            return ""
+        names = {id(module): name for name, module in self.model.named_modules() if name}
+        found = [names[id(frame.f_locals.get("self"))] for frame in frames if id(frame.f_locals.get("self")) in names]
+        return found[-1] if found else ""
+
+
+NOW = Progress()  # a process trains in one thread
+
+
+def main_stack() -> list[FrameType]:
+    """The frames of the main thread, the outermost first."""
+    frame, frames = sys._current_frames().get(threading.main_thread().ident or 0), []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames[::-1]

@@ -1,0 +1,119 @@
+"""PipelineModel: what a model is to its user once it is boosted, on a stage or in one process."""
+
+from typing import Any
+
+import torch
+from colossalai.interface import ModelWrapper
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pipeshard.batch.media import read_batch
+from pipeshard.distributed.consistency import together_in
+from pipeshard.engine.engine import Pipeline
+from pipeshard.errors import UsageError
+from pipeshard.ghost import guard
+
+
+class Whole:
+    """Calls the model of a pipeline of one stage, outside of its steps, and adds the gradients of a loss."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self._adding = False  # inside `backward`
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> "Whole | None":
+        """None where this process has a part of the model only, or gathers it in steps."""
+        grid = pipeline.grid
+        return cls(pipeline) if grid.pp_size == grid.tp_size == 1 and not pipeline.plugin.fsdp else None
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's output. Its own `loss.backward()` is refused where that would not do."""
+        pipeline, precision = self.pipeline, self.pipeline.precision
+        pipeline.refuse_blank()
+        if torch.is_grad_enabled():
+            pipeline.gradients.add_to()
+        with precision.running():
+            if not precision.lowers:
+                output = pipeline.model(*args, **kwargs)
+            elif args and kwargs:
+                raise UsageError("model(...) in 16 bits gets a batch by name or by place, not both: name all of it")
+            else:
+                output = precision.of_batch(read_batch(pipeline.model, kwargs or args)).call(pipeline.model)
+        if pipeline.grid.dp_size > 1 or pipeline.plugin.scaling is not None:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._refuse_plain)
+        return output
+
+    @together_in("booster.backward")
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of the mean of the replicas' losses, each as it is."""
+        pipeline, sync = self.pipeline, self.pipeline.sync
+        pipeline.gradients.add_to()
+        if problems := sync.problems():
+            raise UsageError(problems[0])
+        sync.begin()
+        self._adding = True
+        try:
+            loss.backward(torch.full_like(loss, pipeline.scale / pipeline.grid.dp_size))
+        finally:
+            self._adding = False
+        sync.finish(pipeline.synchronizes)
+        pipeline.gradients.added()
+
+    def _refuse_plain(self, _: Tensor) -> None:
+        if not self._adding:
+            raise UsageError(
+                "loss.backward() would neither scale the loss, for precision='fp16', nor sum gradients over replicas: "
+                "call booster.backward(loss, optimizer)"
+            )
+
+
+# By what it asks of a model first one knows who is about to wrap it.
+ASKED_BY = {
+    "_ddp_params_and_buffers_to_ignore": "DistributedDataParallel",
+    "_is_accelerate_prepared": "accelerate (accelerator.prepare, or transformers' Trainer)",
+}
+
+
+class PipelineModel(ModelWrapper):
+    """A boosted model: `unwrap()` is the model itself, of which this rank holds one stage."""
+
+    def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
+        super().__init__(module)
+        self.pipeline, self.whole = pipeline, Whole.of(pipeline)
+        guard(self)
+
+    def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
+        """The model that was boosted, a PeftModel too: ColossalAI would give its base, without the adapters' names."""
+        module: nn.Module = self.module
+        return module
+
+    def __getattr__(self, name: str) -> Any:
+        """What the model has: its config, `generate`, `gradient_checkpointing_enable`, ..."""
+        if name in ASKED_BY:
+            raise UsageError(
+                f"{ASKED_BY[name]} would wrap a model that was boosted: its replicas, its optimizer and its steps are "
+                "the booster's already. Train it by booster.execute_pipeline(...), or get the whole model for other "
+                "uses by pipeshard.to_sequential(model)"
+            )
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__"):
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, where this process has all of it (pp_size=1); its loss goes to `booster.backward`.
+
+        Raises UsageError on a stage.
+        """
+        if self.whole is not None:
+            return self.whole.call(args, kwargs)
+        raise UsageError(
+            f"this process holds stage {self.pipeline.rank} of {self.pipeline.num_stages} only, so model(...) cannot "
+            "be called: use booster.execute_pipeline(data_iter, model, criterion, optimizer, return_outputs=True), "
+            "under torch.no_grad() for evaluation"
+        )

@@ -1,0 +1,190 @@
+"""Stage: one part of the model, run forward and backward on one microbatch at a time."""
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.criterion import Criterion, sum_and_count
+from pipeshard.engine.nan_check import Finite
+from pipeshard.engine.outputs import Outputs
+from pipeshard.engine.weight_grad import Deferral, Gradients
+from pipeshard.errors import TraceError, UsageError
+from pipeshard.graph.taint import Value, casting
+from pipeshard.split.replay import Replay
+from pipeshard.split.route import Route
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One microbatch with its route through a stage; `weight` is its loss's share in that of the batch, where the
+    criterion's count is `counted` in it that of its sum."""
+
+    batch: Batch
+    route: Route
+    deltas: tuple[int, ...]
+    weight: float
+    counted: bool = False
+
+    def shape(self, value: Value) -> tuple[tuple[int, ...], torch.dtype]:
+        shape = self.route.sizes(self.deltas)[value.call][value.leaf]
+        assert shape is not None
+        return shape, self.route.flow.spec(value).dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """What a backward needs of its forward: the leaves that entered and are to get a gradient, and where the graph of
+    each value that left begins (None: it has no graph). The values themselves are free once they are sent. `others`
+    entered, too, and are to get no gradient."""
+
+    entered: list[Tensor]
+    others: list[tuple[Value, Tensor]]
+    left: list[GradientEdge | None]
+    loss: Tensor | None
+
+
+class Stage:
+    """Runs the model as stage `index` does: `forward`, `backward` and `weight` of microbatch i, in any legal order.
+
+    The last stage computes the loss: `loss` sums it over the microbatches, and `outputs` takes what is wanted of the
+    model's outputs. Forwards run inside `around()` and `carry(route)`. Where `deferral` is installed, `backward` leaves
+    weight gradients to `weight` if it is split, and else those of large embeddings to its own end.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        replay: Replay,
+        index: int,
+        is_last: bool,
+        deferral: Deferral,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        finite: Finite | None = None,
+        carry: Callable[[Route], AbstractContextManager[object]] = lambda route: nullcontext(),
+    ) -> None:
+        self.model, self.replay, self.index, self.is_last, self.deferral = model, replay, index, is_last, deferral
+        self.around, self.finite, self.carry = around, finite, carry
+
+    def begin(
+        self,
+        microbatches: Sequence[Microbatch],
+        criterion: Criterion | None,
+        train: bool,
+        outputs: Outputs,
+        scale: float = 1.0,
+        splits: Collection[int] = (),
+    ) -> None:
+        """Get ready for a step; gradients are to be those of the loss times `scale`. `splits`: the microbatches whose
+        backward has a `weight` of its own."""
+        self.microbatches, self.criterion, self.train, self.outputs = microbatches, criterion, train, outputs
+        self.scale, self.splits = scale, splits
+        self.replay.criterion = criterion
+        self.loss: Tensor | None = None
+        self.alive: dict[int, Alive] = {}
+        self.pending: dict[int, list[Gradients]] = {}
+
+    def end(self) -> None:
+        """Keep nothing of the step but `loss`."""
+        self.alive.clear()
+        self.pending.clear()
+        self.replay.repeats.clear()
+
+    def entering(self, i: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what `forward(i, ...)` takes."""
+        microbatch = self.microbatches[i]
+        return [microbatch.shape(value) for value in microbatch.route.enters.values]
+
+    def returning(self, i: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what `backward(i, ...)` takes."""
+        microbatch = self.microbatches[i]
+        return [microbatch.shape(value) for value in microbatch.route.leaves.gradients]
+
+    def forward(self, i: int, entering: Sequence[Tensor]) -> list[Tensor]:
+        """Run microbatch i on what the previous stage sent; returns what the next stage is to get."""
+        microbatch = self.microbatches[i]
+        route = microbatch.route
+        self.deferral.whole = i not in self.splits
+        received = dict(zip(route.enters.values, entering, strict=True))
+        if self.train:
+            for value, tensor in received.items():
+                tensor.requires_grad_(route.flow.spec(value).requires_grad)
+        self.replay.randomness.microbatch(i)
+        with self.around(), self.carry(route):
+            forward = partial(microbatch.batch.call, self.model)
+            # Of a leaf autocast would keep what it cast it to: gradients would be summed there, in 16 bits.
+            lent = {value: t.view_as(t) for value, t in received.items()} if casting() else received
+            output, made = self.replay.run(route, microbatch.deltas, lent, forward)
+            loss = self._loss(output, microbatch) if self.is_last else None
+        if self.train:
+            entered = [received[value] for value in route.enters.gradients]
+            returned = set(route.enters.gradients)
+            others = [(value, t) for value, t in received.items() if t.requires_grad and value not in returned]
+            self.alive[i] = Alive(entered, others, [_edge(made[value]) for value in route.leaves.gradients], loss)
+        sent = [made[value].detach().contiguous() for value in route.leaves.values]
+        if self.finite is not None:
+            units = [route.flow.calls[value.call].unit for value in route.leaves.values]
+            self.finite.forward(i, units, sent, loss if microbatch.weight else None)  # 0/0 without labels
+        return sent
+
+    def backward(self, i: int, returning: Sequence[Tensor]) -> list[Tensor]:
+        """Back-propagate the gradients of what `forward(i)` returned; returns those of what it took."""
+        alive, weight = self.alive.pop(i), self.microbatches[i].weight
+        self.deferral.whole = i not in self.splits  # units that recompute run forward again
+        if not self.is_last:
+            pairs = [(edge, grad) for edge, grad in zip(alive.left, returning, strict=True) if edge is not None]
+        elif alive.loss is not None and weight != 0:  # no label: no gradient, rather than 0/0
+            pairs = [(get_gradient_edge(alive.loss), torch.full_like(alive.loss, weight * self.scale))]
+        else:
+            pairs = []
+        self.pending[i] = self.deferral.begin(edge for edge, _ in pairs)
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+        self.deferral.end()
+        if self.deferral.whole:
+            self.deferral.finish(self.pending.pop(i))
+        self._refuse_lost(i, alive.others)
+        sent = [torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in alive.entered]
+        if self.finite is not None:
+            self.finite.backward(i, sent)
+        return sent
+
+    def _refuse_lost(self, i: int, others: Sequence[tuple[Value, Tensor]]) -> None:
+        for value, tensor in others:
+            if tensor.grad is not None:
+                unit = self.microbatches[i].route.flow.calls[value.call].unit
+                raise TraceError(
+                    f"result {value.leaf} of unit {unit}, which another stage sent to stage {self.index}, gets a "
+                    "gradient where the trace has seen none, so that nobody sends it back: the model takes another way "
+                    "than in the trace. Let it depend on attributes and configs alone, or pass dry_run_input=<a batch "
+                    "of this kind>"
+                )
+
+    def weight(self, i: int) -> None:
+        """Add up the weight gradients that `backward(i)` has left."""
+        self.deferral.finish(self.pending.pop(i))
+        if self.finite is not None:
+            self.finite.backward(i)
+
+    def _loss(self, output: Any, microbatch: Microbatch) -> Tensor | None:
+        loss, count = sum_and_count(output, self.criterion, microbatch.batch)
+        mean = loss if loss is None or count is None else loss / count
+        self.outputs.keep(output, mean, microbatch.batch)
+        loss = loss if microbatch.counted else mean
+        if loss is None:
+            if self.train:
+                raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
+            return None
+        share = loss.detach() * microbatch.weight if microbatch.weight != 0 else torch.zeros_like(loss)
+        self.loss = share if self.loss is None else self.loss + share
+        return loss
+
+
+def _edge(tensor: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(tensor) if tensor.requires_grad else None

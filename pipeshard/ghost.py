@@ -1,0 +1,177 @@
+"""Ghost: what a stage keeps of a parameter that it does not hold."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeshard.errors import UsageError
+
+# Functions and attributes that tell, or set, nothing of the values; `is_...` beside them.
+KNOWN = {"__len__", "_backward_hooks", "_base", "_grad", "_has_compatible_shallow_copy_type", "_is_view", "_version"}
+KNOWN |= {"__dir__", "_post_accumulate_grad_hooks", "device", "dim", "dtype", "element_size", "get_device", "grad"}
+KNOWN |= {"grad_dtype", "grad_fn", "has_names", "itemsize", "layout", "name", "names", "nbytes", "ndim", "ndimension"}
+KNOWN |= {"nelement", "numel", "output_nr", "register_hook", "register_post_accumulate_grad_hook", "requires_grad"}
+KNOWN |= {"requires_grad_", "result_type", "retain_grad", "retains_grad", "shape", "size", "storage_offset", "stride"}
+KNOWN |= {"untyped_storage", *(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn"))}
+KNOWN |= {f"new_{kind}" for kind in ("empty", "empty_strided", "zeros", "ones", "full")}
+# Those that give the tensor itself back where it is of that dtype and on that device already.
+CONVERTING = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"}
+OPERATORS = "add", "sub", "mul", "matmul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor"
+WRITING = {"__setitem__", *(f"__i{operator}__" for operator in OPERATORS)}  # and all whose names end in "_"
+_inside = 0
+
+
+@contextmanager
+def inside_pipeshard() -> Iterator[None]:
+    """Around what pipeshard does with a model, whose glue runs on every stage and meets what others hold.
+
+    Inference mode becomes no_grad: what is kept from one step to the next (buffers, blanks, weights) is to be trained
+    with, too.
+    """
+    global _inside  # not of this thread alone: backward passes have threads of their own
+    _inside += 1
+    try:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                yield
+        else:
+            yield
+    finally:
+        _inside -= 1
+
+
+class Ghost(nn.Parameter):
+    """A released parameter: visible under its names, with shape, dtype and device, but frozen and without values.
+
+    Whoever reads or writes its values, copies or pickles it, gets a UsageError that names it. Inside pipeshard, where
+    glue may do so as long as nothing depends on it, it reads as not-a-number, and what is written to it is dropped.
+
+    Attributes:
+        pipeshard_trainable: whether the parameter is trained, on the stages that hold it.
+        label: its name, and where it is.
+    """
+
+    pipeshard_trainable: bool
+    label: str
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, device: torch.device, label: str) -> "Ghost":
+        ghost = cls(_blank(parameter.shape, parameter.dtype, device), requires_grad=False)
+        ghost.pipeshard_trainable, ghost.label = parameter.requires_grad, label
+        return ghost
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        sets = func.__name__ == "__set__"
+        name = getattr(func.__self__, "__name__", "") if sets or func.__name__ == "__get__" else func.__name__
+        asks = name == "type" and len(args) + len(kwargs) == 1
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in KNOWN or asks or (name.startswith("is_") and name != "is_nonzero"):
+                return func(*args, **kwargs)
+            if name in CONVERTING and isinstance(args[0], Ghost):
+                number = args[0].as_strided((), ())
+                if func(number, *args[1:], **kwargs) is number:
+                    return args[0]
+            if sets and name == "data" and (args[1] is args[0] or _inside):
+                return None
+            if not _inside:
+                raise unheld(next(_ghosts((args, kwargs))), name)
+            if name in ("data", "detach"):  # what is written to it is written to the ghost
+                return args[0]
+            if name in WRITING or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
+                return _written(func, name, args, kwargs)
+            return func(*args, **kwargs)
+
+    def lower(self, dtype: torch.dtype | None) -> None:
+        """Become one of this dtype."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.data = _blank(self.shape, dtype, self.device)
+
+    def __deepcopy__(self, memo: Any) -> "Ghost":
+        if not _inside:
+            raise unheld(self, "copy.deepcopy")
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise unheld(self, "pickle")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Ghost of shape {tuple(self.shape)} and {self.dtype}: {self.label}"
+
+
+def unheld(ghost: Ghost, what: str) -> UsageError:
+    advice = (
+        "Save the model by booster.save_model(model, folder, shard=True), adapters by "
+        "booster.save_lora_as_pretrained(model, folder), load it by booster.load_model(model, folder), get the whole "
+        "of it by pipeshard.to_sequential(model); every rank has to call these"
+    )
+    if what in (*CONVERTING, "_apply", "share_memory_"):
+        advice = "Move or convert a model before booster.boost, or pass precision=... to PipelinePlugin"
+    return UsageError(f"{what}: {ghost.label}. {advice}")
+
+
+class Guarded:
+    """In the place of a method of a module that has ghosts: refused before it has written or changed anything."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if isinstance(parameter, Ghost) and not _inside and self._needs(name, parameter, *args, **kwargs):
+                raise unheld(parameter, self.name)
+        return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
+
+    def _needs(self, name: str, ghost: Ghost, argument: Any = None, *_: Any, state_dict: Any = None, **__: Any) -> bool:
+        """Whether a call with these arguments takes or changes the ghost's values."""
+        if self.name == "_apply":
+            return argument(ghost) is not ghost
+        if self.name == "load_state_dict":
+            return name in (argument if state_dict is None else state_dict)
+        return state_dict is None  # else what is saved are the caller's own
+
+
+def guard(model: nn.Module) -> None:
+    """Guard the methods of all modules with ghosts that would otherwise fail half-way."""
+    for module in model.modules():
+        if any(isinstance(parameter, Ghost) for parameter in module.parameters()):
+            for name in ("_apply", "load_state_dict", "save_pretrained", "push_to_hub"):
+                if hasattr(type(module), name):
+                    module.__dict__[name] = Guarded(module, name)
+
+
+def _blank(shape: torch.Size, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    """A tensor of not-a-number, zeros where there is none, that takes the memory of one."""
+    has_nan = dtype is None or dtype.is_floating_point or dtype.is_complex
+    return torch.full((), float("nan") if has_nan else 0, dtype=dtype, device=device).expand(shape)
+
+
+def _ghosts(values: Iterable[Any]) -> Iterator[Ghost]:
+    for value in values:
+        if isinstance(value, Ghost):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _ghosts(value)
+        elif isinstance(value, dict):
+            yield from _ghosts(value.values())
+
+
+def _written(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+    """A write in place, without the ghosts among its targets; what this rank holds may not be made of ghosts."""
+    targets = kwargs.get("out", next(iter((*args, *kwargs.values()))))
+    if isinstance(targets, Ghost):
+        return targets
+    targets = list(targets) if isinstance(targets, list | tuple) else [targets]
+    held = [k for k, target in enumerate(targets) if not isinstance(target, Ghost)]
+    if not held:
+        return None
+    if len(held) < len(targets):  # those of a _foreach operator, with lists that are as long
+        args = tuple([arg[k] for k in held] if isinstance(arg, list | tuple) else arg for arg in args)
+    lost = next(_ghosts((args, kwargs)), None)
+    if lost is not None and any(isinstance(targets[k], nn.Parameter) for k in held):
+        raise unheld(lost, f"{name} of a parameter that this rank holds")
+    return func(*args, **kwargs)

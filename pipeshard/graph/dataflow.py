@@ -1,0 +1,259 @@
+"""Dataflow: which unit results each unit call, the loss and the outputs depend on."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from types import EllipsisType
+from typing import Any, Self
+
+from pipeshard.batch.tree import field_of
+from pipeshard.graph.question import Question
+from pipeshard.graph.shapes import Axes, TensorSpec
+from pipeshard.graph.snapshot import Path
+from pipeshard.graph.taint import Hidden, Hook, Hooked, Input, Kept, Tag, Used, Value
+from pipeshard.graph.unit_outputs import Part
+
+Wanted = bool | frozenset[str]  # of the model's output: all of it, nothing but the loss, or these fields
+
+
+@dataclass(frozen=True)
+class Use:
+    """What something depends on: unit results, parameters glue reads itself, leaves of the batch, calls whose hidden
+    state it sees, tensors to whose gradient glue listens, and places in which something is since an earlier forward."""
+
+    values: frozenset[Value] = frozenset()
+    parameters: frozenset[str] = frozenset()
+    inputs: frozenset[str] = frozenset()
+    hidden: frozenset[int] = frozenset()
+    hooks: frozenset[int] = frozenset()
+    kept: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, tags: frozenset[Tag]) -> Self:
+        return cls(
+            frozenset(tag for tag in tags if isinstance(tag, Value)),
+            frozenset(tag.name for tag in tags if isinstance(tag, Used)),
+            frozenset(tag.path for tag in tags if isinstance(tag, Input)),
+            frozenset(tag.call for tag in tags if isinstance(tag, Hidden)),
+            frozenset(tag.hook for tag in tags if isinstance(tag, Hooked)),
+            frozenset(tag.name for tag in tags if isinstance(tag, Kept)),
+        )
+
+    def joined(self, *others: Self) -> Self:
+        """All that this and the others depend on."""
+        uses = self, *others
+        names = [part.name for part in fields(self)]
+        return replace(self, **{name: frozenset().union(*(getattr(use, name) for use in uses)) for name in names})
+
+    def until(self, call: int) -> Self:
+        """Of this, what is there before a call."""
+        values = frozenset(value for value in self.values if value.call < call)
+        return replace(self, values=values, hidden=frozenset(made for made in self.hidden if made < call))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a unit: what it reads, and what leaves it, the result first.
+
+    `leaves` are TensorSpecs and constants, those of all parts in their order. The gradient of leaf k flows on to
+    `differentiated[k]`, those of the values read that it was computed from so that one does. `flops` and `elements`
+    (numbers made by its operators) are those of one forward at the traced size; to `flops` belong those of glue with
+    parameters of its own before the call. `writes` is whether it changes an argument in place, `is_cut` whether it is a
+    CutPoint.
+    """
+
+    unit: str
+    reads: Use
+    differentiated: tuple[frozenset[Value], ...]
+    parts: tuple[Part, ...]
+    leaves: tuple[Any, ...]
+    flops: int
+    elements: int
+    writes: bool = False
+    is_cut: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether it leaves something at a place: in a buffer, an attribute, an object that it is given."""
+        return any(part.source.place for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A place in which one forward leaves something to the next.
+
+    `path` is the way there from the model. `writers` are the unit calls that leave it, -1 for glue. After `until` calls
+    it does not change any more as far as others than its writer are concerned, where None stands for the end of the
+    forward. `uses` is what it is made of in one forward, and `readers` are the unit calls that depend on it in the
+    next, -1 for the loss and the outputs. `kind` is "tensor" for one that is written to in place, "parameter" where it
+    is one, "settled" for a parameter that the next forward does not write to, "generator", "number" for one that is
+    another in each forward, or "".
+    """
+
+    name: str
+    path: Path
+    writers: frozenset[int]
+    until: int | None
+    uses: Use
+    readers: frozenset[int]
+    kind: str = ""
+
+    @property
+    def makers(self) -> frozenset[int]:
+        """The calls without whose results it is not what it should be."""
+        of_units = self.writers if -1 not in self.writers else frozenset()
+        return of_units | self.uses.hidden | {value.call for value in self.uses.values}
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """The unit calls of one forward in their order, and what the loss and the outputs need of them.
+
+    `outputs` are the tensor leaves of the model's output: (path, use, spec). `written` are values that are changed
+    in place after they were made. `decisions` are lines of glue that decide in Python on an activation, `consulted`
+    the leaves of the batch it decides on, or writes to (`rewritten`), `watched` those among them whose values are part
+    of what the Dataflow is for: sizes of images, and masks that select. `glue_random` is whether glue draws random
+    numbers, `python_random` whether anything draws from `random` or numpy's generator. `tail` are the flops of glue
+    with parameters of its own after the last call. `touched` are values that operators of glue were given, `questions`
+    what it asked of the batch's values: the Dataflow is for batches with the same answers. `hooks` are those that glue
+    puts on gradients, `carried` is what is left to the next forward. `together` are the calls that the model's own
+    checkpoints run again in the backward pass, the first and the last of each.
+    """
+
+    calls: tuple[Call, ...]
+    loss: Use | None
+    outputs: tuple[tuple[str, Use, TensorSpec], ...]
+    written: frozenset[Value]
+    decisions: tuple[str, ...]
+    consulted: frozenset[str]
+    watched: frozenset[str]
+    axes: Axes
+    glue_random: bool = True
+    python_random: bool = False
+    tail: int = 0
+    touched: frozenset[Value] = frozenset()
+    questions: tuple[Question, ...] = ()
+    hooks: tuple[Hook, ...] = ()
+    rewritten: frozenset[str] = frozenset()
+    carried: tuple[Carried, ...] = ()
+    together: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def occurrences(self) -> tuple[tuple[str, int], ...]:
+        """The unit of each call, and how many calls of it came before."""
+        seen: Counter[str] = Counter()
+        keys = []
+        for call in self.calls:
+            keys.append((call.unit, seen[call.unit]))
+            seen[call.unit] += 1
+        return tuple(keys)
+
+    @cached_property
+    def cut_points(self) -> tuple[int, ...]:
+        """The calls of CutPoints, if there are any: a cut is after one of them, and nowhere else."""
+        return tuple(k for k, call in enumerate(self.calls) if call.is_cut)
+
+    @property
+    def ends_in_cut(self) -> bool:
+        """Whether a cut may come after the last call, so that the last stage runs none."""
+        return bool(self.calls) and self.calls[-1].is_cut
+
+    @cached_property
+    def receiving(self) -> frozenset[Value]:
+        """The values that get a gradient of the loss; one that only integers or frozen units are made of gets none."""
+        found = set(self.loss.values if self.loss is not None else ())
+        hidden = set(self.loss.hidden if self.loss is not None else ())
+        sealed = min(hidden, default=len(self.calls))
+        for index in range(len(self.calls) - 1, -1, -1):
+            made = {value for value in found if value.call == index and self.spec(value).requires_grad}
+            of_leaves, seen = self.calls[index].differentiated, index in hidden or index >= sealed
+            if made or seen:
+                found.update(*(of_leaves if seen else (of_leaves[value.leaf] for value in made)))
+                hidden |= self.calls[index].reads.hidden
+        return frozenset(value for value in found if self.spec(value).requires_grad)
+
+    def spec(self, value: Value) -> TensorSpec:
+        spec: TensorSpec = self.calls[value.call].leaves[value.leaf]
+        return spec
+
+    def is_aside(self, value: Value) -> bool:
+        """Whether the value leaves its unit other than by the unit's result."""
+        return value.leaf >= self.calls[value.call].parts[0].tree.num_leaves
+
+    def uses(self) -> list[Use]:
+        """All that units, the loss and the outputs depend on."""
+        return [*(call.reads for call in self.calls), self.needed(True)]
+
+    def needed(self, outputs: Wanted = False) -> Use:
+        """What the last stage needs: for the loss, and for the outputs asked for, or all where there is no loss."""
+        if isinstance(outputs, frozenset):
+            uses = [use for path, use, _ in self.outputs if field_of(path) in outputs]
+        else:
+            uses = [use for _, use, _ in self.outputs] if outputs or self.loss is None else []
+        uses += [self.loss] if self.loss is not None else []
+        return Use(
+            frozenset().union(*(use.values for use in uses)),
+            frozenset().union(*(use.parameters for use in uses)),
+            frozenset().union(*(use.inputs for use in uses)),
+            frozenset().union(*(use.hidden for use in uses)),
+            frozenset().union(*(use.hooks for use in uses)),
+        )
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Layers in a row: what each hands on to the next, and what layers read beside it that was made earlier.
+
+    Both name floating-point tensors, for people; how many there are is confirmed. Fewer are fine (a configuration may
+    have no position bias), and `...` as the last one stands for any number. Layers are the members of one list; what
+    runs between two of them counts with the first. Free are how a list is entered, masks and other integers, what the
+    loss and the outputs read, what a layer itself has left in an earlier pass (a cache), and lists whose members stand
+    beside each other (a head per codebook).
+    """
+
+    handed_on: tuple[str, ...]
+    beside: tuple[str | EllipsisType, ...] = ()
+
+    def __str__(self) -> str:
+        names = ", ".join("..." if name is ... else name for name in self.beside)
+        beside = f"and beside it {names}" if names else "and nothing else"
+        return f"each layer reads {', '.join(self.handed_on)} of the one before it {beside}"
+
+    def mismatch(self, flow: Dataflow) -> str:
+        """What the first layer that reads something else reads; "" if there is none."""
+        for before, layer in layers(flow):
+            unit, values = flow.calls[layer].unit, _activations(flow, layer)
+            values -= {v for v in values if flow.calls[v.call].unit == unit and (v.call < before or flow.is_aside(v))}
+            handed_on = {value for value in values if value.call >= before and not flow.is_aside(value)}
+            beside = values - handed_on
+            too_many = ... not in self.beside and len(beside) > len(self.beside)
+            if not handed_on or len(handed_on) > len(self.handed_on) or too_many:
+                return (
+                    f"{unit} reads {_makers(flow, handed_on)} where it comes after "
+                    f"{flow.calls[before].unit}, and beside it {_makers(flow, beside)}"
+                )
+        return ""
+
+
+def layers(flow: Dataflow) -> Iterator[tuple[int, int]]:
+    """The calls of each two layers that follow each other in one list, in one pass through it."""
+    calls: dict[str, list[tuple[int, int]]] = {}
+    for k, call in enumerate(flow.calls):
+        name, _, member = call.unit.rpartition(".")
+        if member.isdigit():
+            calls.setdefault(name, []).append((k, int(member)))
+    for of_list in calls.values():
+        pairs = [(k, n) for (k, member), (n, following) in itertools.pairwise(of_list) if following >= member]
+        if any(value.call >= before for before, layer in pairs for value in _activations(flow, layer)):
+            yield from pairs
+
+
+def _activations(flow: Dataflow, reader: int) -> set[Value]:
+    return {value for value in flow.calls[reader].reads.values if flow.spec(value).dtype.is_floating_point}
+
+
+def _makers(flow: Dataflow, values: set[Value]) -> str:
+    """The units that made these values, each with the number of the value among all that leave it."""
+    return ", ".join(f"{flow.calls[value.call].unit}[{value.leaf}]" for value in sorted(values)) or "nothing"

@@ -1,0 +1,259 @@
+"""Meter: what each unit call of a trace costs, and what autograd keeps of it, at the sizes of the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from pipeshard.errors import TraceError
+from pipeshard.graph.shapes import TensorSpec, stand_in
+from pipeshard.graph.taint import SHAPED, Hidden, Taint, Value, storage_of
+
+aten = torch.ops.aten
+
+
+class FusedAttention(TorchFunctionMode):
+    """Attention by shape as fused kernels do it: what they keep are inputs, result and a number a row, no scores."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and args and isinstance(args[0], Tensor) and args[0].is_meta:
+            return _attention(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attention(
+    plain: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    learned = attn_mask is not None and attn_mask.requires_grad
+    if learned or query.ndim != 4 or query.shape[-1] != value.shape[-1]:
+        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    fused = aten._scaled_dot_product_flash_attention_for_cpu
+    return fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    batch, heads, rows, width = query.shape
+    return 2 * batch * heads * rows * key.shape[2] * (width + value.shape[-1])
+
+
+def _grouped_flops(tokens: Tensor, weights: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
+    return 2 * math.prod(out_val.shape) * tokens.shape[-1]
+
+
+# Operators that torch's own table of rules has not.
+FLOPS: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._grouped_mm: _grouped_flops,
+}
+NO_WORK = {aten.detach, aten._unsafe_view, aten.lift_fresh}  # results are their inputs, seen another way
+
+
+@dataclass(frozen=True)
+class Work:
+    """One call of a unit at the traced sizes, and the glue between the call before it and this one.
+
+    `flops` and `elements` (numbers made) are those of one forward; `by_parameter` are the flops of operators that read
+    a parameter of the unit, by its name there (that of the largest: not the bias). `kept` are the bytes of each tensor
+    that autograd keeps for the backward, parameters aside: a result of a unit under its `Value`, another one under a
+    key that all calls share which keep it.
+    """
+
+    flops: int
+    elements: int
+    by_parameter: Mapping[str, int]
+    kept: Mapping[Hashable, int]
+
+
+class _Kept:
+    """Stands in for a tensor that autograd keeps, and goes when its graph goes."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.storage = tensor.untyped_storage()
+        self.key = storage_of(tensor)
+
+
+@dataclass
+class Visit:
+    """What one run of a unit told: its work; what it keeps: of its own making, inputs and results (by position).
+
+    `passed` are the results that are inputs, passed on as they are.
+    """
+
+    flops: int = 0
+    elements: int = 0
+    by_parameter: dict[str, int] = field(default_factory=dict)
+    own: dict[int, int] = field(default_factory=dict)
+    inputs: set[int] = field(default_factory=set)
+    results: set[int] = field(default_factory=set)
+    passed: dict[int, int] = field(default_factory=dict)
+    given: dict[int, int] = field(default_factory=dict)
+    parameters: dict[int, str] = field(default_factory=dict)
+
+
+class Meter(TorchDispatchMode):
+    """Listens to a Tracer, below its Taint.
+
+    Glue that works on results of units runs by shape alone, because there are no values to compute with: so a batch of
+    its real sizes costs neither time nor memory. Attention runs as one fused operator, as on a device.
+
+    Attributes:
+        works: of each unit call.
+        tail: the bytes that the glue after the last call keeps, the loss's among them, as in `Work.kept`.
+        same: of results that are an argument, passed on as it is, the key of that in `Work.kept`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.works: list[Work] = []
+        self.tail: Mapping[Hashable, int] = {}
+        self.same: dict[Value, Hashable] = {}
+        self.visiting: Visit | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in Taint
+
+    @contextmanager
+    def running(self, taint: Taint) -> Iterator[None]:
+        """One run of a Tracer; at its end, everything is known."""
+        self.taint, self.works, self.same = taint, [], {}
+        self.glue: list[WeakSet[_Kept]] = [WeakSet()]
+        self.persistent = {key for key, tags in taint.tags.items() if tags}  # parameters, and the batch
+        with self, saved_tensors_hooks(self._keep, _refuse), FusedAttention():
+            yield
+        *before, tail = [self._of_glue(kept) for kept in self.glue]
+        self.tail = tail
+        self.works = [
+            Work(work.flops, work.elements, work.by_parameter, {**glue, **work.kept})
+            for work, glue in zip(self.works, before, strict=True)
+        ]
+
+    @contextmanager
+    def visit(self, module: nn.Module, inputs: Sequence[Any]) -> Iterator[Visit]:
+        """A run of one unit on throw-away tensors."""
+        self.visiting = visit = Visit()
+        visit.parameters = {storage_of(t): name for name, t in module.named_parameters()}
+        visit.given = {storage_of(t): k for k, t in enumerate(inputs) if isinstance(t, Tensor)}
+        own = {*visit.parameters, *map(storage_of, module.buffers())}
+        kept: WeakSet[_Kept] = WeakSet()
+        try:
+            with saved_tensors_hooks(lambda tensor: _note(kept, tensor), _refuse):
+                yield visit
+        finally:
+            self.visiting = None
+        visit.inputs = {visit.given[entry.key] for entry in kept if entry.key in visit.given}
+        own |= visit.given.keys()
+        visit.own = {entry.key: entry.storage.nbytes() for entry in kept if entry.key not in own}
+
+    @staticmethod
+    def end(visit: Visit, leaves: Sequence[Any]) -> None:
+        """The unit has returned these leaves: what it keeps of them is no longer its own."""
+        made = {storage_of(t): k for k, t in enumerate(leaves) if isinstance(t, Tensor)}
+        visit.passed = {k: visit.given[key] for key, k in made.items() if key in visit.given}
+        visit.results = {made[key] for key in visit.own if key in made}
+        visit.own = {key: size for key, size in visit.own.items() if key not in made}
+
+    def add(self, visit: Visit, arguments: Sequence[Any], tree: TreeSpec, result: Sequence[Any]) -> None:
+        """One more call, of this kind, with these leaves (of `tree`) as arguments and stand-ins as result."""
+        index = len(self.works)
+        tensors = [arguments[k] for k in visit.inputs] + [result[k] for k in visit.results]
+        kept: dict[Hashable, int] = {("made by", index): sum(visit.own.values())} if visit.own else {}
+        for tensor in tensors:
+            if storage_of(tensor) not in self.persistent:
+                kept[self._key(storage_of(tensor))] = tensor.untyped_storage().nbytes()
+        self.works.append(Work(visit.flops, visit.elements, visit.by_parameter, kept))
+        for k, argument in visit.passed.items():
+            self.same[Value(index, k)] = self._key(storage_of(arguments[argument]))
+        self.glue.append(WeakSet())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.visiting is not None:
+            result = func(*args, **kwargs)
+            self._count(self.visiting, func, args, kwargs, result)
+            return result
+        tags = self.taint.of(tree_leaves((args, kwargs)))
+        if any(isinstance(tag, Value | Hidden) for tag in tags) and _computes(func):
+            try:
+                return self._by_shape(func, args, kwargs)
+            except Exception:  # has no rule for shapes, or its shape depends on values
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _by_shape(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func._schema.is_mutable:
+            return args[0] if func._schema.returns else None
+        on_meta, meta_kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+        if kwargs.get("device") is not None:
+            meta_kwargs["device"] = torch.device("meta")
+        result = func(*on_meta, **meta_kwargs)
+        return tree_map_only(Tensor, lambda t: stand_in(TensorSpec.of(t), self.taint.device), result)
+
+    def _count(self, visit: Visit, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if not _is_view(func) and func._overloadpacket not in NO_WORK:
+            visit.elements += sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        rule = FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+        if rule is not None:
+            flops = rule(*args, **kwargs, out_val=result)
+            visit.flops += flops
+            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            read = [leaf for leaf in read if storage_of(leaf) in visit.parameters]
+            if read:
+                name = visit.parameters[storage_of(max(read, key=Tensor.numel))]
+                visit.by_parameter[name] = visit.by_parameter.get(name, 0) + flops
+
+    def _keep(self, tensor: Tensor) -> _Kept:
+        return _note(self.glue[-1], tensor)
+
+    def _of_glue(self, kept: WeakSet[_Kept]) -> dict[Hashable, int]:
+        return {self._key(k.key): k.storage.nbytes() for k in kept if k.key not in self.persistent}
+
+    def _key(self, storage: int) -> Hashable:
+        key = self.taint.homes.get(storage, storage)
+        return self.same.get(key, key) if isinstance(key, Value) else key
+
+
+def _computes(func: Any) -> bool:
+    """Whether what an operator does to values is not needed where there are none; a view is one all the same, and a
+    tensor that takes only its shape from another has values of its own."""
+    changes_shape = torch.Tag.inplace_view in func.tags
+    return not (_is_view(func) or changes_shape or func._overloadpacket in SHAPED)
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return any(entry.alias_info is not None and not entry.alias_info.is_write for entry in returns)
+
+
+def _note(kept: WeakSet[_Kept], tensor: Tensor) -> _Kept:
+    entry = _Kept(tensor)
+    kept.add(entry)
+    return entry
+
+
+def _refuse(entry: _Kept) -> Tensor:
+    raise TraceError("the model runs a backward pass inside its forward: its memory cannot be estimated")

@@ -1,0 +1,127 @@
+"""Untouched: a model that was run and is as it was before."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, UntypedStorage, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeshard.graph.snapshot import HOOKS, Change, Snapshot
+from pipeshard.graph.taint import mutated, storage_of
+
+
+def without_cache(model: nn.Module) -> list[Any]:
+    """Turn key-value caches off in every (sub-)config that has them on, and return those configs.
+
+    Caches are for generation; filled inside units, they would carry values past the boundaries.
+    """
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    parts = [part for config in configs.values() for part in (config, *getattr(config, "__dict__", {}).values())]
+    cached = [part for part in parts if getattr(part, "use_cache", None) is True]
+    for part in cached:
+        part.use_cache = False
+    return cached
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module, criterion: Callable[..., Any] | None = None, timed: bool = False) -> Iterator["Before"]:
+    """Undo what runs leave in the modules and in all that their code, or the criterion, reaches: cached tensors,
+    counters, statistics, generators, hooks, and tensors that are written to, parameters too. No caches inside.
+
+    Where it is `timed`, nothing is looked at in between: of tensors, buffers alone get their values back.
+    """
+    cached = without_cache(model)
+    before = Before(model, criterion)
+    for buffer in model.buffers() if timed else ():
+        before.writes.keep(buffer)
+    try:
+        with contextlib.nullcontext() if timed else before.writes:
+            yield before
+    finally:
+        before.restore()
+        for config in cached:
+            config.use_cache = True
+
+
+class Before:
+    """A model and a criterion as they are now, with all that their code reaches."""
+
+    def __init__(self, model: nn.Module, criterion: Callable[..., Any] | None = None) -> None:
+        self.snapshot = Snapshot({"": model, "the criterion": criterion})
+        hooks = [module.__dict__.get(name) for module in model.modules() for name in HOOKS]
+        self.hooks = {id(content): (content, dict(content)) for content in hooks if content is not None}
+        self.tensors = {tensor: tensor.data for *_, tensor, _ in self.snapshot.tensors}
+        self.writes = Writes({storage_of(tensor) for tensor in self.tensors})
+
+    def changes(self) -> Iterator[Change]:
+        """What differs now."""
+        yield from (change for change in self.snapshot.changes() if change.before is not change.now)
+        for path, holder, key, tensor, _ in self.snapshot.tensors:
+            if self.writes.times[storage_of(tensor)] or is_moved(tensor, self.tensors[tensor]):
+                yield Change(path, holder, key, tensor, tensor)
+
+    def has_other(self, hooks: Any) -> bool:
+        """Whether a module's dictionary of hooks is not as it was."""
+        return id(hooks) in self.hooks and self.hooks[id(hooks)][1].keys() != hooks.keys()
+
+    def restore(self) -> None:
+        for tensor, data in self.tensors.items():
+            if is_moved(tensor, data):
+                tensor.data = data
+        self.writes.undo()
+        self.snapshot.restore()
+        for hooks, content in self.hooks.values():
+            if hooks.keys() != content.keys():
+                hooks.clear()
+                hooks.update(content)
+
+
+class Writes(TorchDispatchMode):
+    """Keeps the bytes of each of these storages as they were before the first operator that writes to it.
+
+    Attributes:
+        times: how often each storage was written to.
+    """
+
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__()
+        self.storages = storages
+        self.times: Counter[int] = Counter()
+        self._kept: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see Taint
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            targets = list(mutated(func, args, kwargs or {}))
+            for tensor in targets:
+                self.keep(tensor)
+            if any(self._is_blank(tensor) for tensor in targets):  # there is nothing to write to
+                return targets[0] if func._schema.returns else None
+        return func(*args, **(kwargs or {}))
+
+    def keep(self, tensor: Tensor) -> None:
+        key, storage = storage_of(tensor), tensor.untyped_storage()
+        if key not in self.storages:
+            return
+        self.times[key] += 1
+        if key not in self._kept and storage.device.type != "meta" and storage.data_ptr():
+            self._kept[key] = storage, storage.clone()
+
+    def _is_blank(self, tensor: Tensor) -> bool:
+        """Whether it only seems to have values of its own."""
+        return storage_of(tensor) in self.storages and tensor.numel() > 1 and not any(tensor.stride())
+
+    def undo(self) -> None:
+        for storage, content in self._kept.values():
+            storage.copy_(content)
+        self._kept.clear()
+
+
+def is_moved(tensor: Tensor, data: Tensor) -> bool:
+    """Whether a tensor has other memory, or sees it another way, than when it had this data."""
+    return storage_of(tensor) != storage_of(data) or tensor.shape != data.shape or tensor.stride() != data.stride()

@@ -1,0 +1,206 @@
+"""Questions: what glue asks of the values of a batch in Python (`if mask.all():`), asked again of every other batch.
+
+Where the answer is another one, the model may go another way, for which another Dataflow is needed. A question is kept
+as the operators that made it from the batch; numbers among their arguments may follow from the sizes of the batch
+(`mask.sum() == mask.numel()`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import combinations
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from pipeshard.batch.batch import Batch
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A leaf of the batch, by path, or the result of an earlier operator."""
+
+    of: str | int
+
+
+class _Made(NamedTuple):
+    tensor: Tensor
+    version: int
+    func: Any
+    args: Any
+    kwargs: Any
+
+
+@dataclass(frozen=True)
+class Number:
+    """A whole number that follows from the sizes of the batch, as their sum or as their product: `slopes[g]` is what
+    it grows by per unit of axis group g where all others are as traced."""
+
+    value: int
+    slopes: tuple[int, ...]
+    is_product: bool
+
+    def at(self, deltas: Sequence[int]) -> int:
+        """The number where the groups' sizes differ by `deltas` from the traced ones."""
+        grown = [slope * delta for slope, delta in zip(self.slopes, deltas)]  # pinned groups have no delta
+        if not self.is_product:
+            return self.value + sum(grown)
+        return int(prod((1 + Fraction(more, self.value) for more in grown), start=Fraction(self.value)))
+
+
+class Operator(NamedTuple):
+    """One that a question is made by; `leaves` are those of its arguments."""
+
+    func: Any
+    leaves: tuple[Any, ...]
+    tree: TreeSpec
+
+    def is_as(self, other: "Operator") -> bool:
+        """Whether they differ in whole numbers at most."""
+        same = self.func is other.func and self.tree == other.tree and len(self.leaves) == len(other.leaves)
+        return same and all(map(_is_alike, self.leaves, other.leaves))
+
+
+def _is_alike(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):  # constants, which may be made for the sizes of the batch
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    kinds = {type(a), type(b)}
+    return kinds <= {int, Number} or (len(kinds) == 1 and a == b)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Operators on the leaves with these `paths`, the last of which gives the `answer` for the batch that was traced;
+    None if no other batch can be asked, so that the answer is good for these very values."""
+
+    steps: tuple[Operator, ...] | None
+    answer: Any
+    device: torch.device
+    paths: frozenset[str]
+
+    def holds(self, tensors: Mapping[str, Tensor], deltas: Sequence[int]) -> bool:
+        """Whether a batch gives the same answer, whose sizes differ by `deltas` from the traced ones."""
+        return self.ask(tensors, deltas) == (True, self.answer)
+
+    def ask(self, tensors: Mapping[str, Tensor], deltas: Sequence[int] = ()) -> tuple[bool, Any]:
+        """Whether these leaves of a batch can be asked, and what they answer."""
+        if self.steps is None:
+            return False, None
+        results: list[Any] = []
+
+        def filled(leaf: Any) -> Any:
+            if isinstance(leaf, Number):
+                return leaf.at(deltas)
+            if not isinstance(leaf, _Slot):
+                return leaf
+            return tensors[leaf.of].to(self.device) if isinstance(leaf.of, str) else results[leaf.of]
+
+        try:
+            with torch.no_grad():
+                for func, leaves, tree in self.steps:
+                    args, kwargs = tree_unflatten([filled(leaf) for leaf in leaves], tree)
+                    results.append(func(*args, **kwargs))
+        except (RuntimeError, IndexError, KeyError, TypeError, ValueError):  # of another shape than it was made for
+            return False, None
+        return True, results[-1]
+
+    def is_as(self, other: "Question") -> bool:
+        """Whether it is the same but for whole numbers, with the same answer."""
+        if self.steps is None or other.steps is None or len(self.steps) != len(other.steps):
+            return False
+        return self.answer == other.answer and all(a.is_as(b) for a, b in zip(self.steps, other.steps, strict=True))
+
+    @property
+    def numbers(self) -> Iterator[Any]:
+        """Whole numbers among the arguments."""
+        return (leaf for step in self.steps or () for leaf in step.leaves if type(leaf) in (int, Number))
+
+    def with_numbers(self, numbers: Iterator[Any]) -> "Question":
+        """The same with these, in the order of `numbers`, which are taken from the iterator."""
+        steps = [
+            Operator(func, tuple(next(numbers) if type(leaf) in (int, Number) else leaf for leaf in leaves), tree)
+            for func, leaves, tree in self.steps or ()
+        ]
+        return replace(self, steps=None if self.steps is None else tuple(steps))
+
+
+class Recipes:
+    """How tensors were made of the batch, as far as operators of glue made them of nothing else."""
+
+    def __init__(self, device: torch.device, batch: Batch | None = None, real: Batch | None = None) -> None:
+        """`real` is the batch to be asked, if a shorter `batch` is run."""
+        self.device, self.real = device, real
+        self.questions: list[Question] = []
+        self._sizes = {} if batch is None or real is None else _products(batch, real)
+        self._leaves: dict[int, tuple[Tensor, int, str]] = {}
+        self._made: dict[int, _Made] = {}
+
+    def leaf(self, tensor: Tensor, path: str) -> None:
+        self._leaves[id(tensor)] = tensor, tensor._version, path
+
+    def note(self, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
+        self._made[id(output)] = _Made(output, output._version, func, args, kwargs)
+
+    def ask(self, func: Any, args: Any, kwargs: Any, answer: Any, paths: frozenset[str]) -> Question:
+        """Keep the question that `func` asks; its answer, of yes or no, is that of the real batch."""
+        steps: list[Operator] = []
+        is_known = self._follow(func, args, kwargs, steps, {})
+        question = Question(tuple(steps) if is_known else None, answer, self.device, paths)
+        if self.real is not None and is_known and isinstance(answer, bool):
+            # Whether a number is one of the sizes is seen only when all runs are compared; until then it is a guess.
+            guess = question.with_numbers(self._sizes.get(number, number) for number in question.numbers)
+            answers = [asked.ask(self.real.tensors) for asked in (guess, question)]
+            question = replace(question, answer=next((found for can, found in answers if can), answer))
+        self.questions.append(question)
+        return question
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, steps: list[Operator], known: dict[int, int]) -> bool:
+        """Append the steps that lead to a call of `func`; False where one cannot be made again."""
+        is_good = True
+
+        def slot(leaf: Any) -> Any:
+            nonlocal is_good
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) in known:
+                return _Slot(known[id(leaf)])
+            if found := self._leaves.get(id(leaf)):
+                is_good &= leaf._version == found[1]
+                return _Slot(found[2])
+            made = self._made.get(id(leaf))
+            if made is None:
+                return leaf  # a constant
+            is_good &= leaf._version == made.version and self._follow(*made[2:], steps, known)
+            known[id(leaf)] = len(steps) - 1
+            return _Slot(known[id(leaf)])
+
+        leaves, tree = tree_flatten((args, kwargs))
+        steps.append(Operator(func, tuple(map(slot, leaves)), tree))
+        return is_good
+
+
+def _products(batch: Batch, real: Batch) -> dict[int, int]:
+    """By the sizes of a batch, and products of two of them, those of the real one in the same places."""
+    sizes = {size: of for path, leaf in batch.tensors.items() for size, of in zip(leaf.shape, real.tensors[path].shape)}
+    sizes = {size: of for size, of in sizes.items() if size > 1}
+    return {a * b: sizes[a] * sizes[b] for a, b in combinations(sizes, 2)} | sizes
+
+
+def general_questions(
+    questions: Sequence[Question], others: Sequence[tuple[int, Sequence[Question]]], sizes: Sequence[int]
+) -> tuple[Question, ...]:
+    """`questions` with the numbers that follow from the sizes of the batch; `others` are for each group of axes by how
+    much it was larger than its one of `sizes`, and what was asked then."""
+    runs = [(delta, [number for question in asked for number in question.numbers]) for delta, asked in others]
+
+    def numbers() -> Iterator[Any]:
+        for k, value in enumerate(number for question in questions for number in question.numbers):
+            slopes = tuple((found[k] - value) * delta for delta, found in runs)
+            is_product = all(slope * size == value for slope, size in zip(slopes, sizes, strict=True) if slope)
+            yield Number(value, slopes, is_product) if any(slopes) else value
+
+    found = numbers()
+    return tuple(question.with_numbers(found) for question in questions)

@@ -1,0 +1,183 @@
+"""RNG: random numbers that do not depend on which stage draws them, nor on how often a unit runs."""
+
+import hashlib
+import random
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Randomness:
+    """Seeds all generators by (seed, step, microbatch, place in the forward), so that a mask is the same for every p.
+
+    A place is a unit call, or the glue before one: each stage that runs it draws what the unsplit model would. Torch is
+    always seeded, for dropout; `random` and numpy, which take longer, where `python` says that the model draws from
+    them (layerdrop, masked features).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.generators = [torch.default_generator]
+        if device.type == "cuda":
+            self.generators.append(torch.cuda.default_generators[device.index])
+        self._key, self._first = (0, 0, 0), 0
+        self.python = True
+
+    @contextmanager
+    def step(self, seed: int, step: int, first: int = 0) -> Iterator[None]:
+        """Inside, forwards draw the numbers of this step; afterwards the user's generators are as they were.
+
+        `first` is the number of the first microbatch, that of a replica comes after those of the replicas before.
+        """
+        states = [generator.get_state() for generator in self.generators]
+        python, numpy = random.getstate(), np.random.get_state()
+        self._key, self._first = (seed, step, first), first
+        try:
+            yield
+        finally:
+            for generator, state in zip(self.generators, states, strict=True):
+                generator.set_state(state)
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+    def microbatch(self, i: int) -> None:
+        """The next places are of microbatch i."""
+        self._key = (*self._key[:2], self._first + i)
+
+    def at(self, place: int) -> Callable[[], None]:
+        """What is drawn from now on belongs to this place; returns what brings the generators back to it later."""
+        key = struct.pack("<4q", *self._key, place)
+        number = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
+        self._seed(number, self.python)
+        return partial(self._seed, number, self.python)
+
+    def state(self) -> bytes:
+        """A digest of where torch's generators are."""
+        states = b"".join(generator.get_state().numpy().tobytes() for generator in self.generators)
+        return hashlib.blake2b(states, digest_size=16).digest()
+
+    def _seed(self, number: int, python: bool) -> None:
+        for generator in self.generators:
+            generator.manual_seed(number)
+        if python:
+            random.seed(number)
+            np.random.seed(number)
+
+
+class Draws:
+    """Random numbers that do not depend on what was drawn before: inside `of(*key)` generators are seeded by the key,
+    `paused` are as they were outside, and are so again afterwards."""
+
+    def __init__(self) -> None:
+        self._other: Any = None  # the states that are not in use
+
+    @contextmanager
+    def of(self, *key: int) -> Iterator[None]:
+        self._other = _states()
+        number = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little")
+        torch.default_generator.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number)
+        try:
+            yield
+        finally:
+            _restore(self._other)
+            self._other = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        if self._other is None:
+            yield
+            return
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        now = _states()
+        _restore(self._other)
+        self._other = now
+
+
+def _states() -> Any:
+    return torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+
+
+def _restore(states: Any) -> None:
+    torch.default_generator.set_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+def python_state() -> tuple[object, ...]:
+    """Changes when `random` or numpy's generator is drawn from."""
+    of_numpy = np.random.get_state(legacy=False)
+    return random.getstate(), str(of_numpy["state"]["key"].tobytes()), of_numpy["state"]["pos"]
+
+
+MOST = 1 << 16  # calls that are kept where no step has an end: under another runtime
+
+
+def own_checkpoint() -> object:
+    """What stands for the torch.utils.checkpoint (without use_reentrant) that runs now, if there is one."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks[0] if hooks and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.") else None
+
+
+class Groups:
+    """The calls that such checkpoints run again, the first and the last of each."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[int, int]] = []
+        self._last: object = None
+
+    def note(self, call: int) -> None:
+        """This call is made now."""
+        now = own_checkpoint()
+        if now is not None:
+            first = self.spans.pop()[0] if now is self._last else call
+            self.spans.append((first, call))
+        self._last = now
+
+
+@dataclass(slots=True)
+class Repeat:
+    """What a second run of a call takes: what brings the generators to where they were before the first and after it,
+    and its result where another stage ran it."""
+
+    before: Callable[[], object] = tuple
+    after: Callable[[], object] = tuple
+    result: Any = None
+
+
+class Repeats:
+    """Those of the calls that are made now. A checkpoint brings torch's generators back to where it began, and each
+    microbatch has come to a unit with them in another state, so that this tells which call is repeated."""
+
+    def __init__(self, randomness: Randomness) -> None:
+        self.randomness = randomness
+        self._kept: dict[tuple[str, bytes], Repeat] = {}
+
+    def of(self, unit: str, reentrant: bool) -> Repeat:
+        """That of a call of `unit` which is made now, to be filled. A `reentrant` checkpoint may be around it, too: it
+        switches gradients off, and what is called from there on is on one stage."""
+        repeat = Repeat()
+        if own_checkpoint() is not None or (reentrant and not torch.is_grad_enabled()):
+            self._kept[unit, self.randomness.state()] = repeat
+            if len(self._kept) > MOST:
+                del self._kept[next(iter(self._kept))]
+        return repeat
+
+    def pop(self, unit: str) -> Repeat | None:
+        """That of the call that is repeated now; None for a user's own call."""
+        return self._kept.pop((unit, self.randomness.state()), None)
+
+    def clear(self) -> None:
+        self._kept.clear()

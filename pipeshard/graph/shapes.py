@@ -1,0 +1,218 @@
+"""Shapes: as affine functions of the sizes that may change from step to step, and placeholder tensors of them."""
+
+import contextlib
+import math
+import mmap
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pipeshard.batch.batch import Batch
+
+Group = tuple[tuple[str, int], ...]  # axes that always have one size: (path of the tensor, dimension)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor, and whether a gradient flows to it.
+
+    `slopes[d][g]` is what dimension d grows by per unit of axis group g.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+    slopes: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def at(self, deltas: Sequence[int]) -> tuple[int, ...]:
+        """The shape where the groups' sizes differ by `deltas` from the traced ones."""
+        if not any(deltas) or not self.slopes:
+            return self.shape
+        return tuple(
+            size + sum(slope * delta for slope, delta in zip(slopes, deltas))  # pinned groups have no delta
+            for size, slopes in zip(self.shape, self.slopes, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Count:
+    """A whole number that a unit returns and that follows from the sizes of the batch."""
+
+    value: int
+    slopes: tuple[int, ...]
+
+    def at(self, deltas: Sequence[int]) -> int:
+        return self.value + sum(slope * delta for slope, delta in zip(self.slopes, deltas))
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The groups of axes of one batch structure; group 0 counts the samples.
+
+    Axes of one size on the same side (encoder or decoder) are one group. Everything else is pinned: a batch in which
+    a pinned size differs has to be traced anew.
+    """
+
+    groups: tuple[Group, ...]
+    sizes: tuple[int, ...]
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    others: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, batch: Batch, encoder_decoder: bool = False) -> Self:
+        groups: dict[tuple[str, int], list[tuple[str, int]]] = {("rows", batch.rows): []}
+
+        def side(path: str) -> str:
+            decoder = path.startswith("decoder_") or (encoder_decoder and path.endswith("labels"))
+            return "decoder" if decoder else "encoder"
+
+        tensors = batch.tensors
+        dims = dict(zip(batch.paths, batch.row_dims, strict=True))
+        for path in sorted(tensors, key=lambda path: (tensors[path].ndim != 2, batch.paths.index(path))):
+            leaf = tensors[path]
+            for axis, size in enumerate(leaf.shape):
+                if axis == dims[path]:
+                    groups["rows", batch.rows].append((path, axis))
+                    continue
+                key = (side(path), size)
+                opens = leaf.ndim == 2 and size > 1  # (b, s): token ids, masks, labels, raw audio
+                if opens:
+                    groups.setdefault(key, [])
+                beside = 0 if dims[path] == 1 else 1  # of (b, s, h) or (s, b, h): the axis s
+                if key in groups and (opens or axis == beside or not leaf.is_floating_point() or "mask" in path):
+                    groups[key].append((path, axis))
+        return cls(
+            tuple(tuple(group) for group in groups.values()),
+            tuple(size for _, size in groups),
+            tuple((path, tuple(leaf.shape), leaf.dtype) for path, leaf in tensors.items()),
+            batch.others,
+        )
+
+    def pin(self, pinned: set[int]) -> Self:
+        """The same with these groups' sizes fixed."""
+        keep = [g for g in range(len(self.groups)) if g not in pinned]
+        groups, sizes = tuple(self.groups[g] for g in keep), tuple(self.sizes[g] for g in keep)
+        return type(self)(groups, sizes, self.tensors, self.others)
+
+    def deltas(self, batch: Batch) -> tuple[int, ...] | None:
+        """How the groups' sizes differ from the traced ones, or None if `batch` has another structure."""
+        tensors = batch.tensors
+        if len(tensors) != len(self.tensors) or len(batch.leaves) != len(self.tensors) + len(self.others):
+            return None
+        free = {axis for group in self.groups for axis in group}
+        for path, shape, dtype in self.tensors:
+            leaf = tensors.get(path)
+            if leaf is None or leaf.dtype != dtype or leaf.ndim != len(shape):
+                return None
+            if any(leaf.shape[k] != size for k, size in enumerate(shape) if (path, k) not in free):
+                return None
+        if self.others and self.others != batch.others:
+            return None
+        deltas = []
+        for group, size in zip(self.groups, self.sizes, strict=True):
+            now = {tensors[path].shape[axis] for path, axis in group}
+            if len(now) != 1:
+                return None
+            deltas.append(now.pop() - size)
+        return tuple(deltas)
+
+    def shortened(self, batch: Batch, length: int) -> Batch:
+        """`batch` with no group but that of the samples longer than `length`; the same object if none was."""
+        deltas = self.deltas(batch) or (0,) * len(self.sizes)
+        for group, (size, delta) in list(enumerate(zip(self.sizes, deltas)))[1:]:
+            if size + delta > length:
+                batch = self.resized(batch, group, length - size - delta)
+        return batch
+
+    def resized(self, batch: Batch, group: int, delta: int) -> Batch:
+        """`batch` with one group longer (its last slice repeated) or shorter by `delta`."""
+        if group == 0:
+            return batch.take(torch.arange(batch.rows + delta).clamp_(max=batch.rows - 1))
+        members: dict[str, list[int]] = {}
+        for path, axis in self.groups[group]:
+            members.setdefault(path, []).append(axis)
+
+        def resize(path: str, leaf: Tensor, dim: int | None) -> Tensor:
+            for axis in members.get(path, ()):
+                size = leaf.shape[axis]
+                index = torch.arange(size + delta, device=leaf.device).clamp_(max=size - 1)
+                leaf = leaf.index_select(axis, index)
+            return leaf
+
+        return batch.map(resize)
+
+
+# Memory that is never touched is not to be counted: a stand-in may be larger than the machine has.
+_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linux" else 0)  # 0x4000: MAP_NORESERVE
+
+
+class _StandIn(torch.autograd.Function):
+    """Zeros that require grad and are no leaf, so that they may be written to in place."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
+        return _zeros(spec, device)
+
+
+def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
+    """Zeros whose memory the system gives only where glue touches it: those of a large model are mostly passed on."""
+    if device.type != "cpu" or 0 in spec.shape:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+    size = math.prod(spec.shape) * spec.dtype.itemsize
+    untouched = torch.from_numpy(np.frombuffer(mmap.mmap(-1, size, flags=_FLAGS), dtype=np.uint8))
+    return torch.empty(0, dtype=spec.dtype).set_(untouched.untyped_storage()).resize_(spec.shape)
+
+
+def stand_in(spec: TensorSpec, device: torch.device) -> Tensor:
+    """Zeros of this kind."""
+    if spec.requires_grad:
+        return _StandIn.apply(torch.zeros((), requires_grad=True), spec, device)
+    return _zeros(spec, device)
+
+
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same kind of tensor there, with its values: masks and positions that no unit made have their true ones."""
+    copied = stand_in(TensorSpec.of(tensor), device)
+    copied.data.copy_(tensor)
+    return copied
+
+
+def blank_state(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """A unit's own tensors where it runs, tied ones tied: what has values there keeps them, the rest are zeros."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    blanks: dict[Tensor, Tensor] = {}
+    for _, t in named:
+        if t not in blanks:
+            values, dtype = getattr(t, "pipeshard_values", t), getattr(t, "pipeshard_dtype", t.dtype)
+            real = values.device == device and not hasattr(t, "pipeshard_trainable") and not isinstance(t, DTensor)
+            there = values.detach().to(dtype) if real else torch.zeros(t.shape, dtype=dtype, device=device)
+            blanks[t] = nn.Parameter(there, is_trainable(t)) if isinstance(t, nn.Parameter) else there.clone()
+    return {name: blanks[t] for name, t in named}
+
+
+@contextlib.contextmanager
+def as_trained(model: nn.Module) -> Iterator[None]:
+    """Inside, released parameters require gradients as they do on the stages that hold them."""
+    ghosts = [p for p in model.parameters() if is_trainable(p) and not p.requires_grad]
+    for ghost in ghosts:
+        ghost.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for ghost in ghosts:
+            ghost.requires_grad_(False)
+
+
+def is_trainable(tensor: Tensor) -> bool:
+    """Whether a parameter is trained, on this stage or, where this one released it, on another."""
+    return getattr(tensor, "pipeshard_trainable", tensor.requires_grad)

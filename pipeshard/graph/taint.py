@@ -1,0 +1,314 @@
+"""Taint: which values every tensor was computed from, kept by storage."""
+
+import os
+import traceback
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from pipeshard.graph.question import Recipes
+
+
+class Value(NamedTuple):
+    """Tensor leaf `leaf` of the result of unit call `call`."""
+
+    call: int
+    leaf: int
+
+
+class Used(NamedTuple):
+    """A parameter that glue reads itself."""
+
+    name: str
+
+
+class Input(NamedTuple):
+    """A leaf of the batch."""
+
+    path: str
+
+
+class Hidden(NamedTuple):
+    """Something made inside unit call `call` that left it by a way that cannot be followed."""
+
+    call: int
+
+
+class Kept(NamedTuple):
+    """What glue keeps in a place of this name, since an earlier forward."""
+
+    name: str
+
+
+class Hooked(NamedTuple):
+    """A tensor to whose gradient glue listens, the number `hook` among these."""
+
+    hook: int
+
+
+Tag = Value | Used | Input | Hidden | Hooked | Kept
+NOTHING: frozenset[Tag] = frozenset()
+aten = torch.ops.aten
+# Operators whose result, or its shape, Python or memory layout depends on: with them glue decides on values.
+SCALAR = {aten._local_scalar_dense, aten.is_nonzero, aten.equal}
+DECIDING = SCALAR | {aten.nonzero, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave}
+DECIDING |= {aten.bincount}
+# Operators that take the shape of their input, and none of its values.
+SHAPED = {aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like, aten.randn_like}
+CASTING = "cuda", "cpu"  # kinds of devices on which torch.autocast may be on
+SHAPED |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided}
+
+
+class Hook(NamedTuple):
+    """A gradient hook that glue puts on a tensor once so many unit calls are made; `home` is the value that it is."""
+
+    calls: int
+    home: Value | None
+    line: str
+
+
+class Taint(TorchDispatchMode):
+    """Carries tags from tensor to tensor through every operator: integers, views and in-place writes too.
+
+    Outside units (`inside is None`) results carry the tags of what they were computed from. Inside unit call c every
+    new storage is marked Hidden(c), tags met there are collected in `met`, and work is counted in `flops` and
+    `elements`. Glue never computes on meta tensors: an operator that meets one (a parameter of a model on meta)
+    runs by shape alone, and its result is zeros.
+    """
+
+    def __init__(self, device: torch.device, recipes: Recipes | None = None) -> None:
+        """`recipes` are given if glue is to decide by the values of another batch than it runs on."""
+        super().__init__()
+        self.device = device
+        self.recipes = recipes or Recipes(device)
+        self.inside: int | None = None
+        self.tags: dict[int, frozenset[Tag]] = {}
+        self.homes: dict[int, Value] = {}  # storages that *are* a value, not only computed from it
+        self.written: set[Value] = set()
+        self.decisions: dict[str, None] = {}
+        self.consulted: set[str] = set()  # inputs whose values Python saw
+        self.seen: set[str] = set()  # those of them that it saw otherwise than by a question that can be asked again
+        self.recalled: set[str] = set()  # places whose values Python saw
+        self.shaping: set[str] = set()  # inputs whose very values it depends on: they made a shape, or the like
+        self.met: set[Tag] = set()
+        self.drawn = False  # whether glue drew random numbers of torch
+        self.touched: set[Value] = set()  # values that an operator of glue was given
+        self.flops = self.elements = 0
+        self.of_glue = 0  # flops of glue with parameters of its own
+        self.is_checking = False
+        self.hooks: list[Hook] = []
+        self.aliases: dict[int, list[tuple[Tensor, frozenset[Tag]]]] = {}
+        self._alive: list[Any] = []  # storages: a freed one's address would be used again
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler (seconds) to keep this mode out of it; nothing here compiles
+
+    def of(self, tensors: Iterable[Any]) -> frozenset[Tag]:
+        found = [self.tags.get(storage_of(t), NOTHING) for t in tensors if isinstance(t, Tensor)]
+        return NOTHING.union(*found)
+
+    def mark(self, tensor: Tensor, tags: frozenset[Tag], home: Value | None = None) -> None:
+        """Replace the tags of a tensor's storage; `home` says that the storage is this value itself."""
+        self._alive.append(tensor.untyped_storage())
+        self.tags[storage_of(tensor)] = tags
+        if home is not None:
+            self.homes[storage_of(tensor)] = home
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = list(_tensors((*args, *kwargs.values())))
+        tags = self.of(inputs) if func._overloadpacket not in SHAPED else NOTHING
+        if tags and (deciding := self.of(_deciding(func, args))):
+            is_asked = func._overloadpacket in SCALAR and all(isinstance(tag, Input) for tag in tags)
+            self.decide(deciding, shaping=func._overloadpacket not in SCALAR, is_asked=is_asked)
+        if self.inside is None:
+            self.drawn |= _draws(func, args, kwargs)
+            self.touched |= {tag for tag in tags if isinstance(tag, Value)}
+        elif kwargs.get("generator") is not None and any(t.is_meta for t in inputs):
+            raise RuntimeError("by shape alone nothing is drawn from a generator")  # which is to be seen to move
+        elif func._overloadpacket in SCALAR and any(t.is_meta for t in inputs):
+            raise RuntimeError("by shape alone no value is known")  # not everywhere an error: libraries make it 0
+        result = self._run(func, args, kwargs, inputs)
+        if self.inside is None and tags and all(isinstance(tag, Input) for tag in tags):
+            if func._overloadpacket in SCALAR and not self.is_checking:
+                return self._ask(func, args, kwargs, result, frozenset(tag.path for tag in tags))  # type: ignore[union-attr]
+            if isinstance(result, Tensor) and not func._schema.is_mutable:
+                self.recipes.note(func, args, kwargs, result)
+        outputs = list(_tensors(result if isinstance(result, tuple | list) else (result,)))
+        if self.inside is not None:
+            self.met |= tags - {Hidden(self.inside)}
+            self._count(func, args, kwargs, result, outputs)
+            tags = frozenset({Hidden(self.inside)})
+        elif func._overloadpacket in flop_registry and any(isinstance(tag, Used) for tag in tags):
+            self.of_glue += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
+        for output in outputs:
+            self._add(output, tags)
+        if func._schema.is_mutable:
+            for target in mutated(func, args, kwargs):
+                self.write(target, tags)
+        return result
+
+    def _ask(self, func: Any, args: Any, kwargs: Any, answer: Any, paths: frozenset[str]) -> Any:
+        question = self.recipes.ask(func, args, kwargs, answer, paths)
+        self.shaping |= paths if question.steps is None else set()
+        return question.answer
+
+    def decide(self, tags: frozenset[Tag], shaping: bool = False, is_asked: bool = False) -> None:
+        """Python, or a shape, depends on values with these tags; inside a unit that is the unit's own affair."""
+        if self.inside is not None or self.is_checking or not tags:
+            return
+        inputs = {tag.path for tag in tags if isinstance(tag, Input)}
+        self.consulted |= inputs
+        self.seen |= set() if is_asked else inputs
+        self.shaping |= inputs if shaping else set()
+        self.recalled |= {tag.name for tag in tags if isinstance(tag, Kept)}
+        if any(not isinstance(tag, Input | Kept) for tag in tags):
+            self.decisions[_where()] = None
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """While values are read by torch, to be refused if they are out of range."""
+        self.is_checking = True
+        try:
+            yield
+        finally:
+            self.is_checking = False
+
+    def hook(self, tensor: Tensor, calls: int) -> None:
+        """Glue listens to the gradient of a tensor."""
+        if self.inside is None and any(isinstance(tag, Value) for tag in self.of([tensor])):
+            self._add(tensor, frozenset({Hooked(len(self.hooks))}))
+            self.hooks.append(Hook(calls, self.homes.get(storage_of(tensor)), _where()))
+
+    def write(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
+        """A tensor is changed in place by something with these tags."""
+        self._add(tensor, tags)
+        for other, unseen in self.aliases.get(storage_of(tensor), ()):
+            self._add(other, unseen)
+        if storage_of(tensor) in self.homes:
+            self.written.add(self.homes[storage_of(tensor)])
+
+    def alias(self, one: Tensor, other: Tensor, unseen: frozenset[Tag]) -> None:
+        """Two tensors are of one memory in truth, though not here: when one is written to, the other changes as
+        something with these tags."""
+        for a, b in ((one, other), (other, one)):
+            self._alive.append(a.untyped_storage())
+            self.aliases.setdefault(storage_of(a), []).append((b, unseen))
+
+    def _add(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
+        key = storage_of(tensor)
+        if key not in self.tags:
+            self._alive.append(tensor.untyped_storage())
+        self.tags[key] = self.tags.get(key, NOTHING) | tags
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor]) -> None:
+        if func._overloadpacket in flop_registry:
+            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
+        self.elements += sum(output.numel() for output in outputs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        on_meta = [t.is_meta for t in inputs]
+        if self.inside is not None or not any(on_meta):
+            return func(*args, **kwargs)
+        meta_args, meta_kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+        device = kwargs.get("device")
+        if device is not None:
+            meta_kwargs["device"] = torch.device("meta")
+        result = func(*meta_args, **meta_kwargs)
+        if func._schema.is_mutable:
+            return args[0]
+        if all(on_meta) and (device is None or torch.device(device).type == "meta"):
+            return result  # still nothing but a parameter or a buffer seen another way
+        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=self.device), result)
+
+
+class Reading(TorchFunctionMode):
+    """Tells a Taint when a tensor is read past all operators: by `tolist`, `numpy`, `np.asarray`, or as a number in a
+    sequence that becomes a tensor or an index; when one is only checked, which decides nothing; and when somebody
+    listens to its gradient. Inside a unit on meta it ends what torch would cast, which on meta it does not."""
+
+    READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
+    BUILDERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+    INDEXERS = (Tensor.__getitem__, Tensor.__setitem__)
+    LISTENERS = (Tensor.register_hook, Tensor.retain_grad)
+
+    def __init__(self, taint: Taint, calls: Sized = ()) -> None:
+        """`calls` are the unit calls so far."""
+        super().__init__()
+        self.taint, self.calls = taint, calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.LISTENERS:
+            self.taint.hook(args[0], len(self.calls))
+        elif func in self.READERS:
+            self.taint.decide(self.taint.of(args[:1]))
+        elif func in self.BUILDERS or func in self.INDEXERS:
+            outer = args[1] if func in self.INDEXERS else args
+            items = outer if isinstance(outer, tuple) else [outer]
+            nested = [item for item in items if isinstance(item, list | tuple)]
+            self.taint.decide(self.taint.of(_tensors(nested)), shaping=True)
+        elif self.taint.inside is not None and casting() and any(t.is_meta for t in _tensors(args)):
+            raise RuntimeError("by shape alone torch.autocast casts nothing")
+        classes = (*args, *(kwargs or {}).values())[1:] if func is nn.functional.one_hot else ()
+        with self.taint.checking() if classes > (0,) else nullcontext():  # else the largest value is their number
+            return func(*args, **(kwargs or {}))
+
+
+def casting() -> str | None:
+    """The kind of device that torch.autocast is on for."""
+    return next((kind for kind in CASTING if torch.is_autocast_enabled(kind)), None)
+
+
+def storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors([args[position] if position < len(args) else kwargs.get(argument.name)])
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator draws random numbers; attention without dropout does not, though it is marked so."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value))
+    return True
+
+
+def _deciding(func: Any, args: Any) -> list[Tensor]:
+    """The inputs of an operator whose values Python, or the shape of the result, depends on."""
+    if func is aten.index.Tensor:  # a boolean index
+        return [t for t in _tensors([args[1]]) if t.dtype in (torch.bool, torch.uint8)]
+    if func._overloadpacket is aten.masked_select or func is aten.repeat_interleave.self_Tensor:
+        return [args[1]]
+    return list(_tensors(args)) if func._overloadpacket in DECIDING else []
+
+
+def _where() -> str:
+    """The line of the model's code that runs now."""
+    own, library = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith((own, library)) and not frame.filename.startswith("<"):
+            name = frame.filename.rpartition("site-packages" + os.sep)[2]
+            return f"{name}:{frame.lineno}: {frame.line}"
+    return "an unknown line"

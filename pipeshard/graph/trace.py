@@ -1,0 +1,212 @@
+"""Trace: the Dataflow of a model, for every batch of one structure."""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.criterion import Criterion
+from pipeshard.batch.media import read_batch
+from pipeshard.batch.tree import paths_of
+from pipeshard.errors import BatchError, TraceError
+from pipeshard.ghost import inside_pipeshard
+from pipeshard.graph.carried import carrying, informed
+from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.preserve import untouched
+from pipeshard.graph.question import Question, general_questions
+from pipeshard.graph.shapes import Axes, Count, TensorSpec
+from pipeshard.graph.snapshot import is_comparable
+from pipeshard.graph.tracer import Tracer
+
+logger = logging.getLogger("pipeshard")
+FAR = 29  # how much longer a batch is that shapes are verified with
+FEW = 2, 3, 5  # numbers of samples with which a way to read a batch is tried
+ROWS, LENGTH = 2, 8  # a trace runs on this many samples, and on no more positions where the model allows
+
+
+@inside_pipeshard()
+def trace(
+    model: nn.Module, batch: Any, criterion: Criterion | None = None, exact: bool = False, cuts: Sequence[str] = ()
+) -> Dataflow:
+    """The Dataflow of `model` called with `batch`, and of `criterion(output, batch)` (by default the output's loss).
+
+    Only glue runs; each unit is stood in for by the shapes of its result, which one unit of a kind (class, parameter
+    shapes, input shapes) finds on meta. Nothing of the model changes, and no random number is drawn from the user's
+    generators. The trace is repeated with other batch and sequence sizes, so that shapes are known for all of them;
+    with `exact` it is run once, on the batch as it is, and holds for its sizes alone. Works for a model on meta.
+    Modules named in `cuts` are units, whatever they are inside of.
+
+    Raises TraceError naming the unit or the line that fails, PartitionError for a name that is no module's.
+    """
+    sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
+    encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    cuts = paths_of(model, cuts)
+    if not exact:
+        try:
+            return _trace_any(model, sample, criterion, encoder_decoder, cuts)
+        except (TraceError, BatchError) as error:  # its samples cannot be told apart, or not so few of them
+            logger.debug("%s is traced with the whole batch: %s", type(model).__name__, error)
+    with untouched(model, criterion) as before:
+        tracer = Tracer(model, criterion, sample, cuts=cuts)
+        flow = carrying(tracer, sample, None, before, tracer.run(sample))
+    return _pinned(replace(informed(flow), axes=Axes.of(sample, encoder_decoder)), 0)
+
+
+def _trace_any(
+    model: nn.Module, sample: Batch, criterion: Criterion | None, encoder_decoder: bool, cuts: Sequence[str]
+) -> Dataflow:
+    """The Dataflow for batches of any size, from two samples."""
+    real, sample = sample, sample.take(torch.arange(ROWS) % sample.rows)
+    tracer = Tracer(model, criterion, sample, cuts=cuts)
+    short = Axes.of(sample, encoder_decoder).shortened(sample, LENGTH)
+    with untouched(model, criterion) as before:
+        try:
+            flow = tracer.run(short, real)
+        except TraceError:
+            if short is sample:
+                raise
+            flow = tracer.run(short := sample, real)
+        flow = carrying(tracer, short, real, before, flow)
+        return informed(_generalize(tracer, flow, short, Axes.of(short, encoder_decoder), real))
+
+
+def run_on_few(tracer: Tracer, batch: Batch) -> Dataflow | None:
+    """The Dataflow of two of the batch's samples, if the model takes three and five as well, in the same way and with
+    sizes that are affine in their number; None if it does not."""
+    first: Dataflow | None = None
+    sizes = []
+    for rows in FEW:
+        try:
+            flow = tracer.run(batch.take(torch.arange(rows) % batch.rows))
+        except Exception as error:  # a criterion's own, too
+            logger.debug("a way to read the batch failed: %s: %s", type(error).__name__, error)
+            return None
+        first = first or flow
+        if not _same_path(first, flow):
+            return None
+        sizes.append([_sizes(spec) for spec in _specs(flow)])
+    (a, b, c) = FEW
+    affine = all(
+        (z - x) * (b - a) == (y - x) * (c - a)
+        for shapes in zip(*sizes, strict=True)
+        for x, y, z in zip(*shapes, strict=True)
+    )
+    return first if affine else None
+
+
+def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: Batch) -> Dataflow:
+    """`flow` with the slope of every dimension in every group of axes; groups it is not affine in are pinned."""
+    shapes: dict[int, list[tuple[int, ...]]] = {}
+    asked: dict[int, tuple[int, tuple[Question, ...]]] = {}
+    for group in range(len(axes.sizes)):
+        for delta in (1, -1):
+            with contextlib.suppress(TraceError):
+                other = tracer.run(axes.resized(batch, group, delta), real)
+                if _same_path(flow, other):
+                    pairs = zip(_specs(flow), _specs(other), strict=True)
+                    shapes[group] = [
+                        tuple((b - a) * delta for a, b in zip(_sizes(s), _sizes(o), strict=True)) for s, o in pairs
+                    ]
+                    asked[group] = delta, other.questions
+                    break
+    axes = axes.pin({group for group in range(len(axes.sizes)) if group not in shapes})
+    columns = [shapes[group] for group in sorted(shapes)]
+    slopes = [tuple(zip(*column, strict=True)) for column in zip(*columns, strict=True)] if columns else []
+    questions = general_questions(flow.questions, [asked[group] for group in sorted(asked)], axes.sizes)
+    general = _with_slopes(replace(flow, axes=axes, questions=questions), slopes)
+    choices = (general, _pinned(general, 1))
+    return next((choice for choice in choices if _verified(tracer, flow, choice, batch, real)), _pinned(general, 0))
+
+
+def _pinned(flow: Dataflow, keep: int) -> Dataflow:
+    """`flow` for batches in which only the first `keep` groups of axes have other sizes."""
+    return replace(flow, axes=flow.axes.pin(set(range(keep, len(flow.axes.sizes)))))
+
+
+def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, real: Batch) -> bool:
+    """Whether `general` holds with every free size a little larger, and much larger where the model runs so: sizes
+    that are rounded (to windows, by strides) look constant from close by."""
+    lengths = len(general.axes.sizes) - 1
+    near = _holds(tracer, flow, general, batch, real, [2, *range(3, 3 + lengths)])
+    far = _holds(tracer, flow, general, batch, real, [0, *range(FAR, FAR + lengths)]) if near and lengths > 0 else None
+    return near is True and far is not False
+
+
+def _holds(
+    tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, real: Batch, growth: Sequence[int]
+) -> bool | None:
+    """Whether a run with each size larger by `growth` has the shapes that `general` says; None if it does not run."""
+    axes = general.axes
+    for group in range(len(axes.sizes)):
+        batch = axes.resized(batch, group, growth[group])
+    try:
+        found, deltas = tracer.run(batch, real), axes.deltas(batch)
+    except TraceError:
+        return None
+    if deltas is None or not _same_path(flow, found):
+        return False
+    pairs = [*zip(_specs(general), _specs(found), strict=True), *zip(_numbers(general), _numbers(found), strict=True)]
+    return all((spec if isinstance(spec, int) else spec.at(deltas)) == _size(now) for spec, now in pairs)
+
+
+def _same_path(a: Dataflow, b: Dataflow) -> bool:
+    (calls, uses), (others, other_uses) = (
+        (
+            [(c.unit, c.reads, c.parts, [_constant(leaf) for leaf in c.leaves]) for c in flow.calls],
+            [(path, use) for path, use, _ in flow.outputs],
+        )
+        for flow in (a, b)
+    )
+    are_asked = len(a.questions) == len(b.questions) and all(map(Question.is_as, a.questions, b.questions))
+    return calls == others and uses == other_uses and are_asked
+
+
+def _numbers(flow: Dataflow) -> Iterator[Any]:
+    return (number for question in flow.questions for number in question.numbers)
+
+
+def _constant(leaf: Any) -> Any:
+    """What has to be the same for all sizes."""
+    if isinstance(leaf, TensorSpec):
+        return leaf.dtype, leaf.requires_grad
+    return type(leaf), leaf if is_comparable(leaf) and not _is_count(leaf) else None
+
+
+def _is_count(leaf: Any) -> bool:
+    return type(leaf) in (int, Count)
+
+
+def _size(spec: Any) -> Any:
+    """The shape of a tensor, or a number that may follow from the sizes of the batch."""
+    return spec if isinstance(spec, int) else spec.shape
+
+
+def _sizes(spec: Any) -> tuple[int, ...]:
+    return (spec,) if isinstance(spec, int) else spec.shape
+
+
+def _specs(flow: Dataflow) -> Iterator[Any]:
+    for call in flow.calls:
+        yield from (leaf for leaf in call.leaves if isinstance(leaf, TensorSpec) or _is_count(leaf))
+    yield from (spec for _, _, spec in flow.outputs)
+
+
+def _with_slopes(flow: Dataflow, slopes: list[Any]) -> Dataflow:
+    found = iter(slopes)
+
+    def with_slopes(leaf: Any) -> Any:
+        if isinstance(leaf, TensorSpec):
+            return replace(leaf, slopes=next(found, ()))
+        if not _is_count(leaf):
+            return leaf
+        (slopes,) = next(found, None) or ((),)
+        return Count(leaf, slopes) if any(slopes) else leaf
+
+    calls = tuple(replace(call, leaves=tuple(with_slopes(leaf) for leaf in call.leaves)) for call in flow.calls)
+    outputs = tuple((path, use, with_slopes(spec)) for path, use, spec in flow.outputs)
+    return replace(flow, calls=calls, outputs=outputs)

@@ -1,0 +1,278 @@
+"""Exits: the ways by which values leave a unit call: its result, hooks inside it, and every place that it writes to.
+
+Places are found by difference (`Snapshot`): attributes of the unit or of any object that it can reach, lists and dicts
+that it is given, globals, buffers.
+"""
+
+import contextlib
+import functools
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+from torch import Tensor, nn
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    TreeSpec,
+    is_namedtuple_instance,
+    register_pytree_node,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
+
+from pipeshard.errors import TraceError
+from pipeshard.graph.snapshot import MISSING, Change, Path, Snapshot, attributes, is_object, put, put_content, resolve
+
+UNIT, ARGUMENTS = "unit", "arguments"  # the roots of places
+
+
+class Source(NamedTuple):
+    """Where a tree of values leaves a unit call.
+
+    The result of the unit itself (neither `module` nor `place`); what a module inside the unit returned in its call
+    number `occurrence`, which its forward hooks take away (attentions, router logits); or what the unit left at a
+    `place`, a path from the unit or from its arguments: it was "set" there, "added" to a list, is "all" of one, or was
+    "written" into the tensor that is there.
+    """
+
+    module: str = ""
+    occurrence: int = 0
+    place: Path = ()
+    how: str = ""
+
+    @property
+    def by_hook(self) -> bool:
+        """Whether a hook inside the unit has left it, which may just count its runs."""
+        return any(str(step.key).endswith("_hooks") for step in self.place)
+
+
+class Part(NamedTuple):
+    """A tree of values that leaves a unit call."""
+
+    source: Source
+    tree: TreeSpec
+
+
+RESULT = Source()
+LISTS = ("all", "added")
+logger = logging.getLogger("pipeshard")
+
+
+@dataclass(frozen=True)
+class Known:
+    """In the place of something that could be reached before the call, and is at `path`."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class Kept:
+    """In a list, the entry that was at this index before the call."""
+
+    index: int
+
+
+class _Opened:
+    """An object of the user's, or a mapping, as a node of a tree: its class, and what it holds."""
+
+    def __init__(self, kind: Any, names: tuple[Any, ...], values: Sequence[Any]) -> None:
+        self.kind, self.names, self.values = kind, names, list(values)
+
+    def closed(self) -> Any:
+        """Such an object."""
+        if issubclass(self.kind, Mapping):
+            return self.kind(zip(self.names, self.values, strict=True))
+        made = self.kind.__new__(self.kind)
+        for name, value in zip(self.names, self.values, strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+
+register_pytree_node(
+    _Opened,
+    lambda node: (node.values, (node.kind, node.names)),
+    lambda values, context: _Opened(context[0], context[1], list(values)),
+    serialized_type_name="pipeshard.exits.opened",
+)
+
+
+def opened(content: Any, known: Mapping[int, Path] | None = None) -> Any:
+    """`content` as a tree in which objects are nodes, and those at `known` addresses leaves."""
+    known = known or {}
+    if isinstance(content, Tensor | str | int | float | None):
+        return content
+    if id(content) in known:
+        return Known(known[id(content)])
+    if type(content) in SUPPORTED_NODES or is_namedtuple_instance(content):
+        return tree_map(lambda leaf: opened(leaf, known), content, is_leaf=lambda node: node is not content)
+    if isinstance(content, Mapping):
+        return _Opened(type(content), tuple(content), [opened(value, known) for value in content.values()])
+    if is_object(content) and not isinstance(content, nn.Module | type):
+        values = attributes(content)
+        return _Opened(type(content), tuple(values), [opened(value, known) for value in values.values()])
+    return content
+
+
+def closed(content: Any, unit: nn.Module, arguments: Any) -> Any:
+    """What was opened, with the objects of this process."""
+
+    def close(leaf: Any) -> Any:
+        if isinstance(leaf, Known):
+            return resolve_from(leaf.path, unit, arguments)
+        if isinstance(leaf, _Opened):
+            leaf.values = [closed(value, unit, arguments) for value in leaf.values]
+            return leaf.closed()
+        return leaf
+
+    return tree_map(close, content, is_leaf=lambda node: isinstance(node, _Opened))
+
+
+def resolve_from(path: Path, unit: nn.Module, arguments: Any) -> Any:
+    """What is at a place that is seen from a call of `unit`."""
+    return resolve(unit if path[0].key == UNIT else arguments, path[1:])
+
+
+def answer(unit: nn.Module, parts: Sequence[Part], leaves: Sequence[Any], arguments: Any) -> Any:
+    """Return the result that `leaves` make, once hooks and places have got what the unit would have given them."""
+    at, result = 0, None
+    for source, tree in parts:
+        content = tree_unflatten(leaves[at : at + tree.num_leaves], tree)
+        at += tree.num_leaves
+        if not tree.is_leaf() or isinstance(content, Known):
+            content = closed(content, unit, arguments)
+        if source.module:
+            _tell(unit, source.module, content)
+        elif source.place:
+            _leave(source, content, unit, arguments)
+        else:
+            result = content
+    return result
+
+
+def changed(snapshot: Snapshot, but: Iterable[Tensor] = ()) -> Iterator[tuple[Source, Any]]:
+    """What a call has left at places since the snapshot of UNIT and ARGUMENTS; tensors of `but` are left out."""
+    known, skipped = snapshot.paths, {id(tensor) for tensor in but}
+    for change in snapshot.changes():
+        if change.key is None and _grows(change.before, change.now):
+            added = change.now[len(change.before) :]
+            yield Source(place=change.path, how="added"), [opened(entry, known) for entry in added]
+        elif change.key is None:
+            yield Source(place=change.path, how="all"), _entries(change, known)
+        elif change.before is not change.now:
+            yield Source(place=change.path, how="set"), opened(change.now, known)
+        elif id(change.now) not in skipped:
+            yield Source(place=change.path, how="written"), change.now
+
+
+def _grows(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    return len(now) > len(before) and all(a is b for a, b in zip(before, now))
+
+
+def _entries(change: Change, known: Mapping[int, Path]) -> list[Any]:
+    before = {id(entry): k for k, entry in enumerate(change.before)}
+    return [Kept(before[id(e)]) if id(e) in before else opened(e, known) for e in change.now]
+
+
+def _leave(source: Source, content: Any, unit: nn.Module, arguments: Any) -> None:
+    """Put `content` where the call would have left it."""
+    if source.how == "written":
+        resolve_from(source.place, unit, arguments).copy_(content)
+    elif source.how == "added":
+        holder = resolve_from(source.place, unit, arguments)
+        put_content(holder, [*holder, *content])
+    elif source.how == "all":
+        holder = resolve_from(source.place, unit, arguments)
+        before = list(holder)
+        put_content(holder, [before[e.index] if isinstance(e, Kept) else e for e in content])
+    else:
+        *way, (how, key) = source.place
+        put(resolve_from(tuple(way), unit, arguments), how, key, content)
+
+
+class Exits:
+    """Runs one unit call, `forward(*args, **kwargs)`, and collects what leaves it, the result first.
+
+    `modules` are those inside whose results count; with `silent` their hooks hear nothing of it. `places` are the
+    sources to look at afterwards.
+    """
+
+    def __init__(
+        self, unit: nn.Module, modules: Iterable[str], silent: bool = False, places: Sequence[Source] = ()
+    ) -> None:
+        self.modules, self.silent = {path: unit.get_submodule(path) for path in modules}, silent
+        self.unit, self.places = unit, places
+        self.heard: list[tuple[Source, Any]] = []
+
+    def __enter__(self) -> Self:
+        counts: Counter[str] = Counter()
+
+        def hear(path: str, module: nn.Module, args: Any, result: Any) -> None:
+            self.heard.append((Source(path, counts[path]), opened(result)))
+            counts[path] += 1
+
+        self.hooks = {path: dict(module._forward_hooks) for path, module in self.modules.items()}
+        self.handles = []
+        for path, module in self.modules.items():
+            if self.silent:
+                module._forward_hooks.clear()
+            self.handles.append(module.register_forward_hook(functools.partial(hear, path), prepend=True))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for path, module in self.modules.items() if self.silent else ():
+            module._forward_hooks.update(self.hooks[path])
+
+    def run(self, forward: Any, args: Any, kwargs: Any) -> list[tuple[Source, Any]]:
+        arguments = args, kwargs
+        before = {source: list(self._at(source, arguments)) for source in self.places if source.how in LISTS}
+        result = forward(*args, **kwargs)
+        left = [(source, self._left(source, before.get(source), arguments)) for source in self.places]
+        return [(RESULT, result), *self.heard, *left]
+
+    def _at(self, source: Source, arguments: Any) -> Any:
+        with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):
+            return resolve_from(source.place, self.unit, arguments)
+        return () if source.how in LISTS else MISSING
+
+    def _left(self, source: Source, before: list[Any] | None, arguments: Any) -> Any:
+        now = self._at(source, arguments)
+        if before is None:
+            return opened(now)
+        if source.how == "added":
+            return [opened(entry) for entry in list(now)[len(before) :]]
+        return _entries(Change(source.place, None, None, before, list(now)), {})
+
+
+def listened(unit: nn.Module) -> list[str]:
+    """The modules inside a unit that have forward hooks."""
+    return [path for path, module in unit.named_modules() if path and module._forward_hooks]
+
+
+def flattened(result: Any, known: Mapping[int, Path]) -> tuple[list[Any], TreeSpec]:
+    """The leaves of what a unit returned, and their tree, as in a trace."""
+    return tree_flatten(opened(result, known))
+
+
+def _tell(unit: nn.Module, path: str, result: Any) -> None:
+    """Call the forward hooks of a module inside a unit as if it had just returned `result`.
+
+    There are no arguments to tell: a hook that fails for want of them is passed over, here as in the trace.
+    """
+    module = unit.get_submodule(path)
+    for key, hook in list(module._forward_hooks.items()):
+        arguments: tuple[Any, ...] = ((), {}) if key in module._forward_hooks_with_kwargs else ((),)
+        try:
+            changed = hook(module, *arguments, result) is not None
+        except Exception as error:
+            logger.debug("a forward hook on %s, inside a unit of another stage, failed: %r", path, error)
+            continue
+        if changed:
+            raise TraceError(
+                f"a forward hook on {path} ({type(module).__name__}), inside a unit, changes its result: do that in "
+                "the module's forward, so that the stages which do not run the module need not know"
+            )

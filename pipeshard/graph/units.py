@@ -1,0 +1,294 @@
+"""Units: the modules that are never cut, cut points that users mark, and the interception of calls."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pipeshard.errors import TraceError, UsageError
+
+if TYPE_CHECKING:
+    from pipeshard.graph.dataflow import Call, Use
+    from pipeshard.graph.taint import Value
+
+
+T = TypeVar("T")
+_tracing = 0
+
+
+@contextmanager
+def strays_refused() -> Iterator[None]:
+    """While units are handled: all CutPoints that are called have to be among them."""
+    global _tracing
+    _tracing += 1
+    try:
+        yield
+    finally:
+        _tracing -= 1
+
+
+class CutPoint(nn.Module):
+    """Call it on what flows on at a place where the model may be cut: `x = self.cut(x)` (Varuna, Athlur et al. 2022,
+    arXiv:2111.04007). It returns what it was given, the very same object.
+
+    A model with CutPoints is cut after some of them and nowhere else; p stages need p - 1. Each is for one place: in a
+    loop use an `nn.ModuleList` of them. `x` is a tensor (b, ...) whose dimension 0 counts the samples, or a tuple, list
+    or dict of anything that has tensors. Other values that are used on both sides of a cut (skip connections, numbers,
+    masks) need no mark: they are found.
+
+    Raises UsageError for a value without a tensor. One that is no module of the model is a TraceError at boost.
+    """
+
+    def forward(self, value: T) -> T:
+        """The value itself."""
+        if _tracing and "forward" not in self.__dict__:  # no Interception has found it
+            raise TraceError(
+                "a CutPoint is called that is no module of the model (one of a plain list or dict?), so that nothing "
+                "would be cut there: make it an attribute, and several of them an nn.ModuleList"
+            )
+        if not isinstance(value, Tensor) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+            raise UsageError(
+                f"a CutPoint got {type(value).__name__} {value!r:.60}, which has no tensor: call it on the activations "
+                "that flow on there, x = cut(x)"
+            )
+        return value
+
+
+def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: int) -> None:
+    """Refuse a call, after these, of a CutPoint that was called before, or gets a tensor that does not count the `rows`
+    samples in dimension 0."""
+    if any(call.unit == name for call in calls):
+        raise TraceError(
+            f"CutPoint {name} is called twice: use one for each place, and in a loop an nn.ModuleList of them"
+        )
+    value = args[0] if args else None
+    if isinstance(value, Tensor) and value.shape[:1] != (rows,):
+        raise TraceError(
+            f"CutPoint {name} got a tensor of shape {tuple(value.shape)}, whose dimension 0 does not count the {rows} "
+            "samples of the batch: call it where it does, or as `(x,) = cut((x,))`"
+        )
+
+
+def check_aliases(calls: Sequence["Call"], written: Set["Value"], final: Sequence["Use"]) -> None:
+    """Refuse writing to what a CutPoint returned where what it was given may be used further on: where it is a cut, the
+    one is a copy of the other. `written` is what is changed in place, `final` what the loss and the outputs need."""
+    changed = {value.call for value in written}
+    for index in [k for k, call in enumerate(calls) if call.is_cut and k in changed]:
+        given, later = calls[index].reads.values, [*(call.reads for call in calls[index + 1 :]), *final]
+        if any(use.values & given for use in later):
+            raise TraceError(
+                f"what CutPoint {calls[index].unit} returns is changed in place, and what it was given may be used "
+                "further on, where the change would be missed: compute a new tensor (x = x + y, not x += y)"
+            )
+
+
+# handler(unit name, the unit's own forward, positional arguments, keyword arguments) -> the unit's result
+Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Module]:
+    """The units of `model` by name, in the order of registration; those of a model that was cut stay what they were.
+
+    A unit is a member of an `nn.ModuleList`, or any other child with parameters of the modules around such lists. A
+    member that is a list itself is cut into its members, and so is a stage of a hierarchy (swin, resnet), unless it is
+    recomputed as a whole. In a model without such lists and without CutPoints, an `nn.Sequential` is one, of which each
+    member is a unit, whatever it has: as glue, a pooling layer would run on every stage behind it. CutPoints are units,
+    and so are the modules named in `cuts`; what they are inside of is none.
+    A module reached under several names counts once, under its first name. Of a list that says so (`pipeshard_uncut`),
+    each member is a unit, whatever it has.
+    """
+    forwards = [(module, module.__dict__.get("forward")) for module in model.modules()]
+    if cut := {forward.name: module for module, forward in forwards if isinstance(forward, Interception)}:
+        return cut
+    marked: dict[str, nn.Module] = {n: m for n, m in model.named_modules() if isinstance(m, CutPoint)}
+    sequences = not marked and not _has_layers(model)
+    marked |= {name: model.get_submodule(name) for name in cuts}
+    paths = {name.rpartition(".")[0] for name in marked}
+    around = {model.get_submodule(path[:end]) for path in paths for end in _ends(path)}
+    chosen = set(marked.values())
+    units: dict[str, nn.Module] = {}
+    seen: set[nn.Module] = set()
+
+    def walk(prefix: str, module: nn.Module, in_hierarchy: bool = False) -> None:
+        """Look at the children of a module that is not a unit, `in_hierarchy` at those of one stage of several."""
+        uncut, in_sequence = getattr(module, "pipeshard_uncut", False), sequences and _is_sequence(module)
+        is_list = (
+            isinstance(module, nn.ModuleList) or in_sequence or (isinstance(module, nn.Sequential) and in_hierarchy)
+        )
+        stages = isinstance(module, nn.ModuleList) and not uncut and _is_hierarchy(module)
+        for child_name, child in module.named_children():
+            name = f"{prefix}.{child_name}" if prefix else child_name
+            if stages:
+                walk(name, child, in_hierarchy=True)
+            elif child in around or (
+                not uncut and (_is_layers(child) if is_list or in_hierarchy else _has_layers(child, sequences))
+            ):
+                walk(name, child, in_hierarchy)
+            elif child not in seen and (uncut or in_sequence or child in chosen or _has_parameters(child)):
+                seen.add(child)
+                units[name] = child
+
+    walk("", model)
+    return units
+
+
+def containers(model: nn.Module, units: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """The modules around the units, whose own forward is glue."""
+    inside = {child for unit in units.values() for child in unit.modules()}
+    return [module for module in model.modules() if module not in inside]
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Whether transformers' activation checkpointing drops and recomputes this very module."""
+    layer = any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+    return layer and bool(getattr(module, "gradient_checkpointing", False))
+
+
+def _ends(path: str) -> list[int]:
+    """Where the names of a module and of those it is inside of end."""
+    return [k for k, letter in enumerate(path) if letter == "."] + [len(path)]
+
+
+def _has_layers(module: nn.Module, sequences: bool = False) -> bool:
+    lists = (m for m in module.modules() if isinstance(m, nn.ModuleList) or (sequences and _is_sequence(m)))
+    return any(map(_is_layers, lists))
+
+
+def _is_sequence(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _is_layers(module: nn.Module) -> bool:
+    if getattr(module, "pipeshard_uncut", False):
+        return True
+    return isinstance(module, nn.ModuleList | nn.Sequential) and any(map(_has_parameters, module))
+
+
+def _is_hierarchy(layers: nn.ModuleList) -> bool:
+    """Whether these are stages that differ in size, each with layers of its own."""
+    shapes: dict[str, torch.Size] = {}
+    differ = False
+    for stage in layers:
+        if recomputes(stage) or not any(map(_is_layers, stage.children())) or isinstance(stage, nn.ModuleList):
+            return False
+        own = {name: parameter.shape for name, parameter in stage.named_parameters()}
+        differ = differ or any(shapes.get(name, shape) != shape for name, shape in own.items())
+        shapes.update(own)
+    return differ
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """Or running statistics, which one stage has to keep."""
+    if next(module.parameters(), None) is not None:
+        return True
+    return any(getattr(inner, "track_running_stats", False) for inner in module.modules())
+
+
+class Interception:
+    """Stands in for one unit's `forward`; whoever sets `handler` decides what a call of the unit does.
+
+    It is set on the instance, so the unit keeps its class, its hooks and its activation checkpointing. Checkpointing is
+    inside `forward` since transformers 5; before, it is around the call of the unit, and `Recomputation` moves it.
+    `compiled` runs instead of the original where it is given.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.original: Callable[..., Any] = module.forward
+        self.compiled: Callable[..., Any] | None = None
+        self.handler: Handler | None = None
+        self.checkpoint: Callable[..., Any] | None = None
+        functools.update_wrapper(self, self.original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.compiled or self.original
+        if self.checkpoint is not None:
+            forward, self.checkpoint = _recomputed(forward, self.checkpoint), None
+        if self.handler is None:
+            return forward(*args, **kwargs)
+        return self.handler(self.name, forward, args, kwargs)
+
+
+def _recomputed(forward: Callable[..., Any], checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: checkpoint(functools.partial(forward, **kwargs), *args)
+
+
+class Recomputation:
+    """Stands in for the checkpointing function of a unit that calls it around its own call, not in its forward.
+
+    A replayed call must not be recomputed: the unit may be on another stage by name only. So the function is handed to
+    the Interception, around whose original it belongs.
+    """
+
+    def __init__(self, module: nn.Module, checkpoint: Callable[..., Any]) -> None:
+        self.module, self.checkpoint = module, checkpoint
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        interception = self.module.__dict__.get("forward")
+        if not isinstance(interception, Interception):
+            return self.checkpoint(function, *args)
+        interception.checkpoint = self.checkpoint
+        return function(*args)
+
+
+def intercept(units: Mapping[str, nn.Module]) -> list[Interception]:
+    """Put an Interception before each unit's `forward`, or return the one that is there."""
+    interceptions = []
+    for name, module in units.items():
+        if not isinstance(module.forward, Interception):
+            module.forward = Interception(name, module)
+        checkpoint = module.__dict__.get("_gradient_checkpointing_func", None)
+        around = type(module).__call__ is not nn.Module.__call__
+        if checkpoint is not None and around and not isinstance(checkpoint, Recomputation):
+            module.__dict__["_gradient_checkpointing_func"] = Recomputation(module, checkpoint)
+        interceptions.append(module.forward)
+    return interceptions
+
+
+@contextmanager
+def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
+    """Let `handler` answer the units' calls inside this context; afterwards everything is as it was.
+
+    Compiled units run as they were written: tracing shapes is no reason to compile for them.
+    """
+    before = {name: module.__dict__.get("forward") for name, module in units.items()}
+    interceptions = intercept(units)
+    handlers = [interception.handler for interception in interceptions]
+    for interception in interceptions:
+        interception.handler = handler
+    compiled = any(interception.compiled for interception in interceptions)
+    try:
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext(), strays_refused():
+            yield
+    finally:
+        for interception, previous in zip(interceptions, handlers, strict=True):
+            interception.handler = previous
+        for name, module in units.items():
+            if before[name] is None:
+                module.__dict__.pop("forward", None)
+
+
+class Sliced:
+    """The forward of a module whose parameters are sliced; traced as it was before."""
+
+    tracing = False
+
+    def __init__(self, plain: Any, sliced: Any) -> None:
+        self.plain, self.sliced = plain, sliced
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.plain if Sliced.tracing else self.sliced)(*args, **kwargs)
+
+
+@contextmanager
+def unsliced() -> Iterator[None]:
+    """Inside, modules run with whole parameters, which the caller puts there."""
+    before, Sliced.tracing = Sliced.tracing, True
+    try:
+        yield
+    finally:
+        Sliced.tracing = before

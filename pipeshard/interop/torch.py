@@ -1,0 +1,150 @@
+"""Torch: the stages as those of torch.distributed.pipelining, which its own schedules train."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeshard.distributed.mesh import Grid
+from pipeshard.engine.grad_sync import GradientSync
+from pipeshard.engine.mixed_precision import Precision
+from pipeshard.engine.parameters import Holdings
+from pipeshard.errors import BatchError, ConfigurationError, UsageError
+from pipeshard.interop.build import Target, register_target
+from pipeshard.interop.stage_module import StageModule, as_keywords
+
+if TYPE_CHECKING:
+    from pipeshard.interop.build import Split
+
+
+STEP = {"target", "losses", "return_outputs", "loss_kwargs"}  # arguments of its own
+
+
+@dataclass(frozen=True)
+class TorchStages:
+    """The `PipelineStage`s of this rank, one for each of its chunks, for Schedule1F1B, ScheduleInterleaved1F1B, ...
+
+        built = pipeshard.build(model, cuts, target="torch", batch=microbatch)
+        schedule = Schedule1F1B(built.stages[0], m, loss_fn=built.loss_fn)
+        schedule.step(**batch, target=batch["labels"], losses=losses, return_outputs=False)   # on every rank
+        built.sync_gradients()
+        optimizer.step()                                # of built.parameters()
+
+    Every rank passes the whole batch by keywords. What torch leaves to the user, `sync_gradients` does: it adds up the
+    gradients of tied weights over the stages that hold them.
+    """
+
+    stages: list[Any]
+    gradients: GradientSync
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What this rank trains, each parameter once."""
+        return iter(dict.fromkeys(p for stage in self.stages for p in stage.submod.parameters()))
+
+    def sync_gradients(self) -> None:
+        """After a step, before the optimizer's; every rank calls it."""
+        self.gradients.finish(True)
+
+    def zero_grad(self) -> None:
+        """As an optimizer's: gradients become None."""
+        self.gradients.reset(set(self.parameters()))
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    @staticmethod
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        """For the schedule, where the last stage computes the loss by itself."""
+        return output
+
+
+class Torch(Target):
+    """`target="torch"`: TorchStages; a process group is there, of one rank for each stage (or `num_model_chunks`).
+
+    Args:
+        num_model_chunks: stages of each rank, for torch's interleaved schedules; 2 by default for those in a V.
+        style: "loop": stage s is on rank s % p; "v": two stages a rank, down the ranks and back up, for
+            ScheduleZBVZeroBubble and ScheduleDualPipeV.
+
+    `build` raises UsageError without a loss, which the last stage is to make, BatchError for a batch with names that
+    `schedule.step` has for its own arguments.
+    """
+
+    def __init__(self, num_model_chunks: int | None = None, style: str = "loop") -> None:
+        self.num_model_chunks = num_model_chunks or (2 if style == "v" else 1)
+        if style not in ("loop", "v") or (style == "v" and self.num_model_chunks != 2):
+            raise ConfigurationError(
+                f"style={style!r} and num_model_chunks={self.num_model_chunks}: use 'loop', or 'v' with two chunks"
+            )
+        self.style = style
+
+    def placed(self, num_stages: int) -> tuple[Sequence[int], int]:
+        p, rest = divmod(num_stages, self.num_model_chunks)
+        if rest or not dist.is_initialized():
+            raise ConfigurationError(
+                f"{num_stages} stages and num_model_chunks={self.num_model_chunks}, "
+                f"{'a' if dist.is_initialized() else 'no'} process group: target='torch' wants whole stages "
+                "for each rank of a group that is there (torch.distributed.init_process_group)"
+            )
+        self.grid = Grid(p, 1)
+        placement = [*range(p), *reversed(range(p))] if self.style == "v" else [s % p for s in range(num_stages)]
+        return placement, self.grid.stage
+
+    def take(self, split: "Split") -> TorchStages:
+        if split.flow.loss is None:
+            raise UsageError(
+                "there is no loss to train on, and gradients return for one that the last stage makes alone: give the "
+                "batch labels, or pass criterion= to build. The schedule's loss_fn is built.loss_fn then"
+            )
+        if taken := STEP & set(as_keywords(split.model, split.sample.data)):
+            raise BatchError(
+                f"the batch's {min(taken)} cannot be told from that of torch's schedule.step(..., {min(taken)}=): name "
+                "the model's argument otherwise"
+            )
+        device = split.policy.replay.device
+        holdings = Holdings(split.model, split.policy, self.grid, Precision("fp32", False, device), fsdp=False)
+        batch = as_keywords(split.model, split.sample.data)
+        group = self.grid.stages
+        kind = _stage_class(split.stages.values())
+        stages = [
+            kind(stage, index, split.num_stages, device, *_shapes(stage, batch, split), group=group)
+            for index, stage in split.stages.items()
+        ]
+        return TorchStages(stages, holdings.sync)
+
+
+def _stage_class(stages: Iterable[StageModule]) -> Any:
+    """Torch's, but for what it divides by the number of microbatches at the end of each stage: a weight that several
+    stages of this rank share is divided once, at the end of the last of them."""
+    from torch.distributed.pipelining import PipelineStage
+
+    holders = Counter(parameter for stage in stages for parameter in stage.parameters())
+    ended: Counter[nn.Parameter] = Counter()
+
+    class Stage(PipelineStage):
+        def scale_grads(self, grad_scale_factor: int) -> None:
+            for parameter in self.submod.parameters():
+                ended[parameter] += 1
+                if parameter.grad is not None and ended[parameter] % holders[parameter] == 0:
+                    parameter.grad.div_(grad_scale_factor)
+
+    return Stage
+
+
+def _shapes(stage: StageModule, batch: dict[str, Any], split: "Split") -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Tensors like those that enter and leave the stage with this microbatch, so that torch need not find out."""
+    microbatch = stage.microbatch(batch)
+    route, receiving = microbatch.route, split.flow.receiving
+
+    def like(values: Any) -> tuple[Tensor, ...]:
+        shapes = [(*microbatch.shape(value), value in receiving) for value in values]
+        return tuple(torch.empty(s, dtype=dtype, device="meta", requires_grad=grad) for s, dtype, grad in shapes)
+
+    leaving = (torch.empty((), device="meta", requires_grad=True),) if stage.is_last else like(route.leaves.values)
+    return like(route.enters.values), leaving
+
+
+register_target("torch", Torch)

@@ -1,0 +1,288 @@
+"""Layers: a model as a list of modules, specs of modules, and functions, each given what the last returned."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, MethodType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.graph.units import Interception
+from pipeshard.layers.specs import LayerSpec, TiedLayerSpec, tie
+from pipeshard.split.deferred_init import build, skeleton, skeletons
+from pipeshard.split.partition import Cuts, check_partition
+from pipeshard.split.ties import names_of
+from pipeshard.wishes import Wishes
+
+
+class Function(nn.Module):
+    """Calls `fn(x)`, or `fn(module, x)` where it has a module.
+
+    Modules that the callable carries with it (a method's own, arguments of a partial) are registered, so that their
+    parameters are known. Raises ConfigurationError for parameters that could not be: those of a closure, or bare ones.
+    """
+
+    def __init__(self, fn: Callable[..., Any], place: int, module: nn.Module | None = None) -> None:
+        super().__init__()
+        self.fn, self.module = fn, module
+        self.place = place  # no two functions are units of one kind, of which the trace would run only one
+        carried = [value for value in _carried(fn) if isinstance(value, nn.Module)]
+        self.carried = nn.ModuleList(dict.fromkeys(carried)) if carried else None
+        self._refuse_hidden()
+
+    @property
+    def pipeshard_type(self) -> str:
+        """The name of the function, or of the class whose instance is called."""
+        return _name(self.fn) if self.module is None else type(self.module).__name__
+
+    def forward(self, x: Any) -> Any:
+        return self.fn(x) if self.module is None else self.fn(self.module, x)
+
+    def extra_repr(self) -> str:
+        return _name(self.fn)
+
+    def _refuse_hidden(self) -> None:
+        bare = [value for value in _carried(self.fn) if isinstance(value, nn.Parameter)]
+        hidden = [value for value in _closed_over(self.fn) if isinstance(value, nn.Module | nn.Parameter)]
+        for value in (*bare, *hidden):
+            raise ConfigurationError(
+                f"layer {self.place}, the function {_name(self.fn)}, brings a {type(value).__name__} along "
+                f"{'in its closure or defaults' if hidden else 'as an argument'}, where it cannot be followed: "
+                "use a method of the module, functools.partial with the module as an argument, or "
+                "TiedLayerSpec(..., forward_fn=...)"
+            )
+
+
+def _name(fn: Any) -> str:
+    if isinstance(fn, functools.partial):
+        return _name(fn.func)
+    return str(getattr(fn, "__name__", type(fn).__name__))
+
+
+def _carried(fn: Any) -> Iterator[Any]:
+    """What is copied with a callable."""
+    if isinstance(fn, nn.Module):
+        yield fn
+    elif isinstance(fn, functools.partial):
+        yield from (*_carried(fn.func), *fn.args, *fn.keywords.values())
+    elif isinstance(fn, MethodType):
+        yield from _carried(fn.__self__)
+    elif isinstance(getattr(fn, "__self__", None), nn.Parameter):  # a tensor's own method, as weight.mul
+        yield fn.__self__
+    elif not isinstance(fn, FunctionType | type):
+        yield from getattr(fn, "__dict__", {}).values()
+
+
+def _closed_over(fn: Any) -> Iterator[Any]:
+    """What a function keeps that is not copied with it."""
+    if isinstance(fn, functools.partial | MethodType):
+        yield from _closed_over(fn.func if isinstance(fn, functools.partial) else fn.__func__)
+    elif isinstance(fn, FunctionType):
+        cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False)
+        # a method's __class__, for super(), is a cell too; a cell that names the function itself may be empty
+        yield from (cell.cell_contents for name, cell in cells if name != fn.__name__)
+        yield from (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
+
+
+class PipelineModule(nn.Module):
+    """The layers one after the other: `model(inputs, *labels)` is what the last one returns.
+
+    Each gets what the one before it returned as one argument (a tuple stays one), the first gets `inputs`. No layer is
+    cut. A layer of a spec is known by its shapes alone, on meta, until it is built: behind `booster.boost` by the ranks
+    that hold it, else by `build()`, the first call, a move to a device or `load_state_dict`. Its values depend on
+    `torch.initial_seed()` (in a pipeline the first rank's) and its place in the list only.
+
+    Args:
+        layers: modules, LayerSpecs, TiedLayerSpecs, and functions, lambdas, partials, bound methods or other callables
+            of one argument, in any iterable: an nn.Sequential or nn.ModuleList too.
+        num_stages: refuse a pipeline of another number of stages (times the chunks on each process).
+        topology, activation_checkpoint_func: None. The plugin says which rank does what; recompute is pipeshard's own.
+        loss_fn: `loss_fn(output, labels)`, a scalar; the criterion where `boost` gets none. Batches are then
+            `(inputs, labels)`; there is no loss of `(inputs,)`.
+        seed_layers: layer k of a spec is built after `seed_fn(base_seed + k)` instead, by default torch.manual_seed.
+        partition_method: as the `partition` of PipelinePlugin, which wins unless it is "auto".
+        activation_checkpoint_interval: k > 0: every k layers keep what the first of them got, and run again in the
+            backward pass; in a pipeline each layer does, unless the plugin says which.
+        checkpointable_layers: names of classes: with the interval, only layers of these run again.
+        dynamic_shape: taken either way; batches of any shape always run.
+
+    Raises ConfigurationError for what is no layer, a constructor that does not run on meta, parameters that cannot be
+    tied, or any other argument that cannot work.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: Cuts = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: None = None,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+    ) -> None:
+        super().__init__()
+        _check(num_stages, activation_checkpoint_interval)
+        _refuse(topology, activation_checkpoint_func, checkpointable_layers)
+        check_partition(partition_method)
+        entries = _entries(layers)
+        self.num_stages, self.loss_fn, self.partition_method = num_stages, loss_fn, partition_method
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.checkpointable_layers = checkpointable_layers
+        seeds = functools.partial(_seeded, seed_fn, base_seed) if seed_layers else None
+        made = [_layer(place, entry, seeds) for place, entry in enumerate(entries)]
+        tie({place: (spec, made[place]) for place, spec in enumerate(entries) if isinstance(spec, TiedLayerSpec)})
+        self.layers = _Uncut(
+            Function(spec.forward_fn, place, layer) if isinstance(spec, TiedLayerSpec) and spec.forward_fn else layer
+            for place, (spec, layer) in enumerate(zip(entries, made, strict=True))
+        )
+
+    @property
+    def pipeline_wishes(self) -> Wishes:
+        criterion = None if self.loss_fn is None else LabelledLoss(self.loss_fn)
+        recomputes = self.activation_checkpoint_interval > 0
+        return Wishes(self.num_stages, self.partition_method, recomputes, criterion, self.checkpointable_layers)
+
+    def forward(self, inputs: Any, *labels: Any) -> Any:
+        """The last layer's output. Labels are for the loss alone."""
+        if not self._is_cut:
+            self.build()
+        interval = self.activation_checkpoint_interval
+        if self._is_cut or not interval or not torch.is_grad_enabled():
+            return self._run(0, len(self.layers), inputs)
+        names, only = [type(layer).__name__ for layer in self.layers], self.checkpointable_layers
+        for start in range(0, len(names), interval):
+            end = start + interval
+            if only is None or set(names[start:end]) <= set(only):
+                inputs = checkpoint(self._run, start, end, inputs, use_reentrant=False)
+            else:
+                inputs = self._run(start, end, inputs)
+        return inputs
+
+    def build(self) -> Self:
+        """Build here, for real, every layer that is not yet; returns the module itself.
+
+        Raises UsageError for a stage of a pipeline, ConfigurationError for a layer that is not as it was on meta.
+        """
+        if self._is_cut:
+            raise UsageError("this is one stage of a pipeline: pipeshard.to_sequential(model) has all layers built")
+        for module in skeletons(self):
+            build(module, torch.initial_seed() % 2**63)
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As every module's, into layers that are built; of a tie one of its names is enough."""
+        state = dict(state_dict)
+        for names in names_of(self.build()).values():
+            given = next((state[name] for name in names if name in state), None)
+            if given is not None:
+                state.update((name, state.get(name, given)) for name in names)
+        return super().load_state_dict(state, *args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Another dtype needs no values, another device does."""
+        if skeletons(self):
+            try:
+                fn(torch.empty(0, device="meta"))
+            except NotImplementedError:  # torch's own: what is on meta cannot be copied to a device
+                self.build()
+        return super()._apply(fn, recurse)
+
+    def _run(self, start: int, end: int, x: Any) -> Any:
+        for layer in list(self.layers)[start:end]:
+            x = layer(x)
+        return x
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether a trace or a stage answers the calls of the layers."""
+        return any(isinstance(vars(layer).get("forward"), Interception) for layer in self.layers)
+
+
+class _Uncut(nn.ModuleList):
+    pipeshard_uncut = True
+
+
+class LabelledLoss:
+    """`loss_fn(output, labels)` of batches `(inputs, labels)` as a criterion."""
+
+    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
+        self.loss_fn = loss_fn
+
+    def __call__(self, output: Any, batch: Any) -> Tensor:
+        return self.loss_fn(output, *batch[1:])
+
+    def of_batch(self, output: Any, data: Sequence[Any]) -> Tensor | None:
+        """The loss; None for a batch without labels."""
+        return self(output, data) if len(data) > 1 else None
+
+
+def _entries(layers: Any) -> list[Any]:
+    """What there is a layer of, in order; of a Sequential, as DeepSpeed has it, its members."""
+    if isinstance(layers, nn.Sequential):
+        hooked = any(vars(layers)[name] for name in vars(layers) if name.endswith("_hooks"))
+        if hooked or type(layers).forward is not nn.Sequential.forward or "forward" in vars(layers):
+            raise ConfigurationError(
+                f"the {type(layers).__name__} has {'hooks' if hooked else 'a forward'} of its own, which would not "
+                "run, as its members become the layers. Make it a layer itself: PipelineModule([...])"
+            )
+    iterable = isinstance(layers, Iterable) and not isinstance(layers, str | Mapping | nn.ModuleDict | Tensor)
+    entries = list(layers) if iterable else []
+    if not entries:
+        raise ConfigurationError(
+            f"PipelineModule wants one layer or more, in a list or another iterable, not {layers!r}"
+        )
+    return entries
+
+
+def _check(num_stages: Any, interval: Any) -> None:
+    if num_stages is not None and (not isinstance(num_stages, int) or num_stages < 1):
+        raise ConfigurationError(f"num_stages={num_stages!r} is no positive integer")
+    if not isinstance(interval, int) or interval < 0:
+        raise ConfigurationError(
+            f"activation_checkpoint_interval={interval!r}: every k > 0 layers are recomputed, 0 none"
+        )
+
+
+def _refuse(topology: Any, checkpoint_func: Any, checkpointable: Any) -> None:
+    """DeepSpeed's arguments that mean nothing here, or something else than they were given."""
+    if topology is not None:
+        raise ConfigurationError(
+            f"topology={topology!r}: which rank does what is said by PipelinePlugin(pp_size=, dp_size=, tp_size=). "
+            "Leave it out (loss_fn is the fourth argument, as in DeepSpeed)"
+        )
+    if checkpoint_func is not None:
+        raise ConfigurationError(
+            f"activation_checkpoint_func={checkpoint_func!r}: layers are recomputed by pipeshard itself, to the same "
+            "bits. Leave it out"
+        )
+    if isinstance(checkpointable, str) or not all(isinstance(name, str) for name in checkpointable or ()):
+        raise ConfigurationError(f"checkpointable_layers={checkpointable!r}: give a list of names of classes")
+
+
+def _layer(place: int, entry: Any, seeds: Callable[[int, LayerSpec], nn.Module] | None) -> nn.Module:
+    if isinstance(entry, LayerSpec):
+        make = entry.build if seeds is None else functools.partial(seeds, place, entry)
+        return skeleton(entry.construct, make, place, repr(entry))
+    if isinstance(entry, nn.Module):
+        return entry
+    if isinstance(entry, type) and issubclass(entry, nn.Module):
+        name = entry.__name__
+        raise ConfigurationError(f"layer {place} is the class {name}: give LayerSpec({name}, ...) or {name}(...)")
+    if not callable(entry):
+        raise ConfigurationError(
+            f"layer {place} is a {type(entry).__name__}: give a module, a LayerSpec, or a function of one argument"
+        )
+    return Function(entry, place)
+
+
+def _seeded(seed_fn: Callable[[int], Any] | None, base_seed: int, place: int, spec: LayerSpec) -> nn.Module:
+    (seed_fn or torch.manual_seed)(base_seed + place)
+    return spec.build()

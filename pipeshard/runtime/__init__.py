@@ -1,1 +1,0 @@
-"""What runs during a step: stages, messages, losses and gradients."""

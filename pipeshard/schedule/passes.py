@@ -1,0 +1,109 @@
+"""Passes over programs: sends and receives are added, and the cooldown is shortened."""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from pipeshard.errors import ConfigurationError
+from pipeshard.schedule.program import PARTNER, RECEIVE, SEND, Action, Kind, Program, Step
+
+Positions = Mapping[tuple[Kind, int, int], int]  # of actions, each among those of its rank
+
+
+def add_communication(program: Program) -> Program:
+    """`program` with a send after each compute action that feeds another rank, and a receive before the one it feeds.
+
+    A receive is a post and does not block. It stands one compute action early (a B and its W are one), so that the
+    transfer overlaps that compute; or earlier still where the order of messages asks for it (see `_posts`). Rank 1 of
+    1F1B, p=3:
+
+        RecvF0 RecvF1 F0 SendF0 RecvB0 F1 SendF1 RecvF2 B0 SendB0 RecvB1 F2 SendF2 ...
+
+    Raises ConfigurationError if the program has communication already.
+    """
+    if program.has_communication:
+        raise ConfigurationError(f"program {program.name!r} has communication already")
+    position: Positions = {action: k for actions in program.ranks for k, action in enumerate(actions)}
+    ranks = tuple(_with_messages(program, actions, position) for actions in program.ranks)
+    return dataclasses.replace(program, ranks=ranks)
+
+
+def _with_messages(program: Program, actions: tuple[Action, ...], position: Positions) -> tuple[Action, ...]:
+    sends = _crossing(program, SEND)
+    posts = _posts(program, actions, position)
+    result: list[Action] = []
+    for k, action in enumerate(actions):
+        kind, i, stage = action
+        if k in posts:
+            result += reversed(posts[k])
+        result.append(action)
+        if (kind, stage) in sends:
+            result.append(Action(sends[kind, stage], i, stage))
+    return tuple(result)
+
+
+def _posts(program: Program, actions: tuple[Action, ...], position: Positions) -> dict[int, list[Action]]:
+    """The receives to post just before the k-th of one rank's `actions`, by k, the first one last.
+
+    Messages on an edge arrive in the order they were sent, so a receive that is needed late but sent early is posted
+    before those sent after it: its slot becomes the smallest of theirs. Posting earlier never blocks.
+    """
+    receives = _crossing(program, RECEIVE)
+    edges: defaultdict[int, list[tuple[float, int, Action]]] = defaultdict(list)
+    for k, (kind, i, stage) in enumerate(actions):
+        if (kind, stage) in receives:
+            message = receives[kind, stage]
+            source = stage + PARTNER[message][1]
+            sent = position.get((kind, i, source), math.inf)  # one never sent is the simulator's to report
+            edges[program.placement[source]].append((sent, _one_early(actions, k), Action(message, i, stage)))
+    posts: defaultdict[int, list[Action]] = defaultdict(list)
+    for source in sorted(edges, reverse=True):
+        earliest = len(actions)
+        for _, slot, receive in sorted(edges[source], reverse=True):
+            if slot < earliest:
+                earliest = slot
+            posts[earliest].append(receive)
+    return posts
+
+
+def _one_early(actions: tuple[Action, ...], k: int) -> int:
+    if k > 1 and actions[k - 1].kind is Kind.W and actions[k - 2] == actions[k - 1]._replace(kind=Kind.B):
+        return k - 2
+    return max(k - 1, 0)
+
+
+def _crossing(program: Program, messages: dict[Kind, Kind]) -> dict[Step, Kind]:
+    """For each step whose message of this sort goes to or comes from another rank, the kind of that message."""
+    stages = range(len(program.placement))
+    return {(kind, s): message for kind, message in messages.items() for s in stages if program.crosses(message, s)}
+
+
+def shorten_cooldown(program: Program) -> Program:
+    """`program` with each whole B after its rank's last F split in B and W, if its gradient goes to another rank.
+
+    W comes right after B, so that all there is to it is that the gradient leaves in between. 1F1B with p=3, m=4, where
+    a whole B takes as long as B and W:
+
+    rank 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- B2 -- B3 --
+    rank 1  .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 W2 B3 W3 ..
+    rank 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 W3 .. ..
+
+    In 1F1B and GPipe rank 0 then idles for (p-1)(F+B) instead of (p-1)(F+B+W), as long as W <= F, and no rank keeps
+    more microbatches of activations. It is the start of what a zero bubble schedule does (Qi et al. 2023,
+    arXiv:2401.10241); Megatron-LM does it for the weight of the head alone.
+    """
+    ranks = (tuple(_with_weights(program, actions)) for actions in program.ranks)
+    return dataclasses.replace(program, ranks=tuple(ranks))
+
+
+def _with_weights(program: Program, actions: Sequence[Action]) -> Iterator[Action]:
+    forwards_left = sum(action.kind is Kind.F for action in actions)
+    split = {action[1:] for action in actions if action.kind is Kind.W}
+    for action in actions:
+        kind, i, stage = action
+        yield action
+        forwards_left -= kind is Kind.F
+        sends = kind is Kind.B and program.crosses(Kind.SEND_B, stage)
+        if sends and not forwards_left and (i, stage) not in split:
+            yield Action(Kind.W, i, stage)

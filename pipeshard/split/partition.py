@@ -1,0 +1,332 @@
+"""Partition: which stage runs each unit call, by which criterion, and what then crosses every boundary."""
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+from torch import nn
+
+from pipeshard.errors import ConfigurationError, PartitionError, TraceError
+from pipeshard.graph.dataflow import Dataflow, Use, Wanted
+from pipeshard.graph.taint import Value
+from pipeshard.graph.units import CutPoint, recomputes
+
+Cuts = str | Sequence[int] | Sequence[str]  # a rule by name, the unit calls of each stage, or modules to cut after
+# What moving one number costs, in floating-point operations: about 5 per byte on a CPU core.
+ELEMENT = 20.0
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The stage of every unit call, by unit and occurrence, so that it holds for every batch structure."""
+
+    num_stages: int
+    stages: Mapping[tuple[str, int], int]
+    calls: Mapping[str, int]
+
+    @classmethod
+    def of(cls, flow: Dataflow, counts: Sequence[int]) -> Self:
+        """The first counts[0] calls of `flow` on stage 0, the next counts[1] on stage 1, ..."""
+        stages = itertools.chain.from_iterable([stage] * count for stage, count in enumerate(counts))
+        calls = Counter(call.unit for call in flow.calls)
+        return cls(len(counts), dict(zip(flow.occurrences, stages, strict=True)), calls)
+
+    def of_calls(self, flow: Dataflow) -> tuple[int, ...]:
+        """The stage of each call of `flow`; a unit that is called more often than planned runs where it last did.
+
+        Raises TraceError if `flow` does not run the units in the planned order.
+        """
+        known = [(unit, min(k, self.calls.get(unit, 0) - 1)) for unit, k in flow.occurrences]
+        unknown = [unit for unit, k in known if k < 0]
+        stages = tuple(self.stages.get(key, 0) for key in known)
+        if unknown or list(stages) != sorted(stages):
+            what = (
+                f"calls {unknown[0]}, which the model was not partitioned by" if unknown else "calls units out of order"
+            )
+            raise TraceError(
+                f"with this batch the model {what}. Pass dry_run_input=<a batch of this kind> to PipelinePlugin, "
+                "or keep one kind of batch per boost"
+            )
+        return stages
+
+
+def named(partition: Cuts) -> list[str]:
+    """The modules that a partition names."""
+    return [] if isinstance(partition, str) else [entry for entry in partition if isinstance(entry, str)]
+
+
+class Cost(NamedTuple):
+    """Time of one unit call: forward, backward but for the weight gradients that can wait, and those."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
+def cost_of(
+    flops: float,
+    elements: float,
+    parameters: int,
+    waiting_flops: float = 0.0,
+    waiting_parameters: int = 0,
+    recomputed: bool = False,
+) -> Cost:
+    """Relative time of a unit call, in floating-point operations, from the `flops` and `elements` of one forward.
+
+    Both count three times (forward, input gradient, weight gradient), four times where the forward is recomputed; an
+    element made counts as `ELEMENT` operations, and so does each trainable parameter, whose gradient is written and
+    added up: that prices embeddings. Waiting are those of layers whose weight gradient can be put off.
+    """
+    once = flops + ELEMENT * elements
+    weight = waiting_flops + 2 * ELEMENT * waiting_parameters
+    return Cost(once, (3 if recomputed else 2) * once + 2 * ELEMENT * parameters - weight, weight)
+
+
+def call_costs(flow: Dataflow, units: Mapping[str, nn.Module], scale: float = 1.0) -> list[float]:
+    """Relative time of forward and backward of each call; `scale` is the size of a microbatch over the trace's."""
+    costs = []
+    for call in flow.calls:
+        unit = units[call.unit]
+        trainable = sum(p.numel() for p in unit.parameters() if p.requires_grad)
+        costs.append(sum(cost_of(scale * call.flops, scale * call.elements, trainable, recomputed=recomputes(unit))))
+    return costs
+
+
+def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
+    """Calls before which no cut may be, each with the reason: a hidden value would have to cross it, or the model has
+    CutPoints and none is there. The number of the calls stands for the model's end."""
+    forbidden: dict[int, str] = {}
+    if flow.cut_points:
+        reason = f"the model is cut at its CutPoints alone, of which it calls {len(flow.cut_points)}"
+        allowed = {k + 1 for k in flow.cut_points}
+        forbidden.update((k, reason) for k in range(1, len(flow.calls) + 1) if k not in allowed)
+
+    def keep_together(use: Use, reader: int, name: str) -> None:
+        for maker in use.hidden:
+            reason = f"{name} uses a value that leaves unit {flow.calls[maker].unit} by a way that cannot be followed"
+            forbidden.update(dict.fromkeys(range(maker + 1, min(reader, len(flow.calls) - 1) + 1), reason))
+
+    for place in flow.carried:
+        late = max(place.makers, default=0)
+        for reader in place.readers - {-1}:
+            what = f"unit {flow.calls[reader].unit} reads {place.name}, which the forward before has made of"
+            reason = f"{what} the result of a later unit, {flow.calls[late].unit}"
+            forbidden.update(dict.fromkeys(range(reader + 1, late + 1), reason))
+    for reader, call in enumerate(flow.calls):
+        keep_together(call.reads, reader, f"unit {call.unit}")
+    if flow.loss is not None:
+        keep_together(flow.loss, len(flow.calls), "the loss")
+    for first, last in flow.together:
+        forbidden.update(dict.fromkeys(range(first + 1, last + 1), _recomputed(flow, first, last)))
+    return forbidden
+
+
+def _recomputed(flow: Dataflow, first: int, last: int) -> str:
+    return (
+        f"a torch.utils.checkpoint of the model's own runs units {flow.calls[first].unit} to {flow.calls[last].unit} "
+        "again in the backward pass, which one stage has to do: call it for each of them alone, or leave it out and "
+        "pass recompute=True to PipelinePlugin"
+    )
+
+
+def balance(
+    costs: Sequence[float],
+    num_stages: int,
+    forbidden: Mapping[int, str] | None = None,
+    fits: Callable[[int, int, int], bool] | None = None,
+) -> list[int]:
+    """How many consecutive calls each stage gets so that the dearest stage is as cheap as possible.
+
+    Among those partitions, the sum of squares is least. No cut is before a `forbidden` call. `fits(stage, start, end)`
+    says whether a stage may have the calls from start to end (exclusive); of what does not fit, nothing larger does.
+    Raises PartitionError when there are fewer parts that can be cut apart than stages, or nothing fits.
+    """
+    forbidden = forbidden or {}
+    starts = [k for k in range(len(costs)) if k == 0 or k not in forbidden]
+    if len(starts) < num_stages:
+        why = f"; not every cut is possible: {next(iter(forbidden.values()))}" if forbidden else ""
+        raise PartitionError(
+            f"the model makes {len(costs)} unit calls in {len(starts)} parts that can be cut apart, fewer than "
+            f"pp_size={num_stages}{why}. Use pp_size <= {len(starts)}"
+            + ("" if forbidden else ", or name modules inside of units to cut after, partition=[...]")
+        )
+    edges = [*starts, len(costs)]
+    sums = [0.0, *itertools.accumulate(costs)]
+
+    def cost(stage: int, start: int, end: int) -> float:
+        if fits is not None and not fits(stage, edges[start], edges[end]):
+            return math.inf
+        return sums[edges[end]] - sums[edges[start]]
+
+    dearest, cuts = _divide(len(starts), num_stages, cost, max)
+    if cuts is not None:
+        _, cuts = _divide(len(starts), num_stages, cost, lambda total, c: total + c * c, most=dearest)
+    if cuts is None:
+        raise PartitionError(f"no partition into {num_stages} stages fits")
+    return [edges[b] - edges[a] for a, b in itertools.pairwise(cuts)]
+
+
+def _divide(
+    blocks: int,
+    num_stages: int,
+    cost: Callable[[int, int, int], float],
+    combine: Callable[[float, float], float],
+    most: float = math.inf,
+) -> tuple[float, list[int] | None]:
+    """The least value of `combine` over the stages' costs, and the cuts that have it: 0, ..., `blocks`.
+
+    Dynamic programming over (stages, blocks). `cost(stage, start, end)` is infinite where it cannot be, grows with the
+    run of blocks, and is `most` at most.
+    """
+    best: list[float] = [0.0] + [math.inf] * blocks
+    choices: list[list[int]] = []
+    for stage in range(num_stages):
+        row, choice = [math.inf] * (blocks + 1), [0] * (blocks + 1)
+        for end in range(stage + 1, blocks + 1):
+            for start in range(end - 1, stage - 1, -1):
+                here = cost(stage, start, end)
+                if here > most or here == math.inf or (combine is max and here >= row[end]):
+                    break
+                value = combine(best[start], here)
+                if value < row[end]:
+                    row[end], choice[end] = value, start
+        best = row
+        choices.append(choice)
+    if best[blocks] == math.inf:
+        return math.inf, None
+    cuts = [blocks]
+    for choice in reversed(choices):
+        cuts.append(choice[cuts[-1]])
+    return best[blocks], cuts[::-1]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What enters a stage: `values` in the order they are sent, `gradients` the ones whose gradient goes back."""
+
+    values: tuple[Value, ...]
+    gradients: tuple[Value, ...]
+
+
+def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: Wanted = False) -> list[Boundary]:
+    """What crosses into each stage (nothing into stage 0).
+
+    A value crosses every boundary between the stage of its call and that of its last reader, the last stage being
+    that of the loss, and of the outputs if they are wanted. A gradient returns for values that get one of the loss.
+    """
+    everything, loss = flow.needed(outputs), flow.needed(False)
+    readers = [(f"unit {call.unit}", call.reads, stage) for call, stage in zip(flow.calls, stages)]
+    for name, use, stage in [*readers, ("the loss or an output that is asked for", everything, num_stages - 1)]:
+        for maker in use.hidden:
+            if stages[maker] != stage:
+                raise TraceError(
+                    f"with this batch {name} (stage {stage}) uses a value that leaves unit {flow.calls[maker].unit} "
+                    f"(stage {stages[maker]}) by a way that cannot be followed, so it cannot get there. If it is an "
+                    "output that was asked for (output_attentions, ...), do not ask for it"
+                )
+    for first, last in flow.together:
+        if stages[first] != stages[last]:
+            raise TraceError(f"in this mode, or with this batch, {_recomputed(flow, first, last)}")
+    live = _alive(flow, stages, num_stages, everything)
+    wanted = live if not outputs else _alive(flow, stages, num_stages, loss)
+    returning = [values & flow.receiving for values in wanted]
+    return [Boundary(tuple(sorted(live[s])), tuple(sorted(returning[s]))) for s in range(num_stages)]
+
+
+def refuse_hooks(flow: Dataflow, stages: Sequence[int], num_stages: int) -> None:
+    """Refuse a gradient hook of glue that would not hear the whole gradient, once: the stages that read the tensor run
+    that glue each, and so may the one that made it."""
+    ends = {stage: k for k, stage in enumerate(stages)}
+    for number, hook in enumerate(flow.hooks):
+        readers = {stage for call, stage in zip(flow.calls, stages) if number in call.reads.hooks}
+        readers |= {num_stages - 1} if flow.loss is not None and number in flow.loss.hooks else set()
+        first = stages[hook.home.call] if hook.home is not None else min(readers, default=0)
+        passing = {s for s in range(first, max(readers, default=0)) if ends.get(s, -1) >= hook.calls}
+        if len(readers | (passing if hook.home is not None else set())) > 1:
+            raise TraceError(
+                f"the model puts a gradient hook on a tensor that is used on several stages ({hook.line}), each of "
+                "which has a part of its gradient. Put the hook on a tensor inside a layer, or cut elsewhere "
+                "(partition=[...])"
+            )
+
+
+def _alive(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Use) -> list[set[Value]]:
+    live: list[set[Value]] = [set() for _ in range(num_stages)]
+    readers = [(call.reads.values, stage) for call, stage in zip(flow.calls, stages, strict=True)]
+    for values, reader in [*readers, (final.values, num_stages - 1)]:
+        for value in values:
+            for stage in range(stages[value.call] + 1, reader + 1):
+                live[stage].add(value)
+    return live
+
+
+def held_parameters(
+    model: nn.Module, flow: Dataflow, stages: Sequence[int], units: Mapping[str, nn.Module], p: int
+) -> list[set[str]]:
+    """The parameters each stage holds, by their first name.
+
+    A stage holds those of the units it runs and those its glue reads; one that nothing uses stays with the one
+    registered before it. A name on several stages is a tie between them.
+    """
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    held: list[set[str]] = [set() for _ in range(p)]
+    for call, stage in zip(flow.calls, stages, strict=True):
+        held[stage].update(first[parameter] for parameter in units[call.unit].parameters())
+        held[stage].update(call.reads.parameters)
+    held[-1].update(flow.needed(outputs=True).parameters)
+    previous = 0
+    for name in first.values():
+        holders = [stage for stage in range(p) if name in held[stage]]
+        if not holders:
+            held[previous].add(name)
+        previous = max(holders, default=previous)
+    return held
+
+
+PARTITIONS = ("auto", "uniform", "parameters", "profile", "profile:PATH", "type:REGEX")
+
+
+def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]], num_stages: int) -> list[float]:
+    """The weight of each unit call, where `units` has the unit of each and `costs` tells their times.
+
+    Raises ConfigurationError for an unknown name, PartitionError for a type that too few units have.
+    """
+    check_partition(by)
+    kind, _, detail = by.partition(":")
+    if by == "auto" or kind == "profile":
+        return costs()
+    if by == "uniform":
+        return [float(not isinstance(unit, CutPoint)) for unit in units]
+    if by == "parameters":
+        return [float(sum(p.numel() for p in unit.parameters())) for unit in units]
+    return _of_type(detail, units, num_stages)
+
+
+def check_partition(by: Cuts) -> None:
+    """Raises ConfigurationError for an unknown name."""
+    if isinstance(by, str) and by not in PARTITIONS[:4] and not re.fullmatch("(profile|type):.+", by):
+        raise ConfigurationError(f"partition={by!r} is unknown: use one of {PARTITIONS}, or a list")
+
+
+def type_name(unit: nn.Module) -> str:
+    """The name of a unit's class, or of the function or the module that it stands for (`pipeshard_type`)."""
+    return str(getattr(unit, "pipeshard_type", type(unit).__name__))
+
+
+def _of_type(pattern: str, units: Sequence[nn.Module], num_stages: int) -> list[float]:
+    """1 for each unit whose class the pattern matches, 0 for the others."""
+    try:
+        matches = [bool(re.search(pattern, type_name(unit), re.IGNORECASE)) for unit in units]
+    except re.error as error:
+        raise ConfigurationError(f"partition='type:{pattern}' is no regular expression: {error}") from error
+    if sum(matches) < num_stages:
+        classes = ", ".join(sorted(set(map(type_name, units))))
+        raise PartitionError(
+            f"partition='type:{pattern}' matches {sum(matches)} unit calls, which is too few for {num_stages} stages: "
+            f"the units' classes are {classes}"
+        )
+    return [float(match) for match in matches]

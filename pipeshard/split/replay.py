@@ -1,0 +1,298 @@
+"""Replay: on a stage, held units run and the others return what their stage sent."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pipeshard.errors import TraceError, UsageError
+from pipeshard.graph.flags import is_mentioned
+from pipeshard.graph.rng import Randomness, Repeat, Repeats
+from pipeshard.graph.shapes import TensorSpec
+from pipeshard.graph.snapshot import Snapshot, is_comparable, told
+from pipeshard.graph.taint import Value
+from pipeshard.graph.unit_outputs import (
+    ARGUMENTS,
+    UNIT,
+    Exits,
+    Known,
+    Source,
+    answer,
+    changed,
+    flattened,
+    listened,
+    resolve_from,
+)
+from pipeshard.split.recompute import recomputes_itself, run_again
+from pipeshard.split.route import Blank, Route, Step
+
+UNFROZEN = (
+    "Freeze or unfreeze parameters, and turn activation recompute on, before booster.boost, and let a layer detach "
+    "its result always or never"
+)
+PLACE = "Other stages do not get it as it is now. Return it instead, as a tensor, or change it alike in every forward"
+CONSTANT = (
+    "What a unit returns beside tensors is the same on all stages, as the trace has seen it, so it must not depend on "
+    "the values of tensors: return a tensor (x.max(), not x.max().item())"
+)
+
+
+class StageDone(BaseException):
+    """Leaves the model's forward after the last unit of the stage, or where nothing more is kept for the next one."""
+
+
+@dataclass(slots=True)
+class Run:
+    """The state of one forward: what came in, what was made, and the next call."""
+
+    route: Route
+    received: Mapping[Value, Tensor]
+    sizes: list[list[Any]]
+    made: dict[Value, Tensor] = field(default_factory=dict)
+    next: int = 0
+    inside: bool = False
+    trains: bool = field(default_factory=torch.is_grad_enabled)
+
+
+class Replay:
+    """Answers the unit calls of one stage's model; `held` are the units this stage has parameters of."""
+
+    def __init__(
+        self, model: nn.Module, units: Mapping[str, nn.Module], held: frozenset[str], stage: int, device: torch.device
+    ) -> None:
+        self.model = model
+        self.criterion: Any = None
+        self.units, self.held, self.stage, self.device = units, held, stage, device
+        self.randomness = Randomness(device)
+        self.active: Run | None = None
+        self.recomputing, self.proves = False, True  # whether what units leave at places is compared with the trace
+        self.repeats = Repeats(self.randomness)
+        self._blanks: dict[tuple[Any, Blank], Tensor] = {}
+
+    def run(
+        self, route: Route, deltas: Sequence[int], received: Mapping[Value, Tensor], forward: Callable[[], Any]
+    ) -> tuple[Any, dict[Value, Tensor]]:
+        """Run `forward` (the whole model) as this stage: its output (None before the last stage), what leaves."""
+        self.active = run = Run(route, received, route.sizes(deltas))
+        self.randomness.python = route.flow.python_random
+        self.randomness.at(0)
+        try:
+            output = forward() if route.stop != 0 else None  # with this batch, nothing of the stage is called
+        except StageDone:
+            output = None
+        finally:
+            self.active = None
+        if run.next < (len(route.steps) if route.stop is None else route.stop):
+            raise self._lost(run, "the forward ended")
+        return output, {
+            value: run.made[value] if value in run.made else received[value] for value in route.leaves.values
+        }
+
+    def __call__(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        run = self.active
+        if run is None:  # recomputation during backward, or a user's own call
+            return original(*args, **kwargs) if self.recomputing else self._repeated(unit, original, args, kwargs)
+        if run.inside:  # called by another unit: part of that one
+            return original(*args, **kwargs)
+        number, steps = run.next, run.route.steps
+        if number >= len(steps) or steps[number].unit != unit:
+            raise self._lost(run, f"the forward called {unit}")
+        step = steps[number]
+        run.next = number + 1
+        repeat = self.repeats.of(unit, reentrant=step.held and run.trains)
+        if step.held:
+            result = self._run_unit(step, run, original, args, kwargs, repeat)
+        else:
+            sizes = run.sizes[number]
+            if step.plain:
+                result = self._leaf(step.leaves[0], sizes[0], run)
+            else:
+                own = step.parts[0].tree.num_leaves
+                pairs = zip(step.numbers, step.leaves)
+                leaves = [self._leaf(leaf, sizes[k], run, aside=k >= own) for k, leaf in pairs]
+                result = answer(self.units[unit], step.parts, leaves, (args, kwargs))
+            repeat.result = result
+        if run.next == run.route.stop:
+            raise StageDone
+        if run.route.flow.glue_random:
+            repeat.after = self.randomness.at(2 * run.next)  # the glue after this call, on whichever stages it runs
+        return result
+
+    def _repeated(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call in the backward pass, by a checkpoint around it, or a user's own."""
+        repeat = self.repeats.pop(unit)
+        if unit not in self.held and repeat is None:
+            raise UsageError(
+                f"unit {unit} is not on stage {self.stage}: a model split into stages cannot be called directly, "
+                "use booster.execute_pipeline(...), or, to generate, pipeshard.to_sequential(model, rank=0)"
+            )
+        repeat = repeat or Repeat()
+        repeat.before()
+        result = original(*args, **kwargs) if unit in self.held else repeat.result
+        repeat.after()
+        return result
+
+    def _run_unit(
+        self, step: Step, run: Run, forward: Callable[..., Any], args: Any, kwargs: Any, repeat: Repeat
+    ) -> Any:
+        draw = repeat.before = self.randomness.at(2 * run.next - 1)
+        if step.again and torch.is_grad_enabled() and not recomputes_itself(self.units[step.unit]):
+            forward = run_again(forward, step.unit, lambda: self._second(draw))
+        others: list[tuple[Source, Any]] = []
+        number, unit, arguments = run.next - 1, self.units[step.unit], (args, kwargs)
+        # What hooks inside do is told them again, see `answer`.
+        is_proven = not self.proves or number in run.route.proven or listened(unit)
+        before = None if is_proven else Snapshot({UNIT: unit, ARGUMENTS: arguments})
+        run.inside = True
+        try:
+            if step.aside:
+                with Exits(unit, step.modules, places=step.places) as exits:
+                    (_, result), *others = exits.run(forward, args, kwargs)
+            else:
+                result = forward(*args, **kwargs)
+        finally:
+            run.inside = False
+        if before is not None:
+            self._prove(step, before, arguments, run)
+            run.route.proven.add(number)
+        leaves = self._checked(step, result, run, arguments)
+        if step.keeps:
+            self._keep(step, leaves, others, run)
+        return result
+
+    def _prove(self, step: Step, before: Snapshot, arguments: Any, run: Run) -> None:
+        """The first time on a route: a unit leaves at places what the trace has seen it leave there, but for numbers
+        and the like that nobody else could read."""
+        unit, traced, at = self.units[step.unit], {}, 0
+        for source, tree in step.parts:
+            traced[source.place] = step.leaves[at : at + tree.num_leaves]
+            at += tree.num_leaves
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        for source, content in changed(before, but=tensors):
+            leaves, seen = tree_leaves(content), traced.get(source.place)
+            if seen is None:
+                differs = any(isinstance(leaf, Tensor) for leaf in leaves)
+            else:
+                differs = len(leaves) != len(seen)
+            pairs = zip(leaves, seen or [object()] * len(leaves))
+            is_other = any(is_comparable(now) and not _is_as(now, then) for now, then in pairs)
+            is_other = is_other and not source.by_hook
+            if differs or (is_other and is_mentioned(source.place[1:], unit, self.model, self.criterion)):
+                place = f"changes {told(source.place[1:]) or 'its arguments'}"
+                raise self._differs(step, run, place, "something else there", None, PLACE)
+
+    def _checked(self, step: Step, result: Any, run: Run, arguments: Any) -> list[Any]:
+        """The leaves of a held unit's result; TraceError where they are not of the kinds that the trace has seen."""
+        tree = step.parts[0].tree
+        if tree.is_leaf() and isinstance(result, Tensor):
+            leaves = [result]
+        else:
+            paths = [leaf.path for leaf in step.leaves if isinstance(leaf, Known)]
+            known = {id(resolve_from(path, self.units[step.unit], arguments)): path for path in paths}
+            leaves, found = flattened(result, known)
+            if found != tree:
+                raise self._differs(step, run, f"returns {_shown(found)}", f"{_shown(tree)}")
+        sizes = run.sizes[run.next - 1]
+        for k, (leaf, seen) in enumerate(zip(leaves, step.leaves)):
+            if isinstance(seen, TensorSpec):
+                if not isinstance(leaf, Tensor) or leaf.dtype != seen.dtype:
+                    raise self._differs(step, run, f"is {_described(leaf)}", f"{seen.dtype}", k)
+                if leaf.requires_grad and not seen.requires_grad:
+                    raise self._differs(step, run, "requires a gradient", "none", k, UNFROZEN)
+            elif not _is_as(leaf, seen if sizes[k] is None else sizes[k]):
+                raise self._differs(step, run, f"is {leaf!r:.80}", f"{seen!r:.80}", k, CONSTANT)
+        return leaves
+
+    def _differs(
+        self, step: Step, run: Run, now: str, seen: str, leaf: int | None = None, remedy: str = ""
+    ) -> TraceError:
+        which = f"result {leaf} of unit" if leaf is not None else "unit"
+        return TraceError(
+            f"{which} {step.unit} (stage {run.route.stage}, call {run.next - 1}) {now} where the trace has {seen}. "
+            + (remedy or "What other stages get follows from the trace: pass dry_run_input=<a batch like this one>")
+        )
+
+    @contextmanager
+    def _second(self, draw: Callable[[], None]) -> Iterator[None]:
+        """Around the second run of a unit: units that it calls are part of it, as in the first."""
+        draw()
+        self.recomputing = True
+        try:
+            yield
+        finally:
+            self.recomputing = False
+
+    def _leaf(self, leaf: Any, shape: Any, run: Run, aside: bool = False) -> Any:
+        if isinstance(leaf, Value):
+            tensor = run.received[leaf]
+            return tensor.clone() if leaf in run.route.flow.written else tensor
+        if not isinstance(leaf, Blank):
+            return leaf if shape is None else shape  # a constant, or a number that follows from the batch's sizes
+        # Nobody writes to what leaves other than as a result, so that takes no memory: attentions may be large.
+        return self._blank((), leaf).expand(shape) if aside else self._blank(shape, leaf)
+
+    def _blank(self, shape: Any, kind: Blank) -> Tensor:
+        blank = self._blanks.get((shape, kind))
+        if blank is None:
+            if len(self._blanks) >= 16:
+                self._blanks.clear()
+            blank = torch.full(shape, kind.fill, dtype=kind.dtype, device=self.device)
+            self._blanks[shape, kind] = blank
+        return blank.detach()  # glue may write to it, and must not leave its graph in ours
+
+    def _keep(self, step: Step, of_result: list[Any], others: list[tuple[Source, Any]], run: Run) -> None:
+        made = {source: tree_leaves(content) for source, content in others}
+        leaves = list(of_result)
+        for source, tree in step.parts[1:]:
+            found = made.get(source, [])
+            leaves += found if len(found) == tree.num_leaves else [None] * tree.num_leaves
+        for value in step.keeps:
+            spec = run.route.flow.spec(value)
+            tensor: Any = leaves[value.leaf] if value.leaf < len(leaves) else None
+            self._refuse_stranger(tensor, value, spec, run)
+            if tensor.requires_grad and not spec.requires_grad:
+                raise self._differs(step, run, "requires a gradient", "none", value.leaf, UNFROZEN)
+            run.made[value] = tensor.clone() if value in run.route.flow.written else tensor
+
+    def _refuse_stranger(self, tensor: Any, value: Value, spec: TensorSpec, run: Run) -> None:
+        """The next stage expects what the trace has seen: anything else would break its connection, or be misread."""
+        shape = run.sizes[value.call][value.leaf]
+        if isinstance(tensor, Tensor) and tensor.shape == shape and tensor.dtype == spec.dtype:
+            return
+        got = _described(tensor)
+        raise TraceError(
+            f"result {value.leaf} of unit {run.route.flow.calls[value.call].unit} is {got} where the trace has {shape} "
+            f"{spec.dtype} (stage {run.route.stage}). Shapes and dtypes must follow from the batch's sizes: pass "
+            "dry_run_input=<a batch like this one>, and have no hook or autocast around execute_pipeline change them"
+        )
+
+    def _lost(self, run: Run, what: str) -> TraceError:
+        steps = run.route.steps
+        expected = steps[run.next].unit if run.next < len(steps) else "the end"
+        return TraceError(
+            f"{what} where the trace has {expected} (unit call {run.next}, stage {run.route.stage}): the model's glue "
+            "takes another way than it did in the trace, by chance (layerdrop?) or by what the batch holds. "
+            "Turn that off, or pass dry_run_input=<a batch of this kind>"
+        )
+
+
+def _described(leaf: Any) -> str:
+    return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
+
+
+def _is_as(leaf: Any, seen: Any) -> bool:
+    """Whether a constant is the one that the trace has seen, as far as they can be compared."""
+    if isinstance(seen, Known):
+        return True
+    if not is_comparable(seen):
+        return type(leaf) is type(seen)
+    return type(leaf) is type(seen) and (leaf == seen or leaf != leaf)
+
+
+def _shown(tree: Any) -> str:
+    """A tree in few words."""
+    return str(tree).removeprefix("TreeSpec(").removesuffix(")")[:120]
