@@ -1,4 +1,4 @@
-"""Consistency: all ranks make the same call, with the same model, arguments and packages, or are told where they differ."""
+"""Consistency: all ranks make the same call, with the same model, arguments and packages."""
 
 import hashlib
 import platform

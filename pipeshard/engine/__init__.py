@@ -1,0 +1,1 @@
+"""Engine: runs a step on one rank: stages, messages, losses and gradients."""

@@ -1,0 +1,1 @@
+"""Interop: the stages of a model in other runtimes."""

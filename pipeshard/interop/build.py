@@ -24,7 +24,7 @@ from pipeshard.split.partition import Boundary, boundaries, named
 from pipeshard.split.policy import Policy, find_policy
 from pipeshard.split.ties import analyze_tied_weights
 
-PACKAGE = "pipeshard.targets"  # with the shipped ones
+SHIPPED = "pipeshard.interop.torch", "pipeshard.interop.deepspeed"  # beside those of this file
 
 
 class Target:
@@ -55,16 +55,21 @@ def register_target(name: str | None, kind: Kind) -> Kind:
     """Let `build(..., target=name)` use this class; ConfigurationError for a name that is taken, or for no Target."""
     if not (isinstance(kind, type) and issubclass(kind, Target)):
         raise ConfigurationError(f"register_target({name!r}, ...) wants a subclass of Target, not {kind!r}")
-    importlib.import_module(PACKAGE)  # whose names are taken
+    _import_shipped()  # whose names are taken
     if _KINDS.get(name, kind) is not kind:
         raise ConfigurationError(f"there is a target {name!r} already, {_KINDS[name].__name__}: choose another name")
     _KINDS[name] = kind
     return kind
 
 
+def _import_shipped() -> None:
+    for module in SHIPPED:
+        importlib.import_module(module)
+
+
 def find_target(name: str | None, options: Mapping[str, Any]) -> Target:
     """The target of this name, with these options; ConfigurationError where there is none, or it has none of these."""
-    importlib.import_module(PACKAGE)
+    _import_shipped()
     if name not in _KINDS:
         names = sorted(known for known in _KINDS if known is not None)
         close = get_close_matches(str(name), names, n=1)
@@ -120,11 +125,11 @@ def build(
         cuts: the names of the modules to cut after (Slapo, Chen et al. 2023, arXiv:2302.08005), nested ones too; or how
             many unit calls each stage gets; or the number of stages, balanced by cost.
         target: None keeps all stages in this process, as one module that is called like the model; else the name of a
-            runtime in `pipeshard.targets`, or of one that was added by `register_target`.
+            runtime in `pipeshard.interop`, or of one that was added by `register_target`.
         batch: a microbatch of the real sizes; made up for models of transformers where there is none.
         criterion: `criterion(output, batch)`, for a model whose output has no loss.
         device: where the stages' tensors are to be.
-        options: the target's own, see `pipeshard.targets`.
+        options: the target's own, see `pipeshard.interop`.
 
     Raises ConfigurationError for an unknown target or option, PartitionError for cuts that cannot be, TraceError for a
     model that cannot be cut.

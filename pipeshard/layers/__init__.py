@@ -1,0 +1,1 @@
+"""Layers: models as lists of layers, as DeepSpeed's PipelineModule has them."""

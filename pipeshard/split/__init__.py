@@ -1,0 +1,1 @@
+"""Split: a model becomes stages, by its graph."""
