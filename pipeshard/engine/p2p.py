@@ -109,8 +109,8 @@ def check_p2p(kind: object) -> type[P2P]:
     raise ConfigurationError(f"p2p={kind!r} is unknown: use one of {sorted(P2PS)}, or a subclass of pipeshard.P2P")
 
 
-def make_p2p(kind: type[P2P], ranks: Sequence[int], placement: Sequence[int], device: torch.device) -> P2P | None:
+def make_p2p(kind: object, ranks: Sequence[int], placement: Sequence[int], device: torch.device) -> P2P | None:
     """The P2P of a pipeline with these stages on these ranks, or None if there is nobody to send to."""
     pairs = {(a, b) for a, b in itertools.pairwise(placement) if a != b}
     edges = sorted(pairs | {(b, a) for a, b in pairs})
-    return kind(ranks, edges, device) if edges else None
+    return check_p2p(kind)(ranks, edges, device) if edges else None
