@@ -59,6 +59,7 @@ def main() -> None:
 @click.option("--dp", default=1, show_default=True, type=click.IntRange(min=1), help="Number of replicas.")
 @click.option("--zero", is_flag=True, help="With zero_stage=1 over the replicas.")
 @click.option("--fsdp", is_flag=True, help="With fsdp=True over the replicas.")
+@click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that slice each stage.")
 @click.option("--recompute", is_flag=True, help="With activation recompute.")
 @click.option("--draw", metavar="PATH", help="Draw the simulated step into this file (png, svg, pdf).")
 @click.option("--json", "json_path", metavar="PATH", help="Write the plan as JSON; - writes it in place of the tables.")
@@ -79,6 +80,7 @@ def plan(
     dp: int,
     zero: bool,
     fsdp: bool,
+    tp: int,
     recompute: bool,
     draw: str | None,
     json_path: str | None,
@@ -116,6 +118,7 @@ def plan(
             dp_size=dp,
             zero_stage=int(zero),
             fsdp=fsdp,
+            tp_size=tp,
         )
     if json_path == "-":
         click.echo(made.to_json())

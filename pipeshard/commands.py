@@ -59,22 +59,25 @@ def _stages(plan: Plan) -> Table:
     table.add_column("stage", justify="right", no_wrap=True)
     table.add_column("rank", justify="right", no_wrap=True)
     again, full = (any(getattr(s.memory, name) for s in plan.stages) for name in ("recomputed", "values"))
+    late = any(s.memory.update > s.memory.activations + s.memory.recomputed for s in plan.stages)
     beside = (*(["fp32"] if full else []), "optim.", "activations", *(["recomp."] if again else []))
+    beside = (*beside, "update") if late else beside
     sizes = ("weights", "grads", *beside, "total")
-    table.add_column("units", overflow="ellipsis", no_wrap=True, max_width=32 - 7 * full)
+    table.add_column("units", overflow="ellipsis", no_wrap=True, max_width=32 - 7 * full - 7 * late)
     for name in ("params", *sizes, "F", "B", "W", "in", "back"):
         table.add_column(name, justify="right", no_wrap=True)
     for stage in plan.stages:
-        table.add_row(*_row(plan, stage, size, crossing, again, full))
+        table.add_row(*_row(plan, stage, size, crossing, again, full, late))
     return table
 
 
-def _row(plan: Plan, stage: StagePlan, size: str, crossing: str, again: bool, full: bool) -> list[str]:
+def _row(plan: Plan, stage: StagePlan, size: str, crossing: str, again: bool, full: bool, late: bool) -> list[str]:
     memory = stage.memory
     values = [memory.values] if full else []
     state = [_in(part, size) for part in (memory.parameters, memory.gradients, *values, memory.optimizer)]
     state.append(f"{stage.alive}×{_in(stage.kept, size)}")
     state += [_in(memory.recomputed, size)] if again else []
+    state += [_in(memory.update, size)] if late else []
     times = [_time(plan, time) for time in (stage.forward, stage.backward, stage.weight)]
     messages = [_in(part, crossing) if part else "-" for part in (stage.received, stage.returned)]
     name = [str(stage.stage), str(stage.rank), stage.units, _count(stage.parameters)]

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipeshard.cli import main
+from pipeshard.planner import models as source
 from tests import zoo
 
 MODEL = [
@@ -67,6 +68,25 @@ def test_a_folder_and_a_config_are_the_same_model(tmp_path: Path) -> None:
     assert json.loads(of_folder.output)["model"] == "GPT2LMHeadModel"
 
 
+def test_a_name_of_the_hub_is_looked_for_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pipeshard plan owner/name` said that it is no folder, and no more."""
+    assert "huggingface_hub.hf_hub_download('owner/name', 'config.json')" in invoke("owner/name", *SIZES).output
+    zoo.build("gpt2").save_pretrained(tmp_path)
+    found = {("owner/name", "config.json"): str(tmp_path / "config.json")}
+    monkeypatch.setattr(source, "hf_hub_download", lambda *name, local_files_only: found[name])
+    assert json.loads(invoke("owner/name", *SIZES, "--json", "-").output)["model"] == "GPT2LMHeadModel"
+
+
+def test_slices_divide_what_a_rank_holds() -> None:
+    whole, sliced = (json.loads(invoke(*MODEL, *SIZES, "--tp", tp, "--json", "-").output) for tp in ("1", "2"))
+    assert (whole["training"]["tp_size"], sliced["training"]["tp_size"]) == (1, 2)
+    for one, half in zip(whole["stages"], sliced["stages"], strict=True):
+        for kind in ("parameters", "gradients", "optimizer", "values"):
+            assert one["memory"][kind] / 2 < half["memory"][kind] < one["memory"][kind] * 0.6
+    result = invoke(*MODEL, *SIZES, "--tp", "3")
+    assert result.exit_code == 1 and "tp_size=3 does not divide num_attention_heads=4" in result.output
+
+
 def test_what_does_not_fit_is_refused_and_recompute_counted() -> None:
     result = invoke(*MODEL, *SIZES, "--device-memory", "100kB")
     assert result.exit_code == 1
@@ -82,6 +102,7 @@ def test_what_does_not_fit_is_refused_and_recompute_counted() -> None:
     ("arguments", "message"),
     [
         (["lama", *SIZES], "error: lama is no folder, no config.json and no model type of transformers (did you mean"),
+        (["owner/name", *SIZES], "error: owner/name is not there: pass a folder, a config.json or a model type"),
         (["llama", "hidden=64", *SIZES], "error: LlamaConfig has no hidden: did you mean hidden_act or hidden_size?"),
         (["llama", "hidden_size", *SIZES], "error: 'hidden_size' is no field of a config: write key=value"),
         ([*MODEL, *SIZES, "--schedule", "zbw"], "error: unknown schedule 'zbw': did you mean 'zbv'?"),

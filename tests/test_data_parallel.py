@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from pipeshard import PipelinePlugin, to_sequential
+from pipeshard.engine import mixed_precision as weights
 from pipeshard.errors import ConfigurationError
 from pipeshard.split.policy import find_policy
 from pipeshard.split.tensor_parallel import plan_of, style_of
@@ -75,6 +76,56 @@ def test_divided_over_the_replicas(pool: Pool, name: str, options: dict[str, Any
     pool.run(replicas, 4, name, 2, "1f1b", **options)
     pool.run(replicas, 4, name, 2, "interleaved", 3, **options)
     pool.run(replicas, 2, name, 1, "1f1b", 3, **options)
+
+
+def updates_in_small_messages() -> None:
+    """As `replicas`, with messages of ZeRO that have room for a few parameters, or for none of the larger ones."""
+    sent: list[int] = []
+    whole = dist.broadcast
+
+    def broadcast(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return whole(tensor, *arguments, **keywords)
+
+    with mock.patch.object(weights, "BUCKET", 9_000), mock.patch.object(weights.dist, "broadcast", broadcast):
+        replicas("llama-tied", 1, zero_stage=1, steps=3)
+    largest = max(parameter.numel() * 8 for parameter in zoo.build("llama-tied").parameters())
+    assert max(sent) == largest and len(sent) > 2 * 20
+
+
+def test_zero_tells_updates_in_messages_of_a_limited_size(pool: Pool) -> None:
+    """All parameters of a stage were copied into one message for each owner."""
+    pool.run(updates_in_small_messages, 2)
+
+
+def owners() -> tuple[list[str], list[str]]:
+    """What this rank has fp32 values of, before and after another optimizer for some parameters is boosted."""
+    data = zoo.batch("llama")
+    split = Split(zoo.build("llama"), 1, data, num_microbatches=2, precision="bf16", zero_stage=1)
+    split.backward(data)
+    split.step()
+    masters = {name: weight.master for name, weight in split.optimizer.weights.items() if weight.master is not None}
+    assert all(weight.full is None for weight in split.optimizer.weights.values())
+    some = [weight.parameter for name, weight in split.optimizer.weights.items() if "layers.1" in name]
+    _, second, *_ = split.booster.boost(split.model, torch.optim.AdamW(some, lr=1e-3))
+    before = {name: weight.parameter.clone() for name, weight in split.optimizer.weights.items()}
+    split.booster.execute_pipeline(iter([data]), split.model, None, second)
+    second.step()
+    now = {name: weight for name, weight in split.optimizer.weights.items() if weight.master is not None}
+    assert all(weight.master is masters[name] for name, weight in now.items())
+    assert all(torch.equal(weight.parameter, weight.trained().bfloat16()) for weight in now.values())
+    after = {name: weight.parameter for name, weight in split.optimizer.weights.items()}
+    moved = [name for name, parameter in after.items() if not torch.equal(before[name], parameter)]
+    assert moved and all("layers.1" in name for name in moved)
+    return sorted(masters), sorted(now)
+
+
+def test_fp32_values_stay_with_their_owner(pool: Pool) -> None:
+    """Every replica kept those of all weights, and another optimizer could give a weight another owner, whose values
+    were those from before training."""
+    (first, still), (second, too) = pool.run(owners, 2)
+    assert first == still and second == too and not set(first) & set(second)
+    assert len(first) + len(second) == len([*zoo.build("llama").parameters()])
 
 
 @pytest.mark.parametrize(("name", "world"), [("llama", 4), ("llama-tied", 4), ("llama-tied", 8), ("qwen3", 4)])

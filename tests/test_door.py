@@ -13,13 +13,17 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from colossalai.booster import Booster
 from colossalai.lazy import LazyInitContext
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 from transformers import (
     AutoModelForCausalLM,
+    DataCollatorForLanguageModeling,
     GPT2Config,
     GPT2ForSequenceClassification,
+    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
     get_cosine_schedule_with_warmup,
@@ -184,9 +188,14 @@ def loaders() -> None:
         batch = {key: torch.tensor([sample[key] for sample in samples]) for key in samples[0]}
         return {**batch, "labels": torch.where(torch.rand(batch["labels"].shape) < 0.5, batch["labels"], -100)}
 
+    words = {"[PAD]": 0, "[MASK]": 1, "[UNK]": 2} | {f"word {k}": k for k in range(3, zoo.VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="[UNK]")), pad_token="[PAD]", mask_token="[MASK]"
+    )
     for options in (
         {"batch_size": 4},
         {"batch_size": 4, "collate_fn": mask},
+        {"batch_size": 4, "collate_fn": DataCollatorForLanguageModeling(tokenizer, mlm=True)},
         {"batch_size": 1, "batch_sampler": BatchSampler(SequentialSampler(range(8)), 4, False)},
     ):
         plugin = PipelinePlugin(pp_size=dist.get_world_size(), num_microbatches=2)
@@ -202,6 +211,78 @@ def loaders() -> None:
 def test_loaders_as_the_trainer_has_them(pool: Pool) -> None:
     """A tokenized dataset, a `batch_sampler` (KeyError: 0) and a random collator train."""
     pool.run(loaders, 2)
+
+
+class Backwards(DistributedSampler[int]):
+    """A sampler of one's own, in the order that it wants."""
+
+    def __iter__(self) -> Any:
+        return iter(range(self.num_samples - 1, -1, -1))
+
+
+def own_sampler() -> list[list[int]]:
+    """The samples of this rank's replica, by what ColossalAI's `distributed_sampler_cls` says of all of them."""
+    plugin = PipelinePlugin(pp_size=1, dp_size=dist.get_world_size(), num_microbatches=2)
+    loader: Any = plugin.prepare_dataloader(list(range(8)), 2, distributed_sampler_cls=Backwards)  # type: ignore[arg-type]
+    loader.sampler.set_epoch(1)
+    return [batch.tolist() for batch in loader]
+
+
+def test_a_class_of_samplers_is_asked_for_the_order_of_all(pool: Pool) -> None:
+    """`prepare_dataloader(distributed_sampler_cls=...)` was a TypeError of DataLoader."""
+    assert pool.run(own_sampler, 2) == [[[7, 6], [3, 2]], [[5, 4], [1, 0]]]
+
+
+def test_without_torchrun_the_plugin_says_how_to_start() -> None:
+    with pytest.raises(ConfigurationError, match=r"init_process_group.*started by torchrun --nproc-per-node N"):
+        PipelinePlugin(pp_size=2, num_microbatches=2)
+
+
+class RectifiesItsInput(nn.Module):
+    """Writes to the batch itself, before anything else, and to what its layers make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)) for _ in range(4))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": nn.functional.cross_entropy(x, labels)}
+
+
+def in_place_on_the_batch(**options: Any) -> None:
+    torch.manual_seed(0)
+    model = RectifiesItsInput()
+    plain = copy.deepcopy(model)
+    split, optimizer = None, torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    for _ in range(3):
+        x, labels = torch.randn(8, 6), torch.arange(8) % 6
+        split = split or Split(model, dist.get_world_size(), {"x": x.clone(), "labels": labels}, **options)
+        loss = plain(x.clone(), labels)["loss"]
+        loss.backward()
+        assert float(split.backward({"x": x.clone(), "labels": labels})["loss"]) == pytest.approx(float(loss), rel=1e-6)
+        assert gradient_error(split, plain) < 1e-5
+        optimizer.step()
+        optimizer.zero_grad()
+        split.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe"}, {"schedule": "gpipe", "recompute": True}], ids=str)
+def test_what_writes_to_the_batch_is_exact(pool: Pool, options: dict[str, Any]) -> None:
+    """gpipe with recompute was refused, since all slices of a batch share a version."""
+    pool.run(in_place_on_the_batch, 2, num_microbatches=4, **options)
+
+
+def boosted_with_a_loss_of_tensors() -> None:
+    plugin = PipelinePlugin(pp_size=dist.get_world_size(), num_microbatches=2, dry_run_input=zoo.batch("llama"))
+    Booster(plugin=plugin).boost(zoo.build("llama"), None, nn.CrossEntropyLoss())
+
+
+def test_a_criterion_of_tensors_is_refused_at_boost(pool: Pool) -> None:
+    """It was a TypeError: argument 'input' must be Tensor, not CausalLMOutputWithPast."""
+    for message in pool.run_expecting(ConfigurationError, boosted_with_a_loss_of_tensors, 2):
+        assert "CrossEntropyLoss takes tensors, but a criterion gets the model's output" in message
 
 
 def trained_in_16_bits(**options: Any) -> list[str]:

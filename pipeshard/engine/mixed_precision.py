@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -14,6 +14,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.config import PRECISIONS
 from pipeshard.distributed.collectives import local, local_grad, slice_like
 from pipeshard.distributed.progress import NOW
+from pipeshard.engine.grad_sync import BUCKET
 from pipeshard.errors import ConfigurationError
 from pipeshard.ghost import Ghost
 from pipeshard.split.materialize import storageless, twins
@@ -49,11 +50,14 @@ class LossScale:
 
 class Weight:
     """One parameter of a stage. `holders` is the number of ranks that have the same gradient of it, `full` are its
-    values where the parameter itself has them in a lower precision, until an optimizer takes them."""
+    values where the parameter itself has them in a lower precision, until an optimizer takes them. `plain` says whether
+    the parameter is all there is, `owner` which replica trains it for all (None: each does)."""
 
     def __init__(self, name: str, parameter: nn.Parameter, holders: int, full: Tensor | None = None) -> None:
         self.name, self.parameter, self.holders = name, parameter, holders
         self.full = None if full is None else slice_like(full, parameter)
+        self.plain = full is None and not isinstance(parameter, DTensor)
+        self.owner: int | None = None
         if full is not None:  # gradients are added up in the precision of the values, not of the parameter
             parameter.grad_dtype = full.dtype
         self.master: nn.Parameter | None = None
@@ -61,16 +65,15 @@ class Weight:
     def trained(self) -> nn.Parameter:
         """What the optimizer is given: the parameter, this rank's slice of it, or its values in full precision."""
         if self.master is None:
-            if self.full is None and not isinstance(self.parameter, DTensor):
+            if self.plain:
                 return self.parameter
             value = local(self.parameter.detach()) if self.full is None else self.full
             self.master, self.full = nn.Parameter(value, requires_grad=self.parameter.requires_grad), None
         return self.master
 
-    @property
-    def plain(self) -> bool:
-        """Whether the parameter is all there is."""
-        return self.master is None and self.full is None and not isinstance(self.parameter, DTensor)
+    def leave(self) -> None:
+        """Let the owner alone have the values in full precision."""
+        self.full = None
 
     def give_gradient(self) -> None:
         if self.master is not None:
@@ -104,30 +107,56 @@ class Weight:
             self.master.grad = None
 
 
-def assign(weights: Iterable[Weight], replicas: int) -> dict[str, int]:
-    """The replica that keeps the optimizer's state of each weight, so that each has about as much: the largest first,
-    each to the one that has least (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054, by whole parameters)."""
-    load, owners = [0] * replicas, {}
-    for weight in sorted(weights, key=lambda w: (-local(w.parameter).numel(), w.name)):
-        owners[weight.name] = load.index(min(load))
-        load[owners[weight.name]] += local(weight.parameter).numel()
-    return owners
+def assign(weights: Iterable[Weight], replicas: int) -> None:
+    """Give each weight an owner, the replica that keeps its optimizer's state, so that each has about as much: the
+    largest first, each to the one that has least (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054, by whole
+    parameters). An owner stays one, whichever optimizer trains the weight: it alone has the fp32 values."""
+    load = [0] * replicas
+    for weight in sorted(weights, key=lambda w: (w.owner is None, -local(w.parameter).numel(), w.name)):
+        if weight.owner is None:
+            weight.owner = load.index(min(load))
+        load[weight.owner] += local(weight.parameter).numel()
 
 
 @torch.no_grad()
-def share_updates(weights: Iterable[Weight], owners: Mapping[str, int], group: dist.ProcessGroup) -> None:
-    """Give each replica what the others have updated; one message for each owner and dtype."""
-    bundles: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-    for weight in weights:
-        bundles.setdefault((owners[weight.name], weight.parameter.dtype), []).append(local(weight.parameter))
-    flats = {key: torch.cat([tensor.reshape(-1) for tensor in tensors]) for key, tensors in bundles.items()}
+def share_updates(weights: Iterable[Weight], group: dist.ProcessGroup) -> None:
+    """Give each replica what the others have updated. While one message is on its way, the next is made."""
     ranks = dist.get_process_group_ranks(group)
-    works = [dist.broadcast(flat, ranks[owner], group=group, async_op=True) for (owner, _), flat in flats.items()]
-    for work, (key, flat) in zip(works, flats.items(), strict=True):
-        NOW.wait_in(group, work)
-        if key[0] != group.rank():
-            for tensor, part in zip(bundles[key], flat.split([t.numel() for t in bundles[key]]), strict=True):
-                tensor.copy_(part.view_as(tensor))
+    under_way: tuple[dist.Work, Tensor, list[Tensor]] | None = None
+    for owner, tensors in _bundles(weights):
+        in_place = len(tensors) == 1 and tensors[0].is_contiguous()
+        flat = tensors[0] if in_place else torch.cat([tensor.reshape(-1) for tensor in tensors])
+        work = dist.broadcast(flat, ranks[owner], group=group, async_op=True)
+        if under_way is not None:
+            _receive(group, *under_way)
+        under_way = work, flat, [] if in_place or owner == group.rank() else tensors
+    if under_way is not None:
+        _receive(group, *under_way)
+
+
+def _receive(group: dist.ProcessGroup, work: dist.Work, flat: Tensor, into: Sequence[Tensor]) -> None:
+    """Wait for a message, and copy its parts into these tensors."""
+    NOW.wait_in(group, work)
+    first = 0
+    for tensor in into:
+        tensor.copy_(flat[first : first + tensor.numel()].view_as(tensor))
+        first += tensor.numel()
+
+
+def _bundles(weights: Iterable[Weight]) -> Iterator[tuple[int, list[Tensor]]]:
+    """What is sent in one message, and by whom: parameters of one dtype, of `BUCKET` bytes in all, or a larger one."""
+    open_ones: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for weight in weights:
+        tensor = local(weight.parameter).detach()
+        assert weight.owner is not None
+        key = weight.owner, tensor.dtype
+        bundle = open_ones.setdefault(key, [])
+        if bundle and sum(other.nbytes for other in bundle) + tensor.nbytes > BUCKET:
+            yield weight.owner, open_ones.pop(key)
+            bundle = open_ones.setdefault(key, [])
+        bundle.append(tensor)
+    for (owner, _), bundle in open_ones.items():
+        yield owner, bundle
 
 
 class Precision:

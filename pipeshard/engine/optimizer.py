@@ -48,7 +48,6 @@ class PipelineOptimizer(OptimizerWrapper, Optimizer):
         self.zero = zero and self.grid.dp_size > 1
         self.names: dict[Tensor, str] = {}
         self.weights: dict[str, Weight] = {}
-        self.owners: dict[str, int] = {}
         self._narrow()
         self._steps = False
         optim.register_step_pre_hook(self._refuse_alone)
@@ -95,8 +94,10 @@ class PipelineOptimizer(OptimizerWrapper, Optimizer):
         self.weights |= added
         self.gradients.trained |= {known[p] for _, p in fresh}
         if self.zero:
-            self.owners |= assign(added.values(), self.grid.dp_size)
-        elsewhere = {name for name, replica in self.owners.items() if replica != self.grid.replica}
+            assign(added.values(), self.grid.dp_size)
+        elsewhere = {name for name, weight in added.items() if weight.owner not in (None, self.grid.replica)}
+        for name in elsewhere:
+            added[name].leave()
         own = {p: weights[p] for _, p in fresh if p in weights and weights[p].name not in elsewhere}
         for group in self.optim.param_groups:
             kept = [p for p in group["params"] if p in self.names or p in own]
@@ -122,7 +123,7 @@ class PipelineOptimizer(OptimizerWrapper, Optimizer):
     @property
     def _meets(self) -> bool:
         """Whether the ranks do something together in a step."""
-        return self.gradients.max_norm > 0 or self.gradients.scaling is not None or bool(self.owners)
+        return self.gradients.max_norm > 0 or self.gradients.scaling is not None or self.zero
 
     def _refuse_alone(self, *_: Any) -> None:
         if not self._steps and (self._meets or any(weight.master is not None for weight in self.weights.values())):
@@ -168,8 +169,8 @@ class PipelineOptimizer(OptimizerWrapper, Optimizer):
             weight.take_value()
         if self.finite is not None:
             self.finite.after_update()
-        if self.owners:
-            share_updates(self.weights.values(), self.owners, self.grid.replicas)
+        if self.zero:
+            share_updates(self.weights.values(), self.grid.replicas)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

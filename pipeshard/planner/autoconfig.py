@@ -1,7 +1,7 @@
 """AutoConfig: stages, replicas, microbatches and schedule for the ranks at hand, chosen by simulating all of them."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,17 +23,18 @@ class Layout:
     """`dp_size` replicas of a pipeline of `pp_size` stages, which together read `global_batch` samples a step.
 
     A step has the same microbatches under every layout: they are dealt out to the replicas whole. So its loss and its
-    gradients are the same sums, in another order, and dropout draws the same.
+    gradients are the same sums, in another order, and dropout draws the same. Each stage is of `tp_size` ranks.
     """
 
     pp_size: int
     dp_size: int
     global_batch: int
     microbatch_size: int
+    tp_size: int = field(default=1, kw_only=True)
 
     @property
     def ranks(self) -> int:
-        return self.pp_size * self.dp_size
+        return self.pp_size * self.dp_size * self.tp_size
 
     @property
     def batch_size(self) -> int:
@@ -48,7 +49,9 @@ class Layout:
     @property
     def arguments(self) -> dict[str, Any]:
         """What it says to the plugin: `PipelinePlugin(**layout.arguments, ...)`."""
-        return {"pp_size": self.pp_size, "dp_size": self.dp_size, "microbatch_size": self.microbatch_size}
+        sliced = {"tp_size": self.tp_size} if self.tp_size > 1 else {}
+        sizes = {"pp_size": self.pp_size, "dp_size": self.dp_size, "microbatch_size": self.microbatch_size}
+        return sizes | sliced
 
 
 @dataclass(frozen=True)
@@ -62,16 +65,22 @@ class ToldLayout(Layout):
         return self.told
 
 
-def layouts(ranks: int, global_batch: int, microbatch_size: int = 1, pp_size: int | None = None) -> list[Layout]:
-    """Every layout of `ranks` that is legal, with at most `pp_size` stages; the most stages come first.
+def layouts(
+    ranks: int, global_batch: int, microbatch_size: int = 1, pp_size: int | None = None, tp_size: int = 1
+) -> list[Layout]:
+    """Every layout of `ranks` that is legal, with at most `pp_size` stages of `tp_size` ranks; the most stages first.
 
     Raises ConfigurationError, with the numbers, where there is none.
     """
     most = ranks if pp_size is None else pp_size
     sizes = {"ranks": ranks, "global_batch": global_batch, "microbatch_size": microbatch_size, "pp_size": most}
+    sizes |= {"tp_size": tp_size}
     for name, value in sizes.items():
         if not isinstance(value, int) or value < 1:
             raise ConfigurationError(f"{name}={value!r} is no positive integer")
+    ranks, alone = divmod(ranks, tp_size)
+    if alone:
+        raise ConfigurationError(f"tp_size={tp_size} does not divide the {sizes['ranks']} ranks: choose one that does")
     microbatches, rest = divmod(global_batch, microbatch_size)
     if rest:
         raise ConfigurationError(
@@ -88,7 +97,7 @@ def layouts(ranks: int, global_batch: int, microbatch_size: int = 1, pp_size: in
             f"{microbatch_size}). Choose a global_batch that more numbers divide, such as 12 or 24 microbatches, or "
             "another number of ranks"
         )
-    return [Layout(p, ranks // p, global_batch, microbatch_size) for p in legal]
+    return [Layout(p, ranks // p, global_batch, microbatch_size, tp_size=tp_size) for p in legal]
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,8 @@ class AutoConfig(Layout):
         precision: str = "fp32",
         zero_stage: int = 0,
         fsdp: bool = False,
+        tp_size: int = 1,
+        tp_plan: Mapping[str, str] | None = None,
     ) -> Self:
         """Simulate a step of `global_batch` samples for each number of stages that is legal on `ranks`.
 
@@ -162,20 +173,21 @@ class AutoConfig(Layout):
                 saves: `partition="profile"` times units at each of them.
             schedules: the ones to choose from.
             pp_size: the most stages; by default as many as ranks.
+            tp_size: ranks that slice each stage; stages and replicas are made of `ranks / tp_size`.
 
         Raises ConfigurationError where no layout is legal, PartitionError where none can be cut or fits in
         `device_memory`, with the numbers; else as `pipeshard.plan`.
         """
-        training = Training(optimizer, precision, 1, zero_stage, fsdp)
+        training = Training(optimizer, precision, 1, zero_stage, fsdp, tp_size)
         sizes = [microbatch_size] if isinstance(microbatch_size, int) else list(microbatch_size)
         limit = None if device_memory is None else parse_bytes(device_memory)
         unit, considered, measured = 0.0, [], False
         for size in sizes:
-            legal = layouts(ranks, global_batch, size, pp_size)
+            legal = layouts(ranks, global_batch, size, pp_size, tp_size)
             microbatch, _ = first_microbatch(model, batch, 1 if batch is None else None, size, seq_len)
             if microbatch.rows != size:
                 raise ConfigurationError(f"microbatch_size={size}: the batch has {microbatch.rows} samples only")
-            subject = study(model, microbatch, criterion, policy, partition, training, limit, profile)
+            subject = study(model, microbatch, criterion, policy, partition, training, limit, profile, tp_plan)
             measured = subject.measured
             unit = unit or (1.0 if measured else sum(map(sum, subject.costs)) * global_batch / size / ranks or 1.0)
             considered += [each for layout in legal for each in _simulated(subject, layout, schedules, unit)]
@@ -193,6 +205,7 @@ class AutoConfig(Layout):
             time=estimate.time,
             unit="seconds" if measured else "relative",
             considered=tuple(considered),
+            tp_size=tp_size,
         )
 
 

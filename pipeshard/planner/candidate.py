@@ -3,16 +3,16 @@
 import heapq
 import itertools
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from torch import Tensor, nn
+from torch import nn
 
 from pipeshard.errors import PartitionError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.planner.costs import of_stages
-from pipeshard.planner.memory import Footprint, Memory, Training, alive_at_peak, tensor_bytes
+from pipeshard.planner.memory import Footprint, Forms, Memory, Training, alive_at_peak, tensor_bytes
 from pipeshard.planner.plan import Crossing, Estimate, StagePlan
 from pipeshard.schedule.program import Program
 from pipeshard.schedule.simulate import simulate_parts
@@ -20,7 +20,8 @@ from pipeshard.split.partition import Boundary, Cost, Cuts, balance, boundaries,
 from pipeshard.split.policy import Policy
 
 TRIES = 64
-Caps = tuple[tuple[tuple[int, float], ...], ...]  # for each stage: (microbatches alive, less than how many bytes)
+# For each stage: the microbatches alive (None: the end of a step), and less than how many bytes it is to take then.
+Caps = tuple[tuple[tuple[int | None, float], ...], ...]
 
 
 def fit(
@@ -36,14 +37,12 @@ def fit(
     num_stages = len(program.placement)
     alive = [alive_at_peak(actions, [1] * num_stages) for actions in program.ranks]
     least = [dict.fromkeys(of_rank, 1) if len(of_rank) > 1 else of_rank for of_rank in alive]
-    caps: Caps = tuple(((least[r][s], limit + 0.5),) for s, r in enumerate(program.placement))
+    caps: Caps = tuple(((least[r][s], limit + 0.5), (None, limit + 0.5)) for s, r in enumerate(program.placement))
     queue: list[tuple[tuple[float, float], int, list[int], Caps]] = []
 
     def look(caps: Caps) -> None:
         def fits(stage: int, start: int, end: int) -> bool:
-            always = footprint.static(start, end) + footprint.recomputed(start, end)
-            kept = footprint.activations(start, end)
-            return all(always + count * kept < cap for count, cap in caps[stage])
+            return all(footprint.total(start, end, count) < cap for count, cap in caps[stage])
 
         try:
             counts = balance(weights, num_stages, forbidden, fits)
@@ -66,17 +65,17 @@ def fit(
     return None
 
 
-def _heaviest(program: Program, counts: Sequence[int], footprint: Footprint) -> dict[int, tuple[int, int]]:
-    """Of the rank that takes most: for each of its stages, the microbatches alive at its peak, and the bytes."""
+def _heaviest(program: Program, counts: Sequence[int], footprint: Footprint) -> dict[int, tuple[int | None, int]]:
+    """Of the rank that takes most: for each of its stages, the microbatches alive when it does (None: at the end of a
+    step), and the bytes."""
     edges = [0, *itertools.accumulate(counts)]
     runs = list(itertools.pairwise(edges))
     kept = [footprint.activations(*run) for run in runs]
-    always = [footprint.static(*run) + footprint.recomputed(*run) for run in runs]
-    ranks = [
-        {s: (count, always[s] + count * kept[s]) for s, count in alive_at_peak(actions, kept).items()}
-        for actions in program.ranks
-    ]
-    return max(ranks, key=lambda stages: sum(size for _, size in stages.values()))
+    peaks = [alive_at_peak(actions, kept) for actions in program.ranks]
+    moments: list[dict[int, int | None]] = [{**peak} for peak in peaks]
+    moments += [dict.fromkeys(peak) for peak in peaks]
+    taken = [{s: (count, footprint.total(*runs[s], count)) for s, count in moment.items()} for moment in moments]
+    return max(taken, key=lambda stages: sum(size for _, size in stages.values()))
 
 
 SHOWN = 5  # names in the short form of a stage's units
@@ -86,8 +85,8 @@ SHOWN = 5  # names in the short form of a stage's units
 class Subject:
     """What is planned, and what is known of it: the cost of each unit call, and what runs of calls take.
 
-    `lowered` are the parameters that have 16 bits in `training`. `measured` says whether costs are in seconds,
-    `recomputed` whether a unit recomputes its activations.
+    `forms` are those that parameters have in `training`. `measured` says whether costs are in seconds, `recomputed`
+    whether a unit recomputes its activations.
     """
 
     model: nn.Module
@@ -98,7 +97,7 @@ class Subject:
     partition: Cuts
     training: Training
     limit: int | None
-    lowered: Container[Tensor] = ()
+    forms: Forms
     measured: bool = False
     recomputed: bool = False
     policies: dict[tuple[str, tuple[int, ...]], Policy] = field(default_factory=dict)
@@ -110,13 +109,12 @@ class Subject:
 
     def takes(self, parameters: Sequence[nn.Parameter]) -> Memory:
         """What these parameters take with all that training adds."""
-        return self.training.takes(parameters, self.lowered)
+        return self.training.takes(parameters, self.forms)
 
     def replicated(self, dp_size: int) -> "Subject":
         """The same with so many replicas."""
-        other = replace(self, training=replace(self.training, dp_size=dp_size), policies=self.policies)
-        other.footprint = self.footprint.taking(other.takes)
-        return other
+        training = replace(self.training, dp_size=dp_size)
+        return replace(self, training=training, footprint=self.footprint.trained(training), policies=self.policies)
 
     def cut(self, partition: Cuts, placement: tuple[int, ...]) -> Policy:
         """The policy that cuts the model so; schedules of one placement share it."""

@@ -5,12 +5,13 @@ import copy
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Container, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 from torch import Tensor, nn
 
 from pipeshard.config import check_precision, check_replicas
+from pipeshard.engine.grad_sync import BUCKET
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.meter import Meter
@@ -47,7 +48,8 @@ FULL = 4  # bytes of a number in fp32
 @dataclass(frozen=True)
 class Memory:
     """Bytes on a device, by what they hold: `values` are the fp32 values of parameters in 16 bits, and what a replica
-    keeps of those that fsdp divides; `recomputed` is what is recomputed at a time, for a backward."""
+    keeps of those that fsdp divides; `recomputed` is what is recomputed at a time, for a backward; `update` is what the
+    end of a step takes when there are no activations any more, so that only the larger of the two counts."""
 
     parameters: int = 0
     gradients: int = 0
@@ -55,15 +57,29 @@ class Memory:
     activations: int = 0
     recomputed: int = 0
     values: int = 0
+    update: int = 0
+
+    @property
+    def always(self) -> int:
+        """What is there at every moment of a step, activations or not."""
+        return self.parameters + self.gradients + self.values + self.optimizer
 
     @property
     def total(self) -> int:
-        always = self.parameters + self.gradients + self.values + self.optimizer
-        return always + self.activations + self.recomputed
+        return self.always + max(self.activations + self.recomputed, self.update)
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(self).items() if size)
         return f"{format_bytes(self.total)} ({parts})"
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The forms that parameters have on a rank: those that are `lowered` to 16 bits, and of those that are `sliced` how
+    many numbers a rank has."""
+
+    lowered: Container[Tensor] = ()
+    sliced: Mapping[nn.Parameter, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,8 +88,9 @@ class Training:
     optimizer: "adamw" has two states a parameter, "sgd" (with momentum) one, "none" none.
 
     With `precision` "bf16" or "fp16" parameters have 16 bits, and fp32 gradients, values and states beside them.
-    `zero_stage=1` divides the states among `dp_size` replicas, `fsdp` the values (or the parameters in their place) and
-    the states: within a step the parameters of a stage are whole, and so are their gradients.
+    `zero_stage=1` divides the states and these values among `dp_size` replicas, `fsdp` the values (or the parameters in
+    their place) and the states: within a step the parameters of a stage are whole, and so are their gradients.
+    `tp_size` ranks divide what a plan of tensor parallelism slices.
 
     Raises ConfigurationError for arguments that the plugin would refuse.
     """
@@ -83,41 +100,53 @@ class Training:
     dp_size: int = 1
     zero_stage: int = 0
     fsdp: bool = False
+    tp_size: int = 1
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise ConfigurationError(f"optimizer={self.optimizer!r} is unknown: use one of {list(OPTIMIZERS)}")
         check_precision(self.precision, autocast=False)
         check_replicas(self.zero_stage, self.fsdp)
-        if not isinstance(self.dp_size, int) or self.dp_size < 1:
-            raise ConfigurationError(f"dp_size must be a positive integer, got {self.dp_size!r}")
+        for name in ("dp_size", "tp_size"):
+            if not isinstance(size := getattr(self, name), int) or size < 1:
+                raise ConfigurationError(f"{name} must be a positive integer, got {size!r}")
 
     def __str__(self) -> str:
         low = "" if self.precision == "fp32" else f", precision {self.precision}"
         divided = "zero_stage=1" if self.zero_stage else "fsdp" if self.fsdp else "each whole"
-        return f"optimizer {self.optimizer}{low}" + (
-            f", {self.dp_size} replicas, {divided}" if self.dp_size > 1 else ""
-        )
+        replicas = f", {self.dp_size} replicas, {divided}" if self.dp_size > 1 else ""
+        return f"optimizer {self.optimizer}{low}{replicas}" + (f", tp_size {self.tp_size}" if self.tp_size > 1 else "")
 
-    def takes(self, parameters: Collection[nn.Parameter], lowered: Container[Tensor]) -> Memory:
-        """What these parameters take, of which some are `lowered` to 16 bits."""
+    @property
+    def parts(self) -> int:
+        """Among how many replicas the states are divided."""
+        return self.dp_size if self.fsdp or self.zero_stage else 1
+
+    def takes(self, parameters: Collection[nn.Parameter], forms: Forms) -> Memory:
+        """What these parameters take, in the forms that they have here."""
         sizes = gradients = states = values = 0
         for parameter in parameters:
-            is_low, count = parameter in lowered, parameter.numel()
-            size = 2 * count if is_low else parameter.nbytes
+            is_low, count = parameter in forms.lowered, forms.sliced.get(parameter, parameter.numel())
+            size = count * (2 if is_low else parameter.itemsize)
             full = FULL * count if is_low else size
             trained = full if is_trainable(parameter) else 0
             sizes, gradients = sizes + size, gradients + trained
-            states += -(-OPTIMIZERS[self.optimizer] * trained // (self.dp_size if self.fsdp or self.zero_stage else 1))
+            states += -(-OPTIMIZERS[self.optimizer] * trained // self.parts)
             if self.fsdp and self.dp_size > 1:
                 values += -(-full // self.dp_size)
             elif is_low:
-                values += trained
-        return Memory(sizes, gradients, states, values=values)
+                values += -(-trained // self.parts)
+        return Memory(sizes, gradients, states, values=values, update=self.update(gradients))
+
+    def update(self, gradients: int) -> int:
+        """What the end of a step takes where gradients take so much: two messages of the replicas are under way at a
+        time, and AdamW makes the roots of all second moments at once, as torch's does on a GPU (`foreach`)."""
+        messages = min(2 * BUCKET, gradients) if self.dp_size > 1 else 0
+        return max(messages, gradients // self.parts if self.optimizer == "adamw" else 0)
 
 
 class Footprint:
-    """What each run of unit calls takes: its parameters with all that training adds (which `takes` tells), and what a
+    """What each run of unit calls takes: its parameters in their `forms`, with all that `training` adds, and what a
     microbatch keeps.
 
     What several calls share (tied parameters, masks, a result that two units keep) counts once in a run of calls.
@@ -129,7 +158,8 @@ class Footprint:
         model: nn.Module,
         flow: Dataflow,
         meter: Meter,
-        takes: Callable[[Sequence[nn.Parameter]], Memory],
+        training: Training,
+        forms: Forms,
         plain: Meter | None = None,
     ) -> None:
         named = dict(model.named_parameters())
@@ -138,8 +168,8 @@ class Footprint:
         held = [units[call.unit] | call.reads.parameters for call in flow.calls]
         held.append(set(flow.needed(outputs=True).parameters))
         self.last = len(flow.calls)  # the glue after the last call counts as one more, of the last stage
-        self._parameters, self._held = named, held
-        self._static = self._of(takes)
+        self._parameters, self._held, self._forms = named, held, forms
+        self._count(training)
         kept = [dict(work.kept) for work in meter.works] + [dict(meter.tail)]
         self._kept = _Union(kept)
         self._where: defaultdict[Hashable, list[int]] = defaultdict(list)
@@ -152,19 +182,27 @@ class Footprint:
         totals = [[sum(work.kept.values()) for work in each.works] for each in (plain or meter, meter)]
         self._recomputed = [whole - left for whole, left in zip(*totals, strict=True)]
 
-    def taking(self, takes: Callable[[Sequence[nn.Parameter]], Memory]) -> "Footprint":
-        """The same where parameters take something else."""
+    def trained(self, training: Training) -> "Footprint":
+        """The same in another training."""
         other = copy.copy(self)
-        other._static = other._of(takes)
+        other._count(training)
         return other
 
-    def _of(self, takes: Callable[[Sequence[nn.Parameter]], Memory]) -> "_Union":
-        sizes = {name: takes([parameter]).total for name, parameter in self._parameters.items()}
-        return _Union([{name: sizes[name] for name in names} for names in self._held])
+    def _count(self, training: Training) -> None:
+        each = {name: training.takes([parameter], self._forms) for name, parameter in self._parameters.items()}
+        self._training = training
+        self._static = _Union([{name: each[name].always for name in names} for names in self._held])
+        self._gradients = _Union([{name: each[name].gradients for name in names} for names in self._held])
 
-    def static(self, start: int, end: int) -> int:
-        """Bytes of parameters, gradients and optimizer states of the calls from `start` to `end` (exclusive)."""
-        return self._static.total(start, self._end(end))
+    def total(self, start: int, end: int, alive: int | None) -> int:
+        """Bytes of a stage with the calls from `start` to `end` (exclusive) that keeps so many microbatches `alive`, or
+        with None at the end of a step."""
+        last = self._end(end)
+        if alive is None:
+            beside = self._training.update(self._gradients.total(start, last))
+        else:
+            beside = alive * self.activations(start, end) + self.recomputed(start, end)
+        return self._static.total(start, last) + beside
 
     def activations(self, start: int, end: int) -> int:
         """Bytes that one microbatch keeps between its forward and its backward there, with what entered it."""

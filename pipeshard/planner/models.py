@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import hf_hub_download
 from torch import nn
 from transformers import AutoConfig
 
@@ -53,6 +54,8 @@ def precision_of(model: nn.Module) -> str:
 
 def _config(source: str, fields: dict[str, Any]) -> Any:
     path = Path(source)
+    if not path.exists() and source.count("/") == 1:
+        path = _of_hub(source)
     try:
         if path.exists():
             config, unknown = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **fields)
@@ -71,6 +74,17 @@ def _config(source: str, fields: dict[str, Any]) -> Any:
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # any will do
     return config
+
+
+def _of_hub(name: str) -> Path:
+    """The config of a model that the Hugging Face hub has under this name, if it was downloaded."""
+    try:
+        return Path(hf_hub_download(name, "config.json", local_files_only=True))
+    except Exception:
+        raise ConfigurationError(
+            f"{name} is not there: pass a folder, a config.json or a model type, or, of a model of the Hugging Face "
+            f"hub, download its config once by huggingface_hub.hf_hub_download({name!r}, 'config.json')"
+        ) from None
 
 
 def _what(source: str, path: Path, error: Exception) -> str:

@@ -1,7 +1,6 @@
 """Plan: schedules compared for a model, and one of them advised."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,17 @@ from pipeshard.engine.mixed_precision import Precision
 from pipeshard.errors import ConfigurationError, PartitionError, UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.units import recomputes
+from pipeshard.options import check_tp_plan
 from pipeshard.planner.candidate import Candidate, Subject
 from pipeshard.planner.costs import metered, unit_cost
-from pipeshard.planner.memory import Footprint, Training, format_bytes, parse_bytes
+from pipeshard.planner.memory import Footprint, Forms, Training, format_bytes, parse_bytes
 from pipeshard.planner.plan import Estimate, Plan
 from pipeshard.planner.profile import Profile, find_profile
 from pipeshard.schedule.passes import shorten_cooldown
 from pipeshard.schedule.program import SCHEDULES, make_program, num_chunks
 from pipeshard.split.partition import Cuts, named
 from pipeshard.split.policy import Policy, find_policy
+from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
 
 # From the simplest on: less to go wrong, fewer messages, less memory.
 SIMPLEST = ("1f1b", "zb-h1", "gpipe", "zbv", "interleaved")
@@ -56,7 +57,7 @@ def what_would_help(candidate: Candidate, others: Sequence[Estimate]) -> str:
     """What one could do where `candidate` takes too much."""
     limit = candidate.subject.limit or 0
     fitting = [e.name for e in others if e.fits]
-    static = sum(memory.total - memory.activations for memory in candidate.memory)
+    static = sum(memory.always for memory in candidate.memory)
     least = -(-static // limit)
     hints = [f"schedule {' or '.join(fitting)}, which fits"] if fitting else []
     if any(memory.activations > memory.total // 4 for memory in candidate.memory):
@@ -91,6 +92,8 @@ def plan(
     dp_size: int = 1,
     zero_stage: int = 0,
     fsdp: bool = False,
+    tp_size: int = 1,
+    tp_plan: Mapping[str, str] | None = None,
 ) -> Plan:
     """How `model` would train on `pp_size` ranks with each schedule, and which one to use.
 
@@ -107,6 +110,8 @@ def plan(
             parameter's gradient.
         precision, dp_size, zero_stage, fsdp: as for the plugin: "bf16" and "fp16" take fp32 gradients, values and
             states beside parameters of 16 bits.
+        tp_size, tp_plan: as for the plugin. Parameters that are sliced are divided, with their gradients and states;
+            times and activations are those of whole units.
         profile: measured units (a Profile or its file) instead of estimates; `partition="profile"` measures them here
             and now, "profile:PATH" unless that file is there.
         policy, criterion: as for the plugin.
@@ -119,8 +124,8 @@ def plan(
     chosen = None if schedule is None else (schedule, num_chunks(schedule, num_model_chunks))
     limit = None if device_memory is None else parse_bytes(device_memory)
     microbatch, m = first_microbatch(model, batch, num_microbatches, microbatch_size, seq_len)
-    training = Training(optimizer, precision, dp_size, zero_stage, fsdp)
-    subject = study(model, microbatch, criterion, policy, partition, training, limit, profile)
+    training = Training(optimizer, precision, dp_size, zero_stage, fsdp, tp_size)
+    subject = study(model, microbatch, criterion, policy, partition, training, limit, profile, tp_plan)
     unit = 1.0 if subject.measured else sum(map(sum, subject.costs)) / pp_size or 1.0
 
     tried = [attempt(subject, name, pp_size, m, v) for name, v in schedules(chosen, num_model_chunks)]
@@ -168,6 +173,7 @@ def study(
     training: Training,
     limit: int | None,
     profile: Profile | str | Path | None,
+    tp_plan: Mapping[str, str] | None = None,
 ) -> Subject:
     """What is known of a model and its microbatch before it is cut; arguments and errors are those of `plan`."""
     cuts = named(partition)
@@ -180,21 +186,33 @@ def study(
         units = [model.get_submodule(call.unit) for call in flow.calls]
         recomputed = any(map(recomputes, units))
         plain = metered(model, microbatch, criterion, recompute=False, cuts=cuts)[1] if recomputed else None
-    measured = _profile(profile, partition, model, flow, microbatch)
+        measured = _profile(profile, partition, model, flow, microbatch)
+    policy = policy or find_policy(model)
+    forms = Forms(lowered, _sliced(model, flow, training.tp_size, tp_plan, policy))
     costs = measured.times if measured else [unit_cost(*call) for call in zip(units, meter.works, strict=True)]
     return Subject(
         model=model,
         flow=flow,
         costs=costs,
-        footprint=Footprint(model, flow, meter, partial(training.takes, lowered=lowered), plain),
-        policy=policy or find_policy(model),
+        footprint=Footprint(model, flow, meter, training, forms, plain),
+        policy=policy,
         partition=partition,
         training=training,
         limit=limit,
-        lowered=lowered,
+        forms=forms,
         measured=measured is not None,
         recomputed=recomputed,
     )
+
+
+def _sliced(
+    model: nn.Module, flow: Dataflow, tp_size: int, tp_plan: Mapping[str, str] | None, policy: type[Policy]
+) -> dict[nn.Parameter, int]:
+    """How many numbers a rank has of each parameter that is sliced."""
+    if tp_size == 1:
+        return {}
+    plan = plan_of(model, tp_size, check_tp_plan(tp_plan), policy.tp_plan)
+    return sliced_sizes(model, {call.unit for call in flow.calls}, tp_size, plan)
 
 
 def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | Estimate:

@@ -87,6 +87,8 @@ class Stopwatch:
         for name, tensor in own:
             if tensor.device != self.device and state[name].is_floating_point():
                 state[name].data.normal_(0, SPREAD)
+            if hasattr(tensor, "pipeshard_values") and tensor.requires_grad:  # of 16 bits, its gradient of 32
+                state[name].grad_dtype = torch.float32
         arguments = [self._placed(leaf, k in self.capture.made_up) for k, leaf in enumerate(self.capture.leaves)]
         self.cold = torch.empty(COLD, dtype=torch.uint8, device=self.device)
         deferral = Deferral(self.unit.modules())

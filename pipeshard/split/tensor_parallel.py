@@ -1,6 +1,7 @@
 """Tensor parallelism: the held units of a stage divided over ranks, by a plan."""
 
-from collections.abc import Collection, Mapping
+import copy
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -231,22 +232,54 @@ class Slicing:
         plan: Mapping[str, str],
     ) -> None:
         first = {name: names for names in names_of(model).values() for name in names}
-        whole = {path for names in names_of(model).values() for path in _disagreeing(names, plan)}
         parameters, modules = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_modules())
         own = {name for name in plan if name in parameters and first[name][0] in held and _unit_of(name, units)}
         self.partial = {first[name][0] for name in own if plan[name] == PARTIAL}
         with kept_tied(model):
-            for name, style in plan.items():
-                path = name.rpartition(".")[0] if name in parameters else name
-                if style == PARTIAL or path in whole or not _unit_of(path, units):
-                    continue
+            for name, style in _sliced(model, units, plan):
                 layer = style_of(style)
                 if name in own:
-                    key = name.rpartition(".")[2]
-                    layer.validate_param(modules[path], key, mesh, parameter_name=name)
-                    layer.shard_param(modules[path], key, mesh)
+                    _slice(layer, modules[name.rpartition(".")[0]], name, mesh)
                 elif name in modules:
                     _install(layer, modules[name], mesh)
+
+
+def sliced_sizes(
+    model: nn.Module, units: Collection[str], size: int, plan: Mapping[str, str]
+) -> dict[nn.Parameter, int]:
+    """How many numbers the first of `size` ranks, which has most, would have of each parameter that is sliced; needs no
+    process group."""
+    mesh = DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=0)
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
+    sizes: dict[nn.Parameter, int] = {}
+    for name, style in _sliced(model, units, plan):
+        if (parameter := parameters.get(name)) is None or parameter in sizes:
+            continue
+        path, _, key = name.rpartition(".")
+        module = copy.copy(modules[path])
+        blank = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        module._parameters = module._parameters | {key: blank}
+        _slice(style_of(style), module, name, mesh)
+        made = module._parameters[key]
+        sizes[parameter] = made.to_local().numel() if isinstance(made, DTensor) else parameter.numel()
+    return sizes
+
+
+def _sliced(model: nn.Module, units: Collection[str], plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The parameters and modules of these units that the plan slices, each with its style."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    whole = {path for names in names_of(model).values() for path in _disagreeing(names, plan)}
+    for name, style in plan.items():
+        path = name.rpartition(".")[0] if name in parameters else name
+        if style != PARTIAL and path not in whole and _unit_of(path, units):
+            yield name, style
+
+
+def _slice(layer: Any, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    """Slice the parameter `name` of `module`."""
+    key = name.rpartition(".")[2]
+    layer.validate_param(module, key, mesh, parameter_name=name)
+    layer.shard_param(module, key, mesh)
 
 
 def _install(layer: Any, module: Any, mesh: DeviceMesh) -> None:
@@ -262,7 +295,7 @@ def _install(layer: Any, module: Any, mesh: DeviceMesh) -> None:
         interception.original, module.forward = module.forward, interception
 
 
-def _unit_of(name: str, units: Mapping[str, nn.Module]) -> bool:
+def _unit_of(name: str, units: Collection[str]) -> bool:
     return any(f"{name}.".startswith(f"{unit}.") for unit in units)
 
 

@@ -60,15 +60,14 @@ class Calls:
 
     parameters: list[int]
     kept: list[int]
+    update: list[int]
 
-    def static(self, start: int, end: int) -> int:
-        return sum(self.parameters[start:end])
+    def total(self, start: int, end: int, alive: int | None) -> int:
+        beside = sum(self.update[start:end]) if alive is None else alive * self.activations(start, end)
+        return sum(self.parameters[start:end]) + beside
 
     def activations(self, start: int, end: int) -> int:
         return sum(self.kept[start:end])
-
-    def recomputed(self, start: int, end: int) -> int:
-        return 0
 
 
 def needs(program: Any, counts: Sequence[int], calls: Calls) -> int:
@@ -77,7 +76,8 @@ def needs(program: Any, counts: Sequence[int], calls: Calls) -> int:
     total = 0
     for actions in program.ranks:
         alive = alive_at_peak(actions, sizes)
-        total = max(total, sum(calls.static(*runs(counts)[s]) + n * sizes[s] for s, n in alive.items()))
+        for moment in (alive, dict.fromkeys(alive)):
+            total = max(total, sum(calls.total(*runs(counts)[s], n) for s, n in moment.items()))
     return total
 
 
@@ -91,7 +91,7 @@ def test_a_partition_that_fits_is_the_best_of_those_that_do(data: st.DataObject,
     program = make_program(name, p, data.draw(st.integers(1, 5)), v)
     size = data.draw(st.integers(p * v, 8))
     numbers = st.lists(st.integers(0, 9), min_size=size, max_size=size)
-    costs, calls = data.draw(numbers), Calls(data.draw(numbers), data.draw(numbers))
+    costs, calls = data.draw(numbers), Calls(*(data.draw(numbers) for _ in range(3)))
     limit = data.draw(st.integers(1, 80))
     fitting = [counts for counts in partitions(size, p * v) if needs(program, counts, calls) <= limit]
     found = fit(program, costs, {}, cast(Footprint, calls), limit)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 from colossalai.booster import Booster
-from torch import Tensor
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
 
 from pipeshard import AutoConfig, PipelinePlugin, plan
 from pipeshard.distributed.collectives import local
-from pipeshard.errors import ConfigurationError
-from pipeshard.planner.memory import Memory
+from pipeshard.engine.grad_sync import BUCKET
+from pipeshard.errors import ConfigurationError, PartitionError
+from pipeshard.graph.units import find_units
+from pipeshard.planner.memory import Memory, Training
+from pipeshard.split.policy import find_policy
+from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
 from tests import zoo
 from tests.pool import Pool
 
@@ -24,6 +30,8 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"dp_size": 2, "zero_stage": 1}),
     (4, {"dp_size": 2, "zero_stage": 1, "precision": "bf16"}),
     (4, {"dp_size": 2, "fsdp": True, "precision": "bf16"}),
+    (4, {"tp_size": 2}),
+    (4, {"tp_size": 2, "precision": "bf16"}),
 ]
 
 
@@ -43,7 +51,7 @@ def held(options: dict[str, Any]) -> tuple[Memory, dict[str, int]]:
     optimizer.step()
     states = [value for state in optimizer.optim.state.values() for value in state.values()]
     weights = optimizer.weights.values()
-    values = [w.full if w.master is None else w.master for w in weights if w.full is not None or w.master is not None]
+    values = [v for w in weights for v in (w.full, w.master) if v is not None and v.dtype != w.parameter.dtype]
     found = {
         "parameters": sum(local(w.parameter).nbytes for w in weights),
         "gradients": gradients,
@@ -57,18 +65,81 @@ def held(options: dict[str, Any]) -> tuple[Memory, dict[str, int]]:
 def test_what_is_planned_is_held(pool: Pool, ranks: int, options: dict[str, Any]) -> None:
     """Gradients, values and states were counted in the parameters' dtype: 8 bytes of the 18 that a parameter takes with
     AdamW in bf16."""
-    found = pool.run(held, ranks, options)
+    found = pool.run(held, ranks, options)[:: options.get("tp_size", 1)]  # the first slices are the largest
     for planned, measured in found:
         if options.get("fsdp"):  # between steps nothing is whole
             whole = measured["parameters"] + measured["gradients"]
             assert planned.values == pytest.approx(measured["parameters"], rel=0.02)
             assert planned.gradients / 2 + planned.values == pytest.approx(whole, rel=0.02)
         else:
-            assert {name: getattr(planned, name) for name in ("parameters", "gradients", "values")} == {
-                name: measured[name] for name in ("parameters", "gradients", "values")
-            }
-    states = sum(measured["optimizer"] for _, measured in found)
-    assert sum(planned.optimizer for planned, _ in found) == pytest.approx(states, rel=0.01)
+            alike = ("parameters", "gradients") if options.get("zero_stage") else ("parameters", "gradients", "values")
+            assert {name: getattr(planned, name) for name in alike} == {name: measured[name] for name in alike}
+    for name in ("optimizer",) if options.get("fsdp") else ("optimizer", "values"):  # ZeRO's parts are not all equal
+        taken = sum(measured[name] for _, measured in found)
+        assert sum(getattr(planned, name) for planned, _ in found) == pytest.approx(taken, rel=0.01)
+
+
+def adapted() -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = get_peft_model(zoo.build("llama"), LoraConfig(target_modules=["q_proj", "v_proj"]))
+    return model
+
+
+def test_adapters_alone_have_gradients_and_states() -> None:
+    """And the activations that are kept for what is frozen are fewer."""
+    model, batch = adapted(), zoo.batch("llama", ROWS, LENGTH)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    memories = plan(model, batch, 2, num_microbatches=4, schedule="1f1b").estimate.memory
+    assert sum(memory.parameters for memory in memories) == sum(p.nbytes for p in model.parameters())
+    assert sum(memory.gradients for memory in memories) == trained
+    assert sum(memory.optimizer for memory in memories) == 2 * trained
+    whole = plan(zoo.build("llama"), batch, 2, num_microbatches=4, schedule="1f1b").estimate.memory
+    assert sum(memory.always for memory in memories) < sum(memory.always for memory in whole) / 2
+
+
+def slices(name: str) -> dict[str, tuple[int, int]]:
+    """Of every parameter here, how many numbers a rank is said to have, and has."""
+    model, batch = zoo.build(name), zoo.batch(name, ROWS, LENGTH)
+    planned = plan_of(model, 2, None, find_policy(model).tp_plan)
+    sizes = sliced_sizes(model, find_units(model).keys(), 2, planned)
+    named = {key: sizes.get(parameter, parameter.numel()) for key, parameter in model.named_parameters()}
+    booster = Booster(plugin=PipelinePlugin(1, tp_size=2, num_microbatches=2, dry_run_input=batch, verify=False))
+    boosted, *_ = booster.boost(model)
+    return {key: (named[key], local(p).numel()) for key, p in boosted.unwrap().named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "mixtral", "t5", "bert"])
+def test_what_is_said_to_be_sliced_is(pool: Pool, name: str) -> None:
+    """By plans of the architecture's own and of its policy; fused weights and experts too."""
+    first, second = pool.run(slices, 2, name)
+    assert all(said == there for said, there in first.values()), first
+    assert all(said >= there for said, there in second.values()), second
+    for found in (first, second):
+        assert sum(there for _, there in found.values()) < sum(p.numel() for p in zoo.build(name).parameters())
+
+
+def test_the_end_of_a_step_counts_where_it_takes_more() -> None:
+    """AdamW's roots of all second moments, and with replicas two messages, when there are no activations any more."""
+    model, batch = zoo.build("llama"), zoo.batch("llama", 4, 2)
+    (memory,) = plan(model, batch, 1, num_microbatches=4, schedule="1f1b").estimate.memory
+    assert memory.update == memory.gradients > memory.activations
+    assert memory.total == memory.always + memory.update
+    (momentum,) = plan(model, batch, 1, num_microbatches=4, schedule="1f1b", optimizer="sgd").estimate.memory
+    assert momentum.update == 0 and momentum.total == momentum.always + momentum.activations
+    training = Training("adamw", dp_size=4, zero_stage=1)
+    assert training.update(2**30) == 2**28 and training.update(2**20) == 2**20 and training.update(2**27) == 2 * BUCKET
+    limit = memory.total
+    assert plan(model, batch, 1, num_microbatches=4, device_memory=limit).estimate.fits
+    with pytest.raises(PartitionError, match="update"):
+        plan(model, batch, 1, num_microbatches=4, device_memory=limit - 1)
+
+
+def test_json_has_every_option_that_was_counted() -> None:
+    options: dict[str, Any] = {"precision": "bf16", "dp_size": 2, "zero_stage": 1, "tp_size": 2, "optimizer": "sgd"}
+    made = plan(zoo.build("llama"), zoo.batch("llama", ROWS, LENGTH), 2, num_microbatches=4, **options)
+    counted = json.loads(made.to_json())["training"]
+    assert counted == {**options, "fsdp": False}
+    assert str(made.training) == "optimizer sgd, precision bf16, 2 replicas, zero_stage=1, tp_size 2"
 
 
 def test_eighteen_bytes_a_parameter() -> None:
@@ -76,12 +147,24 @@ def test_eighteen_bytes_a_parameter() -> None:
     model = zoo.build("llama")
     (stage,) = plan(model, zoo.batch("llama", ROWS, LENGTH), 1, num_microbatches=4, precision="bf16").stages
     memory, count = stage.memory, sum(p.numel() for p in model.parameters())
-    assert memory.total - memory.activations == 18 * count
+    assert memory.always == 18 * count
     assert plan(model, zoo.batch("llama", ROWS, LENGTH), 1, num_microbatches=4).stages[0].kept > 1.6 * stage.kept
     for parameter in model.parameters():
         parameter.requires_grad_(parameter is model.lm_head.weight)
     frozen = plan(model, zoo.batch("llama", ROWS, LENGTH), 1, num_microbatches=4, precision="bf16").stages[0].memory
-    assert frozen.total - frozen.activations == 2 * count + 16 * model.lm_head.weight.numel()
+    assert frozen.always == 2 * count + 16 * model.lm_head.weight.numel()
+
+
+def test_layouts_of_ranks_that_slice() -> None:
+    model, batch = zoo.build("llama"), zoo.batch("llama", ROWS, LENGTH)
+    found = AutoConfig.choose(model, batch, 4, 8, 2, tp_size=2)
+    assert found.arguments["tp_size"] == 2 and found.ranks == 4
+    assert {(c.layout.pp_size, c.layout.dp_size) for c in found.considered} == {(1, 2), (2, 1)}
+    whole = AutoConfig.choose(model, batch, 2, 8, 2)
+    assert "tp_size" not in whole.arguments
+    assert min(c.estimate.peak for c in found.considered) < min(c.estimate.peak for c in whole.considered)
+    with pytest.raises(ConfigurationError, match="tp_size=2 does not divide the 3 ranks"):
+        AutoConfig.choose(model, batch, 3, 8, 2, tp_size=2)
 
 
 def test_a_layout_is_chosen_by_what_its_replicas_take() -> None:
@@ -99,6 +182,8 @@ def test_a_layout_is_chosen_by_what_its_replicas_take() -> None:
         ({"precision": "bf8"}, "precision='bf8' is unknown"),
         ({"zero_stage": 2}, "zero_stage=2: a pipeline adds up"),
         ({"dp_size": 0}, "dp_size must be a positive integer, got 0"),
+        ({"tp_size": 0}, "tp_size must be a positive integer, got 0"),
+        ({"tp_size": 3}, "tp_size=3 does not divide num_attention_heads"),
     ],
 )
 def test_what_the_plugin_would_refuse_is_refused(options: dict[str, Any], message: str) -> None:
