@@ -71,7 +71,7 @@ def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
     if isinstance(schedule, str):
         return make_program(schedule, p, m, v)
     if not isinstance(schedule, Program) and not callable(schedule):
-        raise ConfigurationError(f"schedule={schedule!r} is none of a name, a Program, and a function of (p, m, v)")
+        raise ConfigurationError(f"schedule must be a name, a Program or a function of (p, m, v), got {schedule!r}")
     program = schedule if isinstance(schedule, Program) else schedule(p, m, v)
     if not isinstance(program, Program):
         raise ConfigurationError(f"{name_of(schedule)}({p}, {m}, {v}) returned a {type(program).__name__}, no Program")
@@ -140,7 +140,7 @@ def _read(cell: str, path: Path) -> list[tuple[str, Action]]:
         match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
         if match is None:
             raise ConfigurationError(
-                f"{path}: {text!r} is no action of a schedule's compute, such as 0F0, 1B2, 1I2 and 1W2: write the file "
+                f"{path}: {text!r} is not a compute action, such as 0F0, 1B2, 1I2 or 1W2: write the file "
                 'by format="compute_only"'
             )
         found.append((match[2], Action(KINDS[match[2]], int(match[3]), int(match[1]))))

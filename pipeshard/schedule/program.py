@@ -171,7 +171,7 @@ def interleaved(p: int, m: int, v: int = 2) -> Program:
 
 
 def zb_h1(p: int, m: int, v: int = 1) -> Program:
-    """Zero bubble H1: 1F1B with rank r's W put off by r (Qi et al. 2023, arXiv:2401.10241). With p=3, m=4:
+    """Zero bubble H1: 1F1B with rank r's W deferred by r (Qi et al. 2023, arXiv:2401.10241). With p=3, m=4:
 
     rank 0  F0 F1 F2 .. .. B0 W0 F3 B1 W1 B2 W2 B3 W3
     rank 1  .. F0 F1 .. B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
