@@ -32,11 +32,10 @@ from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeshard import PipelinePlugin, plugin
-from pipeshard.distributed import watching
+from pipeshard.distributed import consistency, watching
 from pipeshard.distributed.progress import NOW, Progress
 from pipeshard.distributed.watch import Watch
 from pipeshard.engine import optimizer
-from pipeshard.engine import reader as agreement
 
 # name: hidden size, layers, sequence length, microbatches, samples of each, steps in a round
 WORKS = {"20 M parameters": (256, 8, 128, 8, 2, 1), "bound by overhead": (64, 8, 32, 64, 1, 2)}
@@ -144,7 +143,7 @@ def note_seconds(step: Callable[[], None]) -> float:
         (Progress, "start"): lambda: NOW.start("a note"),
         (Progress, "wait"): lambda: NOW.wait(done, (0,)),
         (Watch, "call"): call,
-        (agreement, "compare_calls"): lambda: agreement.meet(watch.world, watch.named),
+        (consistency, "compare_calls"): lambda: consistency.meet(watch.world, watch.named),
     }
     with contextlib.ExitStack() as stack:
         patches = {
@@ -152,7 +151,7 @@ def note_seconds(step: Callable[[], None]) -> float:
         }
         step()
         counts = {key: counted.call_count for key, counted in patches.items()}
-    counts[agreement, "compare_calls"] -= 1  # that of the batches, which are compared without a watch, too
+    counts[consistency, "compare_calls"] -= 1  # that of the batches, which are compared without a watch, too
     dist.barrier()
     return sum(counts[key] * timeit(note, number=1000) / 1000 for key, note in each.items())
 
@@ -172,7 +171,7 @@ def unwatched() -> Iterator[None]:
     assert watch is not None
     watch.stop()
     with contextlib.ExitStack() as stack:
-        for module in (agreement, optimizer, plugin):
+        for module in (consistency, optimizer, plugin):
             stack.enter_context(mock.patch.object(module, "calling", not_calling))
         stack.enter_context(mock.patch.object(Progress, "start", lambda self, action: None))
         stack.enter_context(mock.patch.object(Progress, "wait", wait))

@@ -54,7 +54,7 @@ def boost_model(
     texts = model_texts(model) | ({} if optimizer is None else optimizer_texts(optimizer))
     compare_ranks(texts, grid.world, grid.named)
     size = config.num_microbatches or config.microbatch_size or 1
-    sample = find_sample(model, config.dry_run_input, dataloader, config.batch_dims, size, grid.device)
+    sample = find_sample(model, config.dry_run_input, dataloader, config.batch_dims or {}, size, grid.device)
     if fresh is not None:
         check_separable(fresh, model, config, grid)  # before the proof, which would find no more than that it differs
     prove_at_boost(config, grid, model, optimizer, called, sample)

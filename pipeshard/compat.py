@@ -213,7 +213,7 @@ INSTEAD: dict[str, tuple[Any, str]] = {
 ATTRIBUTES = {
     "amp_config": "plugin.precision is its name, and model.pipeline.scaling, with fp16, has the scale of the loss",
     "custom_policy": _POLICY,
-    "ddp_config": "replicas are summed by pipeshard itself, there is no DistributedDataParallel",
+    "ddp_config": "replicas are summed by pipeshard itself, without DistributedDataParallel",
     "scheduler": "plugin.schedule is the schedule's name, and booster.execute_pipeline runs it",
     "shard_config": "nothing is configured by architecture; plugin.tp_group and plugin.stage_manager have the ranks",
     "sp_group": _SEQUENCES,

@@ -1,7 +1,13 @@
-"""Consistency: all ranks make the same call, with the same model, arguments and packages."""
+"""Consistency: all ranks make the same call, with the same model, arguments and packages.
+
+A collective call that one rank does not make hangs the others, and one that it makes with another model computes
+nonsense. So every collective call begins with one small all-gather, in which ranks compare which call they are at; what
+else has to be the same is compared once, at boost, as digests, and shown line by line where it differs.
+"""
 
 import hashlib
 import platform
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -15,63 +21,44 @@ from torch.optim import Optimizer
 
 from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.distributed.progress import NOW, Progress
-from pipeshard.distributed.watching import calling
-from pipeshard.engine.reader import meet_in_world
+from pipeshard.distributed.watching import calling, named
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.schedule.program import Program
 
-CALLS = (
-    "",
-    "PipelinePlugin",
-    "booster.boost",
-    "execute_pipeline",
-    "optimizer.step",
-    "optimizer.clip_grad_by_norm",
-    "optimizer.get_grad_norm",
-    "booster.backward",
-    "plugin.sync_grads",
-    "plugin.recording",
-    "save_model",
-    "load_model",
-    "save_optimizer",
-    "load_optimizer",
-    "save_lr_scheduler",
-    "load_lr_scheduler",
-    "save_lora_as_pretrained",
-    "save_training_state",
-    "load_training_state",
-    "job.resume",
-    "job.step_done",
-)
 
-
-def call_of(now: Progress) -> tuple[int, int]:
+def call_of(progress: Progress) -> tuple[int, int]:
     """A number for the call that runs, and how many have begun."""
-    return CALLS.index(now.call), now.number
+    return zlib.crc32(progress.call.encode()), progress.number
 
 
-def compare_calls(said: Sequence[tuple[int, ...]], named: Callable[[int], str]) -> None:
+def compare_calls(calls: Sequence[tuple[int, ...]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
     """Raise UsageError where ranks are at other calls, or after another number of them."""
-    if len(set(said)) > 1:
-        table = "; ".join(
-            f"{named(rank)}: {CALLS[code]}, its call {number}" for rank, (code, number) in enumerate(said)
-        )
+    if len(set(calls)) > 1:
+        names = gather_objects(NOW.call, group)
+        table = "; ".join(f"{named(r)}: {name}, its call {calls[r][1]}" for r, name in enumerate(names))
         raise UsageError(
             f"the ranks are not at the same call: {table}. Every rank has to make each collective call of the plugin, "
             "the optimizer and the booster, in the same order: look for what runs on some ranks only"
         )
 
 
-SAID = 8  # numbers that ranks compare when they meet
+MOST = 8  # numbers that each rank may bring to a meeting
 
 
 def meet(group: dist.ProcessGroup, named: Callable[[int], str], numbers: Sequence[int] = ()) -> list[list[int]]:
-    """What every rank of the world has to say at the beginning of a call, 8 numbers at most; all of them raise
-    UsageError where they are not at the same call."""
-    mine = [*call_of(NOW), *numbers, *[0] * (SAID - len(numbers))]
-    ranks = gather(torch.tensor(mine), group).tolist()
-    compare_calls([tuple(said[:2]) for said in ranks], named)
-    return [said[2 : 2 + len(numbers)] for said in ranks]
+    """The numbers of every rank at the beginning of a call, 8 at most; all ranks raise UsageError where they are not
+    at the same call."""
+    message = torch.tensor([*call_of(NOW), *numbers, *[0] * (MOST - len(numbers))])
+    rows = gather(message, group).tolist()
+    compare_calls([tuple(row[:2]) for row in rows], group, named)
+    return [row[2 : 2 + len(numbers)] for row in rows]
+
+
+def meet_in_world() -> None:
+    """All ranks of the world are at the same call, or all raise UsageError."""
+    world = dist.group.WORLD
+    assert world is not None
+    meet(world, named)
 
 
 @contextmanager
@@ -92,9 +79,9 @@ def compare_ranks(items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, 
 
     Digests travel; the lines themselves do where they differ, and the first one that does is named.
     """
-    mine = {name: hashlib.blake2b("\n".join(lines).encode()).hexdigest() for name, lines in items.items()}
-    ranks = gather_objects(mine, group)
-    differs = next((name for name in mine if len({said.get(name) for said in ranks}) > 1), None)
+    digests = {name: hashlib.blake2b("\n".join(lines).encode()).hexdigest() for name, lines in items.items()}
+    ranks = gather_objects(digests, group)
+    differs = next((name for name in digests if len({other.get(name) for other in ranks}) > 1), None)
     if differs is None:
         return
     texts = gather_objects(list(items[differs]), group)

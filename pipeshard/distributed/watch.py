@@ -181,7 +181,7 @@ class Watch:
     # In the threads that watch: one listens to the store, which may be silent, the other one looks at the clock.
 
     def _listen(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store has gone, with the last ranks or too early
+        with contextlib.suppress(dist.DistError):  # the store has gone, with the last ranks or too early
             while self._goes_on():
                 self._once()
                 self._ticks = 0

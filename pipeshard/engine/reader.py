@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
@@ -18,7 +17,6 @@ from pipeshard.batch.tree import text
 from pipeshard.distributed.collectives import gather_objects
 from pipeshard.distributed.consistency import meet
 from pipeshard.distributed.mesh import Grid
-from pipeshard.distributed.watching import named
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.outputs import describe
 from pipeshard.errors import BatchError, listed
@@ -64,13 +62,6 @@ def _content(entries: Any) -> bytes:
 
 def _bytes(tensor: Tensor) -> bytes:
     return tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy().tobytes()
-
-
-def meet_in_world() -> None:
-    """All ranks of the world are at the same call, or all raise UsageError."""
-    world = dist.group.WORLD
-    assert world is not None
-    meet(world, named)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
     if isinstance(schedule, str):
         return make_program(schedule, p, m, v)
     if not isinstance(schedule, Program) and not callable(schedule):
-        raise ConfigurationError(f"schedule={schedule!r} is none of a name, a Program, and a function of (p, m, v)")
+        raise ConfigurationError(f"schedule must be a name, a Program or a function of (p, m, v), got {schedule!r}")
     program = schedule if isinstance(schedule, Program) else schedule(p, m, v)
     if not isinstance(program, Program):
         raise ConfigurationError(f"{name_of(schedule)}({p}, {m}, {v}) returned a {type(program).__name__}, no Program")

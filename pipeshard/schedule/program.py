@@ -174,7 +174,7 @@ def interleaved(p: int, m: int, v: int = 2) -> Program:
 
 
 def zb_h1(p: int, m: int, v: int = 1) -> Program:
-    """Zero bubble H1: 1F1B with rank r's W put off by r (Qi et al. 2023, arXiv:2401.10241). With p=3, m=4:
+    """Zero bubble H1: 1F1B with rank r's W deferred by r (Qi et al. 2023, arXiv:2401.10241). With p=3, m=4:
 
     rank 0  F0 F1 F2 .. .. B0 W0 F3 B1 W1 B2 W2 B3 W3
     rank 1  .. F0 F1 .. B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
@@ -311,7 +311,7 @@ def _read(cell: str, path: Path) -> list[tuple[str, Action]]:
         match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
         if match is None:
             raise ConfigurationError(
-                f"{path}: {text!r} is no action of a schedule's compute, such as 0F0, 1B2, 1I2 and 1W2: write the file "
+                f"{path}: {text!r} is not a compute action, such as 0F0, 1B2, 1I2 or 1W2: write the file "
                 'by format="compute_only"'
             )
         found.append((match[2], Action(TORCH_KINDS[match[2]], int(match[3]), int(match[1]))))

@@ -76,7 +76,7 @@ FB = make_program("1f1b", P, 1)
 @pytest.mark.parametrize(
     ("schedule", "error", "message"),
     [
-        (3, ConfigurationError, "schedule=3 is none of a name, a Program, and a function"),
+        (3, ConfigurationError, "schedule must be a name, a Program or a function"),
         (lambda p, m, v: None, ConfigurationError, "returned a NoneType, no Program"),
         (make_program("1f1b", P, M - 1), ConfigurationError, "of 3 microbatches, but there are 4"),
         (make_program("1f1b", 3, M), ConfigurationError, "is for 3 ranks and 3 stages, but pp_size=2"),
@@ -112,7 +112,7 @@ def waiting() -> Program:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0SEND_F0,0B0", "'0SEND_F0' is no action of a schedule's compute"),
+        ("0F0,0SEND_F0,0B0", "'0SEND_F0' is not a compute action"),
         ("0F0,0B0\n0F1,0B1", "stage 0 is on ranks 0, 1"),
         ("0F0,0B0\n2F0,2B0", r"the stages are \[0, 2\]"),
         ("0F0,0I0", "0I0 without 0W0"),

@@ -101,7 +101,7 @@ def proven(work: Work) -> float:
         plugin = PipelinePlugin(STAGES, num_microbatches=microbatches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     start = time.thread_time()
-    prove(plugin, model, optimizer, None, read_batch(model, batch))
+    prove(plugin.config, torch.device("cpu"), model, optimizer, None, read_batch(model, batch))
     return time.thread_time() - start
 
 
