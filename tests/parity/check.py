@@ -120,7 +120,7 @@ class Refused(Exception):
 
 
 def _compare(entry: Entry, dtype: torch.dtype, name: str = "fp32", averaged: bool = False) -> Verdict:
-    """One step, whose loss is the whole batch's or, where that is no sum over samples or labels, is `averaged` over the
+    """One step, whose loss is the whole batch's or, where that is not a sum over samples or labels, is `averaged` over the
     microbatches."""
     p = dist.get_world_size()
     precision = _precision(name)
@@ -156,7 +156,7 @@ def _compare(entry: Entry, dtype: torch.dtype, name: str = "fp32", averaged: boo
     gradients = {name: parameter.grad for name, parameter in unsplit.named_parameters()}
     same = all(_equal(held.grad, gradients[name]) for name, held in split.held.items())
     note = "" if m == p else "in one microbatch: its inputs cannot be cut"
-    note = "with loss_reduction='microbatch': its loss is no sum over samples or labels" if averaged else note
+    note = "with loss_reduction='microbatch': its loss is not a sum over samples or labels" if averaged else note
     return Verdict("bitwise" if same and torch.equal(loss, expected) else "close", error, note, cuts)
 
 
@@ -245,7 +245,7 @@ def _loss(output: Any) -> Tensor:
 def weights_of(model: nn.Module, data: dict[str, Any], parts: Sequence[Batch]) -> list[float]:
     """By what the microbatches' losses make the whole one's best: valid labels, shifted or not, or samples.
 
-    By samples too where none does: some losses are no sum over either (labels laid end to end, then shifted). Tried in
+    By samples too where none does: some losses are a sum over neither (labels laid end to end, then shifted). Tried in
     training mode, and in evaluation mode for batch norm, which mixes samples in training.
     """
     labels = [part.tensors.get("labels") for part in parts]

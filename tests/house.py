@@ -1,0 +1,94 @@
+"""The house: which modules import which, and the picture of its layers in docs/design.md.
+
+`python -m tests.house` writes the picture anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "pipeshard"
+PAGE = ROOT / "docs" / "design.md"
+# From the bottom to the top; what stands in one row may not import each other.
+LAYERS = (
+    ("errors", "hf"),
+    ("torch_private",),
+    ("ghost",),
+    ("schedule", "batch"),
+    ("distributed",),
+    ("graph",),
+    ("split",),
+    ("config",),
+    ("engine",),
+    ("checkpoint", "planner"),
+    ("verify",),
+    ("boost", "compat", "dataloader"),
+    ("plugin",),
+    ("interop", "layers", "elastic", "launch"),
+    ("commands",),
+    ("cli",),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name without `pipeshard.`; packages' own files are left out."""
+    files = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in files}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules of the package that a file imports anywhere: inside functions and for annotations too."""
+    known = modules()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "pipeshard":
+            base = (node.module or "").removeprefix("pipeshard").lstrip(".")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".lstrip(".")
+                yield inner if inner in known else base
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.removeprefix("pipeshard.") for alias in node.names if "pipeshard." in alias.name)
+
+
+def graph() -> dict[str, set[str]]:
+    known = modules()
+    return {name: {other for other in imports(path) if other in known and other != name} for name, path in known.items()}
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, directly or through others: what is left after all that lead nowhere are gone."""
+    left = {name: set(others) for name, others in edges.items()}
+    while gone := {name for name, others in left.items() if not others & left.keys()}:
+        left = {name: others for name, others in left.items() if name not in gone}
+    return [sorted(left)] if left else []
+
+
+def picture() -> str:
+    """A line for each layer, the highest first: its folders and modules, what they are, and what they import."""
+    edges = graph()
+    rows = []
+    for names in reversed(LAYERS):
+        for name in names:
+            inside = [module for module in edges if module.split(".")[0] == name]
+            if not inside:
+                continue
+            path = PACKAGE / name / "__init__.py" if (PACKAGE / name).is_dir() else PACKAGE / f"{name}.py"
+            noun = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0].partition(": ")[2]
+            below = {other.split(".")[0] for module in inside for other in edges[module]} - {name, "errors"}
+            under = ", ".join(sorted(below, key=lambda other: -LEVEL[other]))
+            title = f"{name}/ ({len(inside)})" if path.name == "__init__.py" else name
+            rows.append(f"{title:<17} {noun}\n{'':<17} -> {under}" if under else f"{title:<17} {noun}")
+    return "\n".join(rows)
+
+
+def with_picture(text: str) -> str:
+    """The page with the picture as it is now."""
+    return re.sub(r"(<!-- layers -->\n```\n).*?(```)", lambda found: f"{found[1]}{picture()}\n{found[2]}", text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_picture(PAGE.read_text()))

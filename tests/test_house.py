@@ -1,0 +1,62 @@
+"""The house: imports point down, nothing goes in circles, files stay short, and docs/design.md shows it as it is."""
+
+import re
+import subprocess
+import sys
+
+import pipeshard
+from tests.house import LEVEL, PACKAGE, PAGE, ROOT, circles, graph, modules, picture
+
+MOST_MODULES, MOST_LINES, READING_LIST = 100, 340, 1500
+QUAINT = r"\bis no\b|is none of|the dearest|piles? up|puts? off"
+
+
+def test_imports_point_down() -> None:
+    upward = [
+        f"{name} imports {other}"
+        for name, others in graph().items()
+        for other in others
+        if name.split(".")[0] != other.split(".")[0] and LEVEL[name.split(".")[0]] <= LEVEL[other.split(".")[0]]
+    ]
+    assert upward == []
+
+
+def test_nothing_goes_in_circles() -> None:
+    assert circles(graph()) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["a", "b", "c"]]
+
+
+def test_the_house_is_small() -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    assert len(lengths) <= MOST_MODULES
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
+
+
+def test_the_picture_of_the_layers_is_true() -> None:
+    assert picture() in PAGE.read_text(), "python -m tests.house writes it anew"
+
+
+def test_the_worked_example_is_true() -> None:
+    command = [sys.executable, "-W", "ignore", "examples/anatomy.py"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+    page = PAGE.read_text()
+    blocks = [block.strip() for block in re.split(r"^\w+ForC\w+$", printed, flags=re.MULTILINE) if block.strip()]
+    assert len(blocks) == 2 and all(block in page for block in blocks)
+
+
+def test_the_reading_list_takes_an_evening() -> None:
+    section = PAGE.read_text().partition("## Where to start reading")[2].partition("\n## ")[0]
+    paths = [PACKAGE / path for path in re.findall(r"`([\w/]+\.py)`", section)]
+    assert len(paths) > 4 and sum(len(path.read_text().splitlines()) for path in paths) <= READING_LIST
+
+
+def test_english_is_plain() -> None:
+    pages = [*PACKAGE.rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    quaint = [f"{page.name}: {found[0]}" for page in pages for found in re.finditer(QUAINT, page.read_text())]
+    assert quaint == []
+
+
+def test_a_module_lists_what_is_public() -> None:
+    assert set(pipeshard.__all__) <= set(dir(pipeshard))
+    public = {name for name in dir(pipeshard) if not name.startswith("_")}
+    assert public - set(pipeshard.__all__) <= {name.split(".")[0] for name in modules()}
