@@ -349,6 +349,7 @@ def schedules(folder: Path) -> list[str]:
 def test_learning_rate_schedules(pool: Pool, tmp_path: Path) -> None:
     ranks = pool.run(schedules, 2, tmp_path)
     assert ranks[0] == ranks[1]
-    for what, message in zip(("nowhere.pt is not the state", "list0.pt is not the state", "is a folder"), ranks[0], strict=True):
+    expected = "nowhere.pt is not the state", "list0.pt is not the state", "is a folder"
+    for what, message in zip(expected, ranks[0], strict=True):
         assert what in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["list0.pt", "list1.pt", "schedule.pt"]
