@@ -449,7 +449,7 @@ def wrong(what: str) -> None:
     [
         ("plain", UsageError, "to_sequential got a LlamaForCausalLM: pass the model that booster.boost(...) returned"),
         ("blank", UsageError, "39 parameters, lm_head.weight the first, have no values yet: call booster.load_model"),
-        ("rank", ConfigurationError, "rank=2 is no stage of this pipeline: use 0 to 1"),
+        ("rank", ConfigurationError, "rank must be a stage of this pipeline, 0 to 1, got 2"),
         (
             "uncopyable",
             UsageError,

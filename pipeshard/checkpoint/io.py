@@ -162,10 +162,10 @@ class PipelineCheckpointIO(CheckpointIO):
     @together_in("load_lr_scheduler")
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
         with together(self.grid.world):
-            kind, advice = "state of an LR scheduler", "pass what booster.save_lr_scheduler wrote"
+            kind, advice = "the state of an LR scheduler", "pass what booster.save_lr_scheduler wrote"
             state = load_plain(Path(checkpoint), kind, advice)
             if not isinstance(state, dict) or "last_epoch" not in state:
-                raise CheckpointError(f"{checkpoint} is no {kind} (it has no last_epoch): {advice}")
+                raise CheckpointError(f"{checkpoint} is not {kind} (it has no last_epoch): {advice}")
             lr_scheduler.load_state_dict(state)
 
     @together_in("save_optimizer")

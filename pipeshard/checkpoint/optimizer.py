@@ -67,7 +67,7 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
             torch.save({n: {k: _compact(v) for k, v in tensors.items()} for n, tensors in owned.items()}, parts[rank])
         if rank == 0:
             for part in parts:
-                for name, tensors in load_plain(part, "part of an optimizer", "save again").items():
+                for name, tensors in load_plain(part, "a part of an optimizer", "save again").items():
                     description["state"][name].update(tensors)
             torch.save(description, folder / target.name)
 
@@ -129,7 +129,7 @@ def _read_content(source: Path) -> Content:
         raise CheckpointError(f"{source} cannot be read: there is no such file or folder")
     described = source.is_dir()
     advice = "pass what booster.save_optimizer wrote"
-    content = load_plain(source / DESCRIPTION if described else source, "optimizer checkpoint", advice)
+    content = load_plain(source / DESCRIPTION if described else source, "an optimizer checkpoint", advice)
     written = content.get("format") if isinstance(content, dict) else None
     if written == OLDER and described:
         raise CheckpointError(

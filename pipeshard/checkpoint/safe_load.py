@@ -15,17 +15,17 @@ from pipeshard.errors import CheckpointError
 def load_plain(file: Path, kind: str, advice: str) -> Any:
     """What `torch.save` wrote, by `torch.load(weights_only=True)`; tensors are on the CPU, mapped from the file.
 
-    Raises CheckpointError, which says that the file is no `kind`, and the `advice`, for what cannot be read so.
+    Raises CheckpointError, which says that the file is not `kind`, and the `advice`, for what cannot be read so.
     """
     try:
         if not file.is_file():
-            raise FileNotFoundError("there is no such file")
+            raise FileNotFoundError("it does not exist")
         zipped = zipfile.is_zipfile(file)
         if zipped:
             _refuse_compressed(file)
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:
-        raise CheckpointError(f"{file} is no {kind} ({reason(error)}): {advice}") from error
+        raise CheckpointError(f"{file} is not {kind} ({reason(error)}): {advice}") from error
 
 
 def has_content(tensor: Tensor) -> bool:
@@ -50,7 +50,7 @@ def read_document(file: Path) -> dict[str, Any]:
     Raises ValueError, or OSError, for anything else, and for a file of more than 64 MiB before it is read.
     """
     if not file.is_file():
-        raise FileNotFoundError("there is no such file")
+        raise FileNotFoundError("it does not exist")
     if (size := file.stat().st_size) > LARGEST:
         raise ValueError(f"it has {size} bytes, more than the {LARGEST} that are read")
     try:
@@ -58,7 +58,7 @@ def read_document(file: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(content, dict):
-        raise ValueError(f"it is no object, but a {type(content).__name__}")
+        raise ValueError(f"it must be an object, not a {type(content).__name__}")
     return content
 
 

@@ -59,7 +59,7 @@ class Source:
         if lost := sorted(listed.keys() - self.shapes.keys()):
             raise CheckpointError(
                 f"{path} has an index that names {lost[0]!r} in {listed[lost[0]]!r}, but the file has no such tensor "
-                f"({len(lost)} in all): the checkpoint is not whole"
+                f"({len(lost)} in all): the checkpoint is incomplete"
             )
 
     def read(self, key: str) -> Tensor:
@@ -106,24 +106,24 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
         found = next((path / name for name in FILES if (path / name).exists()), None)
         if found is None:
             raise CheckpointError(
-                f"{path} holds no checkpoint: there is none of {', '.join(FILES)} in it. Pass a folder that "
+                f"{path} holds no checkpoint: it has none of {', '.join(FILES)}. Pass a folder that "
                 "save_pretrained or booster.save_model(shard=True) wrote, or a file"
             )
         path = found
     if not path.is_file():
-        raise CheckpointError(f"{path} cannot be read: there is no such file or folder")
+        raise CheckpointError(f"{path} cannot be read: it does not exist")
     if path.suffix != ".json":
         return [path], {}
     try:
         listed = read_document(path)["weight_map"]
         if not isinstance(listed, dict):
-            raise TypeError("its weight_map is no object")
+            raise TypeError("its weight_map must be an object")
         files = sorted({_of_folder(path, name) for name in listed.values()})
         lost = [file for file in files if not (path.parent / file).is_file()]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is no index of a checkpoint: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} is not an index of a checkpoint: {type(error).__name__}: {error}") from error
     if lost:
-        raise CheckpointError(f"{path} names {lost[0]!r}, which is not there: the checkpoint is not whole")
+        raise CheckpointError(f"{path} refers to {lost[0]!r}, which is missing: the checkpoint is incomplete")
     return [path.parent / file for file in files], listed
 
 
@@ -140,7 +140,7 @@ def opened(file: Path) -> Any:
     """
     with _named(file):
         if not file.is_file():
-            raise FileNotFoundError("there is no such file")
+            raise FileNotFoundError("it does not exist")
         return safe_open(file, "pt", backend="pread")
 
 
@@ -157,7 +157,7 @@ def _named(file: Path) -> Iterator[None]:
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
     state = load_plain(
-        file, "checkpoint that weights_only=True reads", "convert the checkpoint to safetensors where you trust it"
+        file, "a checkpoint that weights_only=True reads", "convert the checkpoint to safetensors where you trust it"
     )
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise CheckpointError(f"{file} holds no tensors by name: pass the weights of a model")
@@ -171,7 +171,7 @@ def join(parts: Sequence[Path], target: Path) -> None:
 
     A safetensors file is the length of its header, the header, and the tensors' bytes, to which it has offsets.
 
-    Raises CheckpointError where a part is no whole safetensors file.
+    Raises CheckpointError where a part is not a complete safetensors file.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, offset = [], 0
@@ -237,7 +237,7 @@ def check_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
                 f"{tuple(said.shape)} by its description"
             )
         elif not _is_whole(found):
-            problems.append(f"{name} is not whole: no file has some slice of it, or two files have one")
+            problems.append(f"{name} is incomplete: no file has some slice of it, or two files have one")
     if problems:
         raise CheckpointError(f"{folder} is damaged: {listed(problems)}")
 

@@ -40,7 +40,7 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
         raise UsageError(f"to_sequential got a {type(model).__name__}: pass the model that booster.boost(...) returned")
     pipeline = model.pipeline
     if rank is not None and rank not in range(pipeline.num_stages):
-        raise ConfigurationError(f"rank={rank!r} is no stage of this pipeline: use 0 to {pipeline.num_stages - 1}")
+        raise ConfigurationError(f"rank must be a stage of this pipeline, 0 to {pipeline.num_stages - 1}, got {rank!r}")
     if pipeline.blank:
         raise UsageError(
             f"to_sequential got a model of which {len(pipeline.blank)} parameters, {min(pipeline.blank)} the first, "

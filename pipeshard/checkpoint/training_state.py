@@ -49,7 +49,7 @@ def flaw(folder: Path) -> str:
             return f"{MANIFEST} lists no files"
         for name, size in files.items():
             if not is_inside(name):
-                return f"{MANIFEST} names {short(name)}, which is no file of its folder"
+                return f"{MANIFEST} names {short(name)}, which is not a file of its folder"
             if type(size) is not int or (folder / name).stat().st_size != size:
                 return f"{short(name)} has not the size {short(size)} that {MANIFEST} says"
     except (OSError, ValueError) as error:
@@ -66,7 +66,7 @@ def random_state() -> dict[str, Any]:
 
 
 def check_random_state(state: Any) -> None:
-    """Raise what generators made for this raise, if this is no state of theirs, before any other is changed."""
+    """Raise what generators made for this raise, if this is not a state of theirs, before any other is changed."""
     torch.Generator().set_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.Generator("cuda").set_state(state["cuda"])
@@ -151,7 +151,7 @@ def load_training_state(
     Every rank calls it, with the model as `booster.boost` returned it, on any number of stages. What is not given is
     not loaded; the random numbers always are.
 
-    Raises CheckpointError, on every rank, where there is no complete step, where it lacks what is given, and for what
+    Raises CheckpointError, on every rank, where a complete step is missing, where it lacks what is given, and for what
     does not fit.
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
@@ -254,13 +254,13 @@ def _choose(parent: Path, step: int | None) -> int:
 def _rest(file: Path) -> dict[str, Any]:
     """What of a state is neither of the model nor of the optimizer; that it can be given back is known by now."""
     advice = "load another step (step=...)"
-    rest = load_plain(file, "rest of a training state", advice)
+    rest = load_plain(file, "the rest of a training state", advice)
     try:
         if not isinstance(rest["steps"], int) or rest["steps"] < 0:
-            raise ValueError("steps is no number of steps")
+            raise ValueError("steps must be a number of steps")
         for key in ("lr_scheduler", "dataloader", "loss_scale"):
             if not isinstance(rest.get(key), dict | None):
-                raise TypeError(f"{key} is no dict")
+                raise TypeError(f"{key} must be a dict")
         check_random_state(rest["random"])
     except Exception as error:
         raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error}): {advice}") from error

@@ -227,12 +227,12 @@ def spoilt(folder: Path, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("empty", "holds no checkpoint: there is none of model.safetensors"),
+        ("empty", "holds no checkpoint: it has none of model.safetensors"),
         ("cut", "cannot be read as safetensors"),
-        ("lost", "which is not there: the checkpoint is not whole"),
+        ("lost", "which is missing: the checkpoint is incomplete"),
         ("text", "cannot be read as safetensors"),
         ("outside", "names '../x.safetensors', which is not a file of its own folder"),
-        ("no index", "is no index of a checkpoint"),
+        ("no index", "is not an index of a checkpoint"),
         ("elsewhere", "but the file has no such tensor"),
     ],
 )

@@ -265,8 +265,8 @@ def test_what_does_not_fit_is_refused_alike_on_every_rank(pool: Pool, tmp_path: 
         "it has 3 parameter groups, the optimizer 1; .*h.0.ln_1.weight is in group 2, in the optimizer in group 0",
         r"transformer.wpe.weight has shape \(65, 32\), in the optimizer \(64, 32\)$",
         "nowhere cannot be read: there is no such file or folder",
-        "else/optimizer.pt is no optimizer checkpoint .*no such file.*: pass what booster.save_optimizer wrote",
-        "junk.pt is no optimizer checkpoint",
+        "else/optimizer.pt is not an optimizer checkpoint .*does not exist.*: pass what booster.save_optimizer wrote",
+        "junk.pt is not an optimizer checkpoint",
         "torch.pt is not in the format 'pipeshard optimizer 2'",
         "torn is damaged: SafetensorError: ",
         "empty is damaged: state.transformer.h.0.*exp_avg is missing; .* more$",
@@ -349,6 +349,7 @@ def schedules(folder: Path) -> list[str]:
 def test_learning_rate_schedules(pool: Pool, tmp_path: Path) -> None:
     ranks = pool.run(schedules, 2, tmp_path)
     assert ranks[0] == ranks[1]
-    for what, message in zip(("nowhere.pt is no state", "list0.pt is no state", "is a folder"), ranks[0], strict=True):
+    expected = "nowhere.pt is not the state", "list0.pt is not the state", "is a folder"
+    for what, message in zip(expected, ranks[0], strict=True):
         assert what in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["list0.pt", "list1.pt", "schedule.pt"]

@@ -120,15 +120,15 @@ def test_a_stranger_s_training_state_runs_no_code(pool: Pool, tmp_path: Path) ->
     ranks = pool.run(stranger, 2, tmp_path)
     assert ranks[0] == ranks[1]
     expected = [
-        r"training.pt is no rest of a training state \(UnpicklingError: .*GLOBAL posix.mkdir.*\): load another step",
-        r"optimizer.pt is no optimizer checkpoint \(UnpicklingError: .*GLOBAL posix.mkdir.*\): pass what booster.save",
-        r"pytorch_model.bin is no checkpoint that weights_only=True reads .*posix.mkdir.*convert the checkpoint to",
+        r"is not the rest of a training state \(UnpicklingError: .*GLOBAL posix.mkdir.*\): load another step",
+        r"is not an optimizer checkpoint \(UnpicklingError: .*GLOBAL posix.mkdir.*\): pass what booster.save",
+        r"pytorch_model.bin is not a checkpoint that weights_only=True reads .*posix.mkdir.*convert the checkpoint to",
         "training.pt is damaged .TypeError: ",
         "training.pt is damaged .KeyError: 'steps'",
-        "training.pt is damaged .ValueError: steps is no number of steps",
-        "training.pt is damaged .ValueError: steps is no number of steps",
-        "training.pt is damaged .TypeError: lr_scheduler is no dict.: load another step",
-        "training.pt is damaged .TypeError: dataloader is no dict",
+        "training.pt is damaged .ValueError: steps must be a number of steps",
+        "training.pt is damaged .ValueError: steps must be a number of steps",
+        "training.pt is damaged .TypeError: lr_scheduler must be a dict.: load another step",
+        "training.pt is damaged .TypeError: dataloader must be a dict",
         "training.pt is damaged .KeyError: 'torch'",
         "training.pt is damaged .TypeError: ",
         "training.pt is damaged .ValueError: NumPy's position is 1000000",
@@ -165,7 +165,7 @@ def test_files_that_claim_more_than_they_have_are_refused(tmp_path: Path) -> Non
             packed.writestr(entry.filename, whole.read(entry))
     refused(lambda: Source(tmp_path / "packed.bin"), "data.pkl' in it is compressed, which torch.save does not do")
     file.write_bytes(b"")
-    refused(lambda: load_plain(file, "what", "do that"), r"x.bin is no what \(EOFError: .*\): do that")
+    refused(lambda: load_plain(file, "what", "do that"), r"x.bin is not what \(EOFError: .*\): do that")
     file.write_bytes(b"\x80\x02]q\x01." + b"1" * 99)
     refused(lambda: Source(file), "x.bin ")
 
@@ -185,17 +185,17 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
     assert torch.equal(index_of(folder, {"a": "link.safetensors"})().read("a"), torch.ones(1))
     for name in ("../outside.safetensors", str(outside), "", ".", "..", "a\0", "./a.safetensors", 3, None, ["a"], {}):
         refused(index_of(folder, {"a": name}), "which is not a file of its own folder")
-    refused(index_of(folder, {"a": "a" * 300}), "is no index of a checkpoint: OSError: .*name too long")
-    refused(index_of(folder, {"a": "\ud800"}), r"names '\\ud800', which is not there: the checkpoint is not whole")
+    refused(index_of(folder, {"a": "a" * 300}), "is not an index of a checkpoint: OSError: .*name too long")
+    refused(index_of(folder, {"a": "\ud800"}), r"refers to '\\ud800', which is missing: the checkpoint is incomplete")
     refused(index_of(folder, {"a": "snapshot"}), "which is not there")
     for weights in (None, [], True, 3):
-        refused(index_of(folder, weights), "its weight_map is no object")
+        refused(index_of(folder, weights), "its weight_map must be an object")
     for text, what in (("[]", "no object, but a list"), ("[" * 10**5, "nested too deeply"), ("{}", "KeyError")):
-        refused(index_of(folder, text), f"is no index of a checkpoint: .*{what}")
-    refused(index_of(folder, '{"weight_map": ' + "1" * 5000 + "}"), "is no index of a checkpoint: ValueError")
+        refused(index_of(folder, text), f"is not an index of a checkpoint: .*{what}")
+    refused(index_of(folder, '{"weight_map": ' + "1" * 5000 + "}"), "is not an index of a checkpoint: ValueError")
     (folder / "model.safetensors.index.json").unlink()
     os.mkfifo(folder / "model.safetensors.index.json")  # of which a reader would wait for a writer
-    refused(lambda: Source(folder), "there is no such file or folder")
+    refused(lambda: Source(folder), "it does not exist")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "manifest.json"])
@@ -282,7 +282,7 @@ def test_slices_have_no_holes_and_do_not_overlap(tmp_path: Path) -> None:
     check_shards(tmp_path, told)
     write(0, [1, 0], 1)
     write(1, [1, 0], 3)
-    refused(lambda: check_shards(tmp_path, told), "x is not whole: no file has some slice of it, or two files have one")
+    refused(lambda: check_shards(tmp_path, told), "x is incomplete: no file has some slice of it, or two")
     write(0, [0, 0], 1)
     for begin, rows in (
         ([1, 0], 2),
