@@ -7,6 +7,7 @@ what crosses the cut; `--draw docs/anatomy.svg` draws the same.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,8 @@ def draw(models: Sequence[tuple[str, Dataflow, Sequence[int]]], path: Path) -> N
             for k, call in enumerate(flow.calls):
                 done = stage == 0 and stages[k] > 0
                 colour = COLOURS[stage] if stages[k] == stage else "white" if done else "#DDDDD8"
-                axes.barh(-stage, 0.9, left=k, height=0.5, color=colour, edgecolor="#888", linestyle=":" if done else "-")
+                line = ":" if done else "-"
+                axes.barh(-stage, 0.9, left=k, height=0.5, color=colour, edgecolor="#888", linestyle=line)
                 words = call.unit.removeprefix("model.").replace(".block.", ".block ").replace("layers.", "layer ")
                 axes.text(k + 0.45, -stage, words.replace(".", "\n").replace("final_layer_", "final_\n"), **CENTRED)
         for n, value in enumerate(boundaries(flow, stages, 2)[1].values):
@@ -104,7 +106,7 @@ def main() -> None:
         flow = trace(model, batch)
         stages = [int(k >= before) for k in range(len(flow.calls))]
         models.append((type(model).__name__, flow, stages))
-        print(f"{type(model).__name__}\n\n{describe(flow, stages)}\n")
+        sys.stdout.write(f"{type(model).__name__}\n\n{describe(flow, stages)}\n\n")
     if path is not None:
         draw(models, path)
 

@@ -268,9 +268,7 @@ class PipelineConfig:
         is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0
         self._check("timeout", is_number or timeout in (None, "adaptive"), "a number of seconds, 'adaptive' or None")
         self._check("verify", isinstance(self.verify, bool) or self.verify == "auto", "'auto', True or False")
-        plan: Any = {"*": ""} if self.tp_plan is None else self.tp_plan
-        styled = isinstance(plan, Mapping) and plan and all(isinstance(style, str) for style in plan.values())
-        self._check("tp_plan", styled, "a dict of styles by the names of modules")
+        check_tp_plan(self.tp_plan)
 
     def _check(self, name: str, holds: Any, what: str) -> None:
         if not holds:
@@ -306,6 +304,14 @@ class PipelineConfig:
                 f'compile={self.compile!r}: consecutive units are no longer compiled as one function. Drop "units", '
                 "and make layers that should be fused one module of the model"
             )
+
+
+def check_tp_plan(plan: Any) -> None:
+    """Of tensor parallelism: styles by the names of modules, or None."""
+    if plan is None:
+        return
+    if not (isinstance(plan, Mapping) and plan and all(isinstance(style, str) for style in plan.values())):
+        raise ConfigurationError(f"tp_plan must be a dict of styles by the names of modules, got {plan!r}")
 
 
 def check_replicas(zero_stage: int, fsdp: bool) -> None:

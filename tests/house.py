@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +31,7 @@ LAYERS = (
     ("commands",),
     ("cli",),
 )
+MARK = "<!-- layers -->\n```\n"
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 
@@ -56,14 +56,17 @@ def imports(path: Path) -> Iterator[str]:
 
 def graph() -> dict[str, set[str]]:
     known = modules()
-    return {name: {other for other in imports(path) if other in known and other != name} for name, path in known.items()}
+    return {name: {other for other in imports(path) if other in known} - {name} for name, path in known.items()}
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Modules that import each other, directly or through others: what is left after all that lead nowhere are gone."""
-    left = {name: set(others) for name, others in edges.items()}
-    while gone := {name for name, others in left.items() if not others & left.keys()}:
-        left = {name: others for name, others in left.items() if name not in gone}
+    """Modules that import each other, directly or through others: what is left once all that import nothing of the
+    rest, or that nothing of the rest imports, are gone."""
+    left = set(edges)
+    while gone := {
+        name for name in left if not edges[name] & left or not any(name in edges[other] for other in left - {name})
+    }:
+        left -= gone
     return [sorted(left)] if left else []
 
 
@@ -87,7 +90,8 @@ def picture() -> str:
 
 def with_picture(text: str) -> str:
     """The page with the picture as it is now."""
-    return re.sub(r"(<!-- layers -->\n```\n).*?(```)", lambda found: f"{found[1]}{picture()}\n{found[2]}", text, flags=re.DOTALL)
+    start, end = text.index(MARK) + len(MARK), text.index("```", text.index(MARK) + len(MARK))
+    return f"{text[:start]}{picture()}\n{text[end:]}"
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
 from pipeshard.batch.media import read_batch
 from pipeshard.batch.samples import made_up
+from pipeshard.config import check_tp_plan
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.errors import ConfigurationError, PartitionError, UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.units import recomputes
-from pipeshard.options import check_tp_plan
 from pipeshard.planner.candidate import Candidate, Subject
 from pipeshard.planner.costs import metered, unit_cost
 from pipeshard.planner.memory import Footprint, Forms, Training, format_bytes, parse_bytes
@@ -211,7 +211,8 @@ def _sliced(
     """How many numbers a rank has of each parameter that is sliced."""
     if tp_size == 1:
         return {}
-    plan = plan_of(model, tp_size, check_tp_plan(tp_plan), policy.tp_plan)
+    check_tp_plan(tp_plan)
+    plan = plan_of(model, tp_size, tp_plan, policy.tp_plan)
     return sliced_sizes(model, {call.unit for call in flow.calls}, tp_size, plan)
 
 

@@ -120,7 +120,7 @@ class Refused(Exception):
 
 
 def _compare(entry: Entry, dtype: torch.dtype, name: str = "fp32", averaged: bool = False) -> Verdict:
-    """One step, whose loss is the whole batch's or, where that is not a sum over samples or labels, is `averaged` over the
+    """One step, whose loss is the whole batch's or, where that is not a sum over these, is `averaged` over the
     microbatches."""
     p = dist.get_world_size()
     precision = _precision(name)
