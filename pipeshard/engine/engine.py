@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipeshard.batch.batch import Batch, split_sizes
 from pipeshard.batch.criterion import Criterion, refuse_criterion
-from pipeshard.batch.tree import paths_of
+from pipeshard.batch.row_dims import RowDims
 from pipeshard.boost import refuse_compiled
 from pipeshard.distributed.collectives import gather, gather_objects, share_scalar, sum_scalar
 from pipeshard.distributed.consistency import compare_ranks, compare_trained, together_in
@@ -32,10 +32,9 @@ from pipeshard.engine.running_state import Carry, deferred
 from pipeshard.engine.stage import Stage
 from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import TraceError, UsageError
-from pipeshard.graph.infer_batch_dims import RowDims
-from pipeshard.graph.preserve import without_cache
 from pipeshard.graph.trace import trace
-from pipeshard.graph.units import containers, find_units, recomputes
+from pipeshard.graph.units import containers, find_units, paths_of
+from pipeshard.hf import disable_caches, recomputes
 from pipeshard.options import check_split_backward
 from pipeshard.planner.profile import measured_costs
 from pipeshard.schedule.given import program_of
@@ -76,9 +75,9 @@ class Pipeline:
         size = self.grid.tp_size
         plan = plan_of(model, size, plugin.tp_plan, policy.tp_plan) if size > 1 else None
         refuse_compiled(model, find_units(model, paths_of(model, named(partition))))
-        self.cached = without_cache(model)  # configs to be given their cache back
+        self.cached = disable_caches(model)  # configs to be given their cache back
         self.reader = Reader(RowDims(model, plugin.batch_dims), self._cut, self.grid, self.precision)
-        sample = self.reader.settle(sample, criterion)
+        sample = self.reader.settle(sample)
         with self.precision.seeming(model), self.precision.running():
             try:
                 flow = trace(model, sample, criterion, cuts=named(partition))
@@ -165,7 +164,7 @@ class Pipeline:
             return TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven
 
         mode = train, outputs.code, self.model.training
-        batch, agreed = self.reader.next(data_iter, criterion, mode, news)
+        batch, agreed = self.reader.next(data_iter, mode, news)
         if agreed.news & TRAINED:
             if found := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
                 raise UsageError(found[0])

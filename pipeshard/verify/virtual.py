@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
+from pipeshard.batch.row_dims import RowDims
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.grad_sync import GradientSync
 from pipeshard.engine.microbatches import StepPlanner
@@ -20,9 +21,8 @@ from pipeshard.engine.running_state import Carry
 from pipeshard.engine.stage import Microbatch, Stage
 from pipeshard.engine.weight_grad import Deferral
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.graph.infer_batch_dims import RowDims
-from pipeshard.graph.preserve import without_cache
 from pipeshard.graph.trace import trace
+from pipeshard.hf import disable_caches
 from pipeshard.schedule.given import program_of
 from pipeshard.schedule.passes import shorten_cooldown
 from pipeshard.schedule.program import Action, Kind, Program
@@ -52,9 +52,9 @@ class VirtualRank:
         partition, recompute, self.criterion = settled(model, plugin, own.criterion)
         if str(partition).startswith("profile"):  # measured by all ranks together
             partition = "auto"
-        without_cache(model)
+        disable_caches(model)
         if plugin.num_microbatches != 1:
-            own.sample = RowDims(model, plugin.batch_dims).settle(own.sample, self.criterion)
+            own.sample = RowDims(model, plugin.batch_dims).settle(own.sample)
         self.flow: Dataflow = trace(model, own.sample, self.criterion, cuts=named(partition))
         placement = program_of(plugin.schedule, plugin.pp_size, 1, plugin.num_model_chunks).placement
         kind = plugin.policy or find_policy(model)
