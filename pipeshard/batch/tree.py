@@ -178,8 +178,9 @@ def _opened_mapping(node: Mapping[Any, Any]) -> tuple[list[tuple[Any, Any]], Cal
 
 def _holds_tensors(node: Any) -> bool:
     """Whether something, no dataclass, has tensors as attributes, and can be put together of its attributes."""
-    is_plain = type(node).__new__ is object.__new__
-    return is_plain and any(isinstance(value, Tensor) for value in getattr(node, "__dict__", {}).values())
+    cls: Any = type(node)
+    attributes = getattr(node, "__dict__", {}).values()
+    return cls.__new__ is object.__new__ and any(isinstance(value, Tensor) for value in attributes)
 
 
 def _attributes(node: Any) -> dict[str, Any]:
