@@ -22,6 +22,7 @@ from pipeshard.batch.samples import made_up
 from pipeshard.distributed.watch import NOTE
 from pipeshard.engine.recording import Recording
 from pipeshard.errors import ConfigurationError, PipeshardError
+from pipeshard.hf import IGNORED, LABELS, MASK, config_of, text_config
 from pipeshard.planner.memory import UNITS, format_bytes
 from pipeshard.planner.models import build
 from pipeshard.planner.plan import Estimate, Plan, StagePlan
@@ -218,12 +219,12 @@ def prove_model(
 
 def drawn_batch(model: nn.Module, rows: int, length: int) -> dict[str, Tensor]:
     """Random samples, with labels of which each sample has another number."""
-    config: Any = getattr(model, "config", None)
+    config = config_of(model)
     generator = torch.Generator().manual_seed(0)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
 
     def drawn(name: str, leaf: Tensor) -> Tensor:
-        if name == "attention_mask":
+        if name == MASK:
             return leaf
         if leaf.is_floating_point():
             return torch.randn(leaf.shape, generator=generator)
@@ -231,7 +232,7 @@ def drawn_batch(model: nn.Module, rows: int, length: int) -> dict[str, Tensor]:
         return torch.randint(many, leaf.shape, generator=generator)
 
     batch = {name: drawn(name, leaf) for name, leaf in made_up(model, rows, length).items()}
-    if (labels := batch.get("labels")) is not None and labels.ndim == 2:
+    if (labels := batch.get(LABELS)) is not None and labels.ndim == 2:
         first = torch.arange(rows)[:, None] % max(1, length - 1)
-        batch["labels"] = labels.masked_fill(torch.arange(length) < first, -100)
+        batch[LABELS] = labels.masked_fill(torch.arange(length) < first, IGNORED)
     return batch

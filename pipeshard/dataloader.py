@@ -1,4 +1,10 @@
-"""Dataloader: the same batches on every stage of a replica, in an order that can be gone on with where it was left."""
+"""Dataloader: the same batches on every stage of a replica, in an order that can be resumed at any batch.
+
+All stages of a replica have to read the same batches, and the replicas' batches together those of one process. torch's
+DataLoader draws its order from a global generator and forgets its place; DistributedSampler deals out single samples,
+so that another number of replicas reads other batches. Here the order depends on seed and epoch alone, `Share` deals
+out whole steps of it, and the loader counts the batches that were taken.
+"""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +32,7 @@ logger = logging.getLogger("pipeshard")
 
 
 def length_of(sized: Any) -> int | None:
+    """Its length; None where it has none."""
     try:
         return len(sized)
     except TypeError:
@@ -40,7 +47,7 @@ class Share:
     replica: int
     replicas: int
     drop_last: bool
-    told: bool = False  # whether it was said what is left out
+    has_warned: bool = False  # of samples that are left out
 
     @property
     def step(self) -> int:
@@ -55,29 +62,28 @@ class Share:
         while True:
             with around():
                 together = list(islice(entries, self.step))
-            if not together:
-                return
-            if len(together) < self.step and not self._keeps(len(together)):
+            if not together or (len(together) < self.step and not self._keeps(len(together))):
                 return
             first = sum(self._block(len(together), replica) for replica in range(self.replica))
             yield from together[first : first + self._block(len(together), self.replica)]
 
     def length(self, entries: int) -> int:
         """How many of so many entries in all are this replica's."""
-        steps, rest = divmod(entries, self.step)
-        return steps * self.size + (self._block(rest, self.replica) if rest and self._keeps(rest) else 0)
+        steps, remainder = divmod(entries, self.step)
+        last = self._block(remainder, self.replica) if remainder and self._keeps(remainder) else 0
+        return steps * self.size + last
 
-    def _keeps(self, rest: int) -> bool:
+    def _keeps(self, remainder: int) -> bool:
         """Whether the last few entries, fewer than a step's, are a batch of every replica."""
-        if rest < self.replicas and not (self.drop_last or self.told):
-            self.told = True
+        if remainder < self.replicas and not (self.drop_last or self.has_warned):
+            self.has_warned = True
             logger.warning(
                 "the last %d of an epoch's samples (of whole batches, where the loader makes none) are left out: "
                 "they are fewer than the %d replicas",
-                rest,
+                remainder,
                 self.replicas,
             )
-        return rest >= self.replicas and not self.drop_last
+        return remainder >= self.replicas and not self.drop_last
 
     def _block(self, together: int, replica: int) -> int:
         return together // self.replicas + (replica < together % self.replicas)
@@ -93,16 +99,14 @@ class Resumable(Protocol):
     def set_start(self, batches: int) -> None: ...
 
 
-class From(Sampler[Any]):
-    """A replica's share of a sampler, without the first `skip` entries that the sampler would give.
-
-    It has what other samplers are told: the epoch, and where in it to begin.
-    """
+class SharedSampler(Sampler[Any]):
+    """A replica's share of a sampler, without the first `skip` entries of that, and with what other samplers have: the
+    epoch, and where in it to begin."""
 
     def __init__(self, sampler: Any, share: Share, loader: Resumable) -> None:
         self.sampler, self.share, self.loader, self.skip = sampler, share, loader, 0
         self.batch_size: int | None = getattr(sampler, "batch_size", None)
-        length_of(self)  # says at once what is left out, if the length is known
+        length_of(self)  # warns at once of what is left out, if the length is known
 
     def __iter__(self) -> Iterator[Any]:
         return self.share.of(islice(iter(self.sampler), self.skip, None), self.loader.draws.paused)
@@ -116,16 +120,16 @@ class From(Sampler[Any]):
             self.sampler.set_epoch(epoch)
 
     def set_start_index(self, start_index: int) -> None:
-        """Begin after so many of this replica's samples (of its batches, where it is given whole ones)."""
-        batches, rest = divmod(start_index, self.share.size)
-        if rest or batches < 0:
+        """Begin after so many of this replica's samples (of its batches, where it gets whole ones)."""
+        batches, remainder = divmod(start_index, self.share.size)
+        if remainder or batches < 0:
             raise ConfigurationError(
                 f"start_index={start_index} is within a batch of {self.share.size} samples: give a multiple of that"
             )
         self.loader.set_start(batches)
 
 
-class StreamShare(IterableDataset[Any]):
+class SharedStream(IterableDataset[Any]):
     """A replica's share of a stream, which a worker reads of its own copy; other attributes are the stream's own."""
 
     stream: IterableDataset[Any]
@@ -146,7 +150,7 @@ class StreamShare(IterableDataset[Any]):
         return getattr(self.stream, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.stream, name, value)  # worker_init_fn may tell each copy what to read
+        setattr(self.stream, name, value)  # worker_init_fn may set on each copy what to read
 
 
 WORKERS = 1_000_003  # how far apart the seeds of two replicas' workers are, so that they augment differently
@@ -194,24 +198,25 @@ class ResumableDataLoader(DataLoader[Any]):
     ) -> None:
         if not 0 <= replica < num_replicas:
             raise ConfigurationError(
-                f"replica={replica} of num_replicas={num_replicas}: the first of n is 0, the last n-1"
+                f"replica must be from 0 to num_replicas - 1, got replica={replica} with num_replicas={num_replicas}"
             )
-        given = options.pop("generator", None)
-        self.seed, self.epoch, self.batches = given.initial_seed() if given else seed, 0, 0
+        generator = options.pop("generator", None)
+        self.seed = generator.initial_seed() if generator else seed
+        self.epoch = self.batches = 0
         self.draws = Draws()
         self._begun = False  # whether an iterator of this epoch was made
-        self._first: From | None = None
+        self._sampler: SharedSampler | None = None
         self._samples = length_of(dataset)
-        size = 1 if options.get("batch_sampler") is not None else batch_size or 1  # of a batch, in entries of the order
+        kind = "batch_sampler" if options.get("batch_sampler") is not None else "sampler"
+        size = 1 if kind == "batch_sampler" else batch_size or 1  # of a batch, in entries of the order
         self._share = Share(size, replica, num_replicas, bool(options.get("drop_last")))
         order, self._workers = torch.Generator(), torch.Generator()  # workers that persist keep their seeds
         self._generators = [order]
         if isinstance(dataset, IterableDataset):
             options["shuffle"] = shuffle  # which DataLoader refuses
             if num_replicas > 1:
-                dataset = StreamShare(dataset, self._share)
+                dataset = SharedStream(dataset, self._share)
         else:
-            kind = "batch_sampler" if options.get("batch_sampler") is not None else "sampler"
             sampler: Any = options.get(kind)
             if sampler is None:
                 sampler = RandomSampler(dataset, generator=order) if shuffle else SequentialSampler(dataset)  # type: ignore[arg-type]
@@ -221,8 +226,8 @@ class ResumableDataLoader(DataLoader[Any]):
             if getattr(sampler, "generator", self) is None:
                 sampler.generator = order
             self._generators += [g for g in [getattr(sampler, "generator", None)] if isinstance(g, torch.Generator)]
-            self._first = options[kind] = From(sampler, self._share, self)
-        if options.get("collate_fn") is None and (batch_size is not None or options.get("batch_sampler") is not None):
+            self._sampler = options[kind] = SharedSampler(sampler, self._share, self)
+        if options.get("collate_fn") is None and (batch_size is not None or kind == "batch_sampler"):
             options["collate_fn"] = collate
         super().__init__(dataset, batch_size, generator=self._workers, **options)
 
@@ -238,9 +243,9 @@ class ResumableDataLoader(DataLoader[Any]):
         self._workers.manual_seed(self.seed + self.epoch + WORKERS * self._share.replica)
         for generator in self._generators:
             generator.manual_seed(self.seed + self.epoch)
-        if self._first is None:
+        if self._sampler is None:
             return self._counted(super().__iter__(), 0, self.batches)
-        self._first.skip = self.batches * self._share.step
+        self._sampler.skip = self.batches * self._share.step
         return self._counted(super().__iter__(), self.batches, self.batches)
 
     def _counted(self, batches: Iterator[Any], number: int, begin: int) -> Iterator[Any]:
@@ -256,7 +261,7 @@ class ResumableDataLoader(DataLoader[Any]):
                 self.batches += 1
                 yield batch
         self.epoch, self.batches, self._begun = self.epoch + 1, 0, False
-        self._share.told = True  # the end has been seen; workers of the next epoch get a copy of this
+        self._share.has_warned = True  # at the end; workers of the next epoch get a copy of this
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iterator one of this epoch, from its first batch on; if it is one of this epoch by itself, its
@@ -279,11 +284,12 @@ class ResumableDataLoader(DataLoader[Any]):
 
         Raises CheckpointError where the data or that number of samples are not the same.
         """
-        given = {"batches_at_once": 1, **state}  # which states of one replica once lacked
-        sizes, own = {name: given.get(name) for name in self._sizes()}, self._sizes()
-        if sizes != own:
+        sizes = self._sizes()
+        complete = {"batches_at_once": 1, **state}  # which states of one replica once lacked
+        saved = {name: complete.get(name) for name in sizes}
+        if saved != sizes:
             raise CheckpointError(
-                f"the position in the data was saved with {sizes}, but this dataloader has {own} (batch_size is that "
+                f"the position in the data was saved with {saved}, but this dataloader has {sizes} (batch_size is that "
                 "of all replicas together): make it of the same data with the same batch size, or go on with a new "
                 "order by dataloader=None"
             )

@@ -1,6 +1,7 @@
 """Errors: each names what was wrong, where, and what to do about it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -60,3 +61,14 @@ def listed(problems: Sequence[str], shown: int = 8) -> str:
     """The first problems in one line, and how many more there are."""
     more = f"; and {len(problems) - shown} more" if len(problems) > shown else ""
     return "; ".join(problems[:shown]) + more
+
+
+def hint(name: str, known: Collection[str]) -> str:
+    """What may have been meant by an unknown name."""
+    close = get_close_matches(name, known, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else f"they are {', '.join(known) or 'none'}"
+
+
+def unknown(who: str, name: str, model: str, known: Collection[str], what: str = "units") -> str:
+    """That an argument names something that the model does not have."""
+    return f"{who} names {name}, which is not one of the {what} of {model}: {hint(name, known)}"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from pipeshard.batch.batch import Batch
+from pipeshard.batch.row_dims import RowDims
 from pipeshard.errors import BatchError
-from pipeshard.graph.infer_batch_dims import RowDims
 from tests.pool import Pool
 from tests.unsplit import Split, gradient_error
 
@@ -62,7 +62,8 @@ def detection() -> list[str]:
         unsplit = copy.deepcopy(model)
         more = [torch.randn(rows * 3, CLASSES) for rows in (4, 5)] if kind == "negatives" else []
         batches = [data(kind, rows, rows) | ({"negatives": more[k]} if more else {}) for k, rows in enumerate((4, 5))]
-        split = Split(model, dist.get_world_size(), batches[0], num_microbatches=2)
+        dims = {"batch_dims": {"negatives": 0}} if kind == "negatives" else {}
+        split = Split(model, dist.get_world_size(), batches[0], num_microbatches=2, **dims)
         for batch in batches:
             loss = unsplit(**batch)["loss"]
             loss.backward()
@@ -117,14 +118,14 @@ def test_a_table_is_not_cut_where_it_has_as_many_entries_as_samples_by_chance() 
 
 def test_several_entries_a_sample_are_cut_or_refused() -> None:
     """Three negatives to each of four samples went whole to every microbatch."""
-    dims, negatives = RowDims(Detector()), torch.arange(60.0).view(12, CLASSES)
-    for way in (dims, RowDims(Detector(), {"negatives": 0})):
-        batch = read(way, 4, negatives=negatives)
-        parts = [part.tensors["negatives"] for part in batch.split(3)]
-        assert [len(part) for part in parts] == [6, 3, 3] and torch.equal(torch.cat(parts), negatives)
-    with pytest.raises(BatchError, match=r"dimension 0 of negatives \(60, 5\) may count them.*runs both"):
-        read(RowDims(Detector()), 4, negatives=torch.zeros(60, CLASSES))
-    assert read(dims, 3, table=torch.zeros(LENGTH, H)).split(2)[0].tensors["table"].shape == (LENGTH, H)
+    negatives = torch.arange(60.0).view(12, CLASSES)
+    batch = read(RowDims(Detector(), {"negatives": 0}), 4, negatives=negatives)
+    parts = [part.tensors["negatives"] for part in batch.split(3)]
+    assert [len(part) for part in parts] == [6, 3, 3] and torch.equal(torch.cat(parts), negatives)
+    with pytest.raises(BatchError, match=r"dimension 0 of negatives \(12, 5\) may count them.*\{'negatives': 0\}"):
+        read(RowDims(Detector()), 4, negatives=negatives)
+    whole = read(RowDims(Detector(), {"table": None}), 3, table=torch.zeros(LENGTH, H))
+    assert whole.split(2)[0].tensors["table"].shape == (LENGTH, H)
 
 
 def test_microbatches_may_be_written_to() -> None:

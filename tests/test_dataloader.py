@@ -250,7 +250,7 @@ def test_a_state_at_the_end_for_these_replicas_begins_the_next_epoch() -> None:
 
 def test_replicas_that_cannot_be_are_refused() -> None:
     for replica, replicas in ((2, 2), (-1, 2), (0, 0)):
-        with pytest.raises(ConfigurationError, match=f"replica={replica} of num_replicas={replicas}"):
+        with pytest.raises(ConfigurationError, match=f"got replica={replica} with num_replicas={replicas}"):
             make(replica=replica, num_replicas=replicas)
     shared = DistributedSampler(Numbers(), num_replicas=2, rank=0)
     batches = torch.utils.data.BatchSampler(shared, 2, False)

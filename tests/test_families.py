@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 from pipeshard.errors import UsageError
-from pipeshard.graph.units import recomputes
+from pipeshard.hf import recomputes
 from tests.families import (
     ALWAYS_TIED,
     AUXILIARY,

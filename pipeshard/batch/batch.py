@@ -3,15 +3,13 @@
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only, tree_unflatten
 
 from pipeshard.batch.batch_dims import BatchDims, count_rows, read_leaves
-from pipeshard.batch.tree import has_tensors, is_entries, noting, text
+from pipeshard.batch.tree import Tree, has_tensors, is_entries, map_tensors, text
 from pipeshard.errors import BatchError
 
 
@@ -28,7 +26,7 @@ class Batch:
 
     leaves: tuple[Any, ...]
     paths: tuple[str, ...]
-    tree: Any
+    tree: Tree
     rows: int
     row_dims: tuple[int | None, ...]
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -54,7 +52,7 @@ class Batch:
 
     @property
     def data(self) -> Any:
-        return tree_unflatten(self.leaves, self.tree)
+        return self.tree.unflatten(self.leaves)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -104,17 +102,8 @@ class Batch:
     def counted(self, dims: BatchDims) -> Self:
         """The same, where these dimensions of the leaves with these paths count the samples, or none does."""
         pairs = zip(self.paths, self.row_dims, strict=True)
-        owners = {path: own for path, own in self.owners.items() if path not in dims}
+        owners = {path: counts for path, counts in self.owners.items() if path not in dims}
         return replace(self, row_dims=tuple(dims.get(path, dim) for path, dim in pairs), owners=owners)
-
-    def noting(self, note: Callable[[str], None]) -> Self:
-        """The same, with lists of one entry a sample that call note(path) whenever they are read."""
-        entries = self.entries
-        leaves = (
-            noting(entries[path], partial(note, path)) if path in entries else leaf
-            for path, leaf in zip(self.paths, self.leaves, strict=True)
-        )
-        return replace(self, leaves=tuple(leaves))
 
     def owned(self, owners: Mapping[str, tuple[int, ...]]) -> Self:
         """The same, where dimension 0 of some leaves counts what `owners` says."""
@@ -122,12 +111,14 @@ class Batch:
         return replace(self, row_dims=dims, owners=owners)
 
     def to(self, device: torch.device) -> Self:
-        moved = self.map(lambda path, leaf, dim: leaf.to(device, non_blocking=True))
+        """The same on a device."""
 
         def place(leaf: Any) -> Any:
-            return tree_map_only(Tensor, lambda t: t.to(device), leaf) if has_tensors(leaf) else leaf
+            if not isinstance(leaf, Tensor) and not has_tensors(leaf):
+                return leaf
+            return map_tensors(lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"), leaf)
 
-        return replace(moved, leaves=tuple(map(place, moved.leaves)))
+        return replace(self, leaves=tuple(map(place, self.leaves)))
 
     def copied(self, paths: Collection[str]) -> Self:
         """The same with copies of the tensors of these paths, one for those that are the same tensor."""
@@ -181,7 +172,7 @@ class Batch:
             return leaf if dim is None else select(leaf, dim, rows)
 
         leaves = tuple(map(pick, self.paths, self.leaves, self.row_dims))
-        owners = {path: tuple(own[row] for row in rows) for path, own in self.owners.items() if own}
+        owners = {path: tuple(counts[row] for row in rows) for path, counts in self.owners.items() if counts}
         return replace(self, leaves=leaves, rows=len(rows), owners=owners)
 
     def _entries(self, path: str, owners: tuple[int, ...], row: int) -> range:

@@ -4,21 +4,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from pipeshard.batch.tree import flatten, has_tensors, is_entries
+from pipeshard.batch.tree import Tree, flatten, has_tensors, is_entries, tensors_in
 from pipeshard.errors import BatchError, ConfigurationError
+from pipeshard.hf import POSITIONS
 
 BatchDims = Mapping[str, int | None]  # by path: the dimension that counts the samples; None: none does
 
 
 def read_leaves(
     data: Any, main_input: str | None, declared: BatchDims, known: dict[str, bool]
-) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:
+) -> tuple[tuple[str, ...], tuple[Any, ...], Tree]:
     """Paths, leaves and tree of a batch, in which a list of one tensor (or mapping of tensors) a sample is a leaf.
 
-    `known` has which lists are such ones, by path, as earlier batches have told, and learns what this one tells.
-    Raises BatchError where that cannot be told, or where a list has another number of entries than there are samples.
+    `known` has which lists are such ones, by path, as far as known from earlier batches, and learns from this one.
+    Raises BatchError where that is not clear, or where a list has another number of entries than there are samples.
     """
     lists: dict[str, Sequence[Any]] = {}
     paths, leaves, tree = flatten(data, lambda path, entries: bool(lists.update({path: entries})))
@@ -47,12 +47,12 @@ def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchD
     if rows == 1 or len(entries) != rows:
         known |= {path: False} if rows > 1 else {}
         return False
-    tensors = [[leaf for leaf in tree_leaves(entry) if isinstance(leaf, Tensor)] for entry in entries]
+    tensors = [tensors_in(entry) for entry in entries]
     if not all(tensors) or len({type(entry) for entry in entries}) > 1:
         return False  # a structure of several things
     shapes = [tuple(leaf.shape for leaf in leaves) for leaves in tensors]
-    with_samples = all(shape[:1] == (rows,) for own in shapes for shape in own)
-    if with_samples and (type(entries) is tuple or len({tuple(shape[1:] for shape in own) for own in shapes}) > 1):
+    with_samples = all(shape[:1] == (rows,) for entry in shapes for shape in entry)
+    if with_samples and (type(entries) is tuple or len({tuple(shape[1:] for shape in entry) for entry in shapes}) > 1):
         return False
     if with_samples or (type(entries) is tuple and len(set(shapes)) == 1):
         raise BatchError(
@@ -98,7 +98,7 @@ def count_rows(
 
 
 def check_declared(declared: Any) -> None:
-    """Raises ConfigurationError for what is no mapping of paths to dimensions or None."""
+    """Raises ConfigurationError for anything but a mapping of paths to dimensions or None."""
     good = declared is None or (
         isinstance(declared, Mapping)
         and all(isinstance(path, str) for path in declared)
@@ -106,7 +106,7 @@ def check_declared(declared: Any) -> None:
     )
     if not good:
         raise ConfigurationError(
-            f"batch_dims={declared!r} is no mapping of a leaf's path to a dimension or None: batch_dims={{'frames': 1}}"
+            f"batch_dims must map the paths of leaves to a dimension or None, such as {{'frames': 1}}, got {declared!r}"
         )
 
 
@@ -119,7 +119,7 @@ def refuse_unknown(paths: Sequence[str], declared: BatchDims) -> None:
 
 def _row_dim(path: str, leaf: Any, rows: int) -> int | None:
     if isinstance(leaf, Tensor):
-        if path == "position_ids" and leaf.ndim == 3 and leaf.shape[1] == rows:  # (3, b, s): one plane per rotary axis
+        if path == POSITIONS and leaf.ndim == 3 and leaf.shape[1] == rows:  # (3, b, s): one plane per rotary axis
             return 1
         return 0 if leaf.ndim > 0 and leaf.shape[0] == rows else None
     if not is_entries(leaf) or len(leaf) != rows:

@@ -88,11 +88,12 @@ def refuse_criterion(criterion: Criterion | None, model: nn.Module) -> None:
     if not isinstance(criterion, nn.Module):
         return
     known = set(model.parameters())
-    own = [name for name, p in criterion.named_parameters() if p.requires_grad and p not in known]
-    if own:
+    foreign = [name for name, p in criterion.named_parameters() if p.requires_grad and p not in known]
+    if foreign:
         raise ConfigurationError(
-            f"the criterion ({type(criterion).__name__}) has parameters of its own, {own[0]} the first, which would be "
-            "trained on no stage: make it a child of the model that computes the loss in its forward, or freeze them"
+            f"the criterion ({type(criterion).__name__}) has parameters of its own, {foreign[0]} the first, "
+            "which would be trained on no stage: make it a child of the model that computes the loss in its forward, "
+            "or freeze them"
         )
 
 

@@ -14,9 +14,8 @@ from pipeshard.distributed.collectives import broadcast_bytes, gather_objects, w
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
+from pipeshard.hf import ADAPTER_CONFIG
 from pipeshard.split.ties import first_names
-
-CONFIG = "adapter_config.json"
 
 
 def enable_lora(
@@ -89,7 +88,8 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
             "booster.enable_lora(model, lora_config=...) returns"
         )
     first = min(module.peft_config, key=lambda name: name != "default")
-    mark = CONFIG if first == "default" else f"{first}/{CONFIG}"  # peft keeps adapters of other names in folders
+    # peft keeps adapters of other names in folders
+    mark = ADAPTER_CONFIG if first == "default" else f"{first}/{ADAPTER_CONFIG}"
     grid = model.pipeline.grid
     state = nn.Module.state_dict(module)
     with together(grid.world):  # peft may ask the hub whether the vocabulary has grown: one rank alone does

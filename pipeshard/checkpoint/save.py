@@ -21,6 +21,7 @@ from pipeshard.checkpoint.safetensors_files import INDICES, PICKLED, WEIGHTS, jo
 from pipeshard.distributed.collectives import gather_objects, whole
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
+from pipeshard.hf import enable_caches
 from pipeshard.split.ties import first_names
 
 SINGLE, INDEX = WEIGHTS[0], INDICES[0]
@@ -195,9 +196,7 @@ def _configs(module: nn.Module, cached: Collection[Any]) -> list[Any]:
     configs = [copy.deepcopy(part, memo) for part in parts if hasattr(part, "save_pretrained")]
     if parts[0] is not None and id(parts[0]) in memo:
         memo[id(parts[0])].architectures = [type(module).__name__]
-    for config in cached:
-        if id(config) in memo:
-            memo[id(config)].use_cache = True
+    enable_caches(memo[id(config)] for config in cached if id(config) in memo)
     return configs
 
 

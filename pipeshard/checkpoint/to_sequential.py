@@ -16,6 +16,7 @@ from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import Guarded, inside_pipeshard
 from pipeshard.graph.units import Interception, Recomputation, Sliced
+from pipeshard.hf import enable_caches
 from pipeshard.split.deferred_init import build, skeletons
 
 
@@ -90,9 +91,7 @@ def _copied(pipeline: Pipeline, device: torch.device) -> nn.Module:
                 new.__dict__[key] = copy.deepcopy(value.checkpoint, memo)
     for module in copied.modules():
         remove_additions(module)
-    for config in pipeline.cached:
-        if id(config) in memo:
-            memo[id(config)].use_cache = True
+    enable_caches(memo[id(config)] for config in pipeline.cached if id(config) in memo)
     for module in skeletons(copied):  # of other stages; their parameters and buffers get the trained values
         build(module, pipeline.seed)
     return copied

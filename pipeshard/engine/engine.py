@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipeshard.batch.batch import Batch, split_sizes
 from pipeshard.batch.criterion import Criterion, refuse_criterion
-from pipeshard.batch.tree import paths_of
+from pipeshard.batch.row_dims import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.collectives import gather, gather_objects, share_scalar, sum_scalar
 from pipeshard.distributed.consistency import compare_ranks, compare_trained, together_in
@@ -35,10 +35,9 @@ from pipeshard.engine.weight_grad import Deferral
 from pipeshard.engine.wrappers import refuse_compiled, refuse_recomputed
 from pipeshard.errors import TraceError, UsageError
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.graph.infer_batch_dims import RowDims
-from pipeshard.graph.preserve import without_cache
 from pipeshard.graph.trace import trace
-from pipeshard.graph.units import containers, find_units
+from pipeshard.graph.units import containers, find_units, paths_of
+from pipeshard.hf import disable_caches
 from pipeshard.schedule.passes import add_communication
 from pipeshard.schedule.program import Program, forward_only
 from pipeshard.split.materialize import InitWeights, Sharder
@@ -79,7 +78,7 @@ class Pipeline:
         partition, recompute, self.criterion = config.settled(model, criterion)
         refuse_criterion(self.criterion, model)
         refuse_compiled(model, find_units(model, paths_of(model, named(partition))))
-        self.cached = without_cache(model)  # configs to be given their cache back
+        self.cached = disable_caches(model)  # configs to be given their cache back
         self.reader = Reader(RowDims(model, config.batch_dims), lambda: self.config.cut, grid, self.precision)
         sample, flow = self._trace(sample, named(partition))
         self.policy = self._partition(flow, sample, partition, costs(flow, sample))
@@ -97,7 +96,7 @@ class Pipeline:
 
     def _trace(self, sample: Batch, cuts: Sequence[str]) -> tuple[Batch, Dataflow]:
         """The Dataflow of the whole model, and the samples that it was traced with."""
-        sample = self.reader.settle(sample, self.criterion)
+        sample = self.reader.settle(sample)
         with self.precision.seeming(self.model), self.precision.running():
             try:
                 return sample, trace(self.model, sample, self.criterion, cuts=cuts)
@@ -203,7 +202,7 @@ class Pipeline:
             return TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven
 
         mode = train, outputs.code, self.model.training
-        batch, agreed = self.reader.next(data_iter, criterion, mode, news)
+        batch, agreed = self.reader.next(data_iter, mode, news)
         if agreed.news & TRAINED:
             if found := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
                 raise UsageError(found[0])

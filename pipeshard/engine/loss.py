@@ -11,11 +11,11 @@ from torch import nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
-from pipeshard.batch.tree import without_adapters
 from pipeshard.engine.loss_probe import LENGTH, NOTHING, Probe, spread_out
 from pipeshard.engine.loss_trial import NORMAL, PROBABILITIES, Measured, Trial
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.graph.dataflow import Dataflow
+from pipeshard.hf import IGNORED, is_of_transformers, padding_token, targets
 
 logger = logging.getLogger("pipeshard")
 SPLITS = 1, 2, 3  # after which of a probe's samples it is cut
@@ -35,7 +35,7 @@ class LossRule:
 
     path: str | None = None
     shift: int = 0
-    ignore: int = -100
+    ignore: int = IGNORED
     summed: bool = False
     each: bool = False
     adds: bool = False
@@ -96,7 +96,7 @@ def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Cr
     rule = search.rule(asides=False)
     if rule is None and auxiliary:
         rule, auxiliary = search.rule(asides=True), False
-    provable = criterion is None and _is_of_transformers(model) and not _ignores_some(batch, search.read)
+    provable = criterion is None and is_of_transformers(model) and not _ignores_some(batch, search.read)
     if rule is None and provable and search.rule(asides=False, valid=True):
         rule, auxiliary = LossRule(), True  # a sum of means over labels of several kinds, of which all are valid
     if rule is None:
@@ -161,7 +161,7 @@ class _Search:
         return False
 
     def _candidates(self) -> Iterator[LossRule]:
-        labels = _named(self.probe.integers) or [p for p in self.probe.integers[::-1] if p in self.read]
+        labels = targets(self.probe.integers) or [p for p in self.probe.integers[::-1] if p in self.read]
         for path in labels:
             observed = set(self.probe.pools[path].tolist())
             for ignore in self._ignores(observed):
@@ -174,9 +174,9 @@ class _Search:
     def _ignores(self, observed: Collection[int]) -> list[int]:
         """What labels may say that they are none; a GPU does not survive one that is out of range."""
         if self.criterion is None:
-            return [-100]
-        padding = getattr(getattr(self.model, "config", None), "pad_token_id", None)
-        tried = dict.fromkeys([-100, *([padding] if isinstance(padding, int) else []), -1, 0])
+            return [IGNORED]
+        padding = padding_token(self.model)
+        tried = dict.fromkeys([IGNORED, *([] if padding is None else [padding]), -1, 0])
         on_cpu = next(iter(self.batch.tensors.values())).device.type == "cpu"
         return [ignore for ignore in tried if on_cpu or ignore >= 0 or ignore in observed]
 
@@ -224,18 +224,10 @@ def read_by_loss(flow: Dataflow) -> frozenset[str]:
     return flow.loss.inputs.union(*(reads.inputs for reads in makers))
 
 
-def _is_of_transformers(model: nn.Module) -> bool:
-    return type(without_adapters(model)[1]).__module__.startswith("transformers.")
-
-
 def _ignores_some(batch: Batch, paths: Collection[str]) -> bool:
     """Whether some label is none, so that another batch may have more of them."""
-    leaves = (batch.tensors[path] for path in _named(sorted(paths)) if path in batch.tensors)
+    leaves = (batch.tensors[path] for path in targets(sorted(paths)) if path in batch.tensors)
     return any(bool((leaf < 0).any()) for leaf in leaves if not leaf.is_floating_point())
-
-
-def _named(paths: Sequence[str]) -> list[str]:
-    return [path for path in paths if "label" in path or "target" in path]
 
 
 def _same(whole: Measured, made: float, terms: Sequence[float]) -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
+from pipeshard.hf import MASK, is_target, special_tokens
 
 ROWS, LENGTH = 4, 8  # a probe's samples and positions
 SPAN = 64  # values of a leaf of integers, up to which each is met
@@ -30,10 +31,10 @@ class Probe:
         self.drawn = {
             EVERYTHING: {path for path in there if path in read or path in consulted},
             READ: {path for path in there if path in read},
-            LABELS: {path for path in there if path in read and _is_label(path)},
+            LABELS: {path for path in there if path in read and is_target(path)},
             NOTHING: set[str](),
         }
-        special = _special(model)
+        special = special_tokens(model)
         self.pools = {path: _pool(batch.tensors[path], special) for path in self.integers}
 
     @property
@@ -68,7 +69,7 @@ class Probe:
     def with_invalid(self, batch: Batch, path: str, ignore: int, number: int) -> Batch:
         """The same with as many valid labels in each sample as chance will have it, two columns or more where there
         are three; of labels with one column all samples but one."""
-        mask = batch.by_sample("attention_mask") if "attention_mask" in batch.tensors else None
+        mask = batch.by_sample(MASK) if MASK in batch.tensors else None
         generator = torch.Generator().manual_seed(number)
 
         def relabel(name: str, leaf: Tensor, dim: int | None) -> Tensor:
@@ -105,16 +106,6 @@ def ranges(batch: Batch, paths: Collection[str]) -> dict[str, tuple[float, float
             low, high = (int(extreme) for extreme in leaf.long().aminmax())
             found[path] = (min(low, 1), float("inf")) if high >= SPAN else (min(low, 0), max(high, 1))
     return found
-
-
-def _is_label(path: str) -> bool:
-    return "label" in path or "target" in path
-
-
-def _special(model: nn.Module) -> list[int]:
-    """Tokens that a loss may weigh otherwise, or leave out."""
-    fields = getattr(getattr(model, "config", None), "__dict__", {})
-    return [value for name, value in fields.items() if name.endswith("token_id") and type(value) is int]
 
 
 def _pool(leaf: Tensor, special: Sequence[int]) -> Tensor:

@@ -17,6 +17,7 @@ from pipeshard.distributed.progress import NOW
 from pipeshard.engine.grad_sync import BUCKET
 from pipeshard.errors import ConfigurationError
 from pipeshard.ghost import Ghost
+from pipeshard.hf import is_target
 from pipeshard.split.materialize import storageless, twins
 
 LEAST, MOST = 1.0, 2.0**32
@@ -214,8 +215,7 @@ class Precision:
             return batch
 
         def lowered(path: str, leaf: Tensor, dim: int | None) -> Tensor:
-            is_target = "label" in path or "target" in path
-            return leaf.to(self.dtype) if leaf.dtype is torch.float32 and not is_target else leaf
+            return leaf.to(self.dtype) if leaf.dtype is torch.float32 and not is_target(path) else leaf
 
         return batch.map(lowered)
 

@@ -9,18 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from pipeshard.batch.batch import Batch, split_sizes
-from pipeshard.batch.criterion import Criterion
-from pipeshard.batch.tree import text
+from pipeshard.batch.row_dims import RowDims
+from pipeshard.batch.tree import flatten, text
 from pipeshard.distributed.collectives import gather_objects
 from pipeshard.distributed.consistency import meet
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.outputs import describe
 from pipeshard.errors import BatchError, listed
-from pipeshard.graph.infer_batch_dims import RowDims
 
 SAMPLE = 8192  # numbers of a tensor that enter its digest
 
@@ -52,7 +50,7 @@ def digest(batch: Batch) -> int:
 
 def _content(entries: Any) -> bytes:
     """What a list of one entry a sample holds, with the values of tensors."""
-    leaves, tree = tree_flatten(entries)
+    _, leaves, tree = flatten(entries)
     known = (
         f"{tuple(leaf.shape)}{leaf.dtype}".encode() + _bytes(leaf) if isinstance(leaf, Tensor) else text(leaf).encode()
         for leaf in leaves
@@ -124,14 +122,13 @@ class Reader:
         """Whether a batch becomes several microbatches, as far as the plugin's arguments tell."""
         return self.cut()[0] != 1
 
-    def settle(self, batch: Batch, criterion: Criterion | None) -> Batch:
+    def settle(self, batch: Batch) -> Batch:
         """A batch that was read already, as the model is to get it."""
-        return self.precision.of_batch(self.row_dims.settle(batch, criterion) if self.cuts else batch)
+        return self.precision.of_batch(self.row_dims.settle(batch) if self.cuts else batch)
 
     def next(
         self,
         data_iter: Iterator[Any],
-        criterion: Criterion | None,
         mode: tuple[bool, int, bool],
         news: Callable[[Batch], int],
     ) -> tuple[Batch, Agreement]:
@@ -141,7 +138,7 @@ class Reader:
         """
         batch: Batch | Exception
         try:
-            batch = self._read(data_iter, criterion)
+            batch = self._read(data_iter)
         except Exception as error:
             batch = error
         try:
@@ -155,7 +152,7 @@ class Reader:
         """The number of this replica's first microbatch among those of all replicas."""
         return sum(len(split_sizes(rows, *self.cut())) for rows in agreed.rows[: self.grid.replica])
 
-    def _read(self, data_iter: Iterator[Any], criterion: Criterion | None) -> Batch:
+    def _read(self, data_iter: Iterator[Any]) -> Batch:
         if not hasattr(data_iter, "__next__"):
             raise BatchError(
                 f"execute_pipeline takes an iterator of batches, not a {type(data_iter).__name__}: "
@@ -168,4 +165,4 @@ class Reader:
                 "the data iterator is empty: make a new one, iter(dataloader), for every epoch, and call "
                 "execute_pipeline len(dataloader) times"
             ) from None
-        return self.precision.of_batch(self.row_dims.read(data, criterion, self.cuts))
+        return self.precision.of_batch(self.row_dims.read(data, self.cuts))

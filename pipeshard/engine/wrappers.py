@@ -9,7 +9,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.graph.units import containers, recomputes
+from pipeshard.graph.units import containers
+from pipeshard.hf import recomputes
 
 logger = logging.getLogger("pipeshard")
 # What each does belongs around the pipeline: under it, it would talk to ranks that have other stages.

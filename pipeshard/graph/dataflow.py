@@ -193,13 +193,7 @@ class Dataflow:
         else:
             uses = [use for _, use, _ in self.outputs] if outputs or self.loss is None else []
         uses += [self.loss] if self.loss is not None else []
-        return Use(
-            frozenset().union(*(use.values for use in uses)),
-            frozenset().union(*(use.parameters for use in uses)),
-            frozenset().union(*(use.inputs for use in uses)),
-            frozenset().union(*(use.hidden for use in uses)),
-            frozenset().union(*(use.hooks for use in uses)),
-        )
+        return replace(Use().joined(*uses), kept=frozenset())  # what is left to the next forward has its own readers
 
 
 @dataclass(frozen=True)

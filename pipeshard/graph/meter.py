@@ -200,7 +200,7 @@ class Meter(TorchDispatchMode):
         if any(isinstance(tag, Value | Hidden) for tag in tags) and _computes(func):
             try:
                 return self._by_shape(func, args, kwargs)
-            except Exception:  # has no rule for shapes, or its shape depends on values
+            except Exception:  # of any kind: has no rule for shapes, or its shape depends on values
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 

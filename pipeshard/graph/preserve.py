@@ -10,19 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeshard.graph.snapshot import HOOKS, Change, Snapshot
 from pipeshard.graph.taint import mutated, storage_of
-
-
-def without_cache(model: nn.Module) -> list[Any]:
-    """Turn key-value caches off in every (sub-)config that has them on, and return those configs.
-
-    Caches are for generation; filled inside units, they would carry values past the boundaries.
-    """
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    parts = [part for config in configs.values() for part in (config, *getattr(config, "__dict__", {}).values())]
-    cached = [part for part in parts if getattr(part, "use_cache", None) is True]
-    for part in cached:
-        part.use_cache = False
-    return cached
+from pipeshard.hf import disable_caches, enable_caches
 
 
 @contextlib.contextmanager
@@ -32,7 +20,7 @@ def untouched(model: nn.Module, criterion: Callable[..., Any] | None = None, tim
 
     Where it is `timed`, nothing is looked at in between: of tensors, buffers alone get their values back.
     """
-    cached = without_cache(model)
+    cached = disable_caches(model)
     before = Before(model, criterion)
     for buffer in model.buffers() if timed else ():
         before.writes.keep(buffer)
@@ -41,8 +29,7 @@ def untouched(model: nn.Module, criterion: Callable[..., Any] | None = None, tim
             yield before
     finally:
         before.restore()
-        for config in cached:
-            config.use_cache = True
+        enable_caches(cached)
 
 
 class Before:

@@ -3,7 +3,7 @@
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,16 +34,12 @@ class Randomness:
 
         `first` is the number of the first microbatch, that of a replica comes after those of the replicas before.
         """
-        states = [generator.get_state() for generator in self.generators]
-        python, numpy = random.getstate(), np.random.get_state()
+        states = _states(self.generators)
         self._key, self._first = (seed, step, first), first
         try:
             yield
         finally:
-            for generator, state in zip(self.generators, states, strict=True):
-                generator.set_state(state)
-            random.setstate(python)
-            np.random.set_state(numpy)
+            _restore(self.generators, states)
 
     def microbatch(self, i: int) -> None:
         """The next places are of microbatch i."""
@@ -51,42 +47,32 @@ class Randomness:
 
     def at(self, place: int) -> Callable[[], None]:
         """What is drawn from now on belongs to this place; returns what brings the generators back to it later."""
-        key = struct.pack("<4q", *self._key, place)
-        number = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
-        self._seed(number, self.python)
-        return partial(self._seed, number, self.python)
+        number = _number(struct.pack("<4q", *self._key, place))
+        _seed(self.generators, number, self.python)
+        return partial(_seed, self.generators, number, self.python)
 
     def state(self) -> bytes:
         """A digest of where torch's generators are."""
         states = b"".join(generator.get_state().numpy().tobytes() for generator in self.generators)
         return hashlib.blake2b(states, digest_size=16).digest()
 
-    def _seed(self, number: int, python: bool) -> None:
-        for generator in self.generators:
-            generator.manual_seed(number)
-        if python:
-            random.seed(number)
-            np.random.seed(number)
-
 
 class Draws:
-    """Random numbers that do not depend on what was drawn before: inside `of(*key)` generators are seeded by the key,
-    `paused` are as they were outside, and are so again afterwards."""
+    """Random numbers that do not depend on what was drawn before: inside `of(*key)` the generators of the CPU are
+    seeded by the key, inside `paused` they are as they were outside."""
 
     def __init__(self) -> None:
-        self._other: Any = None  # the states that are not in use
+        self._generators = [torch.default_generator]
+        self._other: Any = None  # inside: the states outside
 
     @contextmanager
     def of(self, *key: int) -> Iterator[None]:
-        self._other = _states()
-        number = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little")
-        torch.default_generator.manual_seed(number)
-        random.seed(number)
-        np.random.seed(number)
+        self._other = _states(self._generators)
+        _seed(self._generators, _number(repr(key).encode()))
         try:
             yield
         finally:
-            _restore(self._other)
+            _restore(self._generators, self._other)
             self._other = None
 
     @contextmanager
@@ -101,19 +87,37 @@ class Draws:
             self._swap()
 
     def _swap(self) -> None:
-        now = _states()
-        _restore(self._other)
-        self._other = now
+        states = _states(self._generators)
+        _restore(self._generators, self._other)
+        self._other = states
 
 
-def _states() -> Any:
-    return torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+Generators = Sequence[torch.Generator]
 
 
-def _restore(states: Any) -> None:
-    torch.default_generator.set_state(states[0])
+def _states(generators: Generators) -> Any:
+    """Where these generators, `random` and numpy are."""
+    return [generator.get_state() for generator in generators], random.getstate(), np.random.get_state()
+
+
+def _restore(generators: Generators, states: Any) -> None:
+    for generator, state in zip(generators, states[0], strict=True):
+        generator.set_state(state)
     random.setstate(states[1])
     np.random.set_state(states[2])
+
+
+def _number(key: bytes) -> int:
+    """A seed of 32 bits, which is all that numpy takes."""
+    return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
+
+
+def _seed(generators: Generators, number: int, python: bool = True) -> None:
+    for generator in generators:
+        generator.manual_seed(number)
+    if python:
+        random.seed(number)
+        np.random.seed(number)
 
 
 def python_state() -> tuple[object, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeshard.batch.batch import Batch
+from pipeshard.hf import is_mask, is_of_decoder
 
 Group = tuple[tuple[str, int], ...]  # axes that always have one size: (path of the tensor, dimension)
 
@@ -73,8 +74,7 @@ class Axes:
         groups: dict[tuple[str, int], list[tuple[str, int]]] = {("rows", batch.rows): []}
 
         def side(path: str) -> str:
-            decoder = path.startswith("decoder_") or (encoder_decoder and path.endswith("labels"))
-            return "decoder" if decoder else "encoder"
+            return "decoder" if is_of_decoder(path, encoder_decoder) else "encoder"
 
         tensors = batch.tensors
         dims = dict(zip(batch.paths, batch.row_dims, strict=True))
@@ -89,7 +89,7 @@ class Axes:
                 if opens:
                     groups.setdefault(key, [])
                 beside = 0 if dims[path] == 1 else 1  # of (b, s, h) or (s, b, h): the axis s
-                if key in groups and (opens or axis == beside or not leaf.is_floating_point() or "mask" in path):
+                if key in groups and (opens or axis == beside or not leaf.is_floating_point() or is_mask(path)):
                     groups[key].append((path, axis))
         return cls(
             tuple(tuple(group) for group in groups.values()),

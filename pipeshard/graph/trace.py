@@ -12,7 +12,6 @@ from torch import nn
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
 from pipeshard.batch.media import read_batch
-from pipeshard.batch.tree import paths_of
 from pipeshard.errors import BatchError, TraceError
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.carried import carrying, informed
@@ -22,10 +21,11 @@ from pipeshard.graph.question import Question, general_questions
 from pipeshard.graph.shapes import Axes, Count, TensorSpec
 from pipeshard.graph.snapshot import is_comparable
 from pipeshard.graph.tracer import Tracer
+from pipeshard.graph.units import paths_of
+from pipeshard.hf import is_encoder_decoder
 
 logger = logging.getLogger("pipeshard")
 FAR = 29  # how much longer a batch is that shapes are verified with
-FEW = 2, 3, 5  # numbers of samples with which a way to read a batch is tried
 ROWS, LENGTH = 2, 8  # a trace runs on this many samples, and on no more positions where the model allows
 
 
@@ -44,7 +44,7 @@ def trace(
     Raises TraceError naming the unit or the line that fails, PartitionError for a name that is no module's.
     """
     sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
-    encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    encoder_decoder = is_encoder_decoder(model)
     cuts = paths_of(model, cuts)
     if not exact:
         try:
@@ -73,30 +73,6 @@ def _trace_any(
             flow = tracer.run(short := sample, real)
         flow = carrying(tracer, short, real, before, flow)
         return informed(_generalize(tracer, flow, short, Axes.of(short, encoder_decoder), real))
-
-
-def run_on_few(tracer: Tracer, batch: Batch) -> Dataflow | None:
-    """The Dataflow of two of the batch's samples, if the model takes three and five as well, in the same way and with
-    sizes that are affine in their number; None if it does not."""
-    first: Dataflow | None = None
-    sizes = []
-    for rows in FEW:
-        try:
-            flow = tracer.run(batch.take(torch.arange(rows) % batch.rows))
-        except Exception as error:  # a criterion's own, too
-            logger.debug("a way to read the batch failed: %s: %s", type(error).__name__, error)
-            return None
-        first = first or flow
-        if not _same_path(first, flow):
-            return None
-        sizes.append([_sizes(spec) for spec in _specs(flow)])
-    (a, b, c) = FEW
-    affine = all(
-        (z - x) * (b - a) == (y - x) * (c - a)
-        for shapes in zip(*sizes, strict=True)
-        for x, y, z in zip(*shapes, strict=True)
-    )
-    return first if affine else None
 
 
 def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: Batch) -> Dataflow:

@@ -159,8 +159,6 @@ class Tracer:
             for tensor in tensors:
                 self.taint.mark(tensor, frozenset({Kept(name)}))
         versions = {path: leaf._version for path, leaf in batch.tensors.items()}
-        noted: set[str] = set()
-        batch = batch.noting(noted.add)
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_trained(self.model))
             stack.enter_context(Randomness(self.device).step(0, 0))
@@ -205,7 +203,7 @@ class Tracer:
         written, decisions = frozenset(self.taint.written), tuple(self.taint.decisions)
         consulted = frozenset(self.taint.consulted | rewritten)
         seen = {path for path in self.taint.seen | rewritten if batch.tensors[path].numel() <= SMALL * batch.rows}
-        watched = frozenset(self.taint.shaping | seen | noted)
+        watched = frozenset(self.taint.shaping | seen | batch.entries.keys())
         check_aliases(self.calls, self.taint.written, [*(use for _, use, _ in outputs), *([used] if used else [])])
         seeded = self.taint.drawn or self.python_random or bool(self.groups.spans)  # Repeats go by seeds
         axes, random = Axes((), (), (), ()), (seeded, self.python_random)

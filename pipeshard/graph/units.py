@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipeshard.errors import TraceError, UsageError
+from pipeshard.errors import PartitionError, TraceError, UsageError, unknown
+from pipeshard.hf import full_name, recomputes, without_adapters
 
 if TYPE_CHECKING:
     from pipeshard.graph.dataflow import Call, Use
@@ -136,16 +137,25 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
     return units
 
 
+def paths_of(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """The full names of modules, of which those inside a PeftModel may be named as the model inside names them.
+
+    Raises PartitionError, with names that come close, for what is no module of the model, and for the model itself.
+    """
+    known = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+    full = [full_name(model, name) for name in names]
+    for name in full:
+        if name in ("", without_adapters(model)[0].rstrip(".")):
+            raise PartitionError(f"partition names the whole {type(model).__name__}: name modules inside of it")
+        if name not in known:
+            raise PartitionError(unknown("partition", name, type(model).__name__, known, "modules"))
+    return full
+
+
 def containers(model: nn.Module, units: Mapping[str, nn.Module]) -> list[nn.Module]:
     """The modules around the units, whose own forward is glue."""
     inside = {child for unit in units.values() for child in unit.modules()}
     return [module for module in model.modules() if module not in inside]
-
-
-def recomputes(module: nn.Module) -> bool:
-    """Whether transformers' activation checkpointing drops and recomputes this very module."""
-    layer = any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
-    return layer and bool(getattr(module, "gradient_checkpointing", False))
 
 
 def _ends(path: str) -> list[int]:

@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from pipeshard.batch.tree import hint
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, hint
 from pipeshard.split.ties import kept_tied, put_parameter
 
 

@@ -7,14 +7,14 @@ from torch import nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
-from pipeshard.batch.tree import paths_of
 from pipeshard.engine.weight_grad import kind_of
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.meter import Meter, Work
 from pipeshard.graph.preserve import untouched
 from pipeshard.graph.shapes import Axes, is_trainable
 from pipeshard.graph.tracer import Tracer
-from pipeshard.graph.units import recomputes
+from pipeshard.graph.units import paths_of
+from pipeshard.hf import recomputes
 from pipeshard.split.partition import Cost, cost_of
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from pipeshard.errors import ConfigurationError
+from pipeshard.hf import can_recompute
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # What a config without an architecture is taken for, the first that it can be.
@@ -35,7 +36,7 @@ def build(source: str, fields: Sequence[str] = (), dtype: str | None = None, rec
     chosen = DTYPES[dtype] if dtype else getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"), _quiet():
         model: Any = _class_of(config)._from_config(config, dtype=chosen)
-        if recompute and not getattr(model, "supports_gradient_checkpointing", False):
+        if recompute and not can_recompute(model):
             raise ConfigurationError(f"{type(model).__name__} has no activation recompute: leave --recompute out")
         if recompute:
             model.gradient_checkpointing_enable()

@@ -15,7 +15,7 @@ from pipeshard.config import check_tp_plan
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.errors import ConfigurationError, PartitionError, UsageError
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.graph.units import recomputes
+from pipeshard.hf import can_recompute, recomputes
 from pipeshard.planner.candidate import Candidate, Subject
 from pipeshard.planner.costs import metered, unit_cost
 from pipeshard.planner.memory import Footprint, Forms, Training, format_bytes, parse_bytes
@@ -63,7 +63,7 @@ def what_would_help(candidate: Candidate, others: Sequence[Estimate]) -> str:
     if any(memory.activations > memory.total // 4 for memory in candidate.memory):
         hints.append("shorter or fewer samples in a microbatch")
         subject = candidate.subject
-        if not subject.recomputed and getattr(subject.model, "supports_gradient_checkpointing", False):
+        if not subject.recomputed and can_recompute(subject.model):
             hints.append("activation recompute (model.gradient_checkpointing_enable())")
     p = len(candidate.memory)
     needs = f" (parameters, gradients and optimizer states alone take at least {least} ranks)" if least > p else ""

@@ -13,7 +13,8 @@ from torch import nn
 from pipeshard.errors import ConfigurationError, PartitionError, TraceError
 from pipeshard.graph.dataflow import Dataflow, Use, Wanted
 from pipeshard.graph.taint import Value
-from pipeshard.graph.units import CutPoint, recomputes
+from pipeshard.graph.units import CutPoint
+from pipeshard.hf import recomputes
 
 Cuts = str | Sequence[int] | Sequence[str]  # a rule by name, the unit calls of each stage, or modules to cut after
 # What moving one number costs, in floating-point operations: about 5 per byte on a CPU core.

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from pipeshard.batch.tree import full_name, unknown, without_adapters
-from pipeshard.errors import ConfigurationError, PartitionError, TraceError, UsageError
+from pipeshard.errors import ConfigurationError, PartitionError, TraceError, UsageError, unknown
 from pipeshard.graph.dataflow import Chain, Dataflow, Wanted
 from pipeshard.graph.units import CutPoint, find_units, intercept
+from pipeshard.hf import full_name, without_adapters
 from pipeshard.split.partition import (
     Cuts,
     Partition,

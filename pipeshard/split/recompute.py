@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.graph.dataflow import Call, Dataflow
 from pipeshard.graph.snapshot import Snapshot
-from pipeshard.graph.units import recomputes
+from pipeshard.hf import recomputes
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from pipeshard.batch.tree import hint, without_adapters
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, hint
 from pipeshard.graph.units import Interception, Sliced
+from pipeshard.hf import DROPOUTS, HEADS, without_adapters
 from pipeshard.split.ties import kept_tied, names_of
 
-HEADS = ("num_attention_heads", "num_key_value_heads", "decoder_attention_heads")
 DIVIDE = "divide:"  # and names of attributes: numbers of heads or features that a forward takes from its module
-# Drawn for the heads or features of a slice, which are other ones on each rank, but by one generator.
-DROPOUTS = (
-    "attention_dropout",
-    "attn_pdrop",
-    "attention_probs_dropout_prob",
-    "attention_probs_dropout",
-    "activation_dropout",
-    "dropout_rate",
-)
 
 
 def plan_of(
@@ -107,7 +97,7 @@ def _check_config(model: nn.Module, size: int) -> None:
             raise ConfigurationError(
                 f"tp_size={size} does not divide {field}={heads} of {type(model).__name__}: choose one that does"
             )
-    for field in DROPOUTS:
+    for field in DROPOUTS:  # drawn for the heads or features of a slice: other ones on each rank, but by one generator
         if isinstance(share := getattr(text, field, None), float) and share > 0:
             raise ConfigurationError(
                 f"tp_size={size}: {field}={share} of {type(model).__name__} would drop the same of the heads, or "

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from pipeshard.batch.tree import unknown
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, unknown
 
 logger = logging.getLogger("pipeshard")
 

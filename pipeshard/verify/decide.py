@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
-from pipeshard.batch.tree import without_adapters
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import NOW
 from pipeshard.errors import VerificationError
+from pipeshard.hf import is_of_transformers
 from pipeshard.planner.memory import format_bytes
 from pipeshard.schedule.given import name_of
 from pipeshard.verify.proof import prove
@@ -77,8 +77,7 @@ def prove_at_boost(
 def is_known(model: nn.Module, criterion: Criterion | None) -> bool:
     """Whether it is an architecture of docs/parity.md as it is there: transformers' own modules, nothing put around
     them, and the loss that they compute themselves."""
-    _, base = without_adapters(model)
-    if criterion is not None or not type(base).__module__.startswith("transformers."):
+    if criterion is not None or not is_of_transformers(model):
         return False
     return all(
         type(module).__module__.split(".")[0] in KNOWN

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map_only
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, loss_of
-from pipeshard.graph.preserve import without_cache
 from pipeshard.graph.rng import Randomness, python_state
+from pipeshard.hf import disable_caches
 from pipeshard.verify.copies import Copies
 
 logger = logging.getLogger("pipeshard")
@@ -55,7 +55,7 @@ class Reference:
     def __init__(self, own: Copies, criterion: Criterion | None, device: torch.device) -> None:
         self.own, self.model, self.criterion, self.device = own, own.model, criterion, device
         self.places: Randomness | None = None
-        without_cache(self.model)
+        disable_caches(self.model)
 
     def seed_places(self, units: Mapping[str, nn.Module], glue: bool, python: bool) -> None:
         """Let units, and where it says so the glue between them, draw what stages draw there."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
+from pipeshard.batch.row_dims import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.grad_sync import GradientSync
@@ -21,9 +22,8 @@ from pipeshard.engine.running_state import Carry
 from pipeshard.engine.stage import Microbatch, Stage
 from pipeshard.engine.weight_grad import Deferral
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.graph.infer_batch_dims import RowDims
-from pipeshard.graph.preserve import without_cache
 from pipeshard.graph.trace import trace
+from pipeshard.hf import disable_caches
 from pipeshard.schedule.program import Action, Kind, Program
 from pipeshard.split.materialize import Sharder, is_released
 from pipeshard.split.partition import named
@@ -46,9 +46,9 @@ class VirtualRank:
         partition, recompute, self.criterion = config.settled(model, own.criterion)
         if str(partition).startswith("profile"):  # measured by all ranks together
             partition = "auto"
-        without_cache(model)
+        disable_caches(model)
         if config.num_microbatches != 1:
-            own.sample = RowDims(model, config.batch_dims).settle(own.sample, self.criterion)
+            own.sample = RowDims(model, config.batch_dims).settle(own.sample)
         self.flow: Dataflow = trace(model, own.sample, self.criterion, cuts=named(partition))
         kind = config.policy or find_policy(model)
         self.policy = kind(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,16 +12,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import SUPPORTED_NODES
 from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
 from pipeshard import trace
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.batch_dims import check_declared, refuse_unknown
+from pipeshard.batch.row_dims import RowDims
+from pipeshard.batch.tree import tensors_in
 from pipeshard.engine.reader import digest, digests
 from pipeshard.errors import BatchError, ConfigurationError
-from pipeshard.graph.infer_batch_dims import RowDims
 
 IDS = torch.arange(20).view(4, 5)
 Pair = namedtuple("Pair", ["left", "right"])
@@ -107,7 +107,7 @@ def test_samples_are_taken_and_moved() -> None:
     assert taken["inner"].names == ["s", "p"] and taken["lengths"] == [2, 5]
     assert torch.equal(taken["encoded"][0]["mask"], IDS[[3, 0]] > 3)
     moved = batch.to(torch.device("meta")).data
-    assert all(leaf.is_meta for leaf in tree_leaves(moved) if isinstance(leaf, Tensor))
+    assert tensors_in(moved) and all(tensor.is_meta for tensor in tensors_in(moved))
     assert moved["names"] == ("e", "f", "g", "h") and type(moved["inner"]) is Sample
 
 
@@ -164,75 +164,72 @@ class Reader(nn.Module):
         return {"loss": self.head(self.layers[0](x)).pow(2).mean()}
 
 
-def test_entries_are_watched_only_where_they_are_read() -> None:
+def test_what_lists_of_entries_hold_is_part_of_what_a_trace_is_for() -> None:
     data = {"ids": IDS, "names": list("abcd")}
-    assert trace(Reader(), data).watched == set()
-    read = trace(Reader(lambda others: len(others["names"][0])), data)
-    assert read.watched == {"names"}
+    flow = trace(Reader(lambda others: len(others["names"][0])), data)
+    assert flow.watched == {"names"}
     names = [Batch.of({**data, "names": list(names)}) for names in ("abcd", "abcd", "abce")]
-    first, same, other = (digests(batch, read.watched) for batch in names)
+    first, same, other = (digests(batch, flow.watched) for batch in names)
     assert first == same != other
 
 
-def found(model: nn.Module, data: Any, declared: Any = None, criterion: Any = None) -> dict[str, int | None]:
-    batch = RowDims(model, declared).read(data, criterion)
+def test_no_class_is_registered_with_torch() -> None:
+    before = set(SUPPORTED_NODES)
+    Batch.of(nested()).split(2)
+    assert set(SUPPORTED_NODES) == before
+
+
+def test_tensors_inside_of_entries_are_moved_and_compared() -> None:
+    def of(last: int) -> Batch:
+        samples = [Sample(torch.arange(k + 1)) for k in range(3)] + [Sample(torch.tensor([last]))]
+        return Batch.of({"ids": IDS, "samples": samples})
+
+    batch = of(0)
+    assert batch.entries.keys() == {"samples"} and digest(batch) == digest(of(0)) != digest(of(1))
+    moved = batch.to(torch.device("meta")).data["samples"]
+    assert all(type(sample) is Sample and sample.ids.is_meta for sample in moved)
+
+
+def dims(data: Any, declared: Any = None) -> dict[str, int | None]:
+    batch = RowDims(Reader(), declared).read(data)
     return dict(zip(batch.paths, batch.row_dims, strict=True))
 
 
 TIME = torch.rand(5, 4)  # (s, b)
 
 
-def test_another_dimension_is_found_where_the_model_takes_it_that_way_alone() -> None:
+def test_another_dimension_has_to_be_declared() -> None:
     data = {"ids": IDS, "y": TIME}
-    assert found(Reader(lambda others: others["y"].T[..., None]), data) == {"ids": 0, "y": 1}
-    planes = {"ids": IDS, "place": torch.rand(3, 4, 5)}
-    assert found(Reader(lambda others: others["place"].sum(0)[..., None]), planes)["place"] == 1
-    two = {"ids": IDS, "y": TIME, "z": TIME}
-    assert found(Reader(lambda others: (others["y"] + others["z"]).T[..., None]), two) == {"ids": 0, "y": 1, "z": 1}
+    with pytest.raises(BatchError, match=r"dimension 1 of y \(5, 4\).*batch_dims=\{'y': 1\}\) .*\{'y': None\}"):
+        dims(data)
+    assert dims(data, {"y": 1}) == {"ids": 0, "y": 1} and dims(data, {"y": None})["y"] is None
+    assert RowDims(Reader()).read(data, is_cut=False).row_dims == (0, None)
+    with pytest.raises(BatchError, match=r"dimension 1 of y .*, dimension 1 of z .* may count them or not"):
+        dims({**data, "z": torch.rand(3, 4, 5)})
 
 
 def test_what_every_microbatch_needs_whole_stays_whole() -> None:
-    mask = {"ids": IDS[:, :4], "mask": torch.rand(1, 1, 4, 4)}
-    assert found(Reader(lambda others: others["mask"][0, 0].sum()), mask)["mask"] is None
-    places = {"ids": IDS[:, :4], "places": torch.arange(4)[None]}  # (1, s), s = b
-    assert found(Reader(lambda others: others["places"][..., None]), places) == {"ids": 0, "places": None}
+    assert dims({"ids": IDS[:, :4], "mask": torch.rand(1, 1, 4, 4)})["mask"] is None
+    assert dims({"ids": IDS, "size": torch.tensor(3), "mask": torch.rand(1, 1, 5, 5)})["mask"] is None
 
 
-def test_a_leaf_is_traced_once_and_one_without_doubt_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = []
-    original = RowDims._find
-    monkeypatch.setattr(RowDims, "_find", lambda *args: runs.append(args[2]) or original(*args))
-    dims = RowDims(Reader(lambda others: others["y"].T[..., None]))
-    for length in (5, 7, 4):  # with 4, its first dimension seems to count the samples
-        batch = dims.read({"ids": torch.zeros(4, length, dtype=torch.long), "y": torch.rand(length, 4)})
-        assert batch.row_dims == (0, 1)
-    assert runs == [{"y": 1}]
-    for _ in range(3):
-        RowDims(Reader()).read({"ids": IDS, "size": torch.tensor(3), "mask": torch.rand(1, 1, 5, 5)})
-    unread = RowDims(Reader())
-    for _ in range(2):
-        assert unread.read({"ids": IDS, "y": TIME}).row_dims == (0, None)
-    assert runs == [{"y": 1}] * 2
-
-    def criterion(outputs: Any, inputs: Any) -> Tensor:
-        return outputs["loss"] * (inputs["y"].T * inputs["ids"]).mean()
-
-    assert unread.read({"ids": IDS, "y": TIME}, criterion).row_dims == (0, 1)  # now somebody reads it
+def test_a_dimension_that_once_had_another_size_is_never_in_doubt() -> None:
+    """Positions (1, s) and a table of 6: a batch of s samples, or of 3, comes later."""
+    known = RowDims(Reader())
+    for rows, length in ((4, 7), (7, 7), (3, 5)):
+        ids, table = torch.zeros(rows, length, dtype=torch.long), torch.rand(6, 2)
+        batch = known.read({"ids": ids, "places": torch.arange(length)[None], "table": table})
+        assert batch.row_dims == (0, None, None), (rows, length)
 
 
-def test_a_doubt_that_the_model_does_not_settle(caplog: pytest.LogCaptureFixture) -> None:
-    data = {"ids": IDS, "y": TIME}
-    both = Reader(lambda others: others["y"].mean())
-    with pytest.raises(BatchError, match=r"dimension 1 of y \(5, 4\).*batch_dims=\{'y': 1\}\) or .*\{'y': None\}"):
-        found(both, data)
-    assert found(both, data, {"y": None})["y"] is None and found(both, data, {"y": 1})["y"] == 1
-    assert RowDims(both).read(data, is_cut=False).row_dims == (0, None)
-    many = {"ids": IDS, **dict.fromkeys("abcde", TIME)}
-    with pytest.raises(BatchError, match="Declare which do"):
-        found(both, many)
-    with caplog.at_level(logging.WARNING, "pipeshard"):
-        assert found(Reader(lambda others: others["y"].view(77)), data)["y"] is None
-    assert "runs neither way" in caplog.text
+def test_positions_with_planes_are_cut_whatever_the_number_of_samples() -> None:
+    """With as many samples as planes, the first dimension seemed to count them, and every microbatch got all."""
+    for sizes in ((4, 3, 5), (3, 4)):
+        known = RowDims(Reader())
+        for rows in sizes:
+            planes = torch.arange(5).expand(3, rows, 5)
+            batch = known.read({"ids": torch.zeros(rows, 5, dtype=torch.long), "position_ids": planes})
+            assert batch.row_dims == (0, 1)
 
 
 def test_declared_dimensions() -> None:
@@ -263,5 +260,5 @@ def test_declarations_are_checked() -> None:
     with pytest.raises(ConfigurationError, match=r"batch_dims has \['z'\].* it has \['ids'\]"):
         refuse_unknown(("ids",), {"z": 1})
     for wrong in (["x"], {"x": "1"}, {1: 1}, {"x": True}):
-        with pytest.raises(ConfigurationError, match="no mapping"):
+        with pytest.raises(ConfigurationError, match="batch_dims must map the paths of leaves"):
             check_declared(copy.copy(wrong))

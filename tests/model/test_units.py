@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from pipeshard.graph.units import containers, find_units, recomputes
+from pipeshard.graph.units import containers, find_units
+from pipeshard.hf import recomputes
 from tests.parity.build import build
 from tests.parity.entries import find
 

@@ -1,0 +1,170 @@
+"""HF: the naming conventions of transformers and peft that pipeshard relies on.
+
+Most of what a pipeline has to know of a model is traced. What a trace cannot tell is what the numbers mean: which leaf
+has labels, which token stands for an image, which axis of a batch belongs to the decoder. transformers says it by
+names alone, so they are here, all of them and nowhere else; no architecture is. `tests/test_hf.py` has a test of each
+with transformers and peft themselves: where a release renames something, these tests say so.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+# Leaves of a batch.
+IDS, MASK, LABELS, PIXELS, POSITIONS = "input_ids", "attention_mask", "labels", "pixel_values", "position_ids"
+IGNORED = -100  # a label that counts for no loss
+
+# How the inputs of each kind of media are named; the first kind that fits is it.
+MEDIA = {
+    "video": ("video",),
+    "audio": ("audio", "input_features", "feature_", "speech"),
+    "image": ("image", "pixel", "target_sizes", "spatial"),
+}
+SIZES = "_thw", "_sizes", "_shapes", "_hws"  # ends of the names of leaves that have one row of sizes for each image
+
+# Fields of configs: numbers that a tensor parallel size has to divide, and dropouts on what it slices.
+HEADS = "num_attention_heads", "num_key_value_heads", "decoder_attention_heads"
+DROPOUTS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "attention_probs_dropout_prob",
+    "activation_dropout",
+    "dropout_rate",
+)
+
+ADAPTER_CONFIG = "adapter_config.json"  # in a folder that peft has saved
+
+
+def is_target(path: str) -> bool:
+    """Whether a leaf of the batch is what the model's output is compared with."""
+    return "label" in path or "target" in path
+
+
+def targets(paths: Iterable[str]) -> list[str]:
+    """Those of these leaves that the model's output is compared with."""
+    return [path for path in paths if is_target(path)]
+
+
+def is_mask(path: str) -> bool:
+    """Whether a leaf of the batch is a mask, of which every dimension may be one of positions."""
+    return "mask" in path
+
+
+def is_of_decoder(path: str, encoder_decoder: bool) -> bool:
+    """Whether the positions of a leaf are the decoder's, in a model that may have an encoder too."""
+    return path.startswith("decoder_") or (encoder_decoder and path.endswith(LABELS))
+
+
+def counts_items(path: str) -> bool:
+    """Whether a leaf of one whole number a sample may say how many entries of another leaf a sample has."""
+    return path.startswith("num_")
+
+
+def media_kind(path: str) -> str | None:
+    """The kind of media that a leaf of the batch belongs to."""
+    return next((kind for kind, words in MEDIA.items() if any(word in path.lower() for word in words)), None)
+
+
+def config_of(model: nn.Module) -> Any:
+    """The model's config; None for a model that has none."""
+    return getattr(model, "config", None)
+
+
+def text_config(model: nn.Module) -> Any:
+    """The part of the model's config that is about text, which for a plain language model is the whole."""
+    config = config_of(model)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def main_input(model: nn.Module) -> str | None:
+    """The name of the input that the model cannot do without."""
+    return getattr(model, "main_input_name", None)
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether it has an encoder that reads the inputs, and a decoder that writes the labels."""
+    return bool(getattr(config_of(model), "is_encoder_decoder", False))
+
+
+def placeholder_token(model: nn.Module, kind: str) -> int | None:
+    """The token that stands in the text for each patch, frame or item of this kind of media."""
+    config = config_of(model)
+    parts = config, getattr(config, "text_config", None), getattr(config, "thinker_config", None)
+    tokens = (getattr(part, f"{kind}_token_{end}", None) for part in parts for end in ("id", "index"))
+    return next((token for token in tokens if isinstance(token, int)), None)
+
+
+def padding_token(model: nn.Module) -> int | None:
+    """The token that fills up shorter samples."""
+    token = getattr(config_of(model), "pad_token_id", None)
+    return token if isinstance(token, int) else None
+
+
+def special_tokens(model: nn.Module) -> list[int]:
+    """Tokens that a loss may weigh otherwise, or leave out: padding, beginning, end, ..."""
+    fields = getattr(config_of(model), "__dict__", {})
+    return [value for name, value in fields.items() if name.endswith("token_id") and type(value) is int]
+
+
+def image_shape(model: nn.Module) -> tuple[int, int, int] | None:
+    """Channels, height and width of the images that the model takes, if these are of one size."""
+    config = config_of(model)
+    size = getattr(config, "image_size", None)
+    if size is None:
+        return None
+    height, width = size if isinstance(size, Sequence) else (size, size)
+    return getattr(config, "num_channels", 3), height, width
+
+
+def has_label_per_sample(model: nn.Module) -> bool:
+    """Whether a model of token ids takes one label for each sequence, rather than one for each token."""
+    return type(without_adapters(model)[1]).__name__.endswith("SequenceClassification")
+
+
+def disable_caches(model: nn.Module) -> list[Any]:
+    """Turn key-value caches off in every (sub-)config that has them on, and return those configs.
+
+    Caches are for generation; filled inside units, they would carry values past the boundaries.
+    """
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    parts = [part for config in configs.values() for part in (config, *getattr(config, "__dict__", {}).values())]
+    cached = [part for part in parts if getattr(part, "use_cache", None) is True]
+    for part in cached:
+        part.use_cache = False
+    return cached
+
+
+def enable_caches(configs: Iterable[Any]) -> None:
+    """Turn the key-value caches of these configs on again."""
+    for config in configs:
+        config.use_cache = True
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Whether transformers' activation checkpointing drops and recomputes this very module."""
+    is_layer = any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+    return is_layer and bool(getattr(module, "gradient_checkpointing", False))
+
+
+def can_recompute(model: nn.Module) -> bool:
+    """Whether `model.gradient_checkpointing_enable()` works."""
+    return bool(getattr(model, "supports_gradient_checkpointing", False))
+
+
+def without_adapters(model: nn.Module) -> tuple[str, nn.Module]:
+    """The architecture's own model, which in a PeftModel is a module inside, and what its names there begin with."""
+    base: Any = getattr(model, "get_base_model", lambda: model)()
+    path = next(name for name, module in model.named_modules() if module is base)
+    return f"{path}." if path else "", base
+
+
+def full_name(model: nn.Module, name: str) -> str:
+    """The name of a module, where what is inside a PeftModel may be named as the model inside names it."""
+    prefix, _ = without_adapters(model)
+    return name if name.startswith(prefix) else f"{prefix}{name}"
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether the model, adapters aside, is one of transformers' own classes."""
+    return type(without_adapters(model)[1]).__module__.startswith("transformers.")

@@ -1,0 +1,199 @@
+"""The names of transformers and peft that pipeshard relies on: that they are there, and mean what is assumed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from pipeshard import hf
+from tests.zoo import TINY
+
+
+def parameters(name: str) -> Any:
+    """What the forward of a class of transformers takes."""
+    return inspect.signature(getattr(transformers, name).forward).parameters
+
+
+def llama(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, **options)).eval()
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(vocab_size=19, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def vit(**options: Any) -> nn.Module:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, patch_size=4, **options))
+
+
+def test_leaves_of_text_and_images() -> None:
+    assert {hf.IDS, hf.MASK, hf.LABELS, hf.POSITIONS} <= parameters("LlamaForCausalLM").keys()
+    assert {hf.PIXELS, hf.LABELS} <= parameters("ViTForImageClassification").keys()
+    assert (hf.main_input(llama()), hf.main_input(vit(image_size=8)), hf.main_input(nn.Linear(2, 2))) == (
+        hf.IDS,
+        hf.PIXELS,
+        None,
+    )
+
+
+def test_positions_may_have_a_plane_for_each_rotary_axis() -> None:
+    """Of what has three dimensions, the samples are dimension 1: (3, b, s)."""
+    config = transformers.Qwen2VLTextConfig(
+        **{**TINY, "num_hidden_layers": 1}, rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 2]}
+    )
+    model = transformers.Qwen2VLTextModel(config).eval()
+    ids = torch.arange(10).view(2, 5)
+    planes = torch.arange(5).expand(3, 2, 5)
+    by_planes = model(ids, position_ids=planes).last_hidden_state
+    assert torch.equal(by_planes, model(ids).last_hidden_state)
+
+
+def test_a_label_that_counts_for_no_loss() -> None:
+    ids = torch.arange(1, 9).view(1, 8)
+    labels = ids.masked_fill(torch.arange(8) > 3, hf.IGNORED)
+    model = llama()
+    assert torch.allclose(model(ids, labels=labels).loss, model(ids[:, :4], labels=ids[:, :4]).loss)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("Qwen2VLForConditionalGeneration", {"pixel_values": "image", "image_grid_thw": "image"}),
+        ("Qwen2VLForConditionalGeneration", {"pixel_values_videos": "video", "video_grid_thw": "video"}),
+        ("Siglip2Model", {"spatial_shapes": "image"}),
+        ("Qwen2AudioForConditionalGeneration", {"input_features": "audio", "feature_attention_mask": "audio"}),
+        ("LlamaForCausalLM", {"input_ids": None, "labels": None, "attention_mask": None}),
+    ],
+)
+def test_kinds_of_media(name: str, kinds: dict[str, str | None]) -> None:
+    assert kinds.keys() <= parameters(name).keys()
+    assert {path: hf.media_kind(path) for path in kinds} == kinds
+
+
+def test_leaves_with_a_row_of_sizes_for_each_image() -> None:
+    for name, leaf in (
+        ("Qwen2VLForConditionalGeneration", "image_grid_thw"),
+        ("LlavaNextForConditionalGeneration", "image_sizes"),
+        ("Siglip2Model", "spatial_shapes"),
+    ):
+        assert leaf in parameters(name) and leaf.endswith(hf.SIZES)
+
+
+def test_what_the_output_is_compared_with() -> None:
+    assert {"mask_labels", "class_labels"} <= parameters("Mask2FormerForUniversalSegmentation").keys()
+    named = ["input_ids", "mask_labels", "class_labels", "targets"]
+    assert hf.targets(named) == named[1:]
+    assert hf.is_mask(hf.MASK) and hf.is_mask("decoder_attention_mask") and not hf.is_mask(hf.IDS)
+
+
+def test_leaves_of_the_decoder() -> None:
+    decoders = [name for name in parameters("T5ForConditionalGeneration") if hf.is_of_decoder(name, True)]
+    assert {"decoder_input_ids", "decoder_attention_mask", "labels"} <= set(decoders)
+    assert not {"input_ids", "attention_mask"} & set(decoders)
+    assert hf.is_encoder_decoder(t5()) and not hf.is_encoder_decoder(llama()) and not hf.is_encoder_decoder(nn.ReLU())
+    assert not hf.is_of_decoder("labels", False)  # of a language model: those of its inputs
+
+
+def test_leaves_that_count_items() -> None:
+    leaves = parameters("Step3p7ForConditionalGeneration")
+    assert "num_local_patches" in leaves and hf.counts_items("num_local_patches")
+    assert not any(map(hf.counts_items, parameters("LlamaForCausalLM")))
+
+
+class Configured(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+
+def test_placeholder_tokens() -> None:
+    qwen = Configured(transformers.Qwen2VLConfig())
+    assert hf.placeholder_token(qwen, "image") == qwen.config.image_token_id
+    assert hf.placeholder_token(qwen, "video") == qwen.config.video_token_id
+    audio = Configured(transformers.Qwen2AudioConfig())
+    assert isinstance(hf.placeholder_token(audio, "audio"), int)
+    omni = Configured(transformers.Qwen2_5OmniConfig())
+    assert isinstance(hf.placeholder_token(omni, "audio"), int)  # in its thinker's part
+    assert hf.placeholder_token(llama(), "image") is None and hf.placeholder_token(nn.ReLU(), "image") is None
+
+
+def test_special_tokens() -> None:
+    model = llama()
+    assert hf.padding_token(model) == TINY["pad_token_id"] and hf.padding_token(nn.ReLU()) is None
+    assert {TINY["bos_token_id"], TINY["eos_token_id"], TINY["pad_token_id"]} <= set(hf.special_tokens(model))
+
+
+def test_the_part_of_a_config_that_is_about_text() -> None:
+    model = llama()
+    assert hf.text_config(model) is model.config
+    qwen = Configured(transformers.Qwen2VLConfig())
+    assert hf.text_config(qwen) is qwen.config.text_config
+    assert hf.text_config(nn.ReLU()) is None
+
+
+def test_images_of_one_size() -> None:
+    for options in ({"image_size": 8}, {"image_size": (8, 12)}):
+        model = vit(**options)
+        shape = hf.image_shape(model)
+        assert shape is not None and model(torch.zeros(2, *shape)).logits.shape[0] == 2
+    assert hf.image_shape(llama()) is None
+
+
+def test_classifiers_of_sequences_are_named_so() -> None:
+    names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
+    odd = {name for name in names if not name.endswith("SequenceClassification")}
+    assert odd <= {"OpenAIGPTForSequenceClassification", "PerceiverForSequenceClassification"}, odd
+    model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**TINY))
+    assert hf.has_label_per_sample(model) and not hf.has_label_per_sample(llama())
+
+
+def test_caches_are_turned_off_and_on() -> None:
+    model = llama()
+    ids = torch.ones(1, 3, dtype=torch.long)
+    assert model(ids).past_key_values is not None
+    configs = hf.disable_caches(model)
+    assert model(ids).past_key_values is None
+    hf.enable_caches(configs)
+    assert model(ids).past_key_values is not None
+
+
+def test_layers_that_recompute_themselves() -> None:
+    model = llama().train()
+    layer = model.model.layers[0]
+    assert hf.can_recompute(model) and not hf.recomputes(layer)
+    model.gradient_checkpointing_enable()
+    assert hf.recomputes(layer) and not hf.recomputes(layer.mlp) and not hf.can_recompute(nn.ReLU())
+
+
+def fields() -> set[str]:
+    """The fields of all configs of transformers."""
+    return {name for kind in transformers.CONFIG_MAPPING.values() for name in inspect.signature(kind).parameters}
+
+
+def test_heads_and_dropouts_are_fields_of_configs() -> None:
+    known = fields() | transformers.BartConfig.attribute_map.keys() | set(vars(transformers.BartConfig()))
+    assert not {*hf.HEADS, *hf.DROPOUTS} - known
+
+
+def test_adapters_are_around_the_model() -> None:
+    base = llama()
+    assert hf.without_adapters(base) == ("", base)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    prefix, inner = hf.without_adapters(model)
+    assert inner is base and model.get_submodule(f"{prefix}lm_head") is base.lm_head
+    assert hf.is_of_transformers(model) and hf.is_of_transformers(base) and not hf.is_of_transformers(nn.ReLU())
+
+
+def test_the_file_that_names_an_adapter(tmp_path: Any) -> None:
+    peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], r=2)).save_pretrained(tmp_path)
+    assert (tmp_path / hf.ADAPTER_CONFIG).exists()
