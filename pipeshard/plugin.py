@@ -51,7 +51,7 @@ from pipeshard.options import (
     check_verify,
 )
 from pipeshard.schedule.given import Schedule, is_v, program_of
-from pipeshard.split.materialize import InitWeights
+from pipeshard.split.initialize import InitWeights
 from pipeshard.split.partition import Cuts
 from pipeshard.split.policy import Policy
 from pipeshard.split.recompute import Recompute

@@ -41,9 +41,11 @@ from pipeshard.planner.profile import measured_costs
 from pipeshard.schedule.given import program_of
 from pipeshard.schedule.passes import add_communication, shorten_cooldown
 from pipeshard.schedule.program import Program, forward_only
-from pipeshard.split.materialize import InitWeights, Sharder
+from pipeshard.split.initialize import InitWeights
+from pipeshard.split.materialize import compile_units, shard
 from pipeshard.split.partition import named
-from pipeshard.split.policy import find_policy, refuse_backward_hooks
+from pipeshard.split.policy import find_policy
+from pipeshard.split.refusals import refuse_backward_hooks
 from pipeshard.split.tensor_parallel import plan_of
 from pipeshard.wishes import settled
 
@@ -102,9 +104,9 @@ class Pipeline:
         self.planner = StepPlanner(model, self.policy, recompute, replicas)
         self.seed = self._first_seed()
         before = dict(model.named_parameters())
-        sharder = Sharder(model, self.policy, self.device, self._init_weights(), self.seed)
-        sharder.shard()
-        self.blank = set() if sharder.init_weights else sharder.on_meta  # on all stages: names without values so far
+        rule = self._init_weights()
+        on_meta = shard(model, self.policy, self.device, rule, self.seed)
+        self.blank = set() if rule else on_meta  # on all stages: names without values so far
         self.holdings = Holdings(model, self.policy, self.grid, self.precision, plugin.fsdp, plan)
         self.places = Places(model, parameters=self.holdings.sharded is None)
         self.sync = self.holdings.sync
@@ -116,12 +118,12 @@ class Pipeline:
         self.gradients = ModelGradients(self.holdings, known, self.grid, plugin.max_norm, plugin.scaling)
         self.trained = self.sync.trained()
         if plugin.compile:
-            self.policy.compile(**(plugin.compile if isinstance(plugin.compile, dict) else {}))
+            compile_units(self.policy.held_units, **(plugin.compile if isinstance(plugin.compile, dict) else {}))
         self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
         last = len(placement) - 1
         shared = self.deferral, self.precision.running
         self.carry = Carry(model)
-        finite = {s: self.finite(s, self.policy.held_by_parts[s]) for s in self.policy.chunks}
+        finite = {s: self.finite(s, self.policy.ownership.held_by_parts[s]) for s in self.policy.chunks}
         self.stages = [
             Stage(model, self.policy.replay, s, s == last, *shared, finite[s], self.carry.around)
             for s in self.policy.chunks
@@ -204,7 +206,10 @@ class Pipeline:
                 "was loaded without is_trainable=True?). Evaluate under torch.no_grad()"
             )
         if train:
-            refuse_backward_hooks(self.policy, self.containers, flow, outputs.needed)
+            policy = self.policy
+            refuse_backward_hooks(
+                self.model, policy.units, self.containers, flow, policy.partition, outputs.needed
+            )
         self.last = program = self.program(len(batches), train)
         for stage, microbatches in zip(self.stages, planned, strict=True):
             stage.begin(microbatches, criterion, train, outputs, self.scale, program.splits(stage.index))

@@ -12,7 +12,8 @@ from pipeshard.engine.fsdp import ShardedUnits
 from pipeshard.engine.grad_sync import GradientSync, Sharing, has_hooks, sharings
 from pipeshard.engine.mixed_precision import Precision, Weight
 from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.split.materialize import InitWeights, initialize, is_released
+from pipeshard.split.initialize import InitWeights, initialize
+from pipeshard.split.materialize import is_released
 from pipeshard.split.policy import Policy
 from pipeshard.split.tensor_parallel import Slicing
 from pipeshard.split.ties import kept_tied, put_parameter
@@ -93,7 +94,8 @@ class Holdings:
     def _share_values(self) -> None:
         for sharing in self._sharings(lambda name: (DP, TP)):
             for name, parameter in sharing.parameters.items():
-                share_tensor(parameter.data, sharing.group, self.grid.at(self.policy.maker(name), sharing.group))
+                source = self.policy.ownership.initializer(name)
+                share_tensor(parameter.data, sharing.group, self.grid.at(source, sharing.group))
         copies = self.grid.sharing((DP, TP), ())
         for buffer in self.model.buffers():
             share_tensor(buffer, copies)
@@ -101,8 +103,8 @@ class Holdings:
     def _sharings(self, axes: Callable[[str], Sequence[int]]) -> list[Sharing]:
         """Which ranks share each parameter along these axes and over the stages that hold it."""
         policy = self.policy
-        stages = {name: policy.holders(name) for name in self.held}
-        parts = {name: [s for s in policy.chunks if name in policy.held_by_parts[s]] for name in self.held}
+        stages = {name: policy.ownership.holders(name) for name in self.held}
+        parts = {name: [s for s in policy.chunks if name in policy.ownership.held_by_parts[s]] for name in self.held}
         return sharings(self.grid, self.held, stages, parts.__getitem__, axes)
 
     def _in_units(self) -> set[nn.Parameter]:
@@ -132,7 +134,7 @@ class Holdings:
     ) -> dict[nn.Parameter, Weight]:
         weights = {}
         for name, old in before.items():
-            new, holders = self.held[name], len(self.policy.holders(name))
+            new, holders = self.held[name], len(self.policy.ownership.holders(name))
             for axis, size in ((DP, self.grid.dp_size), (TP, self.grid.tp_size)):
                 holders *= 1 if self.grid.divides(new, axis) else size
             weights[old] = weights[new] = Weight(name, new, holders, full.get(old))

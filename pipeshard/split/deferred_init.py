@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.rng import Randomness
-from pipeshard.split.materialize import give, number
+from pipeshard.split.initialize import give, number
 from pipeshard.split.ties import kept_tied
 
 BLUEPRINT = "pipeshard_blueprint"  # the attribute by which a module is known to be a skeleton

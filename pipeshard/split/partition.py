@@ -237,23 +237,6 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
     return [Boundary(tuple(sorted(live[s])), tuple(sorted(returning[s]))) for s in range(num_stages)]
 
 
-def refuse_hooks(flow: Dataflow, stages: Sequence[int], num_stages: int) -> None:
-    """Refuse a gradient hook of glue that would not hear the whole gradient, once: the stages that read the tensor run
-    that glue each, and so may the one that made it."""
-    ends = {stage: k for k, stage in enumerate(stages)}
-    for number, hook in enumerate(flow.hooks):
-        readers = {stage for call, stage in zip(flow.calls, stages) if number in call.reads.hooks}
-        readers |= {num_stages - 1} if flow.loss is not None and number in flow.loss.hooks else set()
-        first = stages[hook.home.call] if hook.home is not None else min(readers, default=0)
-        passing = {s for s in range(first, max(readers, default=0)) if ends.get(s, -1) >= hook.calls}
-        if len(readers | (passing if hook.home is not None else set())) > 1:
-            raise TraceError(
-                f"the model puts a gradient hook on a tensor that is used on several stages ({hook.line}), each of "
-                "which has a part of its gradient. Put the hook on a tensor inside a layer, or cut elsewhere "
-                "(partition=[...])"
-            )
-
-
 def _alive(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Use) -> list[set[Value]]:
     live: list[set[Value]] = [set() for _ in range(num_stages)]
     readers = [(call.reads.values, stage) for call, stage in zip(flow.calls, stages, strict=True)]
@@ -262,29 +245,6 @@ def _alive(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Use) -
             for stage in range(stages[value.call] + 1, reader + 1):
                 live[stage].add(value)
     return live
-
-
-def held_parameters(
-    model: nn.Module, flow: Dataflow, stages: Sequence[int], units: Mapping[str, nn.Module], p: int
-) -> list[set[str]]:
-    """The parameters each stage holds, by their first name.
-
-    A stage holds those of the units it runs and those its glue reads; one that nothing uses stays with the one
-    registered before it. A name on several stages is a tie between them.
-    """
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    held: list[set[str]] = [set() for _ in range(p)]
-    for call, stage in zip(flow.calls, stages, strict=True):
-        held[stage].update(first[parameter] for parameter in units[call.unit].parameters())
-        held[stage].update(call.reads.parameters)
-    held[-1].update(flow.needed(outputs=True).parameters)
-    previous = 0
-    for name in first.values():
-        holders = [stage for stage in range(p) if name in held[stage]]
-        if not holders:
-            held[previous].add(name)
-        previous = max(holders, default=previous)
-    return held
 
 
 PARTITIONS = ("auto", "uniform", "parameters", "profile", "profile:PATH", "type:REGEX")

@@ -47,11 +47,12 @@ def put_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def share_weights(
-    model: nn.Module, groups: Iterable[Sequence[str]], warns: bool = True
+    model: nn.Module, groups: Iterable[Sequence[str]], warns: bool = True, argument: str = "shared_weights"
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Make the parameters of each group of names one: the first; returns what each of the others became.
 
     Groups that have a parameter in common are one. Where values differ the first ones stay; with `warns` it says so.
+    Errors name the `argument` that has the groups.
     Raises ConfigurationError for a name that is no parameter's (with names that come close), and for shapes or dtypes
     that differ.
     """
@@ -65,13 +66,15 @@ def share_weights(
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name in names:
             if name not in parameters:
-                raise ConfigurationError(
-                    unknown("shared_weights", name, type(model).__name__, parameters, "parameters")
-                )
+                raise ConfigurationError(unknown(argument, name, type(model).__name__, parameters, "parameters"))
         first = parameters[names[0]]
         for name in names[1:]:
             if (other := parameters[name]) is not first:
-                _refuse_unlike(names[0], first, name, other, warns)
+                _refuse_unlike(names[0], first, name, other, argument)
+                if warns and not (first.is_meta or other.is_meta) and not torch.equal(first.detach(), other.detach()):
+                    logger.warning(
+                        "%s: %s and %s have different values, those of %s stay", argument, names[0], name, names[0]
+                    )
                 with kept_tied(model):
                     put_parameter(model, name, first)
                 became[other] = first
@@ -84,15 +87,12 @@ def _end(parameter: nn.Parameter, became: Mapping[nn.Parameter, nn.Parameter]) -
     return parameter
 
 
-def _refuse_unlike(first: str, kept: nn.Parameter, name: str, other: nn.Parameter, warns: bool) -> None:
+def _refuse_unlike(first: str, kept: nn.Parameter, name: str, other: nn.Parameter, argument: str) -> None:
     if (kept.shape, kept.dtype) != (other.shape, other.dtype):
         raise ConfigurationError(
-            f"shared_weights: {first} is {tuple(kept.shape)} {kept.dtype}, {name} {tuple(other.shape)} {other.dtype}: "
+            f"{argument}: {first} is {tuple(kept.shape)} {kept.dtype}, {name} {tuple(other.shape)} {other.dtype}: "
             "only parameters of one shape and dtype can be one"
         )
-    known = warns and not (kept.is_meta or other.is_meta)
-    if known and not torch.equal(kept.detach(), other.detach()):
-        logger.warning("shared_weights: %s and %s have different values, those of %s stay", first, name, first)
 
 
 def analyze_tied_weights(
