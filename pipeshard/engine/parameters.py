@@ -15,7 +15,7 @@ from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.split.initialize import InitWeights, initialize
 from pipeshard.split.materialize import is_released
 from pipeshard.split.policy import Policy
-from pipeshard.split.tensor_parallel import Slicing
+from pipeshard.split.tensor_parallel import slice_parameters
 from pipeshard.split.ties import kept_tied, put_parameter
 
 
@@ -47,7 +47,7 @@ class Holdings:
         lowered = precision.lowered(model)
         self.kept = {name for name, p in model.named_parameters() if p not in lowered} if precision.lowers else set()
         full = precision.lower(lowered - self._in_units() if fsdp else lowered)
-        self.slicing = Slicing(model, before, self.units, grid.mesh.along(TP), plan) if plan else None
+        self.partial = slice_parameters(model, before, self.units, grid.mesh.along(TP), plan) if plan else set()
         dtype = precision.dtype if precision.lowers else None
         self._refuse_packed(fsdp)
         self.sharded = self._sharded(dtype) if fsdp and grid.dp_size > 1 else None
@@ -126,8 +126,7 @@ class Holdings:
 
     def _added_along(self, name: str) -> tuple[int, ...]:
         """Along which axes of the grid the ranks' own gradients of a parameter are still to be added up."""
-        partial = self.slicing is not None and name in self.slicing.partial
-        return (DP,) * (not self.grid.divides(self.held[name], DP)) + (TP,) * partial
+        return (DP,) * (not self.grid.divides(self.held[name], DP)) + (TP,) * (name in self.partial)
 
     def _weights(
         self, before: Mapping[str, nn.Parameter], full: Mapping[nn.Parameter, Tensor]

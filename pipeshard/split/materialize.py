@@ -92,8 +92,8 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
     for name in names:
         give(parameters[name], torch.empty_like(parameters[name], device=device))
     blank = {name: b for name, b in model.named_buffers(remove_duplicate=False) if b.is_meta}
-    made = list(twins(model)) if blank else []
-    values = {path + key: b for path, twin in made for key, b in twin.named_buffers(remove_duplicate=False)}
+    rebuilt = list(twins(model)) if blank else []
+    values = {path + key: b for path, twin in rebuilt for key, b in twin.named_buffers(remove_duplicate=False)}
     known = {}
     for name, buffer in blank.items():
         twin = values.get(name)
@@ -124,7 +124,7 @@ def twins(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[
         with torch.device("cpu"), empty[0], empty[1], empty[2], _default(dtype, module.config) as config:
             try:
                 twin = type(module)(config)
-            except Exception as error:
+            except Exception as error:  # whatever the model's constructor raises
                 raise ConfigurationError(
                     f"the buffers of {type(module).__name__} are on meta, and the model cannot be built again to get "
                     f"their values ({type(error).__name__}: {error}). Build it under accelerate's init_empty_weights() "

@@ -1,4 +1,9 @@
-"""Tensor parallelism: the held units of a stage divided over ranks, by a plan."""
+"""Tensor parallelism: the parameters of a stage's units divided over ranks, by the model's `tp_plan`.
+
+transformers slices a model as it loads it, on every rank of the world. Here a stage is sliced after it was cut, so that
+the trace sees whole modules, and only what the stage holds is divided. The parallel layers are transformers' own, and
+two styles beside them for models that it has no plan of: GPT-2's Conv1D, and modules that know their number of heads.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -16,6 +21,11 @@ from pipeshard.split.ties import kept_tied, names_of
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "decoder_attention_heads")
 DIVIDE = "divide:"  # and names of attributes: numbers of heads or features that a forward takes from its module
+CONV1D: dict[str, dict[str, Any]] = {
+    "conv1d_colwise": {"by": "outputs"},
+    "conv1d_qkv": {"by": "outputs", "blocks": 3},
+    "conv1d_rowwise": {"by": "inputs"},
+}
 # Drawn for the heads or features of a slice, which are other ones on each rank, but by one generator.
 DROPOUTS = (
     "attention_dropout",
@@ -80,11 +90,10 @@ def style_of(name: str) -> Any:
 
     if name.startswith(DIVIDE):
         return Divided(name.removeprefix(DIVIDE).split(","))
-    own = {"conv1d_colwise": Conv1DColumns(1), "conv1d_qkv": Conv1DColumns(3), "conv1d_rowwise": Conv1DRows()}
-    if name in own:
-        return own[name]
+    if name in CONV1D:
+        return Conv1DSlice(**CONV1D[name])
     if name not in ALL_PARALLEL_STYLES:
-        known = [*ALL_PARALLEL_STYLES.keys(), *own, f"{DIVIDE}ATTRIBUTES"]
+        known = [*ALL_PARALLEL_STYLES.keys(), *CONV1D, f"{DIVIDE}ATTRIBUTES"]
         raise ConfigurationError(f"tp_plan has the style {name!r}, which is unknown: {hint(name, known)}")
     return ALL_PARALLEL_STYLES[name]
 
@@ -143,63 +152,45 @@ class Divided:
         module.forward = forward
 
 
-class Conv1DColumns:
-    """A Conv1D of GPT-2, whose weight is (inputs, outputs), with a slice of the outputs: one of each of the `parts`
-    equal blocks that it makes at once."""
+class Conv1DSlice:
+    """A Conv1D of GPT-2, whose weight is (inputs, outputs), with a slice of one of the two on each rank.
 
-    def __init__(self, parts: int) -> None:
-        self.parts = parts
+    Of outputs it is a slice of each of the equal `blocks` that are computed at once; the products of slices of the
+    inputs are added up over the ranks.
+    """
+
+    def __init__(self, by: str, blocks: int = 1) -> None:
+        self.by, self.blocks = by, blocks
 
     def validate_param(self, module: Any, key: str, mesh: DeviceMesh, parameter_name: str) -> None:
-        outputs = getattr(module, "nf", None)
-        if outputs is None or outputs % (self.parts * mesh.size()):
+        size = getattr(module, "nf" if self.by == "outputs" else "nx", None)
+        if size is None or size % (self.blocks * mesh.size()):
             raise ConfigurationError(
-                f"tp_plan slices {parameter_name} of {type(module).__name__} as a Conv1D of {self.parts} blocks of "
-                f"outputs: tp_size={mesh.size()} has to divide each of them, and outputs are {outputs}"
+                f"tp_plan slices {parameter_name} of {type(module).__name__} as a Conv1D of {self.blocks} blocks of "
+                f"{self.by}: tp_size={mesh.size()} has to divide each of them, and {self.by} are {size}"
             )
 
     def shard_param(self, module: nn.Module, key: str, mesh: DeviceMesh) -> None:
-        last = module.get_parameter(key).ndim - 1
-        _shard(module, key, mesh, _StridedShard(last, split_factor=self.parts) if self.parts > 1 else Shard(last))
+        whole = module.get_parameter(key)
+        dim = whole.ndim - 1 if self.by == "outputs" else whole.ndim - 2
+        if dim >= 0:  # the bias is of the outputs
+            place = _StridedShard(dim, split_factor=self.blocks) if self.blocks > 1 else Shard(dim)
+            sliced = distribute_tensor(whole, mesh, [place], src_data_rank=None)
+            module._parameters[key] = nn.Parameter(sliced, requires_grad=whole.requires_grad)
 
     def install_forward(self, module: Any, mesh: DeviceMesh) -> None:
-        from transformers.distributed.parallel_utils import _AllReduceBackward
+        from transformers.distributed.parallel_utils import _AllReduceBackward, _AllReduceForward
 
-        def forward(x: Tensor) -> Tensor:
+        def of_outputs(x: Tensor) -> Tensor:
             x = _AllReduceBackward.apply(x, mesh.get_group())
-            made = torch.addmm(_local(module.bias), x.reshape(-1, x.shape[-1]), _local(module.weight))
-            return made.view(*x.shape[:-1], -1)
+            return torch.addmm(_local(module.bias), x.reshape(-1, x.shape[-1]), _local(module.weight))
 
-        module.forward = forward
+        def of_inputs(x: Tensor) -> Tensor:
+            products = x.reshape(-1, x.shape[-1]) @ _local(module.weight)
+            return _AllReduceForward.apply(products, mesh.get_group()) + module.bias
 
-
-class Conv1DRows:
-    """A Conv1D with a slice of its inputs; the products are added up over the ranks."""
-
-    def validate_param(self, module: Any, key: str, mesh: DeviceMesh, parameter_name: str) -> None:
-        if getattr(module, "nx", 1) % mesh.size():
-            raise ConfigurationError(
-                f"tp_plan slices {parameter_name}: tp_size={mesh.size()} does not divide its inputs"
-            )
-
-    def shard_param(self, module: nn.Module, key: str, mesh: DeviceMesh) -> None:
-        if key == "weight":
-            _shard(module, key, mesh, Shard(0))
-
-    def install_forward(self, module: Any, mesh: DeviceMesh) -> None:
-        from transformers.distributed.parallel_utils import _AllReduceForward
-
-        def forward(x: Tensor) -> Tensor:
-            made = x.reshape(-1, x.shape[-1]) @ _local(module.weight)
-            return (_AllReduceForward.apply(made, mesh.get_group()) + module.bias).view(*x.shape[:-1], -1)
-
-        module.forward = forward
-
-
-def _shard(module: nn.Module, key: str, mesh: DeviceMesh, placement: Any) -> None:
-    whole = module.get_parameter(key)
-    sliced = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
-    module._parameters[key] = nn.Parameter(sliced, requires_grad=whole.requires_grad)
+        compute = of_outputs if self.by == "outputs" else of_inputs
+        module.forward = lambda x: compute(x).view(*x.shape[:-1], -1)
 
 
 def _local(parameter: Tensor) -> Tensor:
@@ -207,46 +198,41 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 # Of a module between sliced ones, whose own gradients are parts of a sum: transformers adds them up after every
-# backward pass, which is once too often for what piled up before; here it is done once a step.
+# backward pass, which is once too often for gradients accumulated before; here it is done once a step.
 PARTIAL = "replicated_with_grad_allreduce"
 
 
-class Slicing:
-    """Slices what `held` (names of parameters) and the plan have in common over the ranks of `mesh`.
+def slice_parameters(
+    model: nn.Module,
+    held: Collection[str],
+    units: Mapping[str, nn.Module],
+    mesh: DeviceMesh,
+    plan: Mapping[str, str],
+) -> set[str]:
+    """Slice what `held` (names of parameters) and the plan have in common over the ranks of `mesh`.
 
     The parameters become DTensors, each rank's slice cut out of the values that it has, and the forwards of the
-    modules those of transformers' parallel layers, which exchange activations. What several names stand for is sliced
-    once, or, where the plan slices it in two ways, stays whole.
-
-    Attributes:
-        partial: the names of whole parameters whose gradients the ranks have to add up.
+    modules those of parallel layers, which exchange activations. What several names stand for is sliced once, or,
+    where the plan slices it in two ways, stays whole. Returns the names of whole parameters whose gradients the ranks
+    have to add up.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        held: Collection[str],
-        units: Mapping[str, nn.Module],
-        mesh: DeviceMesh,
-        plan: Mapping[str, str],
-    ) -> None:
-        first = {name: names for names in names_of(model).values() for name in names}
-        whole = {path for names in names_of(model).values() for path in _disagreeing(names, plan)}
-        parameters, modules = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_modules())
-        own = {name for name in plan if name in parameters and first[name][0] in held and _unit_of(name, units)}
-        self.partial = {first[name][0] for name in own if plan[name] == PARTIAL}
-        with kept_tied(model):
-            for name, style in plan.items():
-                path = name.rpartition(".")[0] if name in parameters else name
-                if style == PARTIAL or path in whole or not _unit_of(path, units):
-                    continue
-                layer = style_of(style)
-                if name in own:
-                    key = name.rpartition(".")[2]
-                    layer.validate_param(modules[path], key, mesh, parameter_name=name)
-                    layer.shard_param(modules[path], key, mesh)
-                elif name in modules:
-                    _install(layer, modules[name], mesh)
+    ties = names_of(model).values()
+    first = {name: names[0] for names in ties for name in names}
+    whole = {path for names in ties for path in _disagreeing(names, plan)}
+    modules = dict(model.named_modules())
+    sliced = {name for name in plan if first.get(name) in held and _is_inside(name, units)}
+    with kept_tied(model):
+        for name, style in plan.items():
+            path, _, key = name.rpartition(".") if name in first else (name, "", "")
+            if style == PARTIAL or path in whole or not _is_inside(path, units):
+                continue
+            layer = style_of(style)
+            if name in sliced:
+                layer.validate_param(modules[path], key, mesh, parameter_name=name)
+                layer.shard_param(modules[path], key, mesh)
+            elif name in modules:
+                _install(layer, modules[name], mesh)
+    return {first[name] for name in sliced if plan[name] == PARTIAL}
 
 
 def _install(layer: Any, module: Any, mesh: DeviceMesh) -> None:
@@ -262,7 +248,7 @@ def _install(layer: Any, module: Any, mesh: DeviceMesh) -> None:
         interception.original, module.forward = module.forward, interception
 
 
-def _unit_of(name: str, units: Mapping[str, nn.Module]) -> bool:
+def _is_inside(name: str, units: Mapping[str, nn.Module]) -> bool:
     return any(f"{name}.".startswith(f"{unit}.") for unit in units)
 
 

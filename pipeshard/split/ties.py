@@ -1,4 +1,8 @@
-"""Ties: parameters that are one tensor under several names, found by identity."""
+"""Ties: parameters that are one tensor under several names, found by identity.
+
+Architectures list their tied weights under names of their own, or not at all, and on meta or under adapters the lists
+are out of date. That two names stand for one object is what trains them as one, so that is what counts here.
+"""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
