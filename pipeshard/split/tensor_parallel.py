@@ -38,7 +38,7 @@ DROPOUTS = (
 
 
 def plan_of(
-    model: nn.Module, size: int, given: Mapping[str, str] | None, shipped: Mapping[str, str] | None
+    model: nn.Module, size: int, of_user: Mapping[str, str] | None, of_policy: Mapping[str, str] | None
 ) -> dict[str, str]:
     """The style of every module and parameter that is sliced over `size` ranks: by the user's plan, by the model's own
     `tp_plan`, or by that which its policy has of the base model.
@@ -58,14 +58,14 @@ def plan_of(
         raise ConfigurationError(
             f"tp_size={size}: adapters on sliced layers are not supported. Use tp_size=1 with LoRA"
         )
-    plan = dict(given or getattr(model, "tp_plan", None) or _rooted(model, shipped or {}))
+    plan = dict(of_user or getattr(model, "tp_plan", None) or _rooted(model, of_policy or {}))
     names = [path for path, _ in model.named_modules()] + [path for path, _ in model.named_parameters()]
     generic = {path: replace_layer_number_by_wildcard(path) for path in names if path}
     for rule, style in plan.items():
         style_of(style)
-        if given and rule not in generic.values():
+        if of_user and rule not in generic.values():
             known = sorted(set(generic.values()))
-            raise ConfigurationError(f"tp_plan names {rule}, which is nothing of {name}: {hint(rule, known)}")
+            raise ConfigurationError(f"tp_plan names {rule}, which {name} does not have: {hint(rule, known)}")
     expanded: dict[str, str] = {}
     for path, module in model.named_modules():
         whole = plan.get(generic.get(path, ""))
