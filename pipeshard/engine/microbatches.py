@@ -24,7 +24,7 @@ from pipeshard.graph.trace import trace
 from pipeshard.split.partition import boundaries
 from pipeshard.split.policy import Policy
 from pipeshard.split.recompute import Recompute
-from pipeshard.split.refusals import refuse_hooks
+from pipeshard.split.refusals import refuse_hooks, refuse_unsplittable
 from pipeshard.split.route import LENGTHS, Route
 
 Ranges = dict[str, tuple[float, float]]  # of the labels and the like that a rule was proven for
@@ -118,7 +118,7 @@ class StepPlanner:
         key = id(flow), outputs  # a route keeps its flow, so the id stays that one's
         if key not in self._routes:
             stages = self.policy.partition.of_calls(flow)
-            self.policy.refuse(flow, stages)
+            refuse_unsplittable(self.model, flow, stages, self.policy.placement)
             self._refuse_released(flow, stages, outputs)
             refuse_hooks(flow, stages, len(self.policy.placement))
             crossing = boundaries(flow, stages, len(self.policy.placement), outputs)

@@ -20,7 +20,7 @@ from pipeshard.graph.dataflow import Chain, Dataflow
 from pipeshard.graph.units import find_units, intercept
 from pipeshard.split.ownership import Ownership
 from pipeshard.split.partition import Cuts, Partition, balance, call_costs, forbidden_cuts, weights
-from pipeshard.split.refusals import refuse_decisions, refuse_state
+from pipeshard.split.refusals import refuse_unsplittable
 from pipeshard.split.replay import Replay
 
 
@@ -66,11 +66,10 @@ class Policy:
         self.partition_by, self.scale, self.known_costs = partition, scale, costs
         self.device = device or torch.device("cpu")
         self.units = find_units(model, (call.unit for call in flow.calls))
-        self.refuse(flow)
         self.refuse_unexpected(flow)
         self.partition = self._partition()
         self.stages = self.partition.of_calls(flow)
-        self.refuse(flow, self.stages)
+        refuse_unsplittable(model, flow, self.stages, self.placement)
         self.ownership = Ownership(model, flow, self.partition, self.placement, self.units)
 
     def distribute_layers(self, num_layers: int, num_stages: int) -> list[int]:
@@ -138,13 +137,6 @@ class Policy:
     def replay(self) -> Replay:
         """Answers the unit calls of this stage."""
         return Replay(self.model, self.units, frozenset(self.held_units), self.stage, self.device)
-
-    def refuse(self, flow: Dataflow, stages: Sequence[int] | None = None) -> None:
-        """Raise TraceError for a model, and with `stages` for a cut of it, that stages could not run exactly."""
-        if len(self.placement) > 1:
-            refuse_decisions(self.model, flow)
-            if stages is not None:
-                refuse_state(self.model, flow, stages, self.placement)
 
     def refuse_unexpected(self, flow: Dataflow) -> None:
         """Refuse a Dataflow in which layers read something else than the policy expects."""

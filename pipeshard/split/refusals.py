@@ -14,7 +14,15 @@ from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.split.partition import Partition, boundaries
 
 
-def refuse_decisions(model: nn.Module, flow: Dataflow) -> None:
+def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int], placement: Sequence[int]) -> None:
+    """Refuse a model that stages could not run exactly. `stages[k]` is the part of the model that runs call k, and
+    `placement` the process of each part."""
+    if len(placement) > 1:
+        _refuse_decisions(model, flow)
+        _refuse_state(model, flow, stages, is_chunked=len(placement) > len(set(placement)))
+
+
+def _refuse_decisions(model: nn.Module, flow: Dataflow) -> None:
     """Refuse glue that branches on an activation: only the stage that has it could take the right way."""
     if flow.decisions:
         raise TraceError(
@@ -24,10 +32,9 @@ def refuse_decisions(model: nn.Module, flow: Dataflow) -> None:
         )
 
 
-def refuse_state(model: nn.Module, flow: Dataflow, stages: Sequence[int], placement: Sequence[int]) -> None:
+def _refuse_state(model: nn.Module, flow: Dataflow, stages: Sequence[int], is_chunked: bool) -> None:
     """Refuse state that a forward leaves to the next and no stage could know: parameters that glue changes, generators
-    and counters that several stages advance. `stages[k]` is the part of the model that runs call k."""
-    is_chunked = len(placement) > len(set(placement))
+    and counters that several stages advance."""
     for place in flow.carried:
         names = [flow.calls[call].unit if call >= 0 else "the model's forward" for call in sorted(place.writers)]
         writers = {stages[call] if call >= 0 else -1 for call in place.writers}
