@@ -35,7 +35,8 @@ def initialize(
     parameter gets depends on the seed and its name alone, not on what else is there. The user's random generators do
     not move. `buffers` is what `allocate` returned. Raises ConfigurationError for a tensor left without values.
     """
-    by_architecture, missing = set(buffers), set()
+    by_architecture = set(buffers)
+    missing: set[str] = set()
     if callable(rule):
         missing = _fill(model, set(parameters), seed, functools.partial(_by_function, rule))
     elif rule:

@@ -241,7 +241,7 @@ def _shipped(model_type: str) -> type[Policy] | None:
         return None
     name = "".join(map(str.capitalize, model_type.replace("-", "_").split("_"))) + "Policy"
     of_type = {"expects": families.EXPECTED[model_type], "tp_plan": families.TP_PLANS.get(model_type)}
-    return type(name, (Policy,), of_type)
+    return _checked(type(name, (Policy,), of_type), FAMILIES)
 
 
 def _checked(policy: Any, who: str) -> type[Policy]:

@@ -56,9 +56,8 @@ def share_weights(
     """Make the parameters of each group of names one: the first; returns what each of the others became.
 
     Groups that have a parameter in common are one. Where values differ the first ones stay; with `warns` it says so.
-    Errors name the `argument` that has the groups.
-    Raises ConfigurationError for a name that is no parameter's (with names that come close), and for shapes or dtypes
-    that differ.
+    Raises ConfigurationError that names the `argument`, for a name that no parameter has (with names that come close),
+    and for shapes or dtypes that differ.
     """
     became: dict[nn.Parameter, nn.Parameter] = {}
     for names in groups:
