@@ -15,7 +15,7 @@ from pipeshard.errors import ConfigurationError
 from pipeshard.schedule.given import Schedule, chunks_of, is_v, program_of
 from pipeshard.schedule.passes import shorten_cooldown
 from pipeshard.schedule.program import Program
-from pipeshard.split.materialize import InitWeights
+from pipeshard.split.initialize import InitWeights
 from pipeshard.split.partition import Cuts
 from pipeshard.split.policy import Policy
 from pipeshard.split.recompute import Recompute

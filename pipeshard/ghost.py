@@ -1,4 +1,9 @@
-"""Ghost: what a stage keeps of a parameter that it does not hold."""
+"""Ghost: what a stage keeps of a parameter that it does not hold.
+
+The module tree of a model is the same on every stage, so optimizers, hooks and user code meet parameters without
+values. One on meta would compute results without values, and fail far from the cause. A Ghost has shape, dtype and
+device, takes the memory of one number, and raises an error with its name where its values are asked for.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -40,7 +40,7 @@ from pipeshard.engine.p2p import P2P, check_p2p
 from pipeshard.engine.recording import Recording
 from pipeshard.errors import UsageError
 from pipeshard.schedule.given import Schedule
-from pipeshard.split.materialize import InitWeights
+from pipeshard.split.initialize import InitWeights
 from pipeshard.split.partition import Cuts
 from pipeshard.split.policy import Policy
 from pipeshard.verify.result import standing_alone

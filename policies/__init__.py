@@ -1,8 +1,14 @@
-"""Policies: the architectures that are supported by name, a file per family; `pipeshard.register_policy` adds one.
+"""Policies: the architectures that are supported by name, a table per family; `pipeshard.register_policy` adds one.
 
-Each class lists its model types (`config.model_type`) and says what its layers read (`expects`).
+Each table lists the model types (`config.model_type`) whose layers read what a Chain says.
 """
 
 from pipeshard.policies import audio, decoders, encoder_decoders, encoders, mixture_of_experts, vision, vision_language
+from pipeshard.policies.tensor_parallel import TP_PLANS
 
-__all__ = ["audio", "decoders", "encoder_decoders", "encoders", "mixture_of_experts", "vision", "vision_language"]
+__all__ = ["EXPECTED", "TP_PLANS"]
+
+FAMILIES = (audio, decoders, encoder_decoders, encoders, mixture_of_experts, vision, vision_language)
+EXPECTED = {
+    model_type: chain for family in FAMILIES for chain, types in family.EXPECTED.items() for model_type in types.split()
+}

@@ -203,7 +203,7 @@ def test_slices_of_what_is_fused(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "config", "message"),
     [
-        ({"transformer.h.*.mlp.c_fx": "colwise"}, {}, "names transformer.h.*.mlp.c_fx, which is nothing of GPT2LMHead"),
+        ({"transformer.h.*.mlp.c_fx": "colwise"}, {}, "names transformer.h.*.mlp.c_fx, which GPT2LMHeadModel does"),
         ({"transformer.h.*.mlp.c_fc": "colwize"}, {}, "the style 'colwize', which is unknown: did you mean colwise"),
         (None, {"attn_pdrop": 0.1}, "attn_pdrop=0.1 of GPT2LMHeadModel would drop the same"),
         (None, {"num_attention_heads": 3}, "does not divide num_attention_heads=3"),

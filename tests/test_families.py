@@ -71,7 +71,7 @@ def layouts(name: str, tied: bool) -> tuple[list[str], set[str]]:
     after = [layers[2]] if p == 2 else [layers[0], layers[1], layers[-1]]
     split = Split(model, p, data, num_microbatches=1, partition=counts if tied else after)
     assert is_tied(model) == is_tied(unsplit.model), "a tie of one stage came apart"
-    ties = split.model.pipeline.policy.shared_names()
+    ties = split.model.pipeline.policy.ownership.shared()
     assert bool(ties) == is_tied(unsplit.model), f"parameters on several stages: {ties}"
     found = []
     every = list(layouts_of(model, data).items())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipeshard import LayerSpec, PipelineModule, TiedLayerSpec
 from pipeshard.batch.media import read_batch
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
-from pipeshard.split.policy import Policy
+from pipeshard.split.ownership import Ownership
 from pipeshard.split.ties import names_of
 from tests.pool import Pool, WorkerError
 from tests.test_sequential import sequential
@@ -160,11 +160,11 @@ def test_chunks_are_exact(pool: Pool, options: dict[str, Any]) -> None:
 
 
 def no_ties() -> Any:
-    return mock.patch("pipeshard.layers.pipeline_module.tie", lambda tied: None)
+    return mock.patch("pipeshard.layers.pipeline_module.tie", lambda layers, specs: None)
 
 
 def values_of_the_first_rank() -> Any:
-    return mock.patch.object(Policy, "maker", lambda self, name: min(self.holders(name)))
+    return mock.patch.object(Ownership, "initializer", lambda self, name: min(self.holders(name)))
 
 
 @pytest.mark.parametrize("tie", [no_ties, values_of_the_first_rank])
@@ -553,11 +553,15 @@ def hooked(module: nn.Module) -> nn.Module:
         ),
         ([functools.partial(torch.mul, WEIGHT.weight)], {}, "brings a Parameter along as an argument"),
         ([WEIGHT.weight.mul], {}, "the function mul, brings a Parameter along as an argument"),
-        ([TiedLayerSpec("t", nn.Linear, 2, 2, tied_weight_attr="weigth")], {}, "ties weigth.*did you mean weight"),
+        (
+            [TiedLayerSpec("t", nn.Linear, 2, 2, tied_weight_attr="weigth")],
+            {},
+            r"TiedLayerSpec\('t'\) names 0.weigth.*did you mean 0.weight",
+        ),
         (
             [TiedLayerSpec("t", nn.Linear, 2, n) for n in (2, 3)],
             {},
-            r"layers 0 and 1, tied by 't', have weight of shape",
+            r"TiedLayerSpec\('t'\): 0.weight is \(2, 2\) .* 1.weight \(3, 2\)",
         ),
         (
             [TiedLayerSpec("t", Mixer, tied_weight_attr=names) for names in (BOTH, BOTH[:1])],
@@ -565,8 +569,8 @@ def hooked(module: nn.Module) -> nn.Module:
             "name different numbers of parameters",
         ),
         ([nn.Linear(2, 2)], {"partition_method": "best"}, "partition='best' is unknown"),
-        ([nn.Linear(2, 2)], {"num_stages": 0}, "num_stages=0 is no positive integer"),
-        ([nn.Linear(2, 2)], {"activation_checkpoint_interval": -1}, "activation_checkpoint_interval=-1"),
+        ([nn.Linear(2, 2)], {"num_stages": 0}, "num_stages must be a positive integer, got 0"),
+        ([nn.Linear(2, 2)], {"activation_checkpoint_interval": -1}, "activation_checkpoint_interval must be .* got -1"),
         ([nn.Linear(2, 2)], {"topology": loss_fn}, "topology=.*loss_fn is the fourth argument"),
         ([nn.Linear(2, 2)], {"activation_checkpoint_func": max}, "activation_checkpoint_func=.*Leave it out"),
         ([nn.Linear(2, 2)], {"checkpointable_layers": "Linear"}, "checkpointable_layers='Linear': give a list"),

@@ -112,7 +112,7 @@ def without_gradients() -> None:
     model, optimizer, *_ = Booster(plugin=plugin).boost(model, raw, lr_scheduler=scheduler)
     plugin.execute_pipeline(iter([data]), model, None, optimizer)
     pipeline = model.pipeline
-    adapters = {s for s, names in enumerate(pipeline.policy.held) if any("lora_" in name for name in names)}
+    adapters = {s for s, names in enumerate(pipeline.policy.ownership.held) if any("lora_" in name for name in names)}
     assert adapters == {pipeline.num_stages - 1}
     assert pipeline.stages[0].microbatches[0].route.enters.gradients == ()
     assert len(raw.param_groups) == 1 and bool(raw.param_groups[0]["params"]) == (pipeline.rank in adapters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from pipeshard.split.policy import find_policy
 from tests import zoo
 from tests.model.test_chain import Ladder, traced
 
-FAMILIES = [getattr(pipeshard.policies, name) for name in pipeshard.policies.__all__]
+FAMILIES = {family.__name__.rpartition(".")[2]: family for family in pipeshard.policies.FAMILIES}
 # Model types that transformers 5.23 knows and 4.57 does not.
 ONLY_IN_5 = """
 afmoe audioflamingo3 axk1 axk2 bailing_hybrid beam canary cohere2_moe cohere_asr cohere_compass
@@ -76,29 +77,30 @@ def advertise(monkeypatch: pytest.MonkeyPatch, **values: str) -> list[str]:
 
 
 def shipped() -> dict[str, type[Policy]]:
-    find_policy(typed("none"))
-    return {str(key): policy for key, policy in registry._SHIPPED.items()}
+    policies = {name: registry._shipped(name) for name in pipeshard.policies.EXPECTED}
+    return {name: policy for name, policy in policies.items() if policy is not None}
 
 
 # What is shipped
 
 
-def test_families_register_all_that_is_shipped_and_share_nothing() -> None:
-    sources = [Path(str(family.__file__)).read_text() for family in FAMILIES]
-    decorators = re.findall(r"@register_policy\(([^)]*)\)", "".join(sources))
-    names = Counter(re.findall(r'"([^"]+)"', "".join(decorators)))
+def test_families_have_all_that_is_shipped_and_share_nothing() -> None:
+    names = Counter(name for family in FAMILIES.values() for row in family.EXPECTED.values() for name in row.split())
     assert names.keys() == shipped().keys() and set(names.values()) == {1}
-    assert {path.stem for path in Path(str(pipeshard.policies.__file__)).parent.glob("*.py")} == {
-        "__init__",
-        *pipeshard.policies.__all__,
-    }
-    assert all(len(source.splitlines()) <= 120 for source in sources)
+    assert find_policy(typed("llama")) is shipped()["llama"]
+    assert pipeshard.policies.TP_PLANS.keys() <= names.keys()
+    files = {path.stem for path in Path(str(pipeshard.policies.__file__)).parent.glob("*.py")}
+    assert files == {"__init__", "tensor_parallel", *FAMILIES}
 
 
 def test_shipped_policies_expect_something_and_say_so() -> None:
     for model_type, policy in shipped().items():
         assert isinstance(policy.expects, Chain) and policy.expects.handed_on[0] == "hidden states", model_type
-        assert policy.__doc__ and policy.__doc__ != Policy.__doc__, model_type
+    assert shipped()["megatron-bert"].__name__ == "MegatronBertPolicy"
+    for family in FAMILIES.values():  # each row is explained
+        lines = Path(str(family.__file__)).read_text().splitlines()
+        explained = [above.strip()[:2] for above, line in itertools.pairwise(lines) if line.startswith("    Chain(")]
+        assert explained == ["# "] * len(family.EXPECTED)
 
 
 def test_shipped_model_types_exist() -> None:
@@ -140,7 +142,7 @@ def test_a_mismatch_is_named_and_the_trace_holds(caplog: pytest.LogCaptureFixtur
     flow = traced(model)
     policy = find_policy(model)
     expected = (
-        r"Decoder expects of Ladder that each layer reads hidden states of the one before it and nothing else, but "
+        r"LlamaPolicy expects of Ladder that each layer reads hidden states of the one before it and nothing else, but "
         r"the trace found that layers\.1 .*embed\[0\]\. The model is split as the trace found it"
     )
     assert policy(model, flow, 0, 1).stages == (0,) * 9  # nothing crosses
@@ -166,16 +168,6 @@ def test_a_user_s_registration_wins_over_what_is_shipped() -> None:
     assert find_policy(llama) is ByBase
 
 
-def test_what_is_shipped_comes_last_even_where_it_is_registered_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_SHIPPED", {})
-    register_policy("llama")(Own)
-    shipped_later = type("Later", (Policy,), {})
-    register_policy("llama", shipped=True)(shipped_later)
-    assert find_policy(typed("llama")) is Own
-    monkeypatch.setattr(registry, "_REGISTRY", {})
-    assert find_policy(typed("llama")) is shipped_later
-
-
 def test_without_a_registration_it_is_policy_itself() -> None:
     assert find_policy(typed("no-such-model")) is Policy
     assert find_policy(nn.Linear(2, 2)) is Policy
@@ -197,7 +189,7 @@ def test_an_entry_point_is_loaded_once_and_lies_between_the_user_s_and_the_shipp
     [
         ("no.such.module:Policy", "gpt2 = no.such.module:Policy.*does not load.*ModuleNotFoundError"),
         ("pipeshard:NoPolicy", "gpt2 = pipeshard:NoPolicy.*does not load.*AttributeError"),
-        ("torch.nn:Linear", "gpt2 = torch.nn:Linear.*wants a subclass of Policy"),
+        ("torch.nn:Linear", "gpt2 = torch.nn:Linear.*needs a subclass of Policy"),
     ],
 )
 def test_a_broken_entry_point_is_named(monkeypatch: pytest.MonkeyPatch, value: str, what: str) -> None:
@@ -255,5 +247,5 @@ def test_the_documented_policy_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_documented_refusal_is_what_is_said() -> None:
     text = " ".join((Path(__file__).parent.parent / "docs" / "policies.md").read_text().split())
     assert str(Chain(("hidden states",))) in text
-    for name in pipeshard.policies.__all__:
+    for name in FAMILIES:
         assert f"policies/{name}.py" in text

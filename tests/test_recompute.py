@@ -45,9 +45,9 @@ M = 4
         ({"recompute": [0.5, "a"], "schedule": "zbv"}, "recompute=[0.5, 'a']: use True"),
         ({"recompute": [0.5, 1]}, "has 2 shares for 1 stages"),
         ({"recompute": [1], "schedule": "zbv"}, "has 1 shares for 2 stages"),
-        ({"activation_checkpoint_interval": -1}, "activation_checkpoint_interval=-1"),
-        ({"activation_checkpoint_interval": 1.0}, "activation_checkpoint_interval=1.0"),
-        ({"activation_checkpoint_interval": True}, "activation_checkpoint_interval=True"),
+        ({"activation_checkpoint_interval": -1}, "0, or k > 0 to recompute every k-th unit, got -1"),
+        ({"activation_checkpoint_interval": 1.0}, "0, or k > 0 to recompute every k-th unit, got 1.0"),
+        ({"activation_checkpoint_interval": True}, "0, or k > 0 to recompute every k-th unit, got True"),
         ({"recompute": True, "activation_checkpoint_interval": 2}, "give one of the two"),
     ],
 )

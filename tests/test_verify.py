@@ -191,7 +191,7 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
         on_stage_0,
         r"(layers\.\d|head).* after step 1 is another",
     ),
-    "the owner is another": ("pipeshard.split.policy.Policy.owner", lambda policy, name: 0, "in step 1 is"),
+    "the owner is another": ("pipeshard.split.ownership.Ownership.owner", lambda ownership, name: 0, "in step 1 is"),
     "the trace counts": ("pipeshard.graph.preserve.Before.restore", lambda self: None, "the loss in step 1 is"),
 }
 

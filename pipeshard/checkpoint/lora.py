@@ -110,7 +110,7 @@ def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], p
     """Give the first stage the values of these tensors of the model's state, wherever they are."""
     first = first_names(module)
     for name in names:
-        owner = pipeline.policy.owner(first.get(name, name))
+        owner = pipeline.policy.ownership.owner(first.get(name, name))
         if owner > 0:
             tensor = state[name]
             received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -35,9 +35,10 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
     """
     module, policy = model.unwrap(), model.pipeline.policy
     state, saved = module.state_dict(keep_vars=True), saved_names(module)
-    own = {first: saved[first] for first in sorted(policy.held[policy.stage])}
+    own = {first: saved[first] for first in sorted(policy.ownership.held[policy.stage])}
     own |= {name: name for name in sorted(state.keys() - first_names(module).keys())}  # buffers
-    tensors = {name: whole(state[first].detach()) for first, name in own.items() if policy.owner(first) == policy.stage}
+    owned = {first: name for first, name in own.items() if policy.ownership.owner(first) == policy.stage}
+    tensors = {name: whole(state[first].detach()) for first, name in owned.items()}
     copies = {name: saved[first] for name, first in copied_names(module).items() if saved[first] in tensors}
     return tensors | {name: tensors[main].clone() for name, main in copies.items()}
 

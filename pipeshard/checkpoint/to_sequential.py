@@ -146,10 +146,10 @@ def _entries(pipeline: Pipeline) -> Iterator[Entry]:
     """What this stage has to tell the others."""
     policy, model = pipeline.policy, pipeline.model
     for name, parameter in model.named_parameters():
-        if pipeline.rank == policy.owner(name):
+        if pipeline.rank == policy.ownership.owner(name):
             yield Entry(name, False, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
     for name, buffer in model.named_buffers():
-        if pipeline.rank == policy.owner(name):
+        if pipeline.rank == policy.ownership.owner(name):
             path, _, key = name.rpartition(".")
             persistent = key not in model.get_submodule(path)._non_persistent_buffers_set
             yield Entry(name, True, tuple(buffer.shape), buffer.dtype, persistent)

@@ -40,9 +40,11 @@ from pipeshard.graph.units import containers, find_units, paths_of
 from pipeshard.hf import disable_caches
 from pipeshard.schedule.passes import add_communication
 from pipeshard.schedule.program import Program, forward_only
-from pipeshard.split.materialize import InitWeights, Sharder
+from pipeshard.split.initialize import InitWeights
+from pipeshard.split.materialize import compile_units, shard
 from pipeshard.split.partition import Cuts, named
-from pipeshard.split.policy import Policy, find_policy, refuse_backward_hooks
+from pipeshard.split.policy import Policy, find_policy
+from pipeshard.split.refusals import refuse_backward_hooks
 from pipeshard.split.tensor_parallel import plan_of
 
 TRAINED, UNPROVEN = 1, 2  # news: bits of what ranks tell each other at the beginning of a step
@@ -88,7 +90,7 @@ class Pipeline:
         self.planner = StepPlanner(model, self.policy, recompute, replicas)
         self._shard()
         if config.compile:
-            self.policy.compile(**config.compile_options)
+            compile_units(self.policy.held_units, **config.compile_options)
         self._make_stages()
         self.policy.replace_forward()
         with self.precision.running():
@@ -134,9 +136,8 @@ class Pipeline:
         before = dict(model.named_parameters())
         # What Booster loads right after `configure` is not drawn before.
         init_weights: InitWeights = False if getattr(model, "_pretrained", None) else config.init_weights
-        sharder = Sharder(model, self.policy, self.device, init_weights, self.seed)
-        sharder.shard()
-        self.blank = set() if sharder.init_weights else sharder.on_meta  # on all stages: names without values so far
+        on_meta = shard(model, self.policy, self.device, init_weights, self.seed)
+        self.blank = set() if init_weights else on_meta  # on all stages: names without values so far
         self.holdings = Holdings(model, self.policy, grid, self.precision, config.fsdp, plan)
         self.places = Places(model, parameters=self.holdings.sharded is None)
         self.sync = self.holdings.sync
@@ -160,7 +161,7 @@ class Pipeline:
                 index == len(self.policy.placement) - 1,
                 self.deferral,
                 around=self.precision.running,
-                finite=self.finite(index, self.policy.held_by_parts[index]),
+                finite=self.finite(index, self.policy.ownership.held_by_parts[index]),
                 carry=self.carry.around,
             )
             for index in self.policy.chunks
@@ -241,7 +242,10 @@ class Pipeline:
                 "was loaded without is_trainable=True?). Evaluate under torch.no_grad()"
             )
         if train:
-            refuse_backward_hooks(self.policy, self.containers, flow, outputs.needed)
+            policy = self.policy
+            refuse_backward_hooks(
+                self.model, policy.units, self.containers, flow, policy.partition, outputs.needed
+            )
         self.last = program = self.program(len(batches), train)
         for stage, microbatches in zip(self.stages, planned, strict=True):
             stage.begin(microbatches, criterion, train, outputs, self.scale, program.splits(stage.index))

@@ -21,9 +21,10 @@ from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.flags import Flags
 from pipeshard.graph.kinds import modes
 from pipeshard.graph.trace import trace
-from pipeshard.split.partition import boundaries, refuse_hooks
+from pipeshard.split.partition import boundaries
 from pipeshard.split.policy import Policy
 from pipeshard.split.recompute import Recompute
+from pipeshard.split.refusals import refuse_hooks, refuse_unsplittable
 from pipeshard.split.route import LENGTHS, Route
 
 Ranges = dict[str, tuple[float, float]]  # of the labels and the like that a rule was proven for
@@ -117,8 +118,7 @@ class StepPlanner:
         key = id(flow), outputs  # a route keeps its flow, so the id stays that one's
         if key not in self._routes:
             stages = self.policy.partition.of_calls(flow)
-            self.policy.refuse_decisions(flow)
-            self.policy.refuse_state(flow)
+            refuse_unsplittable(self.model, flow, stages, self.policy.placement)
             self._refuse_released(flow, stages, outputs)
             refuse_hooks(flow, stages, len(self.policy.placement))
             crossing = boundaries(flow, stages, len(self.policy.placement), outputs)
@@ -133,7 +133,7 @@ class StepPlanner:
         """Glue may take another way with another batch, and read a parameter that its stage has released."""
         uses = [(call.reads, stage) for call, stage in zip(flow.calls, stages, strict=True)]
         for use, stage in [*uses, (flow.needed(outputs), len(self.policy.placement) - 1)]:
-            released = sorted(use.parameters - self.policy.held[self.policy.placement[stage]])
+            released = sorted(use.parameters - self.policy.ownership.held[self.policy.placement[stage]])
             if released:
                 raise TraceError(
                     f"with this batch the model reads {released[0]} outside of its unit, on stage {stage}, which does "

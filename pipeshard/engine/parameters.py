@@ -12,9 +12,10 @@ from pipeshard.engine.fsdp import ShardedUnits
 from pipeshard.engine.grad_sync import GradientSync, Sharing, has_hooks, sharings
 from pipeshard.engine.mixed_precision import Precision, Weight
 from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.split.materialize import InitWeights, initialize, is_released
+from pipeshard.split.initialize import InitWeights, initialize
+from pipeshard.split.materialize import is_released
 from pipeshard.split.policy import Policy
-from pipeshard.split.tensor_parallel import Slicing
+from pipeshard.split.tensor_parallel import slice_parameters
 from pipeshard.split.ties import kept_tied, put_parameter
 
 
@@ -46,7 +47,7 @@ class Holdings:
         lowered = precision.lowered(model)
         self.kept = {name for name, p in model.named_parameters() if p not in lowered} if precision.lowers else set()
         full = precision.lower(lowered - self._in_units() if fsdp else lowered)
-        self.slicing = Slicing(model, before, self.units, grid.mesh.along(TP), plan) if plan else None
+        self.partial = slice_parameters(model, before, self.units, grid.mesh.along(TP), plan) if plan else set()
         dtype = precision.dtype if precision.lowers else None
         self._refuse_packed(fsdp)
         self.sharded = self._sharded(dtype) if fsdp and grid.dp_size > 1 else None
@@ -93,7 +94,8 @@ class Holdings:
     def _share_values(self) -> None:
         for sharing in self._sharings(lambda name: (DP, TP)):
             for name, parameter in sharing.parameters.items():
-                share_tensor(parameter.data, sharing.group, self.grid.at(self.policy.maker(name), sharing.group))
+                source = self.policy.ownership.initializer(name)
+                share_tensor(parameter.data, sharing.group, self.grid.at(source, sharing.group))
         copies = self.grid.sharing((DP, TP), ())
         for buffer in self.model.buffers():
             share_tensor(buffer, copies)
@@ -101,8 +103,8 @@ class Holdings:
     def _sharings(self, axes: Callable[[str], Sequence[int]]) -> list[Sharing]:
         """Which ranks share each parameter along these axes and over the stages that hold it."""
         policy = self.policy
-        stages = {name: policy.holders(name) for name in self.held}
-        parts = {name: [s for s in policy.chunks if name in policy.held_by_parts[s]] for name in self.held}
+        stages = {name: policy.ownership.holders(name) for name in self.held}
+        parts = {name: [s for s in policy.chunks if name in policy.ownership.held_by_parts[s]] for name in self.held}
         return sharings(self.grid, self.held, stages, parts.__getitem__, axes)
 
     def _in_units(self) -> set[nn.Parameter]:
@@ -124,15 +126,14 @@ class Holdings:
 
     def _added_along(self, name: str) -> tuple[int, ...]:
         """Along which axes of the grid the ranks' own gradients of a parameter are still to be added up."""
-        partial = self.slicing is not None and name in self.slicing.partial
-        return (DP,) * (not self.grid.divides(self.held[name], DP)) + (TP,) * partial
+        return (DP,) * (not self.grid.divides(self.held[name], DP)) + (TP,) * (name in self.partial)
 
     def _weights(
         self, before: Mapping[str, nn.Parameter], full: Mapping[nn.Parameter, Tensor]
     ) -> dict[nn.Parameter, Weight]:
         weights = {}
         for name, old in before.items():
-            new, holders = self.held[name], len(self.policy.holders(name))
+            new, holders = self.held[name], len(self.policy.ownership.holders(name))
             for axis, size in ((DP, self.grid.dp_size), (TP, self.grid.tp_size)):
                 holders *= 1 if self.grid.divides(new, axis) else size
             weights[old] = weights[new] = Weight(name, new, holders, full.get(old))

@@ -19,7 +19,7 @@ from pipeshard.errors import ConfigurationError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
 from pipeshard.interop.stage_module import StageModule, as_keywords
-from pipeshard.split.materialize import Sharder
+from pipeshard.split.materialize import shard
 from pipeshard.split.partition import Boundary, boundaries, named
 from pipeshard.split.policy import Policy, find_policy
 from pipeshard.split.ties import analyze_tied_weights
@@ -35,7 +35,7 @@ class Split:
         model, sample, criterion: what `build` was given, the sample as a Batch.
         flow: what depends on what. policy: what this process holds and runs.
         ties: the tied names of each group with their stages, as `analyze_tied_weights` gives them; and in
-            `policy.shared_names()` what several processes hold, parameters that glue reads too.
+            `policy.ownership.shared()` what several processes hold, parameters that glue reads too.
         live: what enters each stage.
         stages: those of this process, by index; none where the target shards by itself.
     """
@@ -174,7 +174,7 @@ def analyze_ties(model: nn.Module, policy: Policy) -> list[tuple[tuple[str, int]
 
 def consolidate(model: nn.Module, policy: Policy, device: torch.device) -> None:
     """Release what this process does not hold, and bring the rest to the device, with values where it was on meta."""
-    Sharder(model, policy, device, seed=torch.initial_seed() % 2**63).shard()
+    shard(model, policy, device, seed=torch.initial_seed() % 2**63)
 
 
 def liveness(flow: Dataflow, policy: Policy, whole: bool) -> list[Boundary]:

@@ -72,7 +72,7 @@ class Deepspeed(Target):
             raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
         batch = as_keywords(split.model, split.sample.data)
         _refuse_unsendable(split, batch)
-        tied = split.policy.shared_names()
+        tied = split.policy.ownership.shared()
         layers: list[Any] = []
         parts = [0]
         for index in range(split.num_stages):

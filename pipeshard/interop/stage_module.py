@@ -46,7 +46,7 @@ class StageModule(nn.Module):
             path, _, key = unit.rpartition(".")
             _node(self, path).add_module(key, policy.units[unit])
         own = set(self.parameters())
-        for name in sorted(policy.held_by_parts[index]):
+        for name in sorted(policy.ownership.held_by_parts[index]):
             if (parameter := model.get_parameter(name)) not in own:  # one that glue reads
                 path, _, key = name.rpartition(".")
                 _node(self, path).register_parameter(key, parameter)

@@ -1,8 +1,12 @@
-"""Layers: a model as a list of modules, specs of modules, and functions, each given what the last returned."""
+"""Pipeline modules: a model as a list of layers, each called with what the one before it returned.
+
+DeepSpeed's `PipelineModule` is such a list, which each rank builds its part of, and which only its own engine trains.
+This class takes the same arguments and is an ordinary module beside: one process runs all layers, and the plugin cuts
+between them as between those of any other model.
+"""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FunctionType, MethodType
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -12,79 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from pipeshard.config import PipelineHints
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.graph.units import Interception
-from pipeshard.layers.specs import LayerSpec, TiedLayerSpec, tie
+from pipeshard.layers.specs import Function, LayerSpec, TiedLayerSpec, tie
 from pipeshard.split.deferred_init import build, skeleton, skeletons
 from pipeshard.split.partition import Cuts, check_partition
 from pipeshard.split.ties import names_of
-
-
-class Function(nn.Module):
-    """Calls `fn(x)`, or `fn(module, x)` where it has a module.
-
-    Modules that the callable carries with it (a method's own, arguments of a partial) are registered, so that their
-    parameters are known. Raises ConfigurationError for parameters that could not be: those of a closure, or bare ones.
-    """
-
-    def __init__(self, fn: Callable[..., Any], place: int, module: nn.Module | None = None) -> None:
-        super().__init__()
-        self.fn, self.module = fn, module
-        self.place = place  # no two functions are units of one kind, of which the trace would run only one
-        carried = [value for value in _carried(fn) if isinstance(value, nn.Module)]
-        self.carried = nn.ModuleList(dict.fromkeys(carried)) if carried else None
-        self._refuse_hidden()
-
-    @property
-    def pipeshard_type(self) -> str:
-        """The name of the function, or of the class whose instance is called."""
-        return _name(self.fn) if self.module is None else type(self.module).__name__
-
-    def forward(self, x: Any) -> Any:
-        return self.fn(x) if self.module is None else self.fn(self.module, x)
-
-    def extra_repr(self) -> str:
-        return _name(self.fn)
-
-    def _refuse_hidden(self) -> None:
-        bare = [value for value in _carried(self.fn) if isinstance(value, nn.Parameter)]
-        hidden = [value for value in _closed_over(self.fn) if isinstance(value, nn.Module | nn.Parameter)]
-        for value in (*bare, *hidden):
-            raise ConfigurationError(
-                f"layer {self.place}, the function {_name(self.fn)}, brings a {type(value).__name__} along "
-                f"{'in its closure or defaults' if hidden else 'as an argument'}, where it cannot be followed: "
-                "use a method of the module, functools.partial with the module as an argument, or "
-                "TiedLayerSpec(..., forward_fn=...)"
-            )
-
-
-def _name(fn: Any) -> str:
-    if isinstance(fn, functools.partial):
-        return _name(fn.func)
-    return str(getattr(fn, "__name__", type(fn).__name__))
-
-
-def _carried(fn: Any) -> Iterator[Any]:
-    """What is copied with a callable."""
-    if isinstance(fn, nn.Module):
-        yield fn
-    elif isinstance(fn, functools.partial):
-        yield from (*_carried(fn.func), *fn.args, *fn.keywords.values())
-    elif isinstance(fn, MethodType):
-        yield from _carried(fn.__self__)
-    elif isinstance(getattr(fn, "__self__", None), nn.Parameter):  # a tensor's own method, as weight.mul
-        yield fn.__self__
-    elif not isinstance(fn, FunctionType | type):
-        yield from getattr(fn, "__dict__", {}).values()
-
-
-def _closed_over(fn: Any) -> Iterator[Any]:
-    """What a function keeps that is not copied with it."""
-    if isinstance(fn, functools.partial | MethodType):
-        yield from _closed_over(fn.func if isinstance(fn, functools.partial) else fn.__func__)
-    elif isinstance(fn, FunctionType):
-        cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False)
-        # a method's __class__, for super(), is a cell too; a cell that names the function itself may be empty
-        yield from (cell.cell_contents for name, cell in cells if name != fn.__name__)
-        yield from (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
 
 
 class PipelineModule(nn.Module):
@@ -129,29 +64,36 @@ class PipelineModule(nn.Module):
         dynamic_shape: bool = False,
     ) -> None:
         super().__init__()
-        _check(num_stages, activation_checkpoint_interval)
-        _refuse(topology, activation_checkpoint_func, checkpointable_layers)
+        if num_stages is not None and (not isinstance(num_stages, int) or num_stages < 1):
+            raise ConfigurationError(f"num_stages must be a positive integer, got {num_stages!r}")
+        if not isinstance(activation_checkpoint_interval, int) or activation_checkpoint_interval < 0:
+            raise ConfigurationError(
+                "activation_checkpoint_interval must be 0, or k > 0 to recompute every k layers, got "
+                f"{activation_checkpoint_interval!r}"
+            )
+        _refuse_unsupported(topology, activation_checkpoint_func, checkpointable_layers)
         check_partition(partition_method)
-        entries = _entries(layers)
         self.num_stages, self.loss_fn, self.partition_method = num_stages, loss_fn, partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.checkpointable_layers = checkpointable_layers
-        seeds = functools.partial(_seeded, seed_fn, base_seed) if seed_layers else None
-        made = [_layer(place, entry, seeds) for place, entry in enumerate(entries)]
-        tie({place: (spec, made[place]) for place, spec in enumerate(entries) if isinstance(spec, TiedLayerSpec)})
+        entries = _entries(layers)
+        modules = nn.ModuleList()
+        for place, entry in enumerate(entries):
+            seed = functools.partial(seed_fn or torch.manual_seed, base_seed + place) if seed_layers else None
+            modules.append(_layer(place, entry, seed))
+        tie(modules, {place: spec for place, spec in enumerate(entries) if isinstance(spec, TiedLayerSpec)})
         self.layers = _Uncut(
             Function(spec.forward_fn, place, layer) if isinstance(spec, TiedLayerSpec) and spec.forward_fn else layer
-            for place, (spec, layer) in enumerate(zip(entries, made, strict=True))
+            for place, (spec, layer) in enumerate(zip(entries, modules, strict=True))
         )
 
     @property
     def pipeline_hints(self) -> PipelineHints:
         criterion = None if self.loss_fn is None else LabelledLoss(self.loss_fn)
-        recomputes = self.activation_checkpoint_interval > 0
         return PipelineHints(
             num_stages=self.num_stages,
             partition=self.partition_method,
-            recompute=recomputes,
+            recompute=self.activation_checkpoint_interval > 0,
             criterion=criterion,
             checkpointable=self.checkpointable_layers,
         )
@@ -163,10 +105,10 @@ class PipelineModule(nn.Module):
         interval = self.activation_checkpoint_interval
         if self._is_cut or not interval or not torch.is_grad_enabled():
             return self._run(0, len(self.layers), inputs)
-        names, only = [type(layer).__name__ for layer in self.layers], self.checkpointable_layers
-        for start in range(0, len(names), interval):
+        classes, allowed = [type(layer).__name__ for layer in self.layers], self.checkpointable_layers
+        for start in range(0, len(classes), interval):
             end = start + interval
-            if only is None or set(names[start:end]) <= set(only):
+            if allowed is None or set(classes[start:end]) <= set(allowed):
                 inputs = checkpoint(self._run, start, end, inputs, use_reentrant=False)
             else:
                 inputs = self._run(start, end, inputs)
@@ -187,9 +129,9 @@ class PipelineModule(nn.Module):
         """As every module's, into layers that are built; of a tie one of its names is enough."""
         state = dict(state_dict)
         for names in names_of(self.build()).values():
-            given = next((state[name] for name in names if name in state), None)
-            if given is not None:
-                state.update((name, state.get(name, given)) for name in names)
+            present = [name for name in names if name in state]
+            for name in names if present else ():
+                state.setdefault(name, state[present[0]])
         return super().load_state_dict(state, *args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -243,21 +185,12 @@ def _entries(layers: Any) -> list[Any]:
     entries = list(layers) if iterable else []
     if not entries:
         raise ConfigurationError(
-            f"PipelineModule wants one layer or more, in a list or another iterable, not {layers!r}"
+            f"PipelineModule needs one layer or more, in a list or another iterable, got {layers!r}"
         )
     return entries
 
 
-def _check(num_stages: Any, interval: Any) -> None:
-    if num_stages is not None and (not isinstance(num_stages, int) or num_stages < 1):
-        raise ConfigurationError(f"num_stages={num_stages!r} is no positive integer")
-    if not isinstance(interval, int) or interval < 0:
-        raise ConfigurationError(
-            f"activation_checkpoint_interval={interval!r}: every k > 0 layers are recomputed, 0 none"
-        )
-
-
-def _refuse(topology: Any, checkpoint_func: Any, checkpointable: Any) -> None:
+def _refuse_unsupported(topology: Any, checkpoint_func: Any, checkpointable: Any) -> None:
     """DeepSpeed's arguments that mean nothing here, or something else than they were given."""
     if topology is not None:
         raise ConfigurationError(
@@ -273,10 +206,10 @@ def _refuse(topology: Any, checkpoint_func: Any, checkpointable: Any) -> None:
         raise ConfigurationError(f"checkpointable_layers={checkpointable!r}: give a list of names of classes")
 
 
-def _layer(place: int, entry: Any, seeds: Callable[[int, LayerSpec], nn.Module] | None) -> nn.Module:
+def _layer(place: int, entry: Any, seed: Callable[[], Any] | None) -> nn.Module:
+    """The module of an entry of the list; that of a spec is not built yet."""
     if isinstance(entry, LayerSpec):
-        make = entry.build if seeds is None else functools.partial(seeds, place, entry)
-        return skeleton(entry.construct, make, place, repr(entry))
+        return skeleton(entry.construct, functools.partial(entry.build, seed), place, repr(entry))
     if isinstance(entry, nn.Module):
         return entry
     if isinstance(entry, type) and issubclass(entry, nn.Module):
@@ -287,8 +220,3 @@ def _layer(place: int, entry: Any, seeds: Callable[[int, LayerSpec], nn.Module] 
             f"layer {place} is a {type(entry).__name__}: give a module, a LayerSpec, or a function of one argument"
         )
     return Function(entry, place)
-
-
-def _seeded(seed_fn: Callable[[int], Any] | None, base_seed: int, place: int, spec: LayerSpec) -> nn.Module:
-    (seed_fn or torch.manual_seed)(base_seed + place)
-    return spec.build()

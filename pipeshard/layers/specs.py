@@ -1,12 +1,14 @@
-"""Specs: how the layers of a list are made, and which of their parameters are one."""
+"""Specs: what a layer of a list is made of: a class and its arguments, built where needed, or a function."""
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-from pipeshard.errors import ConfigurationError, hint
-from pipeshard.split.ties import kept_tied, put_parameter
+from pipeshard.errors import ConfigurationError
+from pipeshard.split.ties import share_weights
 
 
 class LayerSpec:
@@ -27,9 +29,11 @@ class LayerSpec:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({getattr(self.typename, '__name__', self.typename)})"
 
-    def build(self) -> nn.Module:
-        """The layer, with memory and values."""
+    def build(self, seed: Callable[[], Any] | None = None) -> nn.Module:
+        """The layer, with memory and values; `seed()` is called before."""
         self.builds += 1
+        if seed is not None:
+            seed()
         return self.construct()
 
     def construct(self) -> nn.Module:
@@ -59,33 +63,86 @@ class TiedLayerSpec(LayerSpec):
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
 
 
-def tie(tied: Mapping[int, tuple[TiedLayerSpec, nn.Module]]) -> None:
-    """Put the parameters of each key's first occurrence into the others; `tied` has specs and modules by place.
+def tie(layers: nn.ModuleList, specs: Mapping[int, TiedLayerSpec]) -> None:
+    """Put the parameters of each key's first occurrence into the others; `specs` are by their place in `layers`.
 
     Raises ConfigurationError for names that a module does not have, and for parameters of other shapes.
     """
-    originals: dict[str, tuple[int, list[str], list[nn.Parameter]]] = {}
-    for place, (spec, module) in tied.items():
-        own = [_parameter(module, name, place, spec) for name in spec.tied_weight_attr]
-        first, names, parameters = originals.setdefault(spec.key, (place, spec.tied_weight_attr, own))
-        where = f"layers {first} and {place}, tied by {spec.key!r}"
-        if len(own) != len(parameters):
-            raise ConfigurationError(f"{where}, name different numbers of parameters: {names}, {spec.tied_weight_attr}")
-        for name, parameter, original in zip(spec.tied_weight_attr, own, parameters, strict=True):
-            if (parameter.shape, parameter.dtype) != (original.shape, original.dtype):
-                raise ConfigurationError(
-                    f"{where}, have {name} of shape {tuple(original.shape)} {original.dtype} and of shape "
-                    f"{tuple(parameter.shape)} {parameter.dtype}: tie parameters of one shape"
-                )
-            with kept_tied(module):
-                put_parameter(module, name, original)
+    originals: dict[str, list[str]] = {}
+    for place, spec in specs.items():
+        names = [f"{place}.{name}" for name in spec.tied_weight_attr]
+        first = originals.setdefault(spec.key, names)
+        if len(names) != len(first):
+            raise ConfigurationError(
+                f"layers with TiedLayerSpec({spec.key!r}) name different numbers of parameters: {first} and {names}"
+            )
+        share_weights(layers, list(zip(first, names, strict=True)), argument=f"TiedLayerSpec({spec.key!r})")
 
 
-def _parameter(module: nn.Module, name: str, place: int, spec: TiedLayerSpec) -> nn.Parameter:
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    if name not in parameters:
-        raise ConfigurationError(
-            f"layer {place}, {spec!r} with the key {spec.key!r}, ties {name}, which is none of the parameters of "
-            f"{type(module).__name__}: {hint(name, parameters)}"
-        )
-    return parameters[name]
+class Function(nn.Module):
+    """Calls `fn(x)`, or `fn(module, x)` where it has a module.
+
+    Modules that the callable carries with it (a method's own, arguments of a partial) are registered, so that their
+    parameters are known. Raises ConfigurationError for parameters that could not be: those of a closure, or bare ones.
+    """
+
+    def __init__(self, fn: Callable[..., Any], place: int, module: nn.Module | None = None) -> None:
+        super().__init__()
+        self.fn, self.module = fn, module
+        self.place = place  # no two functions are units of one kind, of which the trace would run only one
+        carried = [value for value in _carried(fn) if isinstance(value, nn.Module)]
+        self.carried = nn.ModuleList(dict.fromkeys(carried)) if carried else None
+        self._refuse_hidden()
+
+    @property
+    def pipeshard_type(self) -> str:
+        """The name of the function, or of the class whose instance is called."""
+        return _name(self.fn) if self.module is None else type(self.module).__name__
+
+    def forward(self, x: Any) -> Any:
+        return self.fn(x) if self.module is None else self.fn(self.module, x)
+
+    def extra_repr(self) -> str:
+        return _name(self.fn)
+
+    def _refuse_hidden(self) -> None:
+        bare = [value for value in _carried(self.fn) if isinstance(value, nn.Parameter)]
+        hidden = [value for value in _closed_over(self.fn) if isinstance(value, nn.Module | nn.Parameter)]
+        if bare or hidden:
+            raise ConfigurationError(
+                f"layer {self.place}, the function {_name(self.fn)}, brings a {type([*bare, *hidden][0]).__name__} "
+                f"along {'in its closure or defaults' if hidden else 'as an argument'}, where it cannot be followed: "
+                "use a method of the module, functools.partial with the module as an argument, or "
+                "TiedLayerSpec(..., forward_fn=...)"
+            )
+
+
+def _name(fn: Any) -> str:
+    if isinstance(fn, functools.partial):
+        return _name(fn.func)
+    return str(getattr(fn, "__name__", type(fn).__name__))
+
+
+def _carried(fn: Any) -> Iterator[Any]:
+    """What is copied with a callable."""
+    if isinstance(fn, nn.Module):
+        yield fn
+    elif isinstance(fn, functools.partial):
+        yield from (*_carried(fn.func), *fn.args, *fn.keywords.values())
+    elif isinstance(fn, MethodType):
+        yield from _carried(fn.__self__)
+    elif isinstance(getattr(fn, "__self__", None), nn.Parameter):  # a tensor's own method, as weight.mul
+        yield fn.__self__
+    elif not isinstance(fn, FunctionType | type):
+        yield from getattr(fn, "__dict__", {}).values()
+
+
+def _closed_over(fn: Any) -> Iterator[Any]:
+    """What a function keeps that is not copied with it."""
+    if isinstance(fn, functools.partial | MethodType):
+        yield from _closed_over(fn.func if isinstance(fn, functools.partial) else fn.__func__)
+    elif isinstance(fn, FunctionType):
+        cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False)
+        # a method's __class__, for super(), is a cell too; a cell that names the function itself may be empty
+        yield from (cell.cell_contents for name, cell in cells if name != fn.__name__)
+        yield from (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())

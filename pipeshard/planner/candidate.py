@@ -16,7 +16,8 @@ from pipeshard.planner.memory import Footprint, Forms, Memory, Training, alive_a
 from pipeshard.planner.plan import Crossing, Estimate, StagePlan
 from pipeshard.schedule.program import Program
 from pipeshard.schedule.simulate import simulate_parts
-from pipeshard.split.partition import Boundary, Cost, Cuts, balance, boundaries, forbidden_cuts, held_parameters
+from pipeshard.split.ownership import held_parameters
+from pipeshard.split.partition import Boundary, Cost, Cuts, balance, boundaries, forbidden_cuts
 from pipeshard.split.policy import Policy
 
 TRIES = 64
@@ -160,7 +161,7 @@ class Candidate:
                 activations=sum(self.alive[s] * self.kept[s] for s, at in enumerate(placement) if at == rank),
                 recomputed=max(self.recomputed[s] for s, at in enumerate(placement) if at == rank),
             )
-            for rank, held in enumerate(self.policy.held)
+            for rank, held in enumerate(self.policy.ownership.held)
         ]
 
     @property

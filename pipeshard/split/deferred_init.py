@@ -1,4 +1,9 @@
-"""Skeleton: a module on meta in the place of one that only the process which holds it builds."""
+"""Deferred initialisation: a module on meta, which only the process that holds it builds for real.
+
+A list of LayerSpecs may describe a model that no process could hold. Each layer is constructed on meta, for its names
+and shapes, and constructed again with memory where it is held; the module that optimizers, hooks and ties know takes
+over what the second construction computed.
+"""
 
 import copy
 import random
@@ -13,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.rng import Randomness
-from pipeshard.split.materialize import give, number
+from pipeshard.split.initialize import give, number
 from pipeshard.split.ties import kept_tied
 
 BLUEPRINT = "pipeshard_blueprint"  # the attribute by which a module is known to be a skeleton
@@ -22,9 +27,9 @@ OWN = frozenset(vars(nn.Module()))  # what torch itself keeps in a module: its m
 
 @dataclass
 class Blueprint:
-    """How a module is built, and what it had as a skeleton: what was changed since is the user's, and stays.
+    """How a module is built, and what it was as a skeleton: attributes changed since then are the user's, and stay.
 
-    `before` has its modules by path, each with its plain attributes at that time.
+    `place` seeds its values. `before` has its modules by path, each with its plain attributes at that time.
     """
 
     place: int
@@ -41,7 +46,7 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
     try:
         with Randomness(torch.device("cpu")).step(0, 0), torch.device("meta"), _Unread():
             module = construct()
-    except Exception as error:
+    except Exception as error:  # whatever the user's constructor raises
         raise ConfigurationError(
             f"layer {place}, {name}, cannot be built on meta, where its shapes are found: "
             f"{type(error).__name__}: {error}. Give device='cpu' to tensors that its constructor reads, or put the "
@@ -52,7 +57,7 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
     with kept_tied(module):  # what was made on a device of its own is known by its shape, too
         module.to("meta")
     before = [(path, inner, _plain(inner)) for path, inner in module.named_modules()]
-    module.__dict__[BLUEPRINT] = Blueprint(place, make, before)
+    module.__dict__[BLUEPRINT] = Blueprint(place=place, make=make, before=before)
     return module
 
 
@@ -71,12 +76,12 @@ def build(module: nn.Module, seed: int) -> None:
     blueprint: Blueprint = vars(module)[BLUEPRINT]
     try:
         with Randomness(torch.device("cpu")).step(0, 0):
-            torch.manual_seed(own := number(seed, f"layer {blueprint.place}"))
-            random.seed(own)
-            np.random.seed(own % 2**32)
+            torch.manual_seed(of_layer := number(seed, f"layer {blueprint.place}"))
+            random.seed(of_layer)
+            np.random.seed(of_layer % 2**32)
             built = blueprint.make()
         _take(module, built, blueprint)
-    except Exception as error:
+    except Exception as error:  # of the user's constructor, too
         raise ConfigurationError(
             f"layer {blueprint.place}, a {type(module).__name__}, was built on meta, but not in the same way with "
             f"memory: {type(error).__name__}: {error}"
@@ -85,7 +90,7 @@ def build(module: nn.Module, seed: int) -> None:
 
 
 class _Unread(TorchDispatchMode):
-    """A number that is read on meta is an error, which it is not everywhere: ColossalAI makes torch return 0."""
+    """Reading a number on meta is an error, which it is not everywhere: ColossalAI makes torch return 0."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -103,28 +108,28 @@ def blank_buffers(module: nn.Module) -> None:
 
 @torch.no_grad()
 def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
-    """Values, buffers and attributes of `built`; what refers to its parts then refers to those of `module`."""
-    parts: dict[int, Any] = {id(built.get_submodule(path)): mine for path, mine, _ in blueprint.before}
-    paths, others = {path for path, *_ in blueprint.before}, {path for path, _ in built.named_modules()}
-    if paths != others:
-        raise ValueError(f"it has other modules, {min(paths ^ others)} the first")
-    theirs = dict(built.named_parameters(remove_duplicate=False))
+    """Take the values, buffers and attributes of `built`; references to its parts become those to parts of `module`."""
+    parts: dict[int, Any] = {id(built.get_submodule(path)): inner for path, inner, _ in blueprint.before}
+    paths, built_paths = {path for path, *_ in blueprint.before}, {path for path, _ in built.named_modules()}
+    if paths != built_paths:
+        raise ValueError(f"it has other modules, {min(paths ^ built_paths)} the first")
+    values = dict(built.named_parameters(remove_duplicate=False))
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name in theirs:
-            parts[id(theirs[name])] = parameter
+        if name in values:
+            parts[id(values[name])] = parameter
         if parameter.is_meta:
-            give(parameter, _like(theirs[name].detach(), parameter, name))
-    for path, mine, before in blueprint.before:
-        other = built.get_submodule(path)
-        for key, value in other._buffers.items():
-            skeleton = mine._buffers.get(key)
+            give(parameter, _like(values[name].detach(), parameter, name))
+    for path, inner, before in blueprint.before:
+        source = built.get_submodule(path)
+        for key, value in source._buffers.items():
+            skeleton = inner._buffers.get(key)
             if value is not None and skeleton is not None:
                 if skeleton.is_meta:
-                    mine._buffers[key] = _like(value, skeleton, f"{path}.{key}".lstrip("."))
-                parts[id(value)] = mine._buffers[key]
-        for key, value in _plain(other).items():
-            if vars(mine).get(key) is before.get(key):
-                mine.__dict__[key] = copy.deepcopy(value, parts)
+                    inner._buffers[key] = _like(value, skeleton, f"{path}.{key}".lstrip("."))
+                parts[id(value)] = inner._buffers[key]
+        for key, value in _plain(source).items():
+            if vars(inner).get(key) is before.get(key):
+                inner.__dict__[key] = copy.deepcopy(value, parts)
 
 
 def _like(value: Tensor, skeleton: Tensor, name: str) -> Tensor:

@@ -1,4 +1,9 @@
-"""Partition: which stage runs each unit call, by which criterion, and what then crosses every boundary."""
+"""Partition: which stage runs each unit call, by which criterion, and what then crosses every boundary.
+
+Cutting a list of layers into equal parts balances neither embeddings nor heads, and says nothing of skip connections or
+of what the loss reads. Here the calls of a Dataflow are cut where the most expensive stage costs least, and the values
+that cross follow from what each call reads.
+"""
 
 import itertools
 import math
@@ -42,12 +47,10 @@ class Partition:
         Raises TraceError if `flow` does not run the units in the planned order.
         """
         known = [(unit, min(k, self.calls.get(unit, 0) - 1)) for unit, k in flow.occurrences]
-        unknown = [unit for unit, k in known if k < 0]
+        new = [unit for unit, k in known if k < 0]
         stages = tuple(self.stages.get(key, 0) for key in known)
-        if unknown or list(stages) != sorted(stages):
-            what = (
-                f"calls {unknown[0]}, which the model was not partitioned by" if unknown else "calls units out of order"
-            )
+        if new or list(stages) != sorted(stages):
+            what = f"calls {new[0]}, which the model was not partitioned by" if new else "calls units out of order"
             raise TraceError(
                 f"with this batch the model {what}. Pass dry_run_input=<a batch of this kind> to PipelinePlugin, "
                 "or keep one kind of batch per boost"
@@ -79,8 +82,8 @@ def cost_of(
     """Relative time of a unit call, in floating-point operations, from the `flops` and `elements` of one forward.
 
     Both count three times (forward, input gradient, weight gradient), four times where the forward is recomputed; an
-    element made counts as `ELEMENT` operations, and so does each trainable parameter, whose gradient is written and
-    added up: that prices embeddings. Waiting are those of layers whose weight gradient can be put off.
+    element computed counts as `ELEMENT` operations, and so does each trainable parameter, whose gradient is written
+    and added up: that prices embeddings. Waiting are those of layers whose weight gradient can be deferred.
     """
     once = flops + ELEMENT * elements
     weight = waiting_flops + 2 * ELEMENT * waiting_parameters
@@ -114,7 +117,7 @@ def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
     for place in flow.carried:
         late = max(place.makers, default=0)
         for reader in place.readers - {-1}:
-            what = f"unit {flow.calls[reader].unit} reads {place.name}, which the forward before has made of"
+            what = f"unit {flow.calls[reader].unit} reads {place.name}, which the forward before has computed from"
             reason = f"{what} the result of a later unit, {flow.calls[late].unit}"
             forbidden.update(dict.fromkeys(range(reader + 1, late + 1), reason))
     for reader, call in enumerate(flow.calls):
@@ -140,10 +143,11 @@ def balance(
     forbidden: Mapping[int, str] | None = None,
     fits: Callable[[int, int, int], bool] | None = None,
 ) -> list[int]:
-    """How many consecutive calls each stage gets so that the dearest stage is as cheap as possible.
+    """How many consecutive calls each stage gets: minimises the cost of the most expensive stage, then the sum of
+    squares of the costs.
 
-    Among those partitions, the sum of squares is least. No cut is before a `forbidden` call. `fits(stage, start, end)`
-    says whether a stage may have the calls from start to end (exclusive); of what does not fit, nothing larger does.
+    No cut is before a `forbidden` call. `fits(stage, start, end)` says whether a stage may have the calls from start to
+    end (exclusive); of what does not fit, nothing larger does.
     Raises PartitionError when there are fewer parts that can be cut apart than stages, or nothing fits.
     """
     forbidden = forbidden or {}
@@ -163,9 +167,9 @@ def balance(
             return math.inf
         return sums[edges[end]] - sums[edges[start]]
 
-    dearest, cuts = _divide(len(starts), num_stages, cost, max)
+    highest, cuts = _divide(len(starts), num_stages, cost, max)
     if cuts is not None:
-        _, cuts = _divide(len(starts), num_stages, cost, lambda total, c: total + c * c, most=dearest)
+        _, cuts = _divide(len(starts), num_stages, cost, lambda total, c: total + c * c, most=highest)
     if cuts is None:
         raise PartitionError(f"no partition into {num_stages} stages fits")
     return [edges[b] - edges[a] for a, b in itertools.pairwise(cuts)]
@@ -238,23 +242,6 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
     return [Boundary(tuple(sorted(live[s])), tuple(sorted(returning[s]))) for s in range(num_stages)]
 
 
-def refuse_hooks(flow: Dataflow, stages: Sequence[int], num_stages: int) -> None:
-    """Refuse a gradient hook of glue that would not hear the whole gradient, once: the stages that read the tensor run
-    that glue each, and so may the one that made it."""
-    ends = {stage: k for k, stage in enumerate(stages)}
-    for number, hook in enumerate(flow.hooks):
-        readers = {stage for call, stage in zip(flow.calls, stages) if number in call.reads.hooks}
-        readers |= {num_stages - 1} if flow.loss is not None and number in flow.loss.hooks else set()
-        first = stages[hook.home.call] if hook.home is not None else min(readers, default=0)
-        passing = {s for s in range(first, max(readers, default=0)) if ends.get(s, -1) >= hook.calls}
-        if len(readers | (passing if hook.home is not None else set())) > 1:
-            raise TraceError(
-                f"the model puts a gradient hook on a tensor that is used on several stages ({hook.line}), each of "
-                "which has a part of its gradient. Put the hook on a tensor inside a layer, or cut elsewhere "
-                "(partition=[...])"
-            )
-
-
 def _alive(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Use) -> list[set[Value]]:
     live: list[set[Value]] = [set() for _ in range(num_stages)]
     readers = [(call.reads.values, stage) for call, stage in zip(flow.calls, stages, strict=True)]
@@ -263,29 +250,6 @@ def _alive(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Use) -
             for stage in range(stages[value.call] + 1, reader + 1):
                 live[stage].add(value)
     return live
-
-
-def held_parameters(
-    model: nn.Module, flow: Dataflow, stages: Sequence[int], units: Mapping[str, nn.Module], p: int
-) -> list[set[str]]:
-    """The parameters each stage holds, by their first name.
-
-    A stage holds those of the units it runs and those its glue reads; one that nothing uses stays with the one
-    registered before it. A name on several stages is a tie between them.
-    """
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    held: list[set[str]] = [set() for _ in range(p)]
-    for call, stage in zip(flow.calls, stages, strict=True):
-        held[stage].update(first[parameter] for parameter in units[call.unit].parameters())
-        held[stage].update(call.reads.parameters)
-    held[-1].update(flow.needed(outputs=True).parameters)
-    previous = 0
-    for name in first.values():
-        holders = [stage for stage in range(p) if name in held[stage]]
-        if not holders:
-            held[previous].add(name)
-        previous = max(holders, default=previous)
-    return held
 
 
 PARTITIONS = ("auto", "uniform", "parameters", "profile", "profile:PATH", "type:REGEX")
@@ -323,7 +287,7 @@ def _of_type(pattern: str, units: Sequence[nn.Module], num_stages: int) -> list[
     try:
         matches = [bool(re.search(pattern, type_name(unit), re.IGNORECASE)) for unit in units]
     except re.error as error:
-        raise ConfigurationError(f"partition='type:{pattern}' is no regular expression: {error}") from error
+        raise ConfigurationError(f"partition='type:{pattern}' is not a regular expression: {error}") from error
     if sum(matches) < num_stages:
         classes = ", ".join(sorted(set(map(type_name, units))))
         raise PartitionError(

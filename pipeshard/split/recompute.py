@@ -1,4 +1,9 @@
-"""Recompute: which unit calls keep no activations, and run again in the backward pass."""
+"""Recompute: which unit calls keep no activations, and run again in the backward pass.
+
+torch.utils.checkpoint restores the global random state and trusts that arguments are what they were. In a pipeline the
+microbatches of one stage interleave, so each run restores the random state of its own microbatch, and lists or objects
+among the arguments are brought back to what they held; a tensor changed in place is refused.
+"""
 
 import itertools
 import math
@@ -33,10 +38,10 @@ class Recompute:
 
     @classmethod
     def of(cls, recompute: bool | float | Sequence[float], interval: int, num_stages: int) -> Self:
-        """What the plugin's arguments say, for a model of `num_stages` parts; ConfigurationError if they cannot."""
+        """What the plugin's arguments ask for, for a model of `num_stages` parts; else ConfigurationError."""
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
             raise ConfigurationError(
-                f"activation_checkpoint_interval={interval!r}: k > 0 recomputes every k-th unit, 0 none"
+                f"activation_checkpoint_interval must be 0, or k > 0 to recompute every k-th unit, got {interval!r}"
             )
         is_list = isinstance(recompute, Sequence) and not isinstance(recompute, str)
         ratios: list[Any] = list(recompute) if is_list else [recompute] * num_stages  # type: ignore[arg-type]
@@ -54,7 +59,7 @@ class Recompute:
             raise ConfigurationError(
                 f"recompute={recompute!r} and activation_checkpoint_interval={interval}: give one of the two"
             )
-        return cls(tuple(map(float, ratios)), interval)
+        return cls(ratios=tuple(map(float, ratios)), interval=interval)
 
     def calls(
         self, flow: Dataflow, stages: Sequence[int], stage: int, units: Mapping[str, nn.Module]

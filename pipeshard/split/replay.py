@@ -1,4 +1,10 @@
-"""Replay: on a stage, held units run and the others return what their stage sent."""
+"""Replay: on a stage, held units run and the others return what their stage sent.
+
+Frameworks that cut a model by hand rewrite its forward for every stage. Here the model's own forward runs on every
+stage, and each call of a unit comes to a Replay: a unit of this stage computes, one of another stage returns received
+activations, or blanks where nothing here depends on it. What held units compute is checked against the trace, from
+which the other stages know what they receive.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +40,10 @@ UNFROZEN = (
     "Freeze or unfreeze parameters, and turn activation recompute on, before booster.boost, and let a layer detach "
     "its result always or never"
 )
+SHAPES = (
+    "Shapes and dtypes must follow from the batch's sizes: pass dry_run_input=<a batch like this one>, and have no "
+    "hook or autocast around execute_pipeline change them"
+)
 PLACE = "Other stages do not get it as it is now. Return it instead, as a tensor, or change it alike in every forward"
 CONSTANT = (
     "What a unit returns beside tensors is the same on all stages, as the trace has seen it, so it must not depend on "
@@ -47,12 +57,12 @@ class StageDone(BaseException):
 
 @dataclass(slots=True)
 class Run:
-    """The state of one forward: what came in, what was made, and the next call."""
+    """The state of one forward: activations received and kept, and the next call; `inside` while a unit runs."""
 
     route: Route
     received: Mapping[Value, Tensor]
     sizes: list[list[Any]]
-    made: dict[Value, Tensor] = field(default_factory=dict)
+    kept: dict[Value, Tensor] = field(default_factory=dict)
     next: int = 0
     inside: bool = False
     trains: bool = field(default_factory=torch.is_grad_enabled)
@@ -89,7 +99,7 @@ class Replay:
         if run.next < (len(route.steps) if route.stop is None else route.stop):
             raise self._lost(run, "the forward ended")
         return output, {
-            value: run.made[value] if value in run.made else received[value] for value in route.leaves.values
+            value: run.kept[value] if value in run.kept else received[value] for value in route.leaves.values
         }
 
     def __call__(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -107,20 +117,21 @@ class Replay:
         if step.held:
             result = self._run_unit(step, run, original, args, kwargs, repeat)
         else:
-            sizes = run.sizes[number]
-            if step.plain:
-                result = self._leaf(step.leaves[0], sizes[0], run)
-            else:
-                own = step.parts[0].tree.num_leaves
-                pairs = zip(step.numbers, step.leaves)
-                leaves = [self._leaf(leaf, sizes[k], run, aside=k >= own) for k, leaf in pairs]
-                result = answer(self.units[unit], step.parts, leaves, (args, kwargs))
-            repeat.result = result
+            result = repeat.result = self._answer(step, run, run.sizes[number], args, kwargs)
         if run.next == run.route.stop:
             raise StageDone
         if run.route.flow.glue_random:
             repeat.after = self.randomness.at(2 * run.next)  # the glue after this call, on whichever stages it runs
         return result
+
+    def _answer(self, step: Step, run: Run, sizes: list[Any], args: Any, kwargs: Any) -> Any:
+        """What a unit of another stage returns here; it also writes what the trace has seen it leave elsewhere."""
+        if step.plain:
+            return self._leaf(step.leaves[0], sizes[0], run)
+        of_result = step.parts[0].tree.num_leaves
+        pairs = zip(step.numbers, step.leaves)
+        leaves = [self._leaf(leaf, sizes[k], run, aside=k >= of_result) for k, leaf in pairs]
+        return answer(self.units[step.unit], step.parts, leaves, (args, kwargs))
 
     def _repeated(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call in the backward pass, by a checkpoint around it, or a user's own."""
@@ -142,16 +153,16 @@ class Replay:
         draw = repeat.before = self.randomness.at(2 * run.next - 1)
         if step.again and torch.is_grad_enabled() and not recomputes_itself(self.units[step.unit]):
             forward = run_again(forward, step.unit, lambda: self._second(draw))
-        others: list[tuple[Source, Any]] = []
+        asides: list[tuple[Source, Any]] = []
         number, unit, arguments = run.next - 1, self.units[step.unit], (args, kwargs)
-        # What hooks inside do is told them again, see `answer`.
+        # What hooks inside are called with is repeated by `answer`.
         is_proven = not self.proves or number in run.route.proven or listened(unit)
         before = None if is_proven else Snapshot({UNIT: unit, ARGUMENTS: arguments})
         run.inside = True
         try:
             if step.aside:
                 with Exits(unit, step.modules, places=step.places) as exits:
-                    (_, result), *others = exits.run(forward, args, kwargs)
+                    (_, result), *asides = exits.run(forward, args, kwargs)
             else:
                 result = forward(*args, **kwargs)
         finally:
@@ -161,25 +172,24 @@ class Replay:
             run.route.proven.add(number)
         leaves = self._checked(step, result, run, arguments)
         if step.keeps:
-            self._keep(step, leaves, others, run)
+            self._keep(step, leaves, asides, run)
         return result
 
     def _prove(self, step: Step, before: Snapshot, arguments: Any, run: Run) -> None:
         """The first time on a route: a unit leaves at places what the trace has seen it leave there, but for numbers
         and the like that nobody else could read."""
-        unit, traced, at = self.units[step.unit], {}, 0
+        unit, traced, start = self.units[step.unit], {}, 0
         for source, tree in step.parts:
-            traced[source.place] = step.leaves[at : at + tree.num_leaves]
-            at += tree.num_leaves
+            traced[source.place] = step.leaves[start : start + tree.num_leaves]
+            start += tree.num_leaves
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         for source, content in changed(before, but=tensors):
             leaves, seen = tree_leaves(content), traced.get(source.place)
             if seen is None:
-                differs = any(isinstance(leaf, Tensor) for leaf in leaves)
+                differs, is_other = any(isinstance(leaf, Tensor) for leaf in leaves), any(map(is_comparable, leaves))
             else:
                 differs = len(leaves) != len(seen)
-            pairs = zip(leaves, seen or [object()] * len(leaves))
-            is_other = any(is_comparable(now) and not _is_as(now, then) for now, then in pairs)
+                is_other = any(is_comparable(leaf) and not _is_as(leaf, then) for leaf, then in zip(leaves, seen))
             is_other = is_other and not source.by_hook
             if differs or (is_other and is_mentioned(source.place[1:], unit, self.model, self.criterion)):
                 place = f"changes {told(source.place[1:]) or 'its arguments'}"
@@ -193,9 +203,9 @@ class Replay:
         else:
             paths = [leaf.path for leaf in step.leaves if isinstance(leaf, Known)]
             known = {id(resolve_from(path, self.units[step.unit], arguments)): path for path in paths}
-            leaves, found = flattened(result, known)
-            if found != tree:
-                raise self._differs(step, run, f"returns {_shown(found)}", f"{_shown(tree)}")
+            leaves, structure = flattened(result, known)
+            if structure != tree:
+                raise self._differs(step, run, f"returns {_shown(structure)}", _shown(tree))
         sizes = run.sizes[run.next - 1]
         for k, (leaf, seen) in enumerate(zip(leaves, step.leaves)):
             if isinstance(seen, TensorSpec):
@@ -244,31 +254,26 @@ class Replay:
             self._blanks[shape, kind] = blank
         return blank.detach()  # glue may write to it, and must not leave its graph in ours
 
-    def _keep(self, step: Step, of_result: list[Any], others: list[tuple[Source, Any]], run: Run) -> None:
-        made = {source: tree_leaves(content) for source, content in others}
+    def _keep(self, step: Step, of_result: list[Any], asides: list[tuple[Source, Any]], run: Run) -> None:
+        """Put aside the activations that later stages or the boundary need."""
+        contents = {source: tree_leaves(content) for source, content in asides}
         leaves = list(of_result)
         for source, tree in step.parts[1:]:
-            found = made.get(source, [])
-            leaves += found if len(found) == tree.num_leaves else [None] * tree.num_leaves
+            content = contents.get(source, [])
+            leaves += content if len(content) == tree.num_leaves else [None] * tree.num_leaves
         for value in step.keeps:
             spec = run.route.flow.spec(value)
             tensor: Any = leaves[value.leaf] if value.leaf < len(leaves) else None
-            self._refuse_stranger(tensor, value, spec, run)
+            self._refuse_stranger(tensor, value, spec, step, run)
             if tensor.requires_grad and not spec.requires_grad:
                 raise self._differs(step, run, "requires a gradient", "none", value.leaf, UNFROZEN)
-            run.made[value] = tensor.clone() if value in run.route.flow.written else tensor
+            run.kept[value] = tensor.clone() if value in run.route.flow.written else tensor
 
-    def _refuse_stranger(self, tensor: Any, value: Value, spec: TensorSpec, run: Run) -> None:
+    def _refuse_stranger(self, tensor: Any, value: Value, spec: TensorSpec, step: Step, run: Run) -> None:
         """The next stage expects what the trace has seen: anything else would break its connection, or be misread."""
         shape = run.sizes[value.call][value.leaf]
-        if isinstance(tensor, Tensor) and tensor.shape == shape and tensor.dtype == spec.dtype:
-            return
-        got = _described(tensor)
-        raise TraceError(
-            f"result {value.leaf} of unit {run.route.flow.calls[value.call].unit} is {got} where the trace has {shape} "
-            f"{spec.dtype} (stage {run.route.stage}). Shapes and dtypes must follow from the batch's sizes: pass "
-            "dry_run_input=<a batch like this one>, and have no hook or autocast around execute_pipeline change them"
-        )
+        if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != spec.dtype:
+            raise self._differs(step, run, f"is {_described(tensor)}", f"{shape} {spec.dtype}", value.leaf, SHAPES)
 
     def _lost(self, run: Run, what: str) -> TraceError:
         steps = run.route.steps

@@ -1,4 +1,8 @@
-"""Route: one stage's way through a Dataflow, a step for each unit call."""
+"""Route: one stage's way through a Dataflow, a step for each unit call.
+
+Which calls a stage runs, what it received for the others, and what it has to keep for later stages follows from the
+Dataflow and the partition. A Route works that out once, so that a microbatch only looks it up.
+"""
 
 import bisect
 import itertools
@@ -20,7 +24,7 @@ LENGTHS = 64  # batch shapes whose sizes a route keeps
 
 
 class Blank(NamedTuple):
-    """In the place of a tensor that nothing that matters depends on: `fill` shows where something does after all."""
+    """In the place of an activation that nothing here depends on: `fill` shows where something does after all."""
 
     dtype: torch.dtype
     fill: float
@@ -33,25 +37,26 @@ class Blank(NamedTuple):
         return cls(dtype, 0 if is_touched or dtype is torch.bool else torch.iinfo(dtype).max - 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """What one unit call does on this stage.
 
-    `leaves` holds for each leaf of what leaves the unit, of which `numbers` are the places among all, a constant, the
-    Value that was received, or where it is not held a Blank. `keeps` are those later stages or the boundary need,
-    `modules` the ones inside the unit that make some of them, `places` where it leaves others; `plain` is a unit that
-    nothing leaves but its result, one tensor. `again` is one that runs again in its backward.
+    `leaves` holds for each leaf of what leaves the unit, of which `numbers` are the places among all: of a held unit
+    its spec or constant; else a constant, the Value that was received, or a Blank. `plain` is a replayed unit that
+    nothing leaves but its result, one tensor. Of a held unit, `keeps` are the leaves that later stages or the boundary
+    need, `modules` the ones inside it that make some of them, `places` where it leaves others; `again` is one that runs
+    again in its backward.
     """
 
     unit: str
     held: bool
     parts: tuple[Part, ...]
     leaves: tuple[Any, ...]
-    numbers: tuple[int, ...]
+    numbers: tuple[int, ...] = ()
+    plain: bool = False
     keeps: tuple[Value, ...] = ()
     modules: frozenset[str] = frozenset()
     places: tuple[Source, ...] = ()
-    plain: bool = False
     again: bool = False
 
     @property
@@ -87,33 +92,31 @@ class Route:
         outputs: Wanted = False,
         recomputed: Collection[int] = (),
     ) -> Self:
-        nothing = Boundary((), ())
-        enters, leaves = crossing[stage], crossing[stage + 1] if stage + 1 < len(crossing) else nothing
+        enters = crossing[stage]
+        leaves = crossing[stage + 1] if stage + 1 < len(crossing) else Boundary(values=(), gradients=())
         received, leaving = set(enters.values), set(leaves.values)
-        steps = []
-        for index, call in enumerate(flow.calls):
-            held, again = stages[index] == stage, index in recomputed
-            values = [Value(index, k) for k in range(len(call.leaves))]
-            keeps = tuple(v for v in values if held and v in leaving)
-            ends = list(itertools.accumulate(part.tree.num_leaves for part in call.parts))
-            sources = dict.fromkeys(call.parts[bisect.bisect_right(ends, value.leaf)].source for value in keeps)
-            makers = frozenset(source.module for source in sources) - {""}
-            places = tuple(source for source in sources if source.place)
-            told = (call.parts, call.leaves, tuple(range(len(call.leaves))))
-            parts, result, numbers = told if held else _answered(flow, index, received)
-            plain = len(parts) == 1 and parts[0].tree.is_leaf() and not isinstance(result[0], Known)
-            steps.append(Step(call.unit, held, parts, result, numbers, keeps, makers, places, plain, again))
+        steps = tuple(
+            _held_step(flow, index, leaving, index in recomputed)
+            if at == stage
+            else _replayed_step(flow, index, received)
+            for index, at in enumerate(stages)
+        )
         is_last = stage == len(crossing) - 1
-        last_held = max((k + 1 for k, step in enumerate(steps) if step.held), default=0)
         # The glue before a call is through when it comes.
-        carried = [None if place.until is None else place.until + 1 for place in flow.carried]
-        ends = [last_held, *(end for end in carried if end is not None)]
-        stop = None if is_last or None in carried else max(ends)
-        uses = [call.reads for call, s in zip(flow.calls, stages, strict=True) if s == stage]
-        uses += [flow.needed(outputs)] if is_last else []
-        inputs = flow.consulted.union(*(use.inputs for use in uses))
-        spoiled = frozenset(place.name for place in flow.carried if _is_spoiled(place, stages, stage, is_last))
-        return cls(stage, tuple(steps), stop, enters, leaves, inputs, flow, spoiled)
+        settled = [None if place.until is None else place.until + 1 for place in flow.carried]
+        ends = [k + 1 for k, step in enumerate(steps) if step.held] + [end for end in settled if end is not None]
+        needs = [call.reads for call, at in zip(flow.calls, stages, strict=True) if at == stage]
+        needs += [flow.needed(outputs)] if is_last else []
+        return cls(
+            stage=stage,
+            steps=steps,
+            stop=None if is_last or None in settled else max(ends, default=0),
+            enters=enters,
+            leaves=leaves,
+            inputs=flow.consulted.union(*(use.inputs for use in needs)),
+            flow=flow,
+            spoiled=frozenset(place.name for place in flow.carried if _is_spoiled(place, stages, stage, is_last)),
+        )
 
     def sizes(self, deltas: Sequence[int]) -> list[list[Any]]:
         """For each unit call, the shapes of the tensors that leave it, and numbers that follow from the batch's sizes;
@@ -138,17 +141,33 @@ class Route:
         return batch.map(place).to(device).copied(self.flow.rewritten)
 
 
-def _answered(
-    flow: Dataflow, index: int, received: Container[Value]
-) -> tuple[tuple[Part, ...], tuple[Any, ...], tuple[int, ...]]:
-    """What a call that is on another stage leaves here: what nobody needs is not written into tensors."""
+def _held_step(flow: Dataflow, index: int, leaving: Container[Value], again: bool) -> Step:
+    """A call of a unit that this stage runs."""
+    call = flow.calls[index]
+    keeps = tuple(value for k in range(len(call.leaves)) if (value := Value(index, k)) in leaving)
+    ends = list(itertools.accumulate(part.tree.num_leaves for part in call.parts))
+    sources = dict.fromkeys(call.parts[bisect.bisect_right(ends, value.leaf)].source for value in keeps)
+    return Step(
+        unit=call.unit,
+        held=True,
+        parts=call.parts,
+        leaves=call.leaves,
+        keeps=keeps,
+        modules=frozenset(source.module for source in sources) - {""},
+        places=tuple(source for source in sources if source.place),
+        again=again,
+    )
+
+
+def _replayed_step(flow: Dataflow, index: int, received: Container[Value]) -> Step:
+    """A call of a unit that is on another stage: what nobody needs of it is not written into tensors."""
     parts: list[Part] = []
     leaves: list[Any] = []
     numbers: list[int] = []
-    at, call = 0, flow.calls[index]
+    start, call = 0, flow.calls[index]
     for part in call.parts:
-        values = [Value(index, at + k) for k in range(part.tree.num_leaves)]
-        at += part.tree.num_leaves
+        values = [Value(index, start + k) for k in range(part.tree.num_leaves)]
+        start += part.tree.num_leaves
         if part.source.how == "written" and values[0] not in received:
             continue
         if part.source.by_hook and not any(isinstance(call.leaves[value.leaf], TensorSpec) for value in values):
@@ -159,7 +178,15 @@ def _answered(
             blank = Blank.of(leaf.dtype, value in flow.touched) if isinstance(leaf, TensorSpec) else leaf
             leaves.append(value if value in received else blank)
             numbers.append(value.leaf)
-    return tuple(parts), tuple(leaves), tuple(numbers)
+    plain = len(parts) == 1 and parts[0].tree.is_leaf() and not isinstance(leaves[0], Known)
+    return Step(
+        unit=call.unit,
+        held=False,
+        parts=tuple(parts),
+        leaves=tuple(leaves),
+        numbers=tuple(numbers),
+        plain=plain,
+    )
 
 
 def _is_spoiled(place: Carried, stages: Sequence[int], stage: int, is_last: bool) -> bool:

@@ -1,4 +1,9 @@
-"""Tensor parallelism: the held units of a stage divided over ranks, by a plan."""
+"""Tensor parallelism: the parameters of a stage's units divided over ranks, by the model's `tp_plan`.
+
+transformers slices a model as it loads it, on every rank of the world. Here a stage is sliced after it was cut, so that
+the trace sees whole modules, and only what the stage holds is divided. The parallel layers are transformers' own, and
+two styles beside them for models that it has no plan of: GPT-2's Conv1D, and modules that know their number of heads.
+"""
 
 import copy
 from collections.abc import Collection, Iterator, Mapping
@@ -16,10 +21,15 @@ from pipeshard.hf import DROPOUTS, HEADS, without_adapters
 from pipeshard.split.ties import kept_tied, names_of
 
 DIVIDE = "divide:"  # and names of attributes: numbers of heads or features that a forward takes from its module
+CONV1D: dict[str, dict[str, Any]] = {
+    "conv1d_colwise": {"by": "outputs"},
+    "conv1d_qkv": {"by": "outputs", "blocks": 3},
+    "conv1d_rowwise": {"by": "inputs"},
+}
 
 
 def plan_of(
-    model: nn.Module, size: int, given: Mapping[str, str] | None, shipped: Mapping[str, str] | None
+    model: nn.Module, size: int, of_user: Mapping[str, str] | None, of_policy: Mapping[str, str] | None
 ) -> dict[str, str]:
     """The style of every module and parameter that is sliced over `size` ranks: by the user's plan, by the model's own
     `tp_plan`, or by that which its policy has of the base model.
@@ -39,14 +49,14 @@ def plan_of(
         raise ConfigurationError(
             f"tp_size={size}: adapters on sliced layers are not supported. Use tp_size=1 with LoRA"
         )
-    plan = dict(given or getattr(model, "tp_plan", None) or _rooted(model, shipped or {}))
+    plan = dict(of_user or getattr(model, "tp_plan", None) or _rooted(model, of_policy or {}))
     names = [path for path, _ in model.named_modules()] + [path for path, _ in model.named_parameters()]
     generic = {path: replace_layer_number_by_wildcard(path) for path in names if path}
     for rule, style in plan.items():
         style_of(style)
-        if given and rule not in generic.values():
+        if of_user and rule not in generic.values():
             known = sorted(set(generic.values()))
-            raise ConfigurationError(f"tp_plan names {rule}, which is nothing of {name}: {hint(rule, known)}")
+            raise ConfigurationError(f"tp_plan names {rule}, which {name} does not have: {hint(rule, known)}")
     expanded: dict[str, str] = {}
     for path, module in model.named_modules():
         whole = plan.get(generic.get(path, ""))
@@ -71,11 +81,10 @@ def style_of(name: str) -> Any:
 
     if name.startswith(DIVIDE):
         return Divided(name.removeprefix(DIVIDE).split(","))
-    own = {"conv1d_colwise": Conv1DColumns(1), "conv1d_qkv": Conv1DColumns(3), "conv1d_rowwise": Conv1DRows()}
-    if name in own:
-        return own[name]
+    if name in CONV1D:
+        return Conv1DSlice(**CONV1D[name])
     if name not in ALL_PARALLEL_STYLES:
-        known = [*ALL_PARALLEL_STYLES.keys(), *own, f"{DIVIDE}ATTRIBUTES"]
+        known = [*ALL_PARALLEL_STYLES.keys(), *CONV1D, f"{DIVIDE}ATTRIBUTES"]
         raise ConfigurationError(f"tp_plan has the style {name!r}, which is unknown: {hint(name, known)}")
     return ALL_PARALLEL_STYLES[name]
 
@@ -134,63 +143,45 @@ class Divided:
         module.forward = forward
 
 
-class Conv1DColumns:
-    """A Conv1D of GPT-2, whose weight is (inputs, outputs), with a slice of the outputs: one of each of the `parts`
-    equal blocks that it makes at once."""
+class Conv1DSlice:
+    """A Conv1D of GPT-2, whose weight is (inputs, outputs), with a slice of one of the two on each rank.
 
-    def __init__(self, parts: int) -> None:
-        self.parts = parts
+    Of outputs it is a slice of each of the equal `blocks` that are computed at once; the products of slices of the
+    inputs are added up over the ranks.
+    """
+
+    def __init__(self, by: str, blocks: int = 1) -> None:
+        self.by, self.blocks = by, blocks
 
     def validate_param(self, module: Any, key: str, mesh: DeviceMesh, parameter_name: str) -> None:
-        outputs = getattr(module, "nf", None)
-        if outputs is None or outputs % (self.parts * mesh.size()):
+        size = getattr(module, "nf" if self.by == "outputs" else "nx", None)
+        if size is None or size % (self.blocks * mesh.size()):
             raise ConfigurationError(
-                f"tp_plan slices {parameter_name} of {type(module).__name__} as a Conv1D of {self.parts} blocks of "
-                f"outputs: tp_size={mesh.size()} has to divide each of them, and outputs are {outputs}"
+                f"tp_plan slices {parameter_name} of {type(module).__name__} as a Conv1D of {self.blocks} blocks of "
+                f"{self.by}: tp_size={mesh.size()} has to divide each of them, and {self.by} are {size}"
             )
 
     def shard_param(self, module: nn.Module, key: str, mesh: DeviceMesh) -> None:
-        last = module.get_parameter(key).ndim - 1
-        _shard(module, key, mesh, _StridedShard(last, split_factor=self.parts) if self.parts > 1 else Shard(last))
+        whole = module.get_parameter(key)
+        dim = whole.ndim - 1 if self.by == "outputs" else whole.ndim - 2
+        if dim >= 0:  # the bias is of the outputs
+            place = _StridedShard(dim, split_factor=self.blocks) if self.blocks > 1 else Shard(dim)
+            sliced = distribute_tensor(whole, mesh, [place], src_data_rank=None)
+            module._parameters[key] = nn.Parameter(sliced, requires_grad=whole.requires_grad)
 
     def install_forward(self, module: Any, mesh: DeviceMesh) -> None:
-        from transformers.distributed.parallel_utils import _AllReduceBackward
+        from transformers.distributed.parallel_utils import _AllReduceBackward, _AllReduceForward
 
-        def forward(x: Tensor) -> Tensor:
+        def of_outputs(x: Tensor) -> Tensor:
             x = _AllReduceBackward.apply(x, mesh.get_group())
-            made = torch.addmm(_local(module.bias), x.reshape(-1, x.shape[-1]), _local(module.weight))
-            return made.view(*x.shape[:-1], -1)
+            return torch.addmm(_local(module.bias), x.reshape(-1, x.shape[-1]), _local(module.weight))
 
-        module.forward = forward
+        def of_inputs(x: Tensor) -> Tensor:
+            products = x.reshape(-1, x.shape[-1]) @ _local(module.weight)
+            return _AllReduceForward.apply(products, mesh.get_group()) + module.bias
 
-
-class Conv1DRows:
-    """A Conv1D with a slice of its inputs; the products are added up over the ranks."""
-
-    def validate_param(self, module: Any, key: str, mesh: DeviceMesh, parameter_name: str) -> None:
-        if getattr(module, "nx", 1) % mesh.size():
-            raise ConfigurationError(
-                f"tp_plan slices {parameter_name}: tp_size={mesh.size()} does not divide its inputs"
-            )
-
-    def shard_param(self, module: nn.Module, key: str, mesh: DeviceMesh) -> None:
-        if key == "weight":
-            _shard(module, key, mesh, Shard(0))
-
-    def install_forward(self, module: Any, mesh: DeviceMesh) -> None:
-        from transformers.distributed.parallel_utils import _AllReduceForward
-
-        def forward(x: Tensor) -> Tensor:
-            made = x.reshape(-1, x.shape[-1]) @ _local(module.weight)
-            return (_AllReduceForward.apply(made, mesh.get_group()) + module.bias).view(*x.shape[:-1], -1)
-
-        module.forward = forward
-
-
-def _shard(module: nn.Module, key: str, mesh: DeviceMesh, placement: Any) -> None:
-    whole = module.get_parameter(key)
-    sliced = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
-    module._parameters[key] = nn.Parameter(sliced, requires_grad=whole.requires_grad)
+        compute = of_outputs if self.by == "outputs" else of_inputs
+        module.forward = lambda x: compute(x).view(*x.shape[:-1], -1)
 
 
 def _local(parameter: Tensor) -> Tensor:
@@ -198,40 +189,35 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 # Of a module between sliced ones, whose own gradients are parts of a sum: transformers adds them up after every
-# backward pass, which is once too often for what piled up before; here it is done once a step.
+# backward pass, which is once too often for gradients accumulated before; here it is done once a step.
 PARTIAL = "replicated_with_grad_allreduce"
 
 
-class Slicing:
-    """Slices what `held` (names of parameters) and the plan have in common over the ranks of `mesh`.
+def slice_parameters(
+    model: nn.Module,
+    held: Collection[str],
+    units: Mapping[str, nn.Module],
+    mesh: DeviceMesh,
+    plan: Mapping[str, str],
+) -> set[str]:
+    """Slice what `held` (names of parameters) and the plan have in common over the ranks of `mesh`.
 
     The parameters become DTensors, each rank's slice cut out of the values that it has, and the forwards of the
-    modules those of transformers' parallel layers, which exchange activations. What several names stand for is sliced
-    once, or, where the plan slices it in two ways, stays whole.
-
-    Attributes:
-        partial: the names of whole parameters whose gradients the ranks have to add up.
+    modules those of parallel layers, which exchange activations. What several names stand for is sliced once, or,
+    where the plan slices it in two ways, stays whole. Returns the names of whole parameters whose gradients the ranks
+    have to add up.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        held: Collection[str],
-        units: Mapping[str, nn.Module],
-        mesh: DeviceMesh,
-        plan: Mapping[str, str],
-    ) -> None:
-        first = {name: names for names in names_of(model).values() for name in names}
-        parameters, modules = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_modules())
-        own = {name for name in plan if name in parameters and first[name][0] in held and _unit_of(name, units)}
-        self.partial = {first[name][0] for name in own if plan[name] == PARTIAL}
-        with kept_tied(model):
-            for name, style in _sliced(model, units, plan):
-                layer = style_of(style)
-                if name in own:
-                    _slice(layer, modules[name.rpartition(".")[0]], name, mesh)
-                elif name in modules:
-                    _install(layer, modules[name], mesh)
+    first = {name: names[0] for names in names_of(model).values() for name in names}
+    modules = dict(model.named_modules())
+    sliced = {name for name in plan if first.get(name) in held and _is_inside(name, units)}
+    with kept_tied(model):
+        for name, style in _sliced(model, units, plan):
+            layer = style_of(style)
+            if name in sliced:
+                _slice(layer, modules[name.rpartition(".")[0]], name, mesh)
+            elif name in modules:
+                _install(layer, modules[name], mesh)
+    return {first[name] for name in sliced if plan[name] == PARTIAL}
 
 
 def sliced_sizes(
@@ -261,7 +247,7 @@ def _sliced(model: nn.Module, units: Collection[str], plan: Mapping[str, str]) -
     whole = {path for names in names_of(model).values() for path in _disagreeing(names, plan)}
     for name, style in plan.items():
         path = name.rpartition(".")[0] if name in parameters else name
-        if style != PARTIAL and path not in whole and _unit_of(path, units):
+        if style != PARTIAL and path not in whole and _is_inside(path, units):
             yield name, style
 
 
@@ -285,7 +271,7 @@ def _install(layer: Any, module: Any, mesh: DeviceMesh) -> None:
         interception.original, module.forward = module.forward, interception
 
 
-def _unit_of(name: str, units: Collection[str]) -> bool:
+def _is_inside(name: str, units: Collection[str]) -> bool:
     return any(f"{name}.".startswith(f"{unit}.") for unit in units)
 
 

@@ -1,4 +1,8 @@
-"""Ties: parameters that are one tensor under several names, found by identity."""
+"""Ties: parameters that are one tensor under several names, found by identity.
+
+Architectures list their tied weights under names of their own, or not at all, and on meta or under adapters the lists
+are out of date. That two names stand for one object is what trains them as one, so that is what counts here.
+"""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,13 +50,13 @@ def put_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def share_weights(
-    model: nn.Module, groups: Iterable[Sequence[str]], warns: bool = True
+    model: nn.Module, groups: Iterable[Sequence[str]], warns: bool = True, argument: str = "shared_weights"
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Make the parameters of each group of names one: the first; returns what each of the others became.
 
     Groups that have a parameter in common are one. Where values differ the first ones stay; with `warns` it says so.
-    Raises ConfigurationError for a name that is no parameter's (with names that come close), and for shapes or dtypes
-    that differ.
+    Raises ConfigurationError that names the `argument`, for a name that no parameter has (with names that come close),
+    and for shapes or dtypes that differ.
     """
     became: dict[nn.Parameter, nn.Parameter] = {}
     for names in groups:
@@ -64,13 +68,15 @@ def share_weights(
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name in names:
             if name not in parameters:
-                raise ConfigurationError(
-                    unknown("shared_weights", name, type(model).__name__, parameters, "parameters")
-                )
+                raise ConfigurationError(unknown(argument, name, type(model).__name__, parameters, "parameters"))
         first = parameters[names[0]]
         for name in names[1:]:
             if (other := parameters[name]) is not first:
-                _refuse_unlike(names[0], first, name, other, warns)
+                _refuse_unlike(names[0], first, name, other, argument)
+                if warns and not (first.is_meta or other.is_meta) and not torch.equal(first.detach(), other.detach()):
+                    logger.warning(
+                        "%s: %s and %s have different values, those of %s stay", argument, names[0], name, names[0]
+                    )
                 with kept_tied(model):
                     put_parameter(model, name, first)
                 became[other] = first
@@ -83,15 +89,12 @@ def _end(parameter: nn.Parameter, became: Mapping[nn.Parameter, nn.Parameter]) -
     return parameter
 
 
-def _refuse_unlike(first: str, kept: nn.Parameter, name: str, other: nn.Parameter, warns: bool) -> None:
+def _refuse_unlike(first: str, kept: nn.Parameter, name: str, other: nn.Parameter, argument: str) -> None:
     if (kept.shape, kept.dtype) != (other.shape, other.dtype):
         raise ConfigurationError(
-            f"shared_weights: {first} is {tuple(kept.shape)} {kept.dtype}, {name} {tuple(other.shape)} {other.dtype}: "
+            f"{argument}: {first} is {tuple(kept.shape)} {kept.dtype}, {name} {tuple(other.shape)} {other.dtype}: "
             "only parameters of one shape and dtype can be one"
         )
-    known = warns and not (kept.is_meta or other.is_meta)
-    if known and not torch.equal(kept.detach(), other.detach()):
-        logger.warning("shared_weights: %s and %s have different values, those of %s stay", first, name, first)
 
 
 def analyze_tied_weights(

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
 from pipeshard.split.deferred_init import build, skeletons
-from pipeshard.split.materialize import InitWeights, allocate, initialize
+from pipeshard.split.initialize import InitWeights, initialize
+from pipeshard.split.materialize import allocate
 
 
 @dataclass

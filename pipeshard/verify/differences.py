@@ -83,7 +83,7 @@ def compare_trained(comparison: Comparison, split: Virtual, reference: Reference
     missing = expected.keys() ^ states[0].keys()
     if missing:
         raise Different(f"{min(missing)} is in one state dict only, of the split model and the unsplit one, {when}")
-    saved = {name: states[split.policy.owner(first.get(name, name))][name] for name in expected}
+    saved = {name: states[split.policy.ownership.owner(first.get(name, name))][name] for name in expected}
     comparison.tensors(saved, expected, "saved", f"in what is saved {when}")
 
 

@@ -25,7 +25,7 @@ from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
 from pipeshard.hf import disable_caches
 from pipeshard.schedule.program import Action, Kind, Program
-from pipeshard.split.materialize import Sharder, is_released
+from pipeshard.split.materialize import is_released, shard
 from pipeshard.split.partition import named
 from pipeshard.split.policy import find_policy
 from pipeshard.verify.compare import Different
@@ -58,7 +58,7 @@ class VirtualRank:
         self.planner.remember(self.flow, self.criterion)
         self.foreign = own.foreign()  # before anything is replaced
         self.names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
-        Sharder(model, self.policy, device, True, seed).shard()
+        shard(model, self.policy, device, True, seed)
         held = {name: p for name, p in model.named_parameters() if not is_released(p)}
         self.held: dict[str, nn.Parameter] = held
         self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
@@ -70,7 +70,7 @@ class VirtualRank:
 
     def narrow(self) -> None:
         """Narrow the optimizer as booster.boost does."""
-        weights = {p: Weight(name, p, len(self.policy.holders(name))) for name, p in self.held.items()}
+        weights = {p: Weight(name, p, len(self.policy.ownership.holders(name))) for name, p in self.held.items()}
         holdings: Any = SimpleNamespace(sync=GradientSync([]), weights=weights, held=self.held)
         grid: Any = SimpleNamespace(dp_size=1, pp_size=1, tp_size=1, size=1, replica=0, stage=self.rank, slice=0)
         if self.own.optimizer is not None:
@@ -159,7 +159,7 @@ class Virtual:
 
     def of(self, name: str) -> VirtualRank:
         """The rank to ask for a parameter, a buffer, or what else a module has."""
-        return self.ranks[self.policy.owner(name)]
+        return self.ranks[self.policy.ownership.owner(name)]
 
     def _run(self, program: Program) -> None:
         """Each rank does its actions in order, whenever what the next one needs is there."""
@@ -182,7 +182,7 @@ class Virtual:
                 raise Different(f"schedule {program.name} waits without end for {[str(q[0]) for q in queues if q]}")
 
     def _sum_ties(self) -> None:
-        for name, holders in self.policy.shared_names().items():
+        for name, holders in self.policy.ownership.shared().items():
             held = [self.ranks[rank].held[name] for rank in holders]
             gradients = [parameter.grad for parameter in held if parameter.grad is not None]
             for parameter in held if gradients else ():

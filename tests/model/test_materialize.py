@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin
 from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.split.materialize import allocate, initialize
+from pipeshard.split.initialize import initialize
+from pipeshard.split.materialize import allocate
 from tests import zoo
 from tests.parity.build import build
 from tests.parity.entries import find

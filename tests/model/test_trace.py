@@ -140,7 +140,7 @@ def test_glue_that_reads_a_unit_s_parameter_is_seen() -> None:
 
     flow = trace(Tied(), batch())
     assert flow.calls[-1].reads.parameters == {"layers.1.weight"}
-    held = Policy(Tied(), flow, 0, 2, partition=[2, 1]).held
+    held = Policy(Tied(), flow, 0, 2, partition=[2, 1]).ownership.held
     assert "layers.1.weight" in held[1]
 
 
@@ -151,7 +151,7 @@ def test_a_unit_called_twice_is_two_calls() -> None:
 
     flow = trace(Shared(), batch())
     assert [call.unit for call in flow.calls] == ["embed", "layers.0", "layers.1", "layers.0", "head"]
-    shared = Policy(Shared(), flow, 0, 2, partition=[2, 3]).shared_names()
+    shared = Policy(Shared(), flow, 0, 2, partition=[2, 3]).ownership.shared()
     assert shared == {"layers.0.bias": [0, 1], "layers.0.weight": [0, 1]}
 
 

@@ -1,0 +1,159 @@
+"""Initialize: values for parameters and buffers on meta, the same on every stage and for every number of stages.
+
+`model.init_weights()` of transformers draws from one generator in the order of the modules, so what a parameter gets
+depends on all that come before it, which a stage does not have. Here every parameter is drawn from a generator of its
+own, seeded by its name.
+"""
+
+import functools
+import hashlib
+import inspect
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeshard.errors import ConfigurationError
+from pipeshard.graph.taint import mutated, storage_of
+
+# True: by the architecture's own rule; False: not at all; else fn(module) or fn(module, name) for each module that has
+# tensors of its own to be initialised.
+InitWeights = bool | Callable[..., Any]
+
+
+def initialize(
+    model: nn.Module, parameters: Collection[str], buffers: Mapping[str, bool], rule: InitWeights, seed: int
+) -> None:
+    """Initialise the parameters of these (first) names and set these buffers, and nothing else of the model.
+
+    By `rule`: True is the `_init_weights` of the PreTrainedModel around a module, then its `reset_parameters`. What a
+    parameter gets depends on the seed and its name alone, not on what else is there. The user's random generators do
+    not move. `buffers` is what `allocate` returned. Raises ConfigurationError for a tensor left without values.
+    """
+    by_architecture = set(buffers)
+    missing: set[str] = set()
+    if callable(rule):
+        missing = _fill(model, set(parameters), seed, functools.partial(_by_function, rule))
+    elif rule:
+        by_architecture |= set(parameters)
+    missing |= _fill(model, by_architecture, seed, _by_architecture)
+    missing -= {name for name, is_known in buffers.items() if is_known}
+    if missing:
+        first = min(missing)
+        why = "no _init_weights of a PreTrainedModel sets it, and its module has no reset_parameters()"
+        raise ConfigurationError(
+            f"{len(missing)} tensors on meta got no values, {first} of "
+            f"{type(model.get_submodule(first.rpartition('.')[0])).__name__} the first: "
+            f"{'init_weights=fn did not write to it' if callable(rule) else why}. Give the module one, pass "
+            "PipelinePlugin(init_weights=fn) with an fn(module, name) that fills all of a module's own tensors, or "
+            "init_weights=False to load them all with booster.load_model"
+        )
+
+
+def _fill(model: nn.Module, names: set[str], seed: int, fill: Callable[..., None]) -> set[str]:
+    """Call `fill` for each module with some of these tensors, in it or below; returns those still without values.
+
+    Children come before the modules around them, as in transformers, and with each module the nearest one around it (or
+    itself) that has `_init_weights`.
+    """
+    if not names:
+        return set()
+
+    def walk(path: str, module: nn.Module, owner: Any) -> None:
+        owner = module if hasattr(module, "_init_weights") else owner
+        for name, child in module.named_children():
+            walk(f"{path}.{name}" if path else name, child, owner)
+        if path in writes.below:
+            with writes.inside(path):
+                direct = {name for name in writes.below[path] if name.rpartition(".")[0] == path}
+                fill(path, module, owner, direct, writes)
+
+    with torch.no_grad(), _SeededWrites(model, names, seed) as writes:
+        walk("", model, None)
+    return names - writes.written
+
+
+def _by_architecture(path: str, module: nn.Module, owner: Any, names: set[str], writes: "_SeededWrites") -> None:
+    if owner is not None:
+        owner._init_weights(module)
+    reset: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    if names - writes.written and reset is not None:
+        writes.settled = set(writes.written)
+        reset()
+        writes.settled = set()
+
+
+def _by_function(
+    rule: Callable[..., Any], path: str, module: nn.Module, owner: Any, names: set[str], writes: "_SeededWrites"
+) -> None:
+    if not names:
+        return
+    parameters = list(inspect.signature(rule).parameters.values())
+    takes_name = len(parameters) > 1 and parameters[1].default is inspect.Parameter.empty
+    try:
+        rule(module, path) if takes_name else rule(module)
+    except Exception as error:  # whatever the user's function raises
+        raise ConfigurationError(
+            f"init_weights failed for {path} ({type(module).__name__}, with {', '.join(sorted(names))}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+class _SeededWrites(TorchDispatchMode):
+    """Lets writes through to the named tensors only, and random ones draw from a generator of that name.
+
+    A parameter with several names is written to by the module of its first name: the others would draw it again.
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str], seed: int) -> None:
+        super().__init__()
+        self.seed, self.path = seed, ""
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        self.names = {storage_of(tensor): name for name, tensor in tensors.items()}  # of each, the first
+        self.below: dict[str, set[str]] = {"": set(names)}  # what is to be written, by the modules around it
+        for name in names:
+            for path in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+                self.below.setdefault(path, set()).add(name)
+        self.written: set[str] = set()
+        self.settled: set[str] = set()  # written, and not to be written again
+        self.draws: Counter[str] = Counter()
+
+    @contextmanager
+    def inside(self, path: str) -> Iterator[None]:
+        """While the module at `path` is initialised."""
+        self.path = path
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(number(self.seed, path))
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        for target in mutated(func, args, kwargs) if func._schema.is_mutable else ():
+            name = self.names.get(storage_of(target))
+            if name is None:
+                continue
+            if name in self.settled or name not in self.below[self.path]:
+                return target
+            self.written.add(name)
+            if any(argument.name == "generator" for argument in func._schema.arguments):
+                seed = number(self.seed, f"{name}#{self.draws[name]}")
+                kwargs["generator"] = torch.Generator(target.device).manual_seed(seed)
+                self.draws[name] += 1
+        return func(*args, **kwargs)
+
+
+def give(parameter: nn.Parameter, values: Tensor) -> None:
+    """Let a parameter on meta take over these values; it stays the same object."""
+    kept = {key: value for key, value in parameter.__dict__.items() if key != "_is_hf_initialized"}
+    torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
+    parameter.__dict__.update(kept)
+
+
+def number(seed: int, text: str) -> int:
+    """A seed for what `text` names."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {text}".encode(), digest_size=7).digest(), "little")

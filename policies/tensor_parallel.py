@@ -1,0 +1,49 @@
+"""Tensor parallelism: plans for base models that transformers ships without a `tp_plan`, by model type.
+
+Styles are transformers', or pipeshard's own: `conv1d_...` for GPT-2's transposed linear layers, and `divide:ATTRIBUTES`
+for a module whose forward reads its number of heads or features from its own attributes.
+"""
+
+
+def _layers(path: str, colwise: str, rowwise: str) -> dict[str, str]:
+    """Linear layers below `path`, sliced by their outputs and by their inputs."""
+    plan = {f"{path}.{name}": "colwise" for name in colwise.split()}
+    return plan | {f"{path}.{name}": "rowwise" for name in rowwise.split()}
+
+
+def _heads(attention: str) -> dict[str, str]:
+    """An attention of Whisper, which has the number of heads from its module."""
+    return {attention: "divide:num_heads"} | _layers(attention, colwise="q_proj k_proj v_proj", rowwise="out_proj")
+
+
+TP_PLANS = {
+    "bert": _layers(
+        path="encoder.layer.*",
+        colwise="attention.self.query attention.self.key attention.self.value intermediate.dense",
+        rowwise="attention.output.dense output.dense",
+    ),
+    "gpt2": {
+        "h.*.attn": "divide:split_size",
+        "h.*.attn.c_attn": "conv1d_qkv",
+        "h.*.attn.c_proj": "conv1d_rowwise",
+        "h.*.mlp.c_fc": "conv1d_colwise",
+        "h.*.mlp.c_proj": "conv1d_rowwise",
+    },
+    # Between its attentions alone: a position bias is of all heads, and handed on to the next stage.
+    "t5": {
+        **_layers("encoder.block.*.layer.*.DenseReluDense", colwise="wi wi_0 wi_1", rowwise="wo"),
+        **_layers("decoder.block.*.layer.*.DenseReluDense", colwise="wi wi_0 wi_1", rowwise="wo"),
+    },
+    "vit": _layers(
+        path="layers.*",
+        colwise="attention.q_proj attention.k_proj attention.v_proj mlp.fc1",
+        rowwise="attention.o_proj mlp.fc2",
+    ),
+    "whisper": {
+        **_layers("encoder.layers.*", colwise="fc1", rowwise="fc2"),
+        **_layers("decoder.layers.*", colwise="fc1", rowwise="fc2"),
+        **_heads("encoder.layers.*.self_attn"),
+        **_heads("decoder.layers.*.self_attn"),
+        **_heads("decoder.layers.*.encoder_attn"),
+    },
+}
