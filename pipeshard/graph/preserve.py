@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeshard.graph.snapshot import HOOKS, Change, Snapshot
+from pipeshard.graph.places import HOOKS
+from pipeshard.graph.snapshot import Change, Snapshot
 from pipeshard.graph.taint import mutated, storage_of
 
 

@@ -2,8 +2,8 @@
 
 import os
 import traceback
-from collections.abc import Iterable, Iterator, Sized
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +88,7 @@ class Taint(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.recipes = recipes or Recipes(device)
+        self.calls = 0  # of units so far
         self.inside: int | None = None
         self.tags: dict[int, frozenset[Tag]] = {}
         self.homes: dict[int, Value] = {}  # storages that *are* a value, not only computed from it
@@ -174,19 +175,24 @@ class Taint(TorchDispatchMode):
             self.decisions[_where()] = None
 
     @contextmanager
-    def checking(self) -> Iterator[None]:
-        """While values are read by torch, to be refused if they are out of range."""
-        self.is_checking = True
+    def inside_call(self, inputs: Mapping[int, int]) -> Iterator[set[int]]:
+        """Inside, operators are those of the unit call that comes next, with `inputs` by storage: yields the numbers of
+        those that it writes to."""
+        homes, written = self.homes, self.written
+        self.homes, self.written = {storage: Value(-1, number) for storage, number in inputs.items()}, set()
+        self.inside, self.met, self.flops, self.elements = self.calls, set(), 0, 0
+        changed: set[int] = set()
         try:
-            yield
+            yield changed
         finally:
-            self.is_checking = False
+            changed |= {value.leaf for value in self.written}
+            self.inside, self.homes, self.written = None, homes, written
 
-    def hook(self, tensor: Tensor, calls: int) -> None:
+    def hook(self, tensor: Tensor) -> None:
         """Glue listens to the gradient of a tensor."""
         if self.inside is None and any(isinstance(tag, Value) for tag in self.of([tensor])):
             self._add(tensor, frozenset({Hooked(len(self.hooks))}))
-            self.hooks.append(Hook(calls, self.homes.get(storage_of(tensor)), _where()))
+            self.hooks.append(Hook(self.calls, self.homes.get(storage_of(tensor)), _where()))
 
     def write(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
         """A tensor is changed in place by something with these tags."""
@@ -240,14 +246,13 @@ class Reading(TorchFunctionMode):
     INDEXERS = (Tensor.__getitem__, Tensor.__setitem__)
     LISTENERS = (Tensor.register_hook, Tensor.retain_grad)
 
-    def __init__(self, taint: Taint, calls: Sized = ()) -> None:
-        """`calls` are the unit calls so far."""
+    def __init__(self, taint: Taint) -> None:
         super().__init__()
-        self.taint, self.calls = taint, calls
+        self.taint = taint
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.LISTENERS:
-            self.taint.hook(args[0], len(self.calls))
+            self.taint.hook(args[0])
         elif func in self.READERS:
             self.taint.decide(self.taint.of(args[:1]))
         elif func in self.BUILDERS or func in self.INDEXERS:
@@ -258,8 +263,11 @@ class Reading(TorchFunctionMode):
         elif self.taint.inside is not None and casting() and any(t.is_meta for t in _tensors(args)):
             raise RuntimeError("by shape alone torch.autocast casts nothing")
         classes = (*args, *(kwargs or {}).values())[1:] if func is nn.functional.one_hot else ()
-        with self.taint.checking() if classes > (0,) else nullcontext():  # else the largest value is their number
+        self.taint.is_checking = classes > (0,)  # else their number is the largest value
+        try:
             return func(*args, **(kwargs or {}))
+        finally:
+            self.taint.is_checking = False
 
 
 def casting() -> str | None:

@@ -24,7 +24,8 @@ from torch.utils._pytree import (
 )
 
 from pipeshard.errors import TraceError
-from pipeshard.graph.snapshot import MISSING, Change, Path, Snapshot, attributes, is_object, put, put_content, resolve
+from pipeshard.graph.places import MISSING, Path, content_of, is_object, put, put_content, resolve
+from pipeshard.graph.snapshot import Change, Snapshot
 
 UNIT, ARGUMENTS = "unit", "arguments"  # the roots of places
 
@@ -111,7 +112,7 @@ def opened(content: Any, known: Mapping[int, Path] | None = None) -> Any:
     if isinstance(content, Mapping):
         return _Opened(type(content), tuple(content), [opened(value, known) for value in content.values()])
     if is_object(content) and not isinstance(content, nn.Module | type):
-        values = attributes(content)
+        values = content_of(content, "attr")
         return _Opened(type(content), tuple(values), [opened(value, known) for value in values.values()])
     return content
 

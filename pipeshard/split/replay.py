@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from pipeshard.errors import TraceError, UsageError
 from pipeshard.graph.flags import is_mentioned
+from pipeshard.graph.places import is_comparable, told
 from pipeshard.graph.rng import Randomness, Repeat, Repeats
 from pipeshard.graph.shapes import TensorSpec
-from pipeshard.graph.snapshot import Snapshot, is_comparable, told
+from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import Value
 from pipeshard.graph.unit_outputs import (
     ARGUMENTS,

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from pipeshard.errors import TraceError
-from pipeshard.graph.snapshot import Snapshot, Step, told
+from pipeshard.graph.places import Step, told
+from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.trace import trace
 from pipeshard.graph.unit_outputs import ARGUMENTS, RESULT, UNIT, Exits, Part, Source, answer, changed, listened, opened
 from tests.parity.build import batch, build
