@@ -7,12 +7,12 @@ here beside it. Another call is of the same kind if nothing that the visited one
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from pipeshard.graph.places import HOOKS, PLAIN, Path, noting_reads
 from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, is_trainable
 from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import CASTING, Hidden, Tag, Taint, casting, storage_of
-from pipeshard.graph.unit_outputs import ARGUMENTS, LISTS, RESULT, UNIT, Exits, Part, changed, listened, opened
+from pipeshard.graph.unit_outputs import ARGUMENTS, LISTS, RESULT, UNIT, Part, changed, listened, opened, run_collecting
 from pipeshard.graph.units import unsliced
 
 Place = tuple[Path, Any]  # the path of a holder, and the key there
@@ -57,6 +57,16 @@ class Settings:
     def differences(self, other: "Settings") -> set[Place]:
         a, b = self.values, other.values
         return {place for place in a.keys() | b.keys() if place not in a or place not in b or a[place] != b[place]}
+
+
+class UnitCall(NamedTuple):
+    """A call of a unit that is to be answered: its forward, and its arguments as leaves of a tree."""
+
+    unit: str
+    module: nn.Module
+    forward: Callable[..., Any]
+    leaves: Sequence[Any]
+    tree: TreeSpec
 
 
 @dataclass(frozen=True)
@@ -97,78 +107,59 @@ class Kind:
 
 
 class Kinds:
-    """The kinds of units that are known, from run to run. A `meter` listens to every visit."""
+    """The kinds that are known of a model's units, from run to run. A `meter` listens to every visit."""
 
-    def __init__(self, units: Mapping[str, nn.Module], device: torch.device, meter: Meter | None = None) -> None:
-        self.units, self.device, self.meter = units, device, meter
+    def __init__(self, device: torch.device, meter: Meter | None = None) -> None:
+        self.device, self.meter = device, meter
         self.reuse = True
         self._known: dict[Any, list[Kind]] = {}
         self._settings: dict[str, Settings] = {}
 
-    def of_call(
-        self, taint: Taint, unit: str, forward: Callable[..., Any], leaves: Sequence[Any], tree: TreeSpec
-    ) -> Kind:
+    def of(self, call: UnitCall, taint: Taint) -> Kind:
         """What this call of a unit does, as far as it is known from one that was visited, else by a visit."""
-        settings = self._settings_of(unit)
-        key = type(self.units[unit]), modes(), str(tree), tuple(map(describe, leaves))
+        settings = self._settings_of(call)
+        key = type(call.module), modes(), str(call.tree), tuple(map(describe, call.leaves))
         known = self._known.setdefault(key, [])
         kind = next((kind for kind in known if kind.is_of(settings)), None) if self.reuse else None
         if kind is None:
-            kind = self._visit(taint, unit, forward, leaves, tree, settings)
+            kind = self._visit(call, taint, settings)
             if kind.is_shared:
                 known.append(kind)
         return kind
 
-    def _settings_of(self, unit: str) -> Settings:
+    def _settings_of(self, call: UnitCall) -> Settings:
         """Those of a unit now; glue seldom changes any between two calls."""
-        settings = self._settings.get(unit)
+        settings = self._settings.get(call.unit)
         if settings is None or any(flagged(settings.snapshot)):
-            settings = self._settings[unit] = Settings(self.units[unit])
+            settings = self._settings[call.unit] = Settings(call.module)
         return settings
 
-    def _visit(
-        self,
-        taint: Taint,
-        unit: str,
-        forward: Callable[..., Any],
-        leaves: Sequence[Any],
-        tree: TreeSpec,
-        settings: Settings,
-    ) -> Kind:
+    def _visit(self, call: UnitCall, taint: Taint, settings: Settings) -> Kind:
         """Run a unit's own forward on meta, or with throw-away values where it does not run there, or where torch
         casts by itself, which it does on the device that it casts for alone."""
-        module = self.units[unit]
         try:
-            return self._visit_on(torch.device("meta"), taint, module, forward, leaves, tree, settings)
+            return self._visit_on(torch.device("meta"), call, taint, settings)
         except Exception as on_meta:  # whatever a model raises where there are no values
             kind = casting() or self.device.type
             try:
                 device = self.device if kind == self.device.type else torch.device(kind)
-                return self._visit_on(device, taint, module, forward, leaves, tree, settings)
+                return self._visit_on(device, call, taint, settings)
             except Exception as error:  # the model's own
                 raise TraceError(
-                    f"unit {unit} ({type(module).__name__}) does not run: {type(error).__name__}: {error} "
+                    f"unit {call.unit} ({type(call.module).__name__}) does not run: {type(error).__name__}: {error} "
                     f"(by shape alone: {type(on_meta).__name__}: {on_meta}). Its inputs were "
-                    f"{[describe(leaf) for leaf in leaves]}"
+                    f"{[describe(leaf) for leaf in call.leaves]}"
                 ) from error
 
-    def _visit_on(
-        self,
-        device: torch.device,
-        taint: Taint,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        leaves: Sequence[Any],
-        tree: TreeSpec,
-        settings: Settings,
-    ) -> Kind:
+    def _visit_on(self, device: torch.device, call: UnitCall, taint: Taint, settings: Settings) -> Kind:
+        module = call.module
         with _disable_current_modes():
-            inputs = [_lent(leaf, device, taint) for leaf in leaves]
+            inputs = [_lent(leaf, device, taint) for leaf in call.leaves]
             state = blank_state(module, device)
         for name, buffer in module.named_buffers():  # one that another unit has moved
             if tags := taint.of([buffer]):
                 taint.mark(state[name], tags)
-        arguments = tree_unflatten(inputs, tree)
+        arguments = tree_unflatten(inputs, call.tree)
         nodes = {t.grad_fn: k for k, t in enumerate(inputs) if isinstance(t, Tensor) and t.grad_fn is not None}
         positions = {storage_of(t): k for k, t in enumerate(inputs) if isinstance(t, Tensor)}
         read: set[Place] = set()
@@ -181,10 +172,10 @@ class Kinds:
             try:
                 with (
                     noting_reads([module for module, _ in settings.modules.values()], note) as watched,
-                    Exits(module, listened(module), silent=True) as exits,
                     self.meter.visit(module, inputs) if self.meter else contextlib.nullcontext() as visit,
                 ):
-                    (_, result), *heard = exits.run(forward, *arguments)
+                    hooked = listened(module)
+                    (_, result), *heard = run_collecting(module, call.forward, arguments, hooked, silent=True)
                 left = list(changed(before, but=inputs))
             finally:
                 before.restore()
@@ -246,7 +237,7 @@ def _comparable(value: Any) -> Any:
         return type(value), value
     if isinstance(value, tuple):
         return tuple(map(_comparable, value))
-    if isinstance(value, functools.partial):
+    if isinstance(value, partial):
         return _comparable(value.func), _comparable(value.args), repr(sorted(value.keywords))
     if isinstance(value, MethodType):
         return _comparable(value.__func__), type(value.__self__)

@@ -66,23 +66,16 @@ def is_same(a: Any, b: Any) -> bool:
 
 def told(path: Path) -> str:
     """A path as a person would write it."""
-    text, registered = "", False
+    text, before = "", None
     for how, key in path:
-        if how == "attr" and key in REGISTERED:
-            registered = True
-            continue
-        if how == "state":
-            continue
-        if how == "root":
-            text = str(key)
-        elif how in ("attr", "class") or registered:
-            text += f".{key}" if text else str(key)
-        elif how == "item":
+        if how == "item" and before not in REGISTERED:
             text += f"[{key!r}]"
-        else:
+        elif how in ("root", "attr", "class", "item"):
+            text += f".{key}" if key not in REGISTERED else ""
+        elif how != "state":
             text += f" {how} {key}"
-        registered = False
-    return text
+        before = key
+    return text.lstrip(".")
 
 
 def resolve(root: Any, path: Iterable[Step]) -> Any:

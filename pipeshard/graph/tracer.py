@@ -7,7 +7,7 @@ returns, and a Taint follows from there what is computed from what.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.batch.tree import flatten_with_names
 from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Call, Dataflow, Use
-from pipeshard.graph.kinds import Kind, Kinds
+from pipeshard.graph.kinds import Kind, Kinds, UnitCall
 from pipeshard.graph.meter import Meter
 from pipeshard.graph.question import Recipes
 from pipeshard.graph.rng import Groups, Randomness, python_state
@@ -58,7 +58,7 @@ class Tracer:
         self.units = find_units(model, cuts)
         tensors = (*model.parameters(), *sample.tensors.values())
         self.device = next(t.device for t in tensors if not t.is_meta)
-        self.kinds = Kinds(self.units, self.device, meter)
+        self.kinds = Kinds(self.device, meter)
         self.python_random = False
         self.reset: Callable[[], None] = lambda: None
         self.listen: Callable[[int | None, bool], None] = lambda call, is_through: None
@@ -85,7 +85,17 @@ class Tracer:
         versions = {path: leaf._version for path, leaf in batch.tensors.items()}
         noted: set[str] = set()
         batch = batch.noting(noted.add)
-        with self._observing() as sealed:
+        with (
+            as_trained(self.model),
+            Randomness(self.device).step(0, 0),
+            handled(self.units, self._answer),
+            torch.enable_grad(),  # whether a result requires grad is part of it
+            self.meter.running(self.taint) if self.meter else nullcontext(),
+            self.taint,
+            Reading(self.taint),
+            _noting_functions(self.taint) as sealed,
+            _noting_backward(self.taint),
+        ):
             state = python_state()
             output = self._forward(batch)
             self.listen(None, False)
@@ -103,22 +113,6 @@ class Tracer:
         for name, tensors in self.kept.items():
             for tensor in tensors:
                 self.taint.mark(tensor, frozenset({Kept(name)}))
-
-    @contextmanager
-    def _observing(self) -> Iterator[list[int]]:
-        """Around the forward and the criterion; yields what `_noting_functions` finds."""
-        with ExitStack() as stack:
-            stack.enter_context(as_trained(self.model))
-            stack.enter_context(Randomness(self.device).step(0, 0))
-            stack.enter_context(handled(self.units, self._answer))
-            stack.enter_context(torch.enable_grad())  # whether a result requires grad is part of it
-            if self.meter:
-                stack.enter_context(self.meter.running(self.taint))
-            stack.enter_context(self.taint)
-            stack.enter_context(Reading(self.taint))
-            sealed = stack.enter_context(_noting_functions(self.taint))
-            stack.enter_context(_noting_backward(self.taint))
-            yield sealed
 
     def _forward(self, batch: Batch) -> Any:
         try:
@@ -186,7 +180,7 @@ class Tracer:
             check_call(unit, args, self.calls, self.rows)
         leaves, tree = tree_flatten((args, kwargs))
         self._use(leaves)
-        kind = self.kinds.of_call(taint, unit, original, leaves, tree)
+        kind = self.kinds.of(UnitCall(unit, self.units[unit], original, leaves, tree), taint)
         reads = self._use(leaves, kind.met)
         for position in kind.written:
             taint.write(leaves[position], frozenset({Hidden(index)}))  # who reads it from here on sees the change

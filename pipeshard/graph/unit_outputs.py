@@ -4,13 +4,13 @@ Places are found by difference (`Snapshot`): attributes of the unit or of any ob
 that it is given, globals, buffers.
 """
 
-import contextlib
-import functools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import (
@@ -193,60 +193,53 @@ def _leave(source: Source, content: Any, unit: nn.Module, arguments: Any) -> Non
         put(resolve_from(tuple(way), unit, arguments), how, key, content)
 
 
-class Exits:
-    """Runs one unit call, `forward(*args, **kwargs)`, and collects what leaves it, the result first.
+def run_collecting(
+    unit: nn.Module,
+    forward: Callable[..., Any],
+    arguments: tuple[Any, Any],
+    modules: Iterable[str] = (),
+    places: Sequence[Source] = (),
+    silent: bool = False,
+) -> list[tuple[Source, Any]]:
+    """Run one call of `unit` with its positional and keyword `arguments`, and return what leaves it, the result first.
 
     `modules` are those inside whose results count; with `silent` their hooks hear nothing of it. `places` are the
     sources to look at afterwards.
     """
+    args, kwargs = arguments
+    heard: list[tuple[Source, Any]] = []
+    counts: Counter[str] = Counter()
 
-    def __init__(
-        self, unit: nn.Module, modules: Iterable[str], silent: bool = False, places: Sequence[Source] = ()
-    ) -> None:
-        self.modules, self.silent = {path: unit.get_submodule(path) for path in modules}, silent
-        self.unit, self.places = unit, places
-        self.heard: list[tuple[Source, Any]] = []
+    def hear(path: str, module: nn.Module, args: Any, result: Any) -> None:
+        heard.append((Source(path, counts[path]), opened(result)))
+        counts[path] += 1
 
-    def __enter__(self) -> Self:
-        counts: Counter[str] = Counter()
-
-        def hear(path: str, module: nn.Module, args: Any, result: Any) -> None:
-            self.heard.append((Source(path, counts[path]), opened(result)))
-            counts[path] += 1
-
-        self.hooks = {path: dict(module._forward_hooks) for path, module in self.modules.items()}
-        self.handles = []
-        for path, module in self.modules.items():
-            if self.silent:
+    before = {source: list(_at(source, unit, arguments)) for source in places if source.how in LISTS}
+    with ExitStack() as stack:
+        for path in modules:
+            module = unit.get_submodule(path)
+            if silent:
+                stack.callback(module._forward_hooks.update, dict(module._forward_hooks))
                 module._forward_hooks.clear()
-            self.handles.append(module.register_forward_hook(functools.partial(hear, path), prepend=True))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-        for path, module in self.modules.items() if self.silent else ():
-            module._forward_hooks.update(self.hooks[path])
-
-    def run(self, forward: Any, args: Any, kwargs: Any) -> list[tuple[Source, Any]]:
-        arguments = args, kwargs
-        before = {source: list(self._at(source, arguments)) for source in self.places if source.how in LISTS}
+            stack.callback(module.register_forward_hook(partial(hear, path), prepend=True).remove)
         result = forward(*args, **kwargs)
-        left = [(source, self._left(source, before.get(source), arguments)) for source in self.places]
-        return [(RESULT, result), *self.heard, *left]
+    left = [(source, _left(source, before.get(source), unit, arguments)) for source in places]
+    return [(RESULT, result), *heard, *left]
 
-    def _at(self, source: Source, arguments: Any) -> Any:
-        with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):
-            return resolve_from(source.place, self.unit, arguments)
-        return () if source.how in LISTS else MISSING
 
-    def _left(self, source: Source, before: list[Any] | None, arguments: Any) -> Any:
-        now = self._at(source, arguments)
-        if before is None:
-            return opened(now)
-        if source.how == "added":
-            return [opened(entry) for entry in list(now)[len(before) :]]
-        return _entries(Change(source.place, None, None, before, list(now)), {})
+def _at(source: Source, unit: nn.Module, arguments: Any) -> Any:
+    with suppress(AttributeError, KeyError, IndexError, TypeError):
+        return resolve_from(source.place, unit, arguments)
+    return () if source.how in LISTS else MISSING
+
+
+def _left(source: Source, before: list[Any] | None, unit: nn.Module, arguments: Any) -> Any:
+    now = _at(source, unit, arguments)
+    if before is None:
+        return opened(now)
+    if source.how == "added":
+        return [opened(entry) for entry in list(now)[len(before) :]]
+    return _entries(Change(source.place, None, None, before, list(now)), {})
 
 
 def listened(unit: nn.Module) -> list[str]:

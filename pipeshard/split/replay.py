@@ -19,7 +19,6 @@ from pipeshard.graph.taint import Value
 from pipeshard.graph.unit_outputs import (
     ARGUMENTS,
     UNIT,
-    Exits,
     Known,
     Source,
     answer,
@@ -27,6 +26,7 @@ from pipeshard.graph.unit_outputs import (
     flattened,
     listened,
     resolve_from,
+    run_collecting,
 )
 from pipeshard.split.recompute import recomputes_itself, run_again
 from pipeshard.split.route import Blank, Route, Step
@@ -151,8 +151,7 @@ class Replay:
         run.inside = True
         try:
             if step.aside:
-                with Exits(unit, step.modules, places=step.places) as exits:
-                    (_, result), *others = exits.run(forward, args, kwargs)
+                (_, result), *others = run_collecting(unit, forward, arguments, step.modules, step.places)
             else:
                 result = forward(*args, **kwargs)
         finally:
