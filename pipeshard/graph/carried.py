@@ -16,12 +16,10 @@ from pipeshard.batch.batch import Batch
 from pipeshard.graph.dataflow import Carried, Dataflow, Use
 from pipeshard.graph.places import (
     COLLECTIONS,
-    HOOKS,
     MISSING,
     PLAIN,
     REGISTERED,
     Path,
-    Step,
     is_generator,
     is_same,
     noting_reads,
@@ -83,7 +81,7 @@ class _Record:
         self.readers: set[int] = set()
         self.uses = Use()
         self.kind = ""
-        self.is_read_early = False  # by the next forward, before its last call
+        self.is_read_early = True  # by the next forward, before its last call, as far as that is known
         self._take()
 
     @property
@@ -214,9 +212,8 @@ def _noting_early(records: Sequence[_Record], is_early: Callable[[], bool]) -> I
             record.is_read_early = True
 
     with noting_reads((record.place.holder for record in attributes.values()), note) as watched:
-        for record in records:
-            is_attribute = record.place.path[-1].how == "attr" and id(record.place.holder) in watched
-            record.is_read_early = not is_attribute
+        for record in attributes.values():
+            record.is_read_early = id(record.place.holder) not in watched
         yield
 
 
@@ -248,13 +245,7 @@ def informed(flow: Dataflow) -> Dataflow:
 
 def _changed(model: nn.Module, before: Before) -> list[Path]:
     """The places of the model's that are not as they were; of what is inside a list or a mapping, where that is."""
-    paths = [_place(model, change.path) for change in before.changes() if change.path[0].key == ""]
-    for name, module in model.named_modules():
-        parts = name.split(".") if name else []
-        way = [step for part in parts for step in (Step("attr", "_modules"), Step("item", part))]
-        hooks = (key for key in HOOKS if before.has_other(module.__dict__.get(key)))
-        paths += [(Step("root", ""), *way, Step("attr", key)) for key in hooks]
-    return list(dict.fromkeys(paths))
+    return list(dict.fromkeys(_place(model, change.path) for change in before.changes() if change.path[0].key == ""))
 
 
 def _place(model: nn.Module, path: Path) -> Path:

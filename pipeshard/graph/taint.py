@@ -1,4 +1,9 @@
-"""Taint: which values every tensor was computed from, kept by storage."""
+"""Taint: which values every tensor was computed from, kept by storage.
+
+Autograd's graph tells what floating-point results were computed from, but not integers and masks, what was written in
+place, and what Python has read and decided by. So every operator of glue passes a dispatch mode that carries tags from
+its inputs to its outputs; tags belong to storages, so that views have those of their base.
+"""
 
 import os
 import traceback
@@ -62,8 +67,8 @@ DECIDING = SCALAR | {aten.nonzero, aten._unique2, aten.unique_dim, aten.unique_c
 DECIDING |= {aten.bincount}
 # Operators that take the shape of their input, and none of its values.
 SHAPED = {aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like, aten.randn_like}
-CASTING = "cuda", "cpu"  # kinds of devices on which torch.autocast may be on
 SHAPED |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided}
+CASTING = "cuda", "cpu"  # kinds of devices on which torch.autocast may be on
 
 
 class Hook(NamedTuple):
@@ -127,40 +132,66 @@ class Taint(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = list(_tensors((*args, *kwargs.values())))
         tags = self.of(inputs) if func._overloadpacket not in SHAPED else NOTHING
-        if tags and (deciding := self.of(_deciding(func, args))):
-            is_asked = func._overloadpacket in SCALAR and all(isinstance(tag, Input) for tag in tags)
-            self.decide(deciding, shaping=func._overloadpacket not in SCALAR, is_asked=is_asked)
-        if self.inside is None:
-            self.drawn |= _draws(func, args, kwargs)
-            self.touched |= {tag for tag in tags if isinstance(tag, Value)}
-        elif kwargs.get("generator") is not None and any(t.is_meta for t in inputs):
-            raise RuntimeError("by shape alone nothing is drawn from a generator")  # which is to be seen to move
-        elif func._overloadpacket in SCALAR and any(t.is_meta for t in inputs):
-            raise RuntimeError("by shape alone no value is known")  # not everywhere an error: libraries make it 0
-        result = self._run(func, args, kwargs, inputs)
-        if self.inside is None and tags and all(isinstance(tag, Input) for tag in tags):
-            if func._overloadpacket in SCALAR and not self.is_checking:
-                return self._ask(func, args, kwargs, result, frozenset(tag.path for tag in tags))  # type: ignore[union-attr]
-            if isinstance(result, Tensor) and not func._schema.is_mutable:
-                self.recipes.note(func, args, kwargs, result)
-        outputs = list(_tensors(result if isinstance(result, tuple | list) else (result,)))
-        if self.inside is not None:
-            self.met |= tags - {Hidden(self.inside)}
-            self._count(func, args, kwargs, result, outputs)
-            tags = frozenset({Hidden(self.inside)})
-        elif func._overloadpacket in flop_registry and any(isinstance(tag, Used) for tag in tags):
-            self.of_glue += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
-        for output in outputs:
+        run = self._run_in_glue if self.inside is None else self._run_in_unit
+        result, tags = run(func, args, kwargs, inputs, tags)
+        for output in _tensors((result,)):
             self._add(output, tags)
         if func._schema.is_mutable:
             for target in mutated(func, args, kwargs):
                 self.write(target, tags)
         return result
 
-    def _ask(self, func: Any, args: Any, kwargs: Any, answer: Any, paths: frozenset[str]) -> Any:
-        question = self.recipes.ask(func, args, kwargs, answer, paths)
-        self.shaping |= paths if question.steps is None else set()
-        return question.answer
+    def _run_in_glue(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], tags: frozenset[Tag]
+    ) -> tuple[Any, frozenset[Tag]]:
+        """The result of an operator and its tags."""
+        packet, is_of_batch = func._overloadpacket, bool(tags) and all(isinstance(tag, Input) for tag in tags)
+        if tags and (deciding := self.of(_deciding(func, args))):
+            self.decide(deciding, shaping=packet not in SCALAR, is_asked=packet in SCALAR and is_of_batch)
+        self.drawn |= _draws(func, args, kwargs)
+        self.touched |= {tag for tag in tags if isinstance(tag, Value)}
+        result = self._without_meta(func, args, kwargs, inputs)
+        if is_of_batch and packet in SCALAR and not self.is_checking:
+            paths = frozenset(tag.path for tag in tags)  # type: ignore[union-attr]
+            question = self.recipes.ask(func, args, kwargs, result, paths)
+            self.shaping |= paths if question.steps is None else set()
+            return question.answer, tags
+        if is_of_batch and isinstance(result, Tensor) and not func._schema.is_mutable:
+            self.recipes.note(func, args, kwargs, result)
+        if any(isinstance(tag, Used) for tag in tags):
+            self.of_glue += _flops(func, args, kwargs, result)
+        return result, tags
+
+    def _run_in_unit(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], tags: frozenset[Tag]
+    ) -> tuple[Any, frozenset[Tag]]:
+        assert self.inside is not None
+        if any(t.is_meta for t in inputs):
+            if kwargs.get("generator") is not None:
+                raise RuntimeError("by shape alone nothing is drawn from a generator")  # which is to be seen to move
+            if func._overloadpacket in SCALAR:
+                raise RuntimeError("by shape alone no value is known")  # not everywhere an error: libraries make it 0
+        result, hidden = func(*args, **kwargs), frozenset({Hidden(self.inside)})
+        self.met |= tags - hidden
+        self.flops += _flops(func, args, kwargs, result)
+        self.elements += sum(output.numel() for output in _tensors((result,)))
+        return result, hidden
+
+    def _without_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        """What an operator of glue returns; of a model on meta, zeros where there are no values."""
+        on_meta = [t.is_meta for t in inputs]
+        if not any(on_meta):
+            return func(*args, **kwargs)
+        meta_args, meta_kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+        device = kwargs.get("device")
+        if device is not None:
+            meta_kwargs["device"] = torch.device("meta")
+        result = func(*meta_args, **meta_kwargs)
+        if func._schema.is_mutable:
+            return args[0]
+        if all(on_meta) and (device is None or torch.device(device).type == "meta"):
+            return result  # still nothing but a parameter or a buffer seen another way
+        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=self.device), result)
 
     def decide(self, tags: frozenset[Tag], shaping: bool = False, is_asked: bool = False) -> None:
         """Python, or a shape, depends on values with these tags; inside a unit that is the unit's own affair."""
@@ -214,26 +245,6 @@ class Taint(TorchDispatchMode):
         if key not in self.tags:
             self._alive.append(tensor.untyped_storage())
         self.tags[key] = self.tags.get(key, NOTHING) | tags
-
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor]) -> None:
-        if func._overloadpacket in flop_registry:
-            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
-        self.elements += sum(output.numel() for output in outputs)
-
-    def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
-        on_meta = [t.is_meta for t in inputs]
-        if self.inside is not None or not any(on_meta):
-            return func(*args, **kwargs)
-        meta_args, meta_kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
-        device = kwargs.get("device")
-        if device is not None:
-            meta_kwargs["device"] = torch.device("meta")
-        result = func(*meta_args, **meta_kwargs)
-        if func._schema.is_mutable:
-            return args[0]
-        if all(on_meta) and (device is None or torch.device(device).type == "meta"):
-            return result  # still nothing but a parameter or a buffer seen another way
-        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=self.device), result)
 
 
 class Reading(TorchFunctionMode):
@@ -291,6 +302,11 @@ def mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from _tensors([args[position] if position < len(args) else kwargs.get(argument.name)])
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    rule = flop_registry.get(func._overloadpacket)
+    return rule(*args, **kwargs, out_val=result) if rule is not None else 0
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:

@@ -1,9 +1,12 @@
-"""Exits: the ways by which values leave a unit call: its result, hooks inside it, and every place that it writes to.
+"""Unit outputs: all ways by which values leave a unit call: its result, hooks inside it, and places it writes to.
 
-Places are found by difference (`Snapshot`): attributes of the unit or of any object that it can reach, lists and dicts
-that it is given, globals, buffers.
+A stage that does not run a unit has to leave behind what the unit would have. Its result alone is not enough: models
+leave auxiliary losses in attributes, lists and contexts, and transformers collects router logits by forward hooks.
+Places are found by difference (`Snapshot`). Each output is a pytree whose tensors can be sent; objects of the user's
+classes are nodes of it that torch's pytree does not have to know.
 """
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -70,7 +73,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Entry:
     """In a list, the entry that was at this index before the call."""
 
     index: int
@@ -79,24 +82,27 @@ class Kept:
 class _Opened:
     """An object of the user's, or a mapping, as a node of a tree: its class, and what it holds."""
 
-    def __init__(self, kind: Any, names: tuple[Any, ...], values: Sequence[Any]) -> None:
-        self.kind, self.names, self.values = kind, names, list(values)
+    def __init__(self, kind: Any, content: Mapping[Any, Any], known: Mapping[int, Path]) -> None:
+        self.kind, self.names = kind, tuple(content)
+        self.values = [opened(value, known) for value in content.values()]
 
-    def closed(self) -> Any:
-        """Such an object."""
-        if issubclass(self.kind, Mapping):
-            return self.kind(zip(self.names, self.values, strict=True))
-        made = self.kind.__new__(self.kind)
-        for name, value in zip(self.names, self.values, strict=True):
-            object.__setattr__(made, name, value)
-        return made
+
+def _rebuilt(values: Iterable[Any], context: tuple[Any, tuple[Any, ...]]) -> Any:
+    """Another such object or mapping."""
+    kind, names = context
+    if issubclass(kind, Mapping):
+        return kind(zip(names, values, strict=True))
+    rebuilt = kind.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(rebuilt, name, value)
+    return rebuilt
 
 
 register_pytree_node(
     _Opened,
     lambda node: (node.values, (node.kind, node.names)),
-    lambda values, context: _Opened(context[0], context[1], list(values)),
-    serialized_type_name="pipeshard.exits.opened",
+    _rebuilt,
+    serialized_type_name="pipeshard.unit_outputs.opened",
 )
 
 
@@ -110,25 +116,10 @@ def opened(content: Any, known: Mapping[int, Path] | None = None) -> Any:
     if type(content) in SUPPORTED_NODES or is_namedtuple_instance(content):
         return tree_map(lambda leaf: opened(leaf, known), content, is_leaf=lambda node: node is not content)
     if isinstance(content, Mapping):
-        return _Opened(type(content), tuple(content), [opened(value, known) for value in content.values()])
+        return _Opened(type(content), content, known)
     if is_object(content) and not isinstance(content, nn.Module | type):
-        values = content_of(content, "attr")
-        return _Opened(type(content), tuple(values), [opened(value, known) for value in values.values()])
+        return _Opened(type(content), content_of(content, "attr"), known)
     return content
-
-
-def closed(content: Any, unit: nn.Module, arguments: Any) -> Any:
-    """What was opened, with the objects of this process."""
-
-    def close(leaf: Any) -> Any:
-        if isinstance(leaf, Known):
-            return resolve_from(leaf.path, unit, arguments)
-        if isinstance(leaf, _Opened):
-            leaf.values = [closed(value, unit, arguments) for value in leaf.values]
-            return leaf.closed()
-        return leaf
-
-    return tree_map(close, content, is_leaf=lambda node: isinstance(node, _Opened))
 
 
 def resolve_from(path: Path, unit: nn.Module, arguments: Any) -> Any:
@@ -138,12 +129,11 @@ def resolve_from(path: Path, unit: nn.Module, arguments: Any) -> Any:
 
 def answer(unit: nn.Module, parts: Sequence[Part], leaves: Sequence[Any], arguments: Any) -> Any:
     """Return the result that `leaves` make, once hooks and places have got what the unit would have given them."""
-    at, result = 0, None
+    result, remaining = None, iter(leaves)
     for source, tree in parts:
-        content = tree_unflatten(leaves[at : at + tree.num_leaves], tree)
-        at += tree.num_leaves
-        if not tree.is_leaf() or isinstance(content, Known):
-            content = closed(content, unit, arguments)
+        of_part = itertools.islice(remaining, tree.num_leaves)
+        of_part = [resolve_from(leaf.path, unit, arguments) if isinstance(leaf, Known) else leaf for leaf in of_part]
+        content = tree_unflatten(of_part, tree)
         if source.module:
             _tell(unit, source.module, content)
         elif source.place:
@@ -174,7 +164,7 @@ def _grows(before: Sequence[Any], now: Sequence[Any]) -> bool:
 
 def _entries(change: Change, known: Mapping[int, Path]) -> list[Any]:
     before = {id(entry): k for k, entry in enumerate(change.before)}
-    return [Kept(before[id(e)]) if id(e) in before else opened(e, known) for e in change.now]
+    return [Entry(before[id(e)]) if id(e) in before else opened(e, known) for e in change.now]
 
 
 def _leave(source: Source, content: Any, unit: nn.Module, arguments: Any) -> None:
@@ -187,7 +177,7 @@ def _leave(source: Source, content: Any, unit: nn.Module, arguments: Any) -> Non
     elif source.how == "all":
         holder = resolve_from(source.place, unit, arguments)
         before = list(holder)
-        put_content(holder, [before[e.index] if isinstance(e, Kept) else e for e in content])
+        put_content(holder, [before[e.index] if isinstance(e, Entry) else e for e in content])
     else:
         *way, (how, key) = source.place
         put(resolve_from(tuple(way), unit, arguments), how, key, content)
