@@ -1,8 +1,8 @@
 """Questions: what glue asks of the values of a batch in Python (`if mask.all():`), asked again of every other batch.
 
-Where the answer is another one, the model may go another way, for which another Dataflow is needed. A question is kept
-as the operators that made it from the batch; numbers among their arguments may follow from the sizes of the batch
-(`mask.sum() == mask.numel()`).
+Where the answer is another one, the model may go another way, for which another Dataflow is needed. torch.export gives
+up at such a branch, or bakes one way in. Here the operators that led from the batch to the question are kept; whole
+numbers among their arguments may follow from the sizes of the batch (`mask.sum() == mask.numel()`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

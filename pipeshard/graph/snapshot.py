@@ -24,7 +24,6 @@ from pipeshard.graph.places import (
     live_dict,
     put,
     put_content,
-    told,
     ways_to_hold,
 )
 
@@ -40,9 +39,6 @@ class Change(NamedTuple):
     key: Any
     before: Any
     now: Any
-
-    def __str__(self) -> str:
-        return told(self.path)
 
 
 class Holder(NamedTuple):
