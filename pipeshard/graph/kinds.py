@@ -262,15 +262,15 @@ def _reached(count: int, tensors: Sequence[tuple[int, Tensor]], nodes: Mapping[A
     """For each of `count` leaves, which inputs (by the nodes of their graphs) get a gradient from it."""
     reached: list[frozenset[int]] = [frozenset()] * count
     for k, tensor in tensors:
-        found, stack, seen = set(), [tensor.grad_fn], set()
+        inputs, stack, seen = set(), [tensor.grad_fn], set()
         while stack:
             node = stack.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
             if node in nodes:
-                found.add(nodes[node])
+                inputs.add(nodes[node])
             else:
                 stack += [following for following, _ in node.next_functions]
-        reached[k] = frozenset(found)
+        reached[k] = frozenset(inputs)
     return tuple(reached)

@@ -195,7 +195,7 @@ def noting_reads(objects: Iterable[Any], note: Callable[[Any, str], None]) -> It
         classes.setdefault(type(value), set()).add(id(value))
     with ExitStack() as stack:
         for kind, watched in list(classes.items()):
-            own, get = kind.__dict__.get("__getattribute__"), kind.__getattribute__
+            override, get = kind.__dict__.get("__getattribute__"), kind.__getattribute__
 
             def noting(self: Any, name: str, get: Any = get, watched: set[int] = watched) -> Any:
                 if id(self) in watched:
@@ -207,8 +207,8 @@ def noting_reads(objects: Iterable[Any], note: Callable[[Any, str], None]) -> It
             except TypeError:
                 del classes[kind]
             else:
-                undo = functools.partial(setattr, kind, "__getattribute__", own)
-                stack.callback(undo if own else functools.partial(delattr, kind, "__getattribute__"))
+                undo = functools.partial(setattr, kind, "__getattribute__", override)
+                stack.callback(undo if override else functools.partial(delattr, kind, "__getattribute__"))
         yield set().union(*classes.values())
 
 
@@ -257,11 +257,11 @@ def _is_users(module: str | None) -> bool:
 
 @functools.cache
 def _slots(kind: Any) -> tuple[str, ...]:
-    found: list[str] = []
+    names: list[str] = []
     for base in kind.__mro__[:-1]:
         slots = base.__dict__.get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else slots
-    return tuple(name for name in found if not name.startswith("__"))
+        names += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in names if not name.startswith("__"))
 
 
 def _is_state(key: str, value: Any) -> bool:

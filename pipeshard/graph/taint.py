@@ -118,8 +118,8 @@ class Taint(TorchDispatchMode):
         return False  # torch would import its compiler (seconds) to keep this mode out of it; nothing here compiles
 
     def of(self, tensors: Iterable[Any]) -> frozenset[Tag]:
-        found = [self.tags.get(storage_of(t), NOTHING) for t in tensors if isinstance(t, Tensor)]
-        return NOTHING.union(*found)
+        """All tags of these tensors; what is not a tensor has none."""
+        return NOTHING.union(*(self.tags.get(storage_of(t), NOTHING) for t in tensors if isinstance(t, Tensor)))
 
     def mark(self, tensor: Tensor, tags: frozenset[Tag], home: Value | None = None) -> None:
         """Replace the tags of a tensor's storage; `home` says that the storage is this value itself."""
@@ -330,9 +330,9 @@ def _deciding(func: Any, args: Any) -> list[Tensor]:
 
 def _where() -> str:
     """The line of the model's code that runs now."""
-    own, library = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
+    package, library = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((own, library)) and not frame.filename.startswith("<"):
+        if not frame.filename.startswith((package, library)) and not frame.filename.startswith("<"):
             name = frame.filename.rpartition("site-packages" + os.sep)[2]
             return f"{name}:{frame.lineno}: {frame.line}"
     return "an unknown line"
