@@ -100,7 +100,7 @@ def put(holder: Any, how: str, key: Any, value: Any) -> None:
         _cells(holder)[key].cell_contents = value
     elif how == "class":
         setattr(holder, key, value)
-    elif how == "attr" and key in _slots(type(holder)):
+    elif how == "attr" and key in _slots(holder):
         object.__delattr__(holder, key) if value is MISSING else object.__setattr__(holder, key, value)
     else:
         live = holder.__dict__ if how == "attr" else holder.__globals__ if how == "global" else holder
@@ -121,7 +121,7 @@ def content_of(holder: Any, how: str) -> Any:
     """A copy of all that is in a holder now: a dict by key, or for "list" a list."""
     if how == "attr":
         held = {key: value for key, value in getattr(holder, "__dict__", {}).items() if key not in OF_TORCH}
-        return {key: getattr(holder, key) for key in _slots(type(holder)) if hasattr(holder, key)} | held
+        return {key: getattr(holder, key) for key in _slots(holder) if hasattr(holder, key)} | held
     if how == "item":
         return dict(holder)
     if how == "list":
@@ -139,7 +139,7 @@ def live_dict(holder: Any, how: str) -> dict[Any, Any] | None:
     """The dict in which a holder's content is, where it is one: that is compared fast."""
     live = holder
     if how == "attr":
-        live = None if _slots(type(holder)) else holder.__dict__
+        live = None if _slots(holder) else holder.__dict__
     return live if how in ("attr", "item") and type(live) is dict else None
 
 
@@ -160,7 +160,7 @@ def ways_to_hold(value: Any) -> Iterator[str]:
     if isinstance(value, nn.Module):
         if not isinstance(value, torch.jit.ScriptModule):
             yield "attr"
-    elif is_object(value) and (hasattr(value, "__dict__") or _slots(type(value))):
+    elif is_object(value) and (hasattr(value, "__dict__") or _slots(value)):
         yield "attr"
 
 
@@ -255,8 +255,12 @@ def _is_users(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] not in CODE_OF_OTHERS
 
 
+def _slots(value: Any) -> tuple[str, ...]:
+    return _slots_of(type(value))  # type: ignore[arg-type]
+
+
 @functools.cache
-def _slots(kind: Any) -> tuple[str, ...]:
+def _slots_of(kind: Any) -> tuple[str, ...]:
     names: list[str] = []
     for base in kind.__mro__[:-1]:
         slots = base.__dict__.get("__slots__", ())

@@ -132,8 +132,8 @@ def answer(unit: nn.Module, parts: Sequence[Part], leaves: Sequence[Any], argume
     result, remaining = None, iter(leaves)
     for source, tree in parts:
         of_part = itertools.islice(remaining, tree.num_leaves)
-        of_part = [resolve_from(leaf.path, unit, arguments) if isinstance(leaf, Known) else leaf for leaf in of_part]
-        content = tree_unflatten(of_part, tree)
+        known = (resolve_from(leaf.path, unit, arguments) if isinstance(leaf, Known) else leaf for leaf in of_part)
+        content = tree_unflatten(known, tree)
         if source.module:
             _tell(unit, source.module, content)
         elif source.place:
