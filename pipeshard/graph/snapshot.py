@@ -40,6 +40,11 @@ class Change(NamedTuple):
     before: Any
     now: Any
 
+    @property
+    def is_of_list(self) -> bool:
+        """Whether it is the whole content of a list or a set."""
+        return self.key is None and not isinstance(self.holder, MutableMapping)
+
 
 class Holder(NamedTuple):
     """Something whose content can be changed, with that content, and the live dict in which it is, if it is in one."""
@@ -97,11 +102,11 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put back what every place held; the values of tensors are not looked at."""
-        for path, holder, key, before, _ in list(self.replaced()):
-            if key is None and not isinstance(holder, MutableMapping):
-                put_content(holder, before)
+        for change in list(self.replaced()):
+            if change.is_of_list:
+                put_content(change.holder, change.before)
             else:
-                put(holder, path[-1].how, key, before)
+                put(change.holder, change.path[-1].how, change.key, change.before)
 
     def _walk(self, queue: deque[tuple[Path, Any]]) -> None:
         seen = self._seen

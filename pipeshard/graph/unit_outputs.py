@@ -147,10 +147,10 @@ def changed(snapshot: Snapshot, but: Iterable[Tensor] = ()) -> Iterator[tuple[So
     """What a call has left at places since the snapshot of UNIT and ARGUMENTS; tensors of `but` are left out."""
     known, skipped = snapshot.paths, {id(tensor) for tensor in but}
     for change in snapshot.changes():
-        if change.key is None and _grows(change.before, change.now):
+        if change.is_of_list and _grows(change.before, change.now):
             added = change.now[len(change.before) :]
             yield Source(place=change.path, how="added"), [opened(entry, known) for entry in added]
-        elif change.key is None:
+        elif change.is_of_list:
             yield Source(place=change.path, how="all"), _entries(change, known)
         elif change.before is not change.now:
             yield Source(place=change.path, how="set"), opened(change.now, known)
