@@ -20,12 +20,12 @@ from pipeshard.graph.places import (
     PLAIN,
     REGISTERED,
     Path,
+    format_path,
     is_generator,
     is_same,
     noting_reads,
     put,
     resolve,
-    told,
 )
 from pipeshard.graph.preserve import Before
 from pipeshard.graph.snapshot import Snapshot
@@ -52,23 +52,27 @@ class Place:
     def __init__(self, model: nn.Module, path: Path) -> None:
         self.path, self.holder = path, resolve(model, path[1:-1])
 
-    def take(self) -> Held:
+    @property
+    def value(self) -> Any:
         try:
-            value = resolve(self.holder, self.path[-1:])
+            return resolve(self.holder, self.path[-1:])
         except (AttributeError, KeyError, IndexError):
-            value = MISSING
+            return MISSING
+
+    def take(self) -> Held:
+        value = self.value
         inside = not isinstance(value, (*PLAIN, Tensor)) and value is not MISSING
         return Held(value, Snapshot({"": value}) if inside else None)
 
     def put(self, held: Held) -> None:
-        if self.take().value is not held.value:
+        if self.value is not held.value:
             put(self.holder, self.path[-1].how, self.path[-1].key, held.value)
         if held.content:
             held.content.restore()
 
     def has(self, held: Held) -> bool:
         """Whether this is what is there."""
-        return is_same(self.take().value, held.value) and not (held.content and any(held.content.changes()))
+        return is_same(self.value, held.value) and not (held.content and any(held.content.changes()))
 
 
 class _Record:
@@ -154,7 +158,7 @@ class _Record:
 
 def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, flow: Dataflow) -> Dataflow:
     """`flow`, which the tracer has just found with `batch`, and what its glue has left changed since `before`."""
-    paths = {told(path): path for path in _changed(tracer.model, before)}
+    paths = {format_path(path): path for path in _changed(tracer.model, before)}
     if not paths:
         return flow
     before.restore()

@@ -6,6 +6,7 @@ before is known again by its number.
 """
 
 import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any
@@ -88,8 +89,6 @@ def _names_in_class(kind: Any) -> frozenset[str]:
 
 def _functions(kind: type) -> Iterator[FunctionType]:
     for value in vars(kind).values():
-        inner: Any = getattr(value, "__func__", getattr(value, "fget", value))
-        while inner is not None and hasattr(inner, "__wrapped__"):  # decorated
-            inner = inner.__wrapped__
-        if isinstance(inner, FunctionType):
-            yield inner
+        function: Any = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
+        if isinstance(function, FunctionType):
+            yield function

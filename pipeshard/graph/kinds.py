@@ -34,16 +34,16 @@ Place = tuple[Path, Any]  # the path of a holder, and the key there
 
 
 class Settings:
-    """All that the code of a unit could read, but for the values of tensors, in a form that can be compared.
+    """All that code could read of a unit, or of an argument, but for the values of tensors, to be compared.
 
     Attributes:
         values: by place.
         modules: the modules in it and their paths, by address.
     """
 
-    def __init__(self, unit: nn.Module) -> None:
-        self.snapshot = Snapshot({UNIT: unit})
-        self.values: dict[Place, Any] = {((), "class"): type(unit)}
+    def __init__(self, root: Any) -> None:
+        self.snapshot = Snapshot({UNIT: root})
+        self.values: dict[Place, Any] = {((), "class"): type(root)}
         self.modules: dict[int, tuple[nn.Module, Path]] = {}
         for path, value, how, content, *_ in self.snapshot.holders:
             for key, entry in content.items() if isinstance(content, dict) else enumerate(content):
@@ -222,10 +222,7 @@ def describe(leaf: Any) -> Any:
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     if isinstance(leaf, PLAIN):
         return type(leaf), leaf if not isinstance(leaf, slice) else str(leaf)
-    holders = [(holder.path, holder.content) for holder in Snapshot({"": leaf}).holders]
-    dicts = ((path, key, _comparable(v)) for path, c in holders if isinstance(c, dict) for key, v in c.items())
-    lists = ((path, tuple(map(_comparable, c))) for path, c in holders if not isinstance(c, dict))
-    return _comparable(leaf), (*dicts, *lists)
+    return _comparable(leaf), frozenset(Settings(leaf).values.items())
 
 
 def _comparable(value: Any) -> Any:

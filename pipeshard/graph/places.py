@@ -64,7 +64,7 @@ def is_same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, PLAIN) and bool(a == b))
 
 
-def told(path: Path) -> str:
+def format_path(path: Path) -> str:
     """A path as a person would write it."""
     text, before = "", None
     for how, key in path:

@@ -143,6 +143,11 @@ class Recipes:
     def leaf(self, tensor: Tensor, path: str) -> None:
         self._leaves[id(tensor)] = tensor, tensor._version, path
 
+    @property
+    def rewritten(self) -> frozenset[str]:
+        """The leaves of the batch that somebody has written to."""
+        return frozenset(path for leaf, version, path in self._leaves.values() if leaf._version != version)
+
     def note(self, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
         self._results[id(output)] = _Result(output, output._version, func, args, kwargs)
 

@@ -82,7 +82,6 @@ class Tracer:
         self.groups = Groups()
         self.rows = batch.rows
         self._mark_inputs(batch)
-        versions = {path: leaf._version for path, leaf in batch.tensors.items()}
         noted: set[str] = set()
         batch = batch.noting(noted.add)
         with (
@@ -101,8 +100,7 @@ class Tracer:
             self.listen(None, False)
             loss = loss_of(output, self.criterion, batch)
             self.python_random |= python_state() != state  # by a unit of a kind too, which runs once for all
-        rewritten = frozenset(path for path, leaf in batch.tensors.items() if leaf._version != versions[path])
-        return self._dataflow(output, loss, batch, sealed, rewritten, noted)
+        return self._dataflow(output, loss, batch, sealed, noted)
 
     def _mark_inputs(self, batch: Batch) -> None:
         for name, parameter in self.model.named_parameters():
@@ -130,15 +128,9 @@ class Tracer:
             ) from error
 
     def _dataflow(
-        self,
-        output: Any,
-        loss: Tensor | None,
-        batch: Batch,
-        sealed: Sequence[int],
-        rewritten: frozenset[str],
-        noted: set[str],
+        self, output: Any, loss: Tensor | None, batch: Batch, sealed: Sequence[int], noted: set[str]
     ) -> Dataflow:
-        taint = self.taint
+        taint, rewritten = self.taint, self.taint.recipes.rewritten
         named, _ = flatten_with_names(output)
         outputs = tuple((name, self._use([leaf]), TensorSpec.of(leaf)) for name, leaf in named if _is_tensor(leaf))
         used = None if loss is None else self._use([loss])

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeshard.errors import TraceError, UsageError
 from pipeshard.graph.flags import is_mentioned
-from pipeshard.graph.places import is_comparable, told
+from pipeshard.graph.places import format_path, is_comparable
 from pipeshard.graph.rng import Randomness, Repeat, Repeats
 from pipeshard.graph.shapes import TensorSpec
 from pipeshard.graph.snapshot import Snapshot
@@ -182,7 +182,7 @@ class Replay:
             is_other = any(is_comparable(now) and not _is_as(now, then) for now, then in pairs)
             is_other = is_other and not source.by_hook
             if differs or (is_other and is_mentioned(source.place[1:], unit, self.model, self.criterion)):
-                place = f"changes {told(source.place[1:]) or 'its arguments'}"
+                place = f"changes {format_path(source.place[1:]) or 'its arguments'}"
                 raise self._differs(step, run, place, "something else there", None, PLACE)
 
     def _checked(self, step: Step, result: Any, run: Run, arguments: Any) -> list[Any]:

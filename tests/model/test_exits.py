@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from pipeshard.errors import TraceError
-from pipeshard.graph.places import Step, told
+from pipeshard.graph.places import Step, format_path
 from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.trace import trace
 from pipeshard.graph.unit_outputs import (
@@ -60,7 +60,7 @@ def test_a_run_collects_all_that_leaves_a_unit() -> None:
     found = [source for source, _ in visited(unit, x, shelf)]
     assert found[:3] == [RESULT, Source("inner", 0), Source("inner", 1)] and not heard
     (place,) = found[3:]
-    assert told(place.place) == "arguments[0][1]['keys']" and place.how == "set"
+    assert format_path(place.place) == "arguments[0][1]['keys']" and place.how == "set"
     results = run_collecting(unit, unit, ((x, shelf), {}), ["inner"], [place])
     assert [source for source, _ in results] == found
     assert results[1][1] is heard[0] and results[2][1] is heard[1] and results[3][1] == shelf["keys"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipeshard.graph.kinds import Settings
-from pipeshard.graph.places import noting_reads, told
+from pipeshard.graph.places import format_path, noting_reads
 from pipeshard.graph.snapshot import Snapshot
 
 
@@ -58,7 +58,7 @@ def test_all_that_has_changed_is_put_back() -> None:
     state.last.append(3)
     first = [float(draw(generator)) for draw, generator in zip(drawn, state.generators, strict=True)]
     assert state.counts() == 1
-    found = {told(change.path) for change in before.changes()}
+    found = {format_path(change.path) for change in before.changes()}
     assert {"state.slotted.here", "state.slotted.late", "state.both.here", "state.both.beside"} <= found
     assert {"state.items[None]", "state.items['b']", "state.items['a']", "state.last"} <= found
     assert {"state.counts cell count", *(f"state.generators[{k}]" for k in range(4))} <= found
