@@ -24,12 +24,12 @@ from tests.pool import Pool
 
 def nothing_left() -> Any:
     """Visits do not look at what a unit has changed beside its result."""
-    return mock.patch("pipeshard.graph.tracer.changed", lambda *_, **__: ())
+    return mock.patch("pipeshard.graph.kinds.changed", lambda *_, **__: ())
 
 
 def one_kind() -> Any:
     """All units of one class are of one kind."""
-    return mock.patch("pipeshard.graph.tracer._Kind.is_of", lambda *_: True)
+    return mock.patch("pipeshard.graph.kinds.Kind.is_of", lambda *_: True)
 
 
 def reused() -> Any:
@@ -41,7 +41,7 @@ def reused() -> Any:
 
 def unreached() -> Any:
     """No result of a unit is known to depend on its arguments."""
-    return mock.patch("pipeshard.graph.tracer._reached", lambda count, *_: (frozenset(),) * count)
+    return mock.patch("pipeshard.graph.kinds._reached", lambda count, *_: (frozenset(),) * count)
 
 
 def one_way() -> Any:

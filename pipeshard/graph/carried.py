@@ -1,21 +1,36 @@
-"""Carried: state that the glue of one forward leaves to the next: counters, running statistics, generators."""
+"""Carried: state that the glue of one forward leaves to the next: counters, running statistics, generators.
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet
-from contextlib import ExitStack, contextmanager
+In one process it is simply there. In a pipeline every stage runs the glue, so that each has to know until where in a
+forward such a place changes, of which unit results it is made, and who reads it in the next forward. Two more runs of
+the glue tell: one that watches the places after every call, and one that begins where that has ended.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.graph.dataflow import Carried, Dataflow, Use
+from pipeshard.graph.places import (
+    COLLECTIONS,
+    MISSING,
+    PLAIN,
+    REGISTERED,
+    Path,
+    format_path,
+    is_generator,
+    is_same,
+    noting_reads,
+    put,
+    resolve,
+)
 from pipeshard.graph.preserve import Before
-from pipeshard.graph.snapshot import HOOKS, MISSING, PLAIN, Path, Snapshot, Step, is_generator, put, resolve, told
+from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import storage_of
-from pipeshard.graph.tracer import Tracer, unheard
-
-REGISTERED = {"_modules", "_parameters", "_buffers"}  # of a module, by their names
+from pipeshard.graph.tracer import Tracer
 
 
 class Held(NamedTuple):
@@ -37,135 +52,173 @@ class Place:
     def __init__(self, model: nn.Module, path: Path) -> None:
         self.path, self.holder = path, resolve(model, path[1:-1])
 
-    def take(self) -> Held:
+    @property
+    def value(self) -> Any:
         try:
-            value = resolve(self.holder, self.path[-1:])
+            return resolve(self.holder, self.path[-1:])
         except (AttributeError, KeyError, IndexError):
-            value = MISSING
+            return MISSING
+
+    def take(self) -> Held:
+        value = self.value
         inside = not isinstance(value, (*PLAIN, Tensor)) and value is not MISSING
         return Held(value, Snapshot({"": value}) if inside else None)
 
     def put(self, held: Held) -> None:
-        if self.take().value is not held.value:
+        if self.value is not held.value:
             put(self.holder, self.path[-1].how, self.path[-1].key, held.value)
         if held.content:
             held.content.restore()
 
     def has(self, held: Held) -> bool:
         """Whether this is what is there."""
-        value = self.take().value
-        plain = isinstance(value, PLAIN) and type(value) is type(held.value) and value == held.value
-        return (value is held.value or plain) and not (held.content and any(held.content.changes()))
+        return is_same(self.value, held.value) and not (held.content and any(held.content.changes()))
+
+
+class _Record:
+    """What the runs of the glue have shown of one place; see Carried."""
+
+    def __init__(self, name: str, place: Place, before: Before) -> None:
+        self.name, self.place, self.before = name, place, before
+        self.until: int | None = None
+        self.writers: set[int] = set()
+        self.readers: set[int] = set()
+        self.uses = Use()
+        self.kind = ""
+        self.is_read_early = True  # by the next forward, before its last call, as far as that is known
+        self._take()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it changes after the last call, to what no tensor is in."""
+        return self.until is None and not self.held.tensors
+
+    def look(self, call: int | None, is_through: bool) -> None:
+        """Take notice if it has changed since it was last looked at."""
+        if not self.place.has(self.held) or self.is_written:
+            self._take()
+            self.until = call
+            self.writers.add(call if is_through and call is not None else -1)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the tensors that it had were written to since."""
+        return self._writes() != self.writes
+
+    def end_first(self, tracer: Tracer) -> None:
+        """The forward that was watched has ended."""
+        self._take()
+        self.uses = Use.of(tracer.taint.of(self.held.tensors))
+        value = self.held.value
+        if isinstance(value, nn.Parameter):
+            self.kind = "parameter"
+        elif isinstance(value, Tensor):
+            self.kind = "tensor" if self.before.writes.times[storage_of(value)] else ""
+        else:
+            self.kind = "generator" if is_generator(value) else ""
+
+    def end_second(self, tracer: Tracer) -> None:
+        """The forward after it has ended."""
+        self.uses = self.uses.joined(Use.of(tracer.taint.of(self.place.take().tensors)))
+        if isinstance(self.held.value, int | float) and not self.place.has(self.held):
+            self.kind = "number"
+        if self.kind == "parameter" and not self.is_written:
+            self.kind = "settled"
+
+    def carried(self) -> Carried:
+        readers, end, kind = self.readers, self.until, self.kind
+        is_lasting = isinstance(self.held.value, Tensor) and (kind == "tensor" or self.name in self.uses.kept)
+        if -1 in self.writers and is_lasting and not readers:
+            readers = {-1}  # the user looks at it, or it is saved
+        is_alone = readers <= self.writers if len(self.writers) == 1 else not readers
+        if is_alone and -1 not in self.writers:
+            end = -1  # a unit's own
+        if self.is_late and not self.is_read_early and self.place.has(self.held):
+            end = -1  # set once, and read where the last stage alone is
+        if end == -1 and not any(tensor.is_floating_point() for tensor in self.held.tensors):
+            kind = kind.replace("tensor", "")  # of which no backward needs what there was
+        return Carried(
+            name=self.name,
+            path=self.place.path,
+            writers=frozenset(self.writers),
+            until=end,
+            uses=replace(self.uses, parameters=self.uses.parameters - {self.name}),
+            readers=frozenset(readers),
+            kind=kind,
+        )
+
+    def _take(self) -> None:
+        self.held = self.place.take()
+        self.writes = self._writes()
+
+    def _writes(self) -> list[tuple[int, int]]:
+        """Of each tensor, where its values are and how often they were written."""
+        return [(key, self.before.writes.times[key]) for key in map(storage_of, self.held.tensors)]
 
 
 def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, flow: Dataflow) -> Dataflow:
-    """`flow`, which the tracer has just found with `batch`, and what its glue has left changed since `before`.
-
-    Where that is anything, another run from there tells where in a forward it changes, and one after that which units
-    depend on it in the next forward.
-    """
-    places = {told(path): Place(tracer.model, path) for path in _changed(tracer.model, before)}
-    if not places:
+    """`flow`, which the tracer has just found with `batch`, and what its glue has left changed since `before`."""
+    paths = {format_path(path): path for path in _changed(tracer.model, before)}
+    if not paths:
         return flow
-    tracer.reset = before.restore
     before.restore()
-    last = {name: place.take() for name, place in places.items()}
-    seen = {name: _writes(held, before) for name, held in last.items()}
-    until: dict[str, int | None] = {}
-    writers: dict[str, set[int]] = {}  # the units that leave something there, -1 for glue
+    records = [_Record(name, Place(tracer.model, path), before) for name, path in paths.items()]
 
     def listen(call: int | None, is_through: bool) -> None:
-        for name, place in places.items():
-            if not place.has(last[name]) or seen[name] != _writes(last[name], before):
-                until[name], last[name] = call, place.take()
-                seen[name] = _writes(last[name], before)
-                writers.setdefault(name, set()).add(call if is_through and call is not None else -1)
+        for record in records:
+            record.look(call, is_through)
 
-    tracer.listen = listen
+    quiet, tracer.listen = tracer.listen, listen
+    tracer.reset = before.restore
     flow = tracer.run(batch, real)
-    tracer.listen = unheard
-    held = {name: places[name].take() for name in until}
-    uses = {name: Use.of(tracer.taint.of(held[name].tensors)) for name in until}
-    kinds = {name: _kind(held[name].value, before) for name in until}
-    readers: dict[str, set[int]] = {name: set() for name in until}
-    late = {name: places[name] for name, end in until.items() if end is None and not held[name].tensors}
-    early: set[str] = set()
-    if late or any(held[name].tensors or len(writers[name]) > 1 for name in until):
-        tracer.reset = lambda: None
-        tracer.kept = {name: held[name].tensors for name in until if kinds[name] != "parameter"}
-        seen = {name: _writes(held[name], before) for name in until}
-        with _watching(late, lambda: len(tracer.calls) < len(flow.calls)) as early:
-            again = tracer.run(batch, real)
-        tracer.kept, tracer.reset = {}, before.restore
-        for name in until:
-            uses[name] = uses[name].joined(Use.of(tracer.taint.of(places[name].take().tensors)))
-            if isinstance(held[name].value, int | float) and not places[name].has(held[name]):
-                kinds[name] = "number"
-            if kinds[name] == "parameter" and seen[name] == _writes(held[name], before):
-                kinds[name] = "settled"
-        readers = _readers(again, uses)
-        if [call.unit for call in again.calls] != [call.unit for call in flow.calls]:
-            readers = {name: {-1, *range(len(flow.calls))} for name in until}  # the next forward takes another way
-        refused = [name for name in tracer.taint.recalled if uses[name].values or uses[name].hidden]
-        decisions = tuple(f"what {name} keeps of an earlier forward" for name in sorted(refused))
+    tracer.listen = quiet
+    records = [record for record in records if record.writers]
+    for record in records:
+        record.end_first(tracer)
+    if any(record.is_late or record.held.tensors or len(record.writers) > 1 for record in records):
+        decisions = _run_next(tracer, batch, real, records, flow)
         flow = replace(flow, decisions=flow.decisions + decisions)
-    carried = []
-    for name, place in ((name, places[name]) for name in until):
-        lasting = isinstance(held[name].value, Tensor) and (kinds[name] == "tensor" or name in uses[name].kept)
-        if -1 in writers[name] and lasting and not readers[name]:
-            readers[name] = {-1}  # the user looks at it, or it is saved
-        alone = readers[name] <= writers[name] if len(writers[name]) == 1 else not readers[name]
-        end = -1 if alone and -1 not in writers[name] else until[name]  # a unit's own
-        if name in late and name not in early and places[name].has(held[name]):
-            end = -1  # set once, and read where the last stage alone is
-        if end == -1 and not any(tensor.is_floating_point() for tensor in held[name].tensors):
-            kinds[name] = kinds[name].replace("tensor", "")  # of which no backward needs what there was
-        made = replace(uses[name], parameters=uses[name].parameters - {name})
-        sets = frozenset(writers[name]), end, made, frozenset(readers[name])
-        carried.append(Carried(name, place.path, *sets, kinds[name]))
-    return replace(flow, carried=tuple(carried))
+        tracer.reset = before.restore
+    return replace(flow, carried=tuple(record.carried() for record in records))
+
+
+def _run_next(
+    tracer: Tracer, batch: Batch, real: Batch | None, records: Sequence[_Record], flow: Dataflow
+) -> tuple[str, ...]:
+    """Run the forward that comes next, and find what it reads of the places; the decisions that no stage can take."""
+    tracer.reset = lambda: None
+    tracer.kept = {record.name: record.held.tensors for record in records if record.kind != "parameter"}
+    with _noting_early(records, lambda: len(tracer.calls) < len(flow.calls)):
+        again = tracer.run(batch, real)
+    tracer.kept = {}
+    for record in records:
+        record.end_second(tracer)
+    readers = _readers(again, {record.name: record.uses for record in records})
+    is_same_way = [call.unit for call in again.calls] == [call.unit for call in flow.calls]
+    for record in records:
+        record.readers = readers[record.name] if is_same_way else {-1, *range(len(flow.calls))}
+    refused = [r.name for r in records if r.name in tracer.taint.recalled and (r.uses.values or r.uses.hidden)]
+    return tuple(f"what {name} keeps of an earlier forward" for name in sorted(refused))
 
 
 @contextmanager
-def _watching(places: Mapping[str, Place], is_early: Callable[[], bool]) -> Iterator[set[str]]:
-    """Inside, the places that are read while it is early; what cannot be watched counts as read."""
-    read: set[str] = set()
-    classes: dict[Any, dict[tuple[int, Any], str]] = {}
-    for name, place in places.items():
-        if place.path[-1].how == "attr":
-            classes.setdefault(type(place.holder), {})[id(place.holder), place.path[-1].key] = name
-        else:
-            read.add(name)
-    with ExitStack() as stack:
-        for kind, watched in classes.items():
-            own, get = kind.__dict__.get("__getattribute__"), kind.__getattribute__
+def _noting_early(records: Sequence[_Record], is_early: Callable[[], bool]) -> Iterator[None]:
+    """Inside, notes which late places are read while it is early; what cannot be watched counts as read."""
+    attributes = {
+        (id(record.place.holder), record.place.path[-1].key): record
+        for record in records
+        if record.is_late and record.place.path[-1].how == "attr"
+    }
 
-            def noting(self: Any, key: str, get: Any = get, watched: Any = watched, read: set[str] = read) -> Any:
-                name = watched.get((id(self), key))
-                if name is not None and is_early():
-                    read.add(name)
-                return get(self, key)
+    def note(holder: Any, name: str) -> None:
+        record = attributes.get((id(holder), name))
+        if record is not None and is_early():
+            record.is_read_early = True
 
-            try:
-                kind.__getattribute__ = noting
-            except TypeError:  # a class of C's
-                read |= {*watched.values()}
-            else:
-                undo = partial(setattr, kind, "__getattribute__", own) if own else None
-                stack.callback(undo or partial(delattr, kind, "__getattribute__"))
-        yield read
-
-
-def _writes(held: Held, before: Before) -> list[tuple[int, int]]:
-    """Of each tensor, where its values are and how often they were written."""
-    return [(key, before.writes.times[key]) for key in map(storage_of, held.tensors)]
-
-
-def _kind(value: Any, before: Before) -> str:
-    if isinstance(value, Tensor):
-        written = "tensor" if before.writes.times[storage_of(value)] else ""
-        return "parameter" if isinstance(value, nn.Parameter) else written
-    return "generator" if is_generator(value) else ""
+    with noting_reads((record.place.holder for record in attributes.values()), note) as watched:
+        for record in attributes.values():
+            record.is_read_early = id(record.place.holder) not in watched
+        yield
 
 
 def _readers(flow: Dataflow, uses: Mapping[str, Use]) -> dict[str, set[int]]:
@@ -196,13 +249,7 @@ def informed(flow: Dataflow) -> Dataflow:
 
 def _changed(model: nn.Module, before: Before) -> list[Path]:
     """The places of the model's that are not as they were; of what is inside a list or a mapping, where that is."""
-    paths = [_place(model, change.path) for change in before.changes() if change.path[0].key == ""]
-    for name, module in model.named_modules():
-        parts = name.split(".") if name else []
-        way = [step for part in parts for step in (Step("attr", "_modules"), Step("item", part))]
-        hooks = (key for key in HOOKS if before.has_other(module.__dict__.get(key)))
-        paths += [(Step("root", ""), *way, Step("attr", key)) for key in hooks]
-    return list(dict.fromkeys(paths))
+    return list(dict.fromkeys(_place(model, change.path) for change in before.changes() if change.path[0].key == ""))
 
 
 def _place(model: nn.Module, path: Path) -> Path:
@@ -212,7 +259,7 @@ def _place(model: nn.Module, path: Path) -> Path:
             value = resolve(value, [step])
         except (AttributeError, KeyError, IndexError):
             return path[:k]
-        is_container = isinstance(value, MutableMapping | MutableSequence | MutableSet)
+        is_container = isinstance(value, COLLECTIONS)
         if is_generator(value) or (is_container and step.key not in REGISTERED and not isinstance(value, nn.Module)):
             return path[:k]
     return path

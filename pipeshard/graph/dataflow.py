@@ -9,9 +9,9 @@ from types import EllipsisType
 from typing import Any, Self
 
 from pipeshard.batch.tree import field_of
+from pipeshard.graph.places import Path
 from pipeshard.graph.question import Question
 from pipeshard.graph.shapes import Axes, TensorSpec
-from pipeshard.graph.snapshot import Path
 from pipeshard.graph.taint import Hidden, Hook, Hooked, Input, Kept, Tag, Used, Value
 from pipeshard.graph.unit_outputs import Part
 

@@ -1,47 +1,213 @@
-"""Kinds: when two calls of units do the same, so that a trace needs to run only one of them."""
+"""Kinds: when two calls of units do the same, so that a trace runs only one of them.
+
+The many layers of a model mostly do one thing with inputs of one shape. One call of each kind is visited: its forward
+runs on meta, where torch follows shapes, but not what is written to Python objects, shared, or passed on; that is found
+here beside it. Another call is of the same kind if nothing that the visited one has read is different.
+"""
 
 import contextlib
-import functools
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import stateless
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from pipeshard.graph.shapes import is_trainable
-from pipeshard.graph.snapshot import HOOKS, PLAIN, Path, Snapshot
-from pipeshard.graph.taint import CASTING
+from pipeshard.errors import TraceError
+from pipeshard.graph.flags import flagged
+from pipeshard.graph.meter import Meter, Visit
+from pipeshard.graph.places import HOOKS, PLAIN, Path, noting_reads
+from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, is_trainable
+from pipeshard.graph.snapshot import Snapshot
+from pipeshard.graph.taint import CASTING, Hidden, Tag, Taint, casting, storage_of
+from pipeshard.graph.unit_outputs import ARGUMENTS, LISTS, RESULT, UNIT, Part, changed, listened, opened, run_collecting
+from pipeshard.graph.units import unsliced
 
-Place = tuple[Path, Any]
-Settings = Mapping[Place, Any]
-
-
-def settings(unit: nn.Module, snapshot: Snapshot) -> dict[Place, Any]:
-    """All that the code of a unit could read, but for the values of tensors."""
-    found: dict[Place, Any] = {((), "class"): type(unit)}
-    for path, _, _, content in snapshot.holders:
-        for key, value in content.items() if isinstance(content, dict) else enumerate(content):
-            found[path, key] = _comparable(value)
-    for path, module in unit.named_modules():
-        for name in HOOKS:
-            if hooks := module.__dict__.get(name):
-                found[(), f"{path} {name}"] = tuple(map(id, hooks.values()))
-    return found
+Place = tuple[Path, Any]  # the path of a holder, and the key there
 
 
-def describe(leaf: Any) -> Any:
-    """What an argument has in common with others for which a unit does the same."""
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    if isinstance(leaf, PLAIN):
-        return type(leaf), leaf if not isinstance(leaf, slice) else str(leaf)
-    inside = Snapshot({"": leaf}).holders
-    content = ((path, key, _comparable(v)) for path, _, _, c in inside if isinstance(c, dict) for key, v in c.items())
-    lists = ((path, tuple(map(_comparable, c))) for path, _, _, c in inside if not isinstance(c, dict))
-    return _comparable(leaf), (*content, *lists)
+class Settings:
+    """All that code could read of a unit, or of an argument, but for the values of tensors, to be compared.
+
+    Attributes:
+        values: by place.
+        modules: the modules in it and their paths, by address.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self.snapshot = Snapshot({UNIT: root})
+        self.values: dict[Place, Any] = {((), "class"): type(root)}
+        self.modules: dict[int, tuple[nn.Module, Path]] = {}
+        for path, value, how, content, *_ in self.snapshot.holders:
+            for key, entry in content.items() if isinstance(content, dict) else enumerate(content):
+                self.values[path, key] = _comparable(entry)
+            if how == "attr" and isinstance(value, nn.Module):
+                self.modules[id(value)] = value, path
+                for name in HOOKS:
+                    if hooks := value.__dict__.get(name):
+                        self.values[path, name] = tuple(map(id, hooks.values()))
+
+    def differences(self, other: "Settings") -> set[Place]:
+        a, b = self.values, other.values
+        return {place for place in a.keys() | b.keys() if place not in a or place not in b or a[place] != b[place]}
+
+
+class UnitCall(NamedTuple):
+    """A call of a unit that is to be answered: its forward, and its arguments as leaves of a tree."""
+
+    unit: str
+    module: nn.Module
+    forward: Callable[..., Any]
+    leaves: Sequence[Any]
+    tree: TreeSpec
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the visit of one call has shown.
+
+    `read` are the attributes of modules that it has read, among those of the modules at `watched`. `leaves` are those
+    of all `parts`: for each leaf, `reached` has the inputs that get a gradient from it; `shares` pairs leaves with the
+    inputs whose memory they are, `twins` with earlier leaves of the same memory. `written` are the inputs that it
+    writes to, `met` the tags of what it reads beside its inputs and parameters.
+    """
+
+    settings: Settings
+    watched: frozenset[Path]
+    read: frozenset[Place]
+    parts: tuple[Part, ...]
+    leaves: tuple[Any, ...]
+    reached: tuple[frozenset[int], ...]
+    shares: tuple[tuple[int, int], ...]
+    twins: tuple[tuple[int, int], ...]
+    written: tuple[int, ...]
+    met: frozenset[Tag]
+    flops: int
+    elements: int
+    visit: Visit | None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another unit may do the same: this one met nothing, and left nothing, that units have in common."""
+        common = any(step.how in ("cell", "global", "class") for part in self.parts for step in part.source.place)
+        lists = any(p.source.how in LISTS and p.source.place[0].key == UNIT for p in self.parts)
+        return not (self.met or common or lists)
+
+    def is_of(self, settings: Settings) -> bool:
+        """Whether a unit with these settings does what this one did: attributes that nobody has read may differ."""
+        places = self.settings.differences(settings)
+        return all(place[0] in self.watched and place not in self.read for place in places)
+
+
+class Kinds:
+    """The kinds that are known of a model's units, from run to run. A `meter` listens to every visit."""
+
+    def __init__(self, device: torch.device, meter: Meter | None = None) -> None:
+        self.device, self.meter = device, meter
+        self.reuse = True
+        self._known: dict[Any, list[Kind]] = {}
+        self._settings: dict[str, Settings] = {}
+
+    def of(self, call: UnitCall, taint: Taint) -> Kind:
+        """What this call of a unit does, as far as it is known from one that was visited, else by a visit."""
+        settings = self._settings_of(call)
+        key = type(call.module), modes(), str(call.tree), tuple(map(describe, call.leaves))
+        known = self._known.setdefault(key, [])
+        kind = next((kind for kind in known if kind.is_of(settings)), None) if self.reuse else None
+        if kind is None:
+            kind = self._visit(call, taint, settings)
+            if kind.is_shared:
+                known.append(kind)
+        return kind
+
+    def _settings_of(self, call: UnitCall) -> Settings:
+        """Those of a unit now; glue seldom changes any between two calls."""
+        settings = self._settings.get(call.unit)
+        if settings is None or any(flagged(settings.snapshot)):
+            settings = self._settings[call.unit] = Settings(call.module)
+        return settings
+
+    def _visit(self, call: UnitCall, taint: Taint, settings: Settings) -> Kind:
+        """Run a unit's own forward on meta, or with throw-away values where it does not run there, or where torch
+        casts by itself, which it does on the device that it casts for alone."""
+        try:
+            return self._visit_on(torch.device("meta"), call, taint, settings)
+        except Exception as on_meta:  # whatever a model raises where there are no values
+            kind = casting() or self.device.type
+            try:
+                device = self.device if kind == self.device.type else torch.device(kind)
+                return self._visit_on(device, call, taint, settings)
+            except Exception as error:  # the model's own
+                raise TraceError(
+                    f"unit {call.unit} ({type(call.module).__name__}) does not run: {type(error).__name__}: {error} "
+                    f"(by shape alone: {type(on_meta).__name__}: {on_meta}). Its inputs were "
+                    f"{[describe(leaf) for leaf in call.leaves]}"
+                ) from error
+
+    def _visit_on(self, device: torch.device, call: UnitCall, taint: Taint, settings: Settings) -> Kind:
+        module = call.module
+        with _disable_current_modes():
+            inputs = [_lent(leaf, device, taint) for leaf in call.leaves]
+            state = blank_state(module, device)
+        for name, buffer in module.named_buffers():  # one that another unit has moved
+            if tags := taint.of([buffer]):
+                taint.mark(state[name], tags)
+        arguments = tree_unflatten(inputs, call.tree)
+        nodes = {t.grad_fn: k for k, t in enumerate(inputs) if isinstance(t, Tensor) and t.grad_fn is not None}
+        positions = {storage_of(t): k for k, t in enumerate(inputs) if isinstance(t, Tensor)}
+        read: set[Place] = set()
+
+        def note(module: nn.Module, name: str) -> None:
+            read.add((settings.modules[id(module)][1], name))
+
+        with taint.inside_call(positions) as written, unsliced(), stateless._reparametrize_module(module, state):
+            before = Snapshot({UNIT: module, ARGUMENTS: arguments})
+            try:
+                with (
+                    noting_reads([module for module, _ in settings.modules.values()], note) as watched,
+                    self.meter.visit(module, inputs) if self.meter else contextlib.nullcontext() as visit,
+                ):
+                    hooked = listened(module)
+                    (_, result), *heard = run_collecting(module, call.forward, arguments, hooked, silent=True)
+                left = list(changed(before, but=inputs))
+            finally:
+                before.restore()
+        contents = [(RESULT, opened(result, before.paths)), *heard, *left]
+        results = [(source, *tree_flatten(content)) for source, content in contents]
+        flat = [leaf for _, of_part, _ in results for leaf in of_part]
+        if visit is not None:
+            Meter.end(visit, flat)
+        tensors = [(k, t) for k, t in enumerate(flat) if isinstance(t, Tensor)]
+        first: dict[int, int] = {}
+        passed_on = taint.of(t for _, t in tensors) - {Hidden(taint.calls)}  # by no operator, from somewhere else
+        return Kind(
+            settings=settings,
+            watched=frozenset(settings.modules[address][1] for address in watched),
+            read=frozenset(read),
+            parts=tuple(Part(source, tree) for source, _, tree in results),
+            leaves=tuple(self._spec(leaf) for leaf in flat),
+            reached=_reached(len(flat), tensors, nodes),
+            shares=tuple((k, positions[storage_of(t)]) for k, t in tensors if storage_of(t) in positions),
+            twins=tuple((k, n) for k, t in tensors if (n := first.setdefault(storage_of(t), k)) != k),
+            written=tuple(sorted(written)),
+            met=frozenset(taint.met | passed_on) - taint.of(module.parameters()),
+            flops=taint.flops,
+            elements=taint.elements,
+            visit=visit,
+        )
+
+    def _spec(self, leaf: Any) -> Any:
+        """What is kept of a leaf that a visit has left."""
+        if isinstance(leaf, torch.device) and leaf.type == "meta":
+            return self.device  # a cache remembers where it is
+        return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def modes() -> tuple[Any, ...]:
@@ -50,67 +216,13 @@ def modes() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *casts
 
 
-def differing(units: Mapping[str, tuple[type, Settings]]) -> dict[str, set[str]]:
-    """The attributes, by the module inside a unit that has them, in which units of one class differ: where among many
-    they are (`layer_idx`), what they are to do."""
-    found: defaultdict[str, set[str]] = defaultdict(set)
-    groups: defaultdict[type, list[Settings]] = defaultdict(list)
-    for kind, own in units.values():
-        groups[kind].append(own)
-    for first, *others in groups.values():
-        for other in others:
-            for path, key in differences(first, other):
-                if (module := module_at(path)) is not None:
-                    found[module].add(key)
-    return dict(found)
-
-
-def differences(a: Settings, b: Settings) -> set[Place]:
-    return {place for place in a.keys() | b.keys() if place not in a or place not in b or a[place] != b[place]}
-
-
-def module_at(path: Path) -> str | None:
-    """The name inside its unit of the module that a path leads to, if it leads to one."""
-    names, steps = [], iter(path[1:])
-    for step in steps:
-        if step.how != "attr" or step.key != "_modules":
-            return None
-        names.append(str(next(steps, step).key))
-    return ".".join(names) if path else None
-
-
-@contextlib.contextmanager
-def watching(unit: nn.Module, attributes: Mapping[str, set[str]]) -> Iterator[set[tuple[str, str]]]:
-    """Inside, those of these attributes that are read; what cannot be watched counts as read."""
-    read: set[tuple[str, str]] = set()
-    with contextlib.ExitStack() as stack:
-        for path, module in unit.named_modules():
-            names = {name for name in attributes.get(path, ()) if name in module.__dict__}
-            if names:
-                try:
-                    stack.callback(setattr, module, "__class__", type(module))
-                    module.__class__ = _watched(type(module), path, names, read)
-                except TypeError:
-                    read |= {(path, name) for name in names}
-        yield read
-
-
-def _watched(base: Any, path: str, names: set[str], read: set[tuple[str, str]]) -> Any:
-    """The class `base`, noting when one of these attributes is read."""
-
-    def noted(name: str) -> property:
-        def get(self: Any) -> Any:
-            read.add((path, name))
-            return self.__dict__[name]
-
-        return property(get, lambda self, value: self.__dict__.__setitem__(name, value))
-
-    same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    made = type(base.__name__, (base,), {**same, **{name: noted(name) for name in names}})
-    for name in vars(made).keys() - names:  # what `__init_subclass__` has put there: transformers' wraps forwards
-        if not name.startswith("__"):
-            delattr(made, name)
-    return made
+def describe(leaf: Any) -> Any:
+    """What an argument has in common with others for which a unit does the same."""
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    if isinstance(leaf, PLAIN):
+        return type(leaf), leaf if not isinstance(leaf, slice) else str(leaf)
+    return _comparable(leaf), frozenset(Settings(leaf).values.items())
 
 
 def _comparable(value: Any) -> Any:
@@ -122,8 +234,40 @@ def _comparable(value: Any) -> Any:
         return type(value), value
     if isinstance(value, tuple):
         return tuple(map(_comparable, value))
-    if isinstance(value, functools.partial):
+    if isinstance(value, partial):
         return _comparable(value.func), _comparable(value.args), repr(sorted(value.keywords))
     if isinstance(value, MethodType):
         return _comparable(value.__func__), type(value.__self__)
     return value.__code__ if isinstance(value, FunctionType) else type(value)
+
+
+def _lent(leaf: Any, device: torch.device, taint: Taint) -> Any:
+    """An argument for a visit: of a tensor, and of a mapping with the tensors in it, a copy on that device."""
+    if isinstance(leaf, Tensor):
+        return copy_to(leaf, device)
+    if not isinstance(leaf, MutableMapping):
+        return leaf
+    lent = copy.copy(leaf)
+    for key, value in leaf.items():
+        lent[key] = tree_map_only(Tensor, lambda t: copy_to(t, device), value)
+        for original, copied in zip(tree_leaves(value), tree_leaves(lent[key]), strict=True):
+            taint.mark(copied, taint.of([original]))
+    return lent
+
+
+def _reached(count: int, tensors: Sequence[tuple[int, Tensor]], nodes: Mapping[Any, int]) -> tuple[frozenset[int], ...]:
+    """For each of `count` leaves, which inputs (by the nodes of their graphs) get a gradient from it."""
+    reached: list[frozenset[int]] = [frozenset()] * count
+    for k, tensor in tensors:
+        inputs, stack, seen = set(), [tensor.grad_fn], set()
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in nodes:
+                inputs.add(nodes[node])
+            else:
+                stack += [following for following, _ in node.next_functions]
+        reached[k] = frozenset(inputs)
+    return tuple(reached)

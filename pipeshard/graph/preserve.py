@@ -1,4 +1,8 @@
-"""Untouched: a model that was run and is as it was before."""
+"""Preserving a model: it can be run, and is afterwards as it was before.
+
+A copy would do for a small model, but not for one that fills the machine, or is on meta. So the model itself is run.
+Python state is put back from a Snapshot; of tensors, only those that an operator is about to write to are copied.
+"""
 
 import contextlib
 from collections import Counter
@@ -8,7 +12,8 @@ from typing import Any
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeshard.graph.snapshot import HOOKS, Change, Snapshot
+from pipeshard.graph.places import HOOKS, Path, Step
+from pipeshard.graph.snapshot import Change, Snapshot
 from pipeshard.graph.taint import mutated, storage_of
 from pipeshard.hf import disable_caches, enable_caches
 
@@ -37,21 +42,23 @@ class Before:
 
     def __init__(self, model: nn.Module, criterion: Callable[..., Any] | None = None) -> None:
         self.snapshot = Snapshot({"": model, "the criterion": criterion})
-        hooks = [module.__dict__.get(name) for module in model.modules() for name in HOOKS]
-        self.hooks = {id(content): (content, dict(content)) for content in hooks if content is not None}
         self.tensors = {tensor: tensor.data for *_, tensor, _ in self.snapshot.tensors}
         self.writes = Writes({storage_of(tensor) for tensor in self.tensors})
+        self.hooks: list[tuple[Path, Any, Any]] = []  # also where there are none yet, which no Snapshot looks at
+        for module in model.modules():
+            path = self.snapshot.paths.get(id(module), ())
+            hooks = ((name, module.__dict__.get(name)) for name in HOOKS)
+            self.hooks += (((*path, Step("attr", name)), live, dict(live)) for name, live in hooks if live is not None)
 
     def changes(self) -> Iterator[Change]:
         """What differs now."""
-        yield from (change for change in self.snapshot.changes() if change.before is not change.now)
+        yield from self.snapshot.replaced()
         for path, holder, key, tensor, _ in self.snapshot.tensors:
             if self.writes.times[storage_of(tensor)] or is_moved(tensor, self.tensors[tensor]):
                 yield Change(path, holder, key, tensor, tensor)
-
-    def has_other(self, hooks: Any) -> bool:
-        """Whether a module's dictionary of hooks is not as it was."""
-        return id(hooks) in self.hooks and self.hooks[id(hooks)][1].keys() != hooks.keys()
+        for path, hooks, content in self.hooks:
+            if hooks.keys() != content.keys():
+                yield Change(path, hooks, None, content, hooks)
 
     def restore(self) -> None:
         for tensor, data in self.tensors.items():
@@ -59,7 +66,7 @@ class Before:
                 tensor.data = data
         self.writes.undo()
         self.snapshot.restore()
-        for hooks, content in self.hooks.values():
+        for _, hooks, content in self.hooks:
             if hooks.keys() != content.keys():
                 hooks.clear()
                 hooks.update(content)

@@ -1,8 +1,8 @@
 """Questions: what glue asks of the values of a batch in Python (`if mask.all():`), asked again of every other batch.
 
-Where the answer is another one, the model may go another way, for which another Dataflow is needed. A question is kept
-as the operators that made it from the batch; numbers among their arguments may follow from the sizes of the batch
-(`mask.sum() == mask.numel()`).
+Where the answer is another one, the model may go another way, for which another Dataflow is needed. torch.export gives
+up at such a branch, or bakes one way in. Here the operators that led from the batch to the question are kept; whole
+numbers among their arguments may follow from the sizes of the batch (`mask.sum() == mask.numel()`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,9 @@ class _Slot:
     of: str | int
 
 
-class _Made(NamedTuple):
+class _Result(NamedTuple):
+    """What an operator of glue has made, as long as nobody writes to it."""
+
     tensor: Tensor
     version: int
     func: Any
@@ -136,13 +138,18 @@ class Recipes:
         self.questions: list[Question] = []
         self._sizes = {} if batch is None or real is None else _products(batch, real)
         self._leaves: dict[int, tuple[Tensor, int, str]] = {}
-        self._made: dict[int, _Made] = {}
+        self._results: dict[int, _Result] = {}
 
     def leaf(self, tensor: Tensor, path: str) -> None:
         self._leaves[id(tensor)] = tensor, tensor._version, path
 
+    @property
+    def rewritten(self) -> frozenset[str]:
+        """The leaves of the batch that somebody has written to."""
+        return frozenset(path for leaf, version, path in self._leaves.values() if leaf._version != version)
+
     def note(self, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
-        self._made[id(output)] = _Made(output, output._version, func, args, kwargs)
+        self._results[id(output)] = _Result(output, output._version, func, args, kwargs)
 
     def ask(self, func: Any, args: Any, kwargs: Any, answer: Any, paths: frozenset[str]) -> Question:
         """Keep the question that `func` asks; its answer, of yes or no, is that of the real batch."""
@@ -153,7 +160,7 @@ class Recipes:
             # Whether a number is one of the sizes is seen only when all runs are compared; until then it is a guess.
             guess = question.with_numbers(self._sizes.get(number, number) for number in question.numbers)
             answers = [asked.ask(self.real.tensors) for asked in (guess, question)]
-            question = replace(question, answer=next((found for can, found in answers if can), answer))
+            question = replace(question, answer=next((value for can, value in answers if can), answer))
         self.questions.append(question)
         return question
 
@@ -167,13 +174,13 @@ class Recipes:
                 return leaf
             if id(leaf) in known:
                 return _Slot(known[id(leaf)])
-            if found := self._leaves.get(id(leaf)):
-                is_good &= leaf._version == found[1]
-                return _Slot(found[2])
-            made = self._made.get(id(leaf))
-            if made is None:
+            if of_batch := self._leaves.get(id(leaf)):
+                is_good &= leaf._version == of_batch[1]
+                return _Slot(of_batch[2])
+            result = self._results.get(id(leaf))
+            if result is None:
                 return leaf  # a constant
-            is_good &= leaf._version == made.version and self._follow(*made[2:], steps, known)
+            is_good &= leaf._version == result.version and self._follow(*result[2:], steps, known)
             known[id(leaf)] = len(steps) - 1
             return _Slot(known[id(leaf)])
 
@@ -198,9 +205,9 @@ def general_questions(
 
     def numbers() -> Iterator[Any]:
         for k, value in enumerate(number for question in questions for number in question.numbers):
-            slopes = tuple((found[k] - value) * delta for delta, found in runs)
+            slopes = tuple((of_run[k] - value) * delta for delta, of_run in runs)
             is_product = all(slope * size == value for slope, size in zip(slopes, sizes, strict=True) if slope)
             yield Number(value, slopes, is_product) if any(slopes) else value
 
-    found = numbers()
-    return tuple(question.with_numbers(found) for question in questions)
+    general = numbers()
+    return tuple(question.with_numbers(general) for question in questions)

@@ -1,9 +1,14 @@
-"""Taint: which values every tensor was computed from, kept by storage."""
+"""Taint: which values every tensor was computed from, kept by storage.
+
+Autograd's graph tells what floating-point results were computed from, but not integers and masks, what was written in
+place, and what Python has read and decided by. So every operator of glue passes a dispatch mode that carries tags from
+its inputs to its outputs; tags belong to storages, so that views have those of their base.
+"""
 
 import os
 import traceback
-from collections.abc import Iterable, Iterator, Sized
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +67,8 @@ DECIDING = SCALAR | {aten.nonzero, aten._unique2, aten.unique_dim, aten.unique_c
 DECIDING |= {aten.bincount}
 # Operators that take the shape of their input, and none of its values.
 SHAPED = {aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like, aten.randn_like}
-CASTING = "cuda", "cpu"  # kinds of devices on which torch.autocast may be on
 SHAPED |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided}
+CASTING = "cuda", "cpu"  # kinds of devices on which torch.autocast may be on
 
 
 class Hook(NamedTuple):
@@ -88,6 +93,7 @@ class Taint(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.recipes = recipes or Recipes(device)
+        self.calls = 0  # of units so far
         self.inside: int | None = None
         self.tags: dict[int, frozenset[Tag]] = {}
         self.homes: dict[int, Value] = {}  # storages that *are* a value, not only computed from it
@@ -112,8 +118,8 @@ class Taint(TorchDispatchMode):
         return False  # torch would import its compiler (seconds) to keep this mode out of it; nothing here compiles
 
     def of(self, tensors: Iterable[Any]) -> frozenset[Tag]:
-        found = [self.tags.get(storage_of(t), NOTHING) for t in tensors if isinstance(t, Tensor)]
-        return NOTHING.union(*found)
+        """All tags of these tensors; what is not a tensor has none."""
+        return NOTHING.union(*(self.tags.get(storage_of(t), NOTHING) for t in tensors if isinstance(t, Tensor)))
 
     def mark(self, tensor: Tensor, tags: frozenset[Tag], home: Value | None = None) -> None:
         """Replace the tags of a tensor's storage; `home` says that the storage is this value itself."""
@@ -126,40 +132,66 @@ class Taint(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = list(_tensors((*args, *kwargs.values())))
         tags = self.of(inputs) if func._overloadpacket not in SHAPED else NOTHING
-        if tags and (deciding := self.of(_deciding(func, args))):
-            is_asked = func._overloadpacket in SCALAR and all(isinstance(tag, Input) for tag in tags)
-            self.decide(deciding, shaping=func._overloadpacket not in SCALAR, is_asked=is_asked)
-        if self.inside is None:
-            self.drawn |= _draws(func, args, kwargs)
-            self.touched |= {tag for tag in tags if isinstance(tag, Value)}
-        elif kwargs.get("generator") is not None and any(t.is_meta for t in inputs):
-            raise RuntimeError("by shape alone nothing is drawn from a generator")  # which is to be seen to move
-        elif func._overloadpacket in SCALAR and any(t.is_meta for t in inputs):
-            raise RuntimeError("by shape alone no value is known")  # not everywhere an error: libraries make it 0
-        result = self._run(func, args, kwargs, inputs)
-        if self.inside is None and tags and all(isinstance(tag, Input) for tag in tags):
-            if func._overloadpacket in SCALAR and not self.is_checking:
-                return self._ask(func, args, kwargs, result, frozenset(tag.path for tag in tags))  # type: ignore[union-attr]
-            if isinstance(result, Tensor) and not func._schema.is_mutable:
-                self.recipes.note(func, args, kwargs, result)
-        outputs = list(_tensors(result if isinstance(result, tuple | list) else (result,)))
-        if self.inside is not None:
-            self.met |= tags - {Hidden(self.inside)}
-            self._count(func, args, kwargs, result, outputs)
-            tags = frozenset({Hidden(self.inside)})
-        elif func._overloadpacket in flop_registry and any(isinstance(tag, Used) for tag in tags):
-            self.of_glue += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
-        for output in outputs:
+        run = self._run_in_glue if self.inside is None else self._run_in_unit
+        result, tags = run(func, args, kwargs, inputs, tags)
+        for output in _tensors((result,)):
             self._add(output, tags)
         if func._schema.is_mutable:
             for target in mutated(func, args, kwargs):
                 self.write(target, tags)
         return result
 
-    def _ask(self, func: Any, args: Any, kwargs: Any, answer: Any, paths: frozenset[str]) -> Any:
-        question = self.recipes.ask(func, args, kwargs, answer, paths)
-        self.shaping |= paths if question.steps is None else set()
-        return question.answer
+    def _run_in_glue(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], tags: frozenset[Tag]
+    ) -> tuple[Any, frozenset[Tag]]:
+        """The result of an operator and its tags."""
+        packet, is_of_batch = func._overloadpacket, bool(tags) and all(isinstance(tag, Input) for tag in tags)
+        if tags and (deciding := self.of(_deciding(func, args))):
+            self.decide(deciding, shaping=packet not in SCALAR, is_asked=packet in SCALAR and is_of_batch)
+        self.drawn |= _draws(func, args, kwargs)
+        self.touched |= {tag for tag in tags if isinstance(tag, Value)}
+        result = self._without_meta(func, args, kwargs, inputs)
+        if is_of_batch and packet in SCALAR and not self.is_checking:
+            paths = frozenset(tag.path for tag in tags)  # type: ignore[union-attr]
+            question = self.recipes.ask(func, args, kwargs, result, paths)
+            self.shaping |= paths if question.steps is None else set()
+            return question.answer, tags
+        if is_of_batch and isinstance(result, Tensor) and not func._schema.is_mutable:
+            self.recipes.note(func, args, kwargs, result)
+        if any(isinstance(tag, Used) for tag in tags):
+            self.of_glue += _flops(func, args, kwargs, result)
+        return result, tags
+
+    def _run_in_unit(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], tags: frozenset[Tag]
+    ) -> tuple[Any, frozenset[Tag]]:
+        assert self.inside is not None
+        if any(t.is_meta for t in inputs):
+            if kwargs.get("generator") is not None:
+                raise RuntimeError("by shape alone nothing is drawn from a generator")  # which is to be seen to move
+            if func._overloadpacket in SCALAR:
+                raise RuntimeError("by shape alone no value is known")  # not everywhere an error: libraries make it 0
+        result, hidden = func(*args, **kwargs), frozenset({Hidden(self.inside)})
+        self.met |= tags - hidden
+        self.flops += _flops(func, args, kwargs, result)
+        self.elements += sum(output.numel() for output in _tensors((result,)))
+        return result, hidden
+
+    def _without_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        """What an operator of glue returns; of a model on meta, zeros where there are no values."""
+        on_meta = [t.is_meta for t in inputs]
+        if not any(on_meta):
+            return func(*args, **kwargs)
+        meta_args, meta_kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+        device = kwargs.get("device")
+        if device is not None:
+            meta_kwargs["device"] = torch.device("meta")
+        result = func(*meta_args, **meta_kwargs)
+        if func._schema.is_mutable:
+            return args[0]
+        if all(on_meta) and (device is None or torch.device(device).type == "meta"):
+            return result  # still nothing but a parameter or a buffer seen another way
+        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=self.device), result)
 
     def decide(self, tags: frozenset[Tag], shaping: bool = False, is_asked: bool = False) -> None:
         """Python, or a shape, depends on values with these tags; inside a unit that is the unit's own affair."""
@@ -174,19 +206,24 @@ class Taint(TorchDispatchMode):
             self.decisions[_where()] = None
 
     @contextmanager
-    def checking(self) -> Iterator[None]:
-        """While values are read by torch, to be refused if they are out of range."""
-        self.is_checking = True
+    def inside_call(self, inputs: Mapping[int, int]) -> Iterator[set[int]]:
+        """Inside, operators are those of the unit call that comes next, with `inputs` by storage: yields the numbers of
+        those that it writes to."""
+        homes, written = self.homes, self.written
+        self.homes, self.written = {storage: Value(-1, number) for storage, number in inputs.items()}, set()
+        self.inside, self.met, self.flops, self.elements = self.calls, set(), 0, 0
+        changed: set[int] = set()
         try:
-            yield
+            yield changed
         finally:
-            self.is_checking = False
+            changed |= {value.leaf for value in self.written}
+            self.inside, self.homes, self.written = None, homes, written
 
-    def hook(self, tensor: Tensor, calls: int) -> None:
+    def hook(self, tensor: Tensor) -> None:
         """Glue listens to the gradient of a tensor."""
         if self.inside is None and any(isinstance(tag, Value) for tag in self.of([tensor])):
             self._add(tensor, frozenset({Hooked(len(self.hooks))}))
-            self.hooks.append(Hook(calls, self.homes.get(storage_of(tensor)), _where()))
+            self.hooks.append(Hook(self.calls, self.homes.get(storage_of(tensor)), _where()))
 
     def write(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
         """A tensor is changed in place by something with these tags."""
@@ -209,26 +246,6 @@ class Taint(TorchDispatchMode):
             self._alive.append(tensor.untyped_storage())
         self.tags[key] = self.tags.get(key, NOTHING) | tags
 
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor]) -> None:
-        if func._overloadpacket in flop_registry:
-            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
-        self.elements += sum(output.numel() for output in outputs)
-
-    def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
-        on_meta = [t.is_meta for t in inputs]
-        if self.inside is not None or not any(on_meta):
-            return func(*args, **kwargs)
-        meta_args, meta_kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
-        device = kwargs.get("device")
-        if device is not None:
-            meta_kwargs["device"] = torch.device("meta")
-        result = func(*meta_args, **meta_kwargs)
-        if func._schema.is_mutable:
-            return args[0]
-        if all(on_meta) and (device is None or torch.device(device).type == "meta"):
-            return result  # still nothing but a parameter or a buffer seen another way
-        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=self.device), result)
-
 
 class Reading(TorchFunctionMode):
     """Tells a Taint when a tensor is read past all operators: by `tolist`, `numpy`, `np.asarray`, or as a number in a
@@ -240,14 +257,13 @@ class Reading(TorchFunctionMode):
     INDEXERS = (Tensor.__getitem__, Tensor.__setitem__)
     LISTENERS = (Tensor.register_hook, Tensor.retain_grad)
 
-    def __init__(self, taint: Taint, calls: Sized = ()) -> None:
-        """`calls` are the unit calls so far."""
+    def __init__(self, taint: Taint) -> None:
         super().__init__()
-        self.taint, self.calls = taint, calls
+        self.taint = taint
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.LISTENERS:
-            self.taint.hook(args[0], len(self.calls))
+            self.taint.hook(args[0])
         elif func in self.READERS:
             self.taint.decide(self.taint.of(args[:1]))
         elif func in self.BUILDERS or func in self.INDEXERS:
@@ -258,8 +274,11 @@ class Reading(TorchFunctionMode):
         elif self.taint.inside is not None and casting() and any(t.is_meta for t in _tensors(args)):
             raise RuntimeError("by shape alone torch.autocast casts nothing")
         classes = (*args, *(kwargs or {}).values())[1:] if func is nn.functional.one_hot else ()
-        with self.taint.checking() if classes > (0,) else nullcontext():  # else the largest value is their number
+        self.taint.is_checking = classes > (0,)  # else their number is the largest value
+        try:
             return func(*args, **(kwargs or {}))
+        finally:
+            self.taint.is_checking = False
 
 
 def casting() -> str | None:
@@ -285,6 +304,11 @@ def mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
             yield from _tensors([args[position] if position < len(args) else kwargs.get(argument.name)])
 
 
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    rule = flop_registry.get(func._overloadpacket)
+    return rule(*args, **kwargs, out_val=result) if rule is not None else 0
+
+
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operator draws random numbers; attention without dropout does not, though it is marked so."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -306,9 +330,9 @@ def _deciding(func: Any, args: Any) -> list[Tensor]:
 
 def _where() -> str:
     """The line of the model's code that runs now."""
-    own, library = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
+    package, library = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((own, library)) and not frame.filename.startswith("<"):
+        if not frame.filename.startswith((package, library)) and not frame.filename.startswith("<"):
             name = frame.filename.rpartition("site-packages" + os.sep)[2]
             return f"{name}:{frame.lineno}: {frame.line}"
     return "an unknown line"

@@ -16,10 +16,10 @@ from pipeshard.errors import BatchError, TraceError
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.carried import carrying, informed
 from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.places import is_comparable
 from pipeshard.graph.preserve import untouched
 from pipeshard.graph.question import Question, general_questions
 from pipeshard.graph.shapes import Axes, Count, TensorSpec
-from pipeshard.graph.snapshot import is_comparable
 from pipeshard.graph.tracer import Tracer
 from pipeshard.graph.units import paths_of
 from pipeshard.hf import is_encoder_decoder

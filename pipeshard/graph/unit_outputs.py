@@ -1,16 +1,19 @@
-"""Exits: the ways by which values leave a unit call: its result, hooks inside it, and every place that it writes to.
+"""Unit outputs: all ways by which values leave a unit call: its result, hooks inside it, and places it writes to.
 
-Places are found by difference (`Snapshot`): attributes of the unit or of any object that it can reach, lists and dicts
-that it is given, globals, buffers.
+A stage that does not run a unit has to leave behind what the unit would have. Its result alone is not enough: models
+leave auxiliary losses in attributes, lists and contexts, and transformers collects router logits by forward hooks.
+Places are found by difference (`Snapshot`). Each output is a pytree whose tensors can be sent; objects of the user's
+classes are nodes of it that torch's pytree does not have to know.
 """
 
-import contextlib
-import functools
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import (
@@ -24,7 +27,8 @@ from torch.utils._pytree import (
 )
 
 from pipeshard.errors import TraceError
-from pipeshard.graph.snapshot import MISSING, Change, Path, Snapshot, attributes, is_object, put, put_content, resolve
+from pipeshard.graph.places import MISSING, Path, content_of, is_object, put, put_content, resolve
+from pipeshard.graph.snapshot import Change, Snapshot
 
 UNIT, ARGUMENTS = "unit", "arguments"  # the roots of places
 
@@ -69,7 +73,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Entry:
     """In a list, the entry that was at this index before the call."""
 
     index: int
@@ -78,24 +82,27 @@ class Kept:
 class _Opened:
     """An object of the user's, or a mapping, as a node of a tree: its class, and what it holds."""
 
-    def __init__(self, kind: Any, names: tuple[Any, ...], values: Sequence[Any]) -> None:
-        self.kind, self.names, self.values = kind, names, list(values)
+    def __init__(self, kind: Any, content: Mapping[Any, Any], known: Mapping[int, Path]) -> None:
+        self.kind, self.names = kind, tuple(content)
+        self.values = [opened(value, known) for value in content.values()]
 
-    def closed(self) -> Any:
-        """Such an object."""
-        if issubclass(self.kind, Mapping):
-            return self.kind(zip(self.names, self.values, strict=True))
-        made = self.kind.__new__(self.kind)
-        for name, value in zip(self.names, self.values, strict=True):
-            object.__setattr__(made, name, value)
-        return made
+
+def _rebuilt(values: Iterable[Any], context: tuple[Any, tuple[Any, ...]]) -> Any:
+    """Another such object or mapping."""
+    kind, names = context
+    if issubclass(kind, Mapping):
+        return kind(zip(names, values, strict=True))
+    rebuilt = kind.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(rebuilt, name, value)
+    return rebuilt
 
 
 register_pytree_node(
     _Opened,
     lambda node: (node.values, (node.kind, node.names)),
-    lambda values, context: _Opened(context[0], context[1], list(values)),
-    serialized_type_name="pipeshard.exits.opened",
+    _rebuilt,
+    serialized_type_name="pipeshard.unit_outputs.opened",
 )
 
 
@@ -109,25 +116,10 @@ def opened(content: Any, known: Mapping[int, Path] | None = None) -> Any:
     if type(content) in SUPPORTED_NODES or is_namedtuple_instance(content):
         return tree_map(lambda leaf: opened(leaf, known), content, is_leaf=lambda node: node is not content)
     if isinstance(content, Mapping):
-        return _Opened(type(content), tuple(content), [opened(value, known) for value in content.values()])
+        return _Opened(type(content), content, known)
     if is_object(content) and not isinstance(content, nn.Module | type):
-        values = attributes(content)
-        return _Opened(type(content), tuple(values), [opened(value, known) for value in values.values()])
+        return _Opened(type(content), content_of(content, "attr"), known)
     return content
-
-
-def closed(content: Any, unit: nn.Module, arguments: Any) -> Any:
-    """What was opened, with the objects of this process."""
-
-    def close(leaf: Any) -> Any:
-        if isinstance(leaf, Known):
-            return resolve_from(leaf.path, unit, arguments)
-        if isinstance(leaf, _Opened):
-            leaf.values = [closed(value, unit, arguments) for value in leaf.values]
-            return leaf.closed()
-        return leaf
-
-    return tree_map(close, content, is_leaf=lambda node: isinstance(node, _Opened))
 
 
 def resolve_from(path: Path, unit: nn.Module, arguments: Any) -> Any:
@@ -137,12 +129,11 @@ def resolve_from(path: Path, unit: nn.Module, arguments: Any) -> Any:
 
 def answer(unit: nn.Module, parts: Sequence[Part], leaves: Sequence[Any], arguments: Any) -> Any:
     """Return the result that `leaves` make, once hooks and places have got what the unit would have given them."""
-    at, result = 0, None
+    result, remaining = None, iter(leaves)
     for source, tree in parts:
-        content = tree_unflatten(leaves[at : at + tree.num_leaves], tree)
-        at += tree.num_leaves
-        if not tree.is_leaf() or isinstance(content, Known):
-            content = closed(content, unit, arguments)
+        of_part = itertools.islice(remaining, tree.num_leaves)
+        known = (resolve_from(leaf.path, unit, arguments) if isinstance(leaf, Known) else leaf for leaf in of_part)
+        content = tree_unflatten(known, tree)
         if source.module:
             _tell(unit, source.module, content)
         elif source.place:
@@ -156,10 +147,10 @@ def changed(snapshot: Snapshot, but: Iterable[Tensor] = ()) -> Iterator[tuple[So
     """What a call has left at places since the snapshot of UNIT and ARGUMENTS; tensors of `but` are left out."""
     known, skipped = snapshot.paths, {id(tensor) for tensor in but}
     for change in snapshot.changes():
-        if change.key is None and _grows(change.before, change.now):
+        if change.is_of_list and _grows(change.before, change.now):
             added = change.now[len(change.before) :]
             yield Source(place=change.path, how="added"), [opened(entry, known) for entry in added]
-        elif change.key is None:
+        elif change.is_of_list:
             yield Source(place=change.path, how="all"), _entries(change, known)
         elif change.before is not change.now:
             yield Source(place=change.path, how="set"), opened(change.now, known)
@@ -173,7 +164,7 @@ def _grows(before: Sequence[Any], now: Sequence[Any]) -> bool:
 
 def _entries(change: Change, known: Mapping[int, Path]) -> list[Any]:
     before = {id(entry): k for k, entry in enumerate(change.before)}
-    return [Kept(before[id(e)]) if id(e) in before else opened(e, known) for e in change.now]
+    return [Entry(before[id(e)]) if id(e) in before else opened(e, known) for e in change.now]
 
 
 def _leave(source: Source, content: Any, unit: nn.Module, arguments: Any) -> None:
@@ -186,66 +177,59 @@ def _leave(source: Source, content: Any, unit: nn.Module, arguments: Any) -> Non
     elif source.how == "all":
         holder = resolve_from(source.place, unit, arguments)
         before = list(holder)
-        put_content(holder, [before[e.index] if isinstance(e, Kept) else e for e in content])
+        put_content(holder, [before[e.index] if isinstance(e, Entry) else e for e in content])
     else:
         *way, (how, key) = source.place
         put(resolve_from(tuple(way), unit, arguments), how, key, content)
 
 
-class Exits:
-    """Runs one unit call, `forward(*args, **kwargs)`, and collects what leaves it, the result first.
+def run_collecting(
+    unit: nn.Module,
+    forward: Callable[..., Any],
+    arguments: tuple[Any, Any],
+    modules: Iterable[str] = (),
+    places: Sequence[Source] = (),
+    silent: bool = False,
+) -> list[tuple[Source, Any]]:
+    """Run one call of `unit` with its positional and keyword `arguments`, and return what leaves it, the result first.
 
     `modules` are those inside whose results count; with `silent` their hooks hear nothing of it. `places` are the
     sources to look at afterwards.
     """
+    args, kwargs = arguments
+    heard: list[tuple[Source, Any]] = []
+    counts: Counter[str] = Counter()
 
-    def __init__(
-        self, unit: nn.Module, modules: Iterable[str], silent: bool = False, places: Sequence[Source] = ()
-    ) -> None:
-        self.modules, self.silent = {path: unit.get_submodule(path) for path in modules}, silent
-        self.unit, self.places = unit, places
-        self.heard: list[tuple[Source, Any]] = []
+    def hear(path: str, module: nn.Module, args: Any, result: Any) -> None:
+        heard.append((Source(path, counts[path]), opened(result)))
+        counts[path] += 1
 
-    def __enter__(self) -> Self:
-        counts: Counter[str] = Counter()
-
-        def hear(path: str, module: nn.Module, args: Any, result: Any) -> None:
-            self.heard.append((Source(path, counts[path]), opened(result)))
-            counts[path] += 1
-
-        self.hooks = {path: dict(module._forward_hooks) for path, module in self.modules.items()}
-        self.handles = []
-        for path, module in self.modules.items():
-            if self.silent:
+    before = {source: list(_at(source, unit, arguments)) for source in places if source.how in LISTS}
+    with ExitStack() as stack:
+        for path in modules:
+            module = unit.get_submodule(path)
+            if silent:
+                stack.callback(module._forward_hooks.update, dict(module._forward_hooks))
                 module._forward_hooks.clear()
-            self.handles.append(module.register_forward_hook(functools.partial(hear, path), prepend=True))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-        for path, module in self.modules.items() if self.silent else ():
-            module._forward_hooks.update(self.hooks[path])
-
-    def run(self, forward: Any, args: Any, kwargs: Any) -> list[tuple[Source, Any]]:
-        arguments = args, kwargs
-        before = {source: list(self._at(source, arguments)) for source in self.places if source.how in LISTS}
+            stack.callback(module.register_forward_hook(partial(hear, path), prepend=True).remove)
         result = forward(*args, **kwargs)
-        left = [(source, self._left(source, before.get(source), arguments)) for source in self.places]
-        return [(RESULT, result), *self.heard, *left]
+    left = [(source, _left(source, before.get(source), unit, arguments)) for source in places]
+    return [(RESULT, result), *heard, *left]
 
-    def _at(self, source: Source, arguments: Any) -> Any:
-        with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):
-            return resolve_from(source.place, self.unit, arguments)
-        return () if source.how in LISTS else MISSING
 
-    def _left(self, source: Source, before: list[Any] | None, arguments: Any) -> Any:
-        now = self._at(source, arguments)
-        if before is None:
-            return opened(now)
-        if source.how == "added":
-            return [opened(entry) for entry in list(now)[len(before) :]]
-        return _entries(Change(source.place, None, None, before, list(now)), {})
+def _at(source: Source, unit: nn.Module, arguments: Any) -> Any:
+    with suppress(AttributeError, KeyError, IndexError, TypeError):
+        return resolve_from(source.place, unit, arguments)
+    return () if source.how in LISTS else MISSING
+
+
+def _left(source: Source, before: list[Any] | None, unit: nn.Module, arguments: Any) -> Any:
+    now = _at(source, unit, arguments)
+    if before is None:
+        return opened(now)
+    if source.how == "added":
+        return [opened(entry) for entry in list(now)[len(before) :]]
+    return _entries(Change(source.place, None, None, before, list(now)), {})
 
 
 def listened(unit: nn.Module) -> list[str]:

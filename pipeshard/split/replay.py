@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from pipeshard.errors import TraceError, UsageError
 from pipeshard.graph.flags import is_mentioned
+from pipeshard.graph.places import format_path, is_comparable
 from pipeshard.graph.rng import Randomness, Repeat, Repeats
 from pipeshard.graph.shapes import TensorSpec
-from pipeshard.graph.snapshot import Snapshot, is_comparable, told
+from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import Value
 from pipeshard.graph.unit_outputs import (
     ARGUMENTS,
     UNIT,
-    Exits,
     Known,
     Source,
     answer,
@@ -32,6 +32,7 @@ from pipeshard.graph.unit_outputs import (
     flattened,
     listened,
     resolve_from,
+    run_collecting,
 )
 from pipeshard.split.recompute import recomputes_itself, run_again
 from pipeshard.split.route import Blank, Route, Step
@@ -161,8 +162,7 @@ class Replay:
         run.inside = True
         try:
             if step.aside:
-                with Exits(unit, step.modules, places=step.places) as exits:
-                    (_, result), *asides = exits.run(forward, args, kwargs)
+                (_, result), *asides = run_collecting(unit, forward, arguments, step.modules, step.places)
             else:
                 result = forward(*args, **kwargs)
         finally:
@@ -192,7 +192,7 @@ class Replay:
                 is_other = any(is_comparable(leaf) and not _is_as(leaf, then) for leaf, then in zip(leaves, seen))
             is_other = is_other and not source.by_hook
             if differs or (is_other and is_mentioned(source.place[1:], unit, self.model, self.criterion)):
-                place = f"changes {told(source.place[1:]) or 'its arguments'}"
+                place = f"changes {format_path(source.place[1:]) or 'its arguments'}"
                 raise self._differs(step, run, place, "something else there", None, PLACE)
 
     def _checked(self, step: Step, result: Any, run: Run, arguments: Any) -> list[Any]:

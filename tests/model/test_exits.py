@@ -11,9 +11,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from pipeshard.errors import TraceError
-from pipeshard.graph.snapshot import Snapshot, Step, told
+from pipeshard.graph.places import Step, format_path
+from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.trace import trace
-from pipeshard.graph.unit_outputs import ARGUMENTS, RESULT, UNIT, Exits, Part, Source, answer, changed, listened, opened
+from pipeshard.graph.unit_outputs import (
+    ARGUMENTS,
+    RESULT,
+    UNIT,
+    Part,
+    Source,
+    answer,
+    changed,
+    listened,
+    opened,
+    run_collecting,
+)
 from tests.parity.build import batch, build
 from tests.parity.entries import find
 
@@ -31,8 +43,7 @@ class Unit(nn.Module):
 def visited(unit: nn.Module, *arguments: Any) -> list[tuple[Source, Any]]:
     """What leaves a call, as a visit finds it."""
     before = Snapshot({UNIT: unit, ARGUMENTS: (arguments, {})})
-    with Exits(unit, listened(unit), silent=True) as exits:
-        results = exits.run(unit, arguments, {})
+    results = run_collecting(unit, unit, (arguments, {}), listened(unit), silent=True)
     return [*results, *changed(before)]
 
 
@@ -49,9 +60,8 @@ def test_a_run_collects_all_that_leaves_a_unit() -> None:
     found = [source for source, _ in visited(unit, x, shelf)]
     assert found[:3] == [RESULT, Source("inner", 0), Source("inner", 1)] and not heard
     (place,) = found[3:]
-    assert told(place.place) == "arguments[0][1]['keys']" and place.how == "set"
-    with Exits(unit, ["inner"], places=[place]) as exits:
-        results = exits.run(unit, (x, shelf), {})
+    assert format_path(place.place) == "arguments[0][1]['keys']" and place.how == "set"
+    results = run_collecting(unit, unit, ((x, shelf), {}), ["inner"], [place])
     assert [source for source, _ in results] == found
     assert results[1][1] is heard[0] and results[2][1] is heard[1] and results[3][1] == shelf["keys"]
     assert len(unit.inner._forward_hooks) == 1
@@ -113,7 +123,7 @@ def test_what_is_left_in_any_way_is_found_and_left_again() -> None:
     unit, given, context = Leaves(), [7], Told()
     before = Snapshot({UNIT: unit, ARGUMENTS: ((0, given, context), {})})
     with torch.no_grad():
-        (_, result), *_ = Exits(unit, []).run(unit, (torch.ones(2), given, context), {})
+        (_, result), *_ = run_collecting(unit, unit, ((torch.ones(2), given, context), {}))
     left = [(source, content.clone() if source.how == "written" else content) for source, content in changed(before)]
     results = [(RESULT, opened(result, before.paths)), *left]
     before.restore()

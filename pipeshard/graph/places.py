@@ -1,0 +1,299 @@
+"""Places: where Python code can keep something, and how what is there is read and put back.
+
+A model's code leaves values in attributes, slots, lists, dicts, closures, globals, classes and random generators. Torch
+knows only registered parameters and buffers. Here each of these is a holder with a content that can be listed, compared
+and replaced, and a place is the path of steps that leads to one entry of it.
+"""
+
+import functools
+import pickle
+import random
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
+from contextlib import ExitStack, contextmanager
+from enum import Enum
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
+REGISTERED = frozenset({"_modules", "_buffers", "_parameters"})  # of a module: read as its attributes
+# What torch keeps in modules beside what is registered; hooks are only looked into, see `constants_of`.
+HOOKS = frozenset(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
+OF_TORCH = frozenset(name for name in nn.Module().__dict__ if name[0] == "_") - REGISTERED
+# Objects and functions of these packages are not looked into: they have no state of a model's.
+LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "pipeshard", "colossalai", "tqdm", "rich", "datasets"}
+CODE_OF_OTHERS = LIBRARIES | {"transformers", "peft", "accelerate"}
+NAMESPACES = (SimpleNamespace, Namespace)
+# Their state is what they hold; those of the whole process are seeded anew everywhere, see Randomness.
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+OF_PROCESS = (torch.default_generator, random._inst, np.random.mtrand._rand)
+COLLECTIONS = (MutableMapping, MutableSequence, MutableSet)
+
+
+class Step(NamedTuple):
+    """One step on the way to a place: how ("attr", "item", "cell", "global", ...), and the name or index."""
+
+    how: str
+    key: Any
+
+
+Path = tuple[Step, ...]
+
+
+class Missing:
+    """The value of a place that does not exist."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = Missing()
+
+
+def is_comparable(value: Any) -> bool:
+    """Whether two such values are the same if they are equal."""
+    return isinstance(value, PLAIN)
+
+
+def is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, PLAIN) and bool(a == b))
+
+
+def format_path(path: Path) -> str:
+    """A path as a person would write it."""
+    text, before = "", None
+    for how, key in path:
+        if how == "item" and before not in REGISTERED:
+            text += f"[{key!r}]"
+        elif how in ("root", "attr", "class", "item"):
+            text += f".{key}" if key not in REGISTERED else ""
+        elif how != "state":
+            text += f" {how} {key}"
+        before = key
+    return text.lstrip(".")
+
+
+def resolve(root: Any, path: Iterable[Step]) -> Any:
+    """The value at the end of a path that begins at `root`."""
+    for how, key in path:
+        if how in ("attr", "class", "code"):
+            root = getattr(root, key)
+        elif how == "item":
+            root = root[key]
+        elif how == "cell":
+            root = _cells(root)[key].cell_contents
+        else:
+            root = root.__globals__[key]
+    return root
+
+
+def put(holder: Any, how: str, key: Any, value: Any) -> None:
+    """Let `holder` have `value` at `key`, or nothing if that is MISSING."""
+    if how == "state":
+        _set_state(holder, value)
+    elif how == "cell":
+        _cells(holder)[key].cell_contents = value
+    elif how == "class":
+        setattr(holder, key, value)
+    elif how == "attr" and key in _slots(holder):
+        object.__delattr__(holder, key) if value is MISSING else object.__setattr__(holder, key, value)
+    else:
+        live = holder.__dict__ if how == "attr" else holder.__globals__ if how == "global" else holder
+        if value is MISSING:
+            live.pop(key, None)
+        else:
+            live[key] = value
+
+
+def put_content(holder: Any, content: Iterable[Any]) -> None:
+    """Let these be all entries of a list, a set or a deque."""
+    holder.clear()
+    for entry in content:
+        (holder.add if isinstance(holder, MutableSet) else holder.append)(entry)
+
+
+def content_of(holder: Any, how: str) -> Any:
+    """A copy of all that is in a holder now: a dict by key, or for "list" a list."""
+    if how == "attr":
+        held = {key: value for key, value in getattr(holder, "__dict__", {}).items() if key not in OF_TORCH}
+        return {key: getattr(holder, key) for key in _slots(holder) if hasattr(holder, key)} | held
+    if how == "item":
+        return dict(holder)
+    if how == "list":
+        return list(holder)
+    if how == "state":
+        return {"state": _state(holder)}
+    if how == "cell":
+        return {key: _value(cell) for key, cell in _cells(holder).items()}
+    if how == "global":
+        return {key: holder.__globals__[key] for key in _globals(holder)}
+    return {key: value for key, value in vars(holder).items() if _is_state(key, value)}
+
+
+def live_dict(holder: Any, how: str) -> dict[Any, Any] | None:
+    """The dict in which a holder's content is, where it is one: that is compared fast."""
+    live = holder
+    if how == "attr":
+        live = None if _slots(holder) else holder.__dict__
+    return live if how in ("attr", "item") and type(live) is dict else None
+
+
+def ways_to_hold(value: Any) -> Iterator[str]:
+    """How the content of a value may be changed; none for what only reads, as a tuple."""
+    if is_generator(value):
+        yield "state"
+    if isinstance(value, MutableMapping):
+        yield "item"
+    elif isinstance(value, MutableSequence | MutableSet):  # a deque, too
+        yield "list"
+    elif isinstance(value, FunctionType) and _is_users(value.__module__):
+        if value.__closure__:
+            yield "cell"
+        yield "global"
+    elif isinstance(value, type) and _is_users(value.__module__):
+        yield "class"
+    if isinstance(value, nn.Module):
+        if not isinstance(value, torch.jit.ScriptModule):
+            yield "attr"
+    elif is_object(value) and (hasattr(value, "__dict__") or _slots(value)):
+        yield "attr"
+
+
+def constants_of(value: Any) -> Iterator[tuple[Step, Any]]:
+    """What else is reached by a value that cannot be changed there."""
+    if isinstance(value, tuple):
+        yield from ((Step("item", k), entry) for k, entry in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield from ((Step("code", name), getattr(value, name)) for name in ("func", "args", "keywords"))
+    elif isinstance(value, MethodType):
+        yield from ((Step("code", name), getattr(value, name)) for name in ("__func__", "__self__"))
+    elif isinstance(value, FunctionType) and _is_users(value.__module__):
+        yield from ((Step("code", name), getattr(value, name)) for name in ("__defaults__", "__kwdefaults__"))
+    elif isinstance(value, type) and _is_users(value.__module__):
+        yield from ((Step("class", k), v) for k, v in vars(value).items() if isinstance(v, FunctionType))
+        yield Step("code", "__base__"), value.__base__
+    elif isinstance(value, nn.Module):
+        hooks = ((name, value.__dict__.get(name)) for name in HOOKS)
+        yield from ((Step("attr", name), content) for name, content in hooks if content)
+    if not isinstance(value, type) and _is_users(type(value).__module__):
+        yield Step("attr", "__class__"), type(value)
+
+
+@contextmanager
+def noting_reads(objects: Iterable[Any], note: Callable[[Any, str], None]) -> Iterator[set[int]]:
+    """Inside, `note` is called with an object and a name whenever an attribute of one of these objects is read.
+
+    Yields the ids of the objects that are watched: a class of C's cannot be.
+    """
+    classes: dict[Any, set[int]] = {}
+    for value in objects:
+        classes.setdefault(type(value), set()).add(id(value))
+    with ExitStack() as stack:
+        for kind, watched in list(classes.items()):
+            override, get = kind.__dict__.get("__getattribute__"), kind.__getattribute__
+
+            def noting(self: Any, name: str, get: Any = get, watched: set[int] = watched) -> Any:
+                if id(self) in watched:
+                    note(self, name)
+                return get(self, name)
+
+            try:
+                kind.__getattribute__ = noting
+            except TypeError:
+                del classes[kind]
+            else:
+                undo = functools.partial(setattr, kind, "__getattribute__", override)
+                stack.callback(undo if override else functools.partial(delattr, kind, "__getattribute__"))
+        yield set().union(*classes.values())
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> tuple[str, ...]:
+    """All names in a function's code, and its strings, which `getattr` may be given."""
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in names_in(const)]
+    strings = (const for const in code.co_consts if isinstance(const, str))
+    return tuple(dict.fromkeys((*code.co_names, *code.co_freevars, *strings, *inner)))
+
+
+def is_generator(value: Any) -> bool:
+    """Whether this is a random generator of the model's own, not the one of the process."""
+    return isinstance(value, GENERATORS) and not any(value is other for other in OF_PROCESS)
+
+
+def _state(generator: Any) -> bytes:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    return pickle.dumps(generator.getstate() if isinstance(generator, random.Random) else generator.get_state())
+
+
+def _set_state(generator: Any, state: bytes) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = pickle.loads(state)
+    else:
+        set_state = generator.setstate if isinstance(generator, random.Random) else generator.set_state
+        set_state(pickle.loads(state))
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is an object whose attributes are looked at."""
+    if isinstance(value, type | ModuleType | FunctionType | MethodType | Tensor | Enum | BaseException):
+        return False
+    return type(value) in NAMESPACES or type(value).__module__.partition(".")[0] not in LIBRARIES
+
+
+@functools.cache
+def _is_users(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] not in CODE_OF_OTHERS
+
+
+def _slots(value: Any) -> tuple[str, ...]:
+    return _slots_of(type(value))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _slots_of(kind: Any) -> tuple[str, ...]:
+    names: list[str] = []
+    for base in kind.__mro__[:-1]:
+        slots = base.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+def _is_state(key: str, value: Any) -> bool:
+    """Whether a class's attribute is something that changes, rather than code."""
+    code = (FunctionType, classmethod, staticmethod, property, type)
+    return not key.startswith("__") and not isinstance(value, code) and not hasattr(type(value), "__get__")
+
+
+def _cells(function: Any) -> dict[str, Any]:
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
+def _value(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return MISSING
+
+
+def _globals(function: Any) -> Iterator[str]:
+    """The global names in a function's code that stand for something that may change."""
+    space = function.__globals__
+    return (name for name in names_in(function.__code__) if name in space and _may_change(space[name]))
+
+
+def _may_change(value: Any) -> bool:
+    if isinstance(value, ModuleType):
+        return False
+    if isinstance(value, FunctionType | type):
+        return _is_users(value.__module__)
+    return isinstance(value, (*PLAIN, *GENERATORS, Tensor, *COLLECTIONS)) or is_object(value)

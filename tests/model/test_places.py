@@ -1,0 +1,99 @@
+"""Everything that code can change is found by a snapshot and put back; reads of attributes are noted."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pipeshard.graph.kinds import Settings
+from pipeshard.graph.places import format_path, noting_reads
+from pipeshard.graph.snapshot import Snapshot
+
+
+class Slotted:
+    __slots__ = ("here", "late")
+
+    def __init__(self) -> None:
+        self.here = 1
+
+
+class Both(Slotted):
+    """Has slots, and attributes beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = [1, 2]
+
+
+class State:
+    def __init__(self) -> None:
+        self.slotted, self.both = Slotted(), Both()
+        self.items: dict[Any, Any] = {None: [1], "a": {2}}
+        self.last = deque([1, 2], maxlen=2)
+        self.generators: list[Any] = [torch.Generator(), random.Random(1), np.random.default_rng(1)]
+        self.generators.append(np.random.RandomState(1))
+        count = 0
+
+        def counts() -> int:
+            nonlocal count
+            count += 1
+            return count
+
+        self.counts = counts
+
+
+def test_all_that_has_changed_is_put_back() -> None:
+    state = State()
+    drawn = [lambda g: torch.rand(1, generator=g), lambda g: g.random(), lambda g: g.random(), lambda g: g.rand()]
+    before = Snapshot({"state": state})
+    assert not [*before.changes()]
+    state.slotted.here, state.slotted.late, state.both.here, state.both.beside = 2, 3, 4, []
+    state.items[None], state.items["b"] = [2], 1
+    state.items["a"].add(3)
+    state.last.append(3)
+    first = [float(draw(generator)) for draw, generator in zip(drawn, state.generators, strict=True)]
+    assert state.counts() == 1
+    found = {format_path(change.path) for change in before.changes()}
+    assert {"state.slotted.here", "state.slotted.late", "state.both.here", "state.both.beside"} <= found
+    assert {"state.items[None]", "state.items['b']", "state.items['a']", "state.last"} <= found
+    assert {"state.counts cell count", *(f"state.generators[{k}]" for k in range(4))} <= found
+    before.restore()
+    assert not [*before.changes()]
+    assert (state.slotted.here, hasattr(state.slotted, "late")) == (1, False)
+    assert (state.both.here, state.both.beside) == (1, [1, 2])
+    assert state.items == {None: [1], "a": {2}} and list(state.last) == [1, 2] and state.counts() == 1
+    assert first == [float(draw(generator)) for draw, generator in zip(drawn, state.generators, strict=True)]
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.inner.place = self.place = 1
+
+    def forward(self) -> Any:
+        return self.inner.place if hasattr(self, "flag") else self.inner
+
+
+def test_reads_of_attributes_are_noted_and_the_class_is_as_it_was() -> None:
+    modules = Reader(), Reader()
+    settings, read = [Settings(module) for module in modules], set()
+    assert not settings[0].differences(settings[1])
+    with noting_reads([modules[0], modules[0].inner], lambda value, name: read.add((value, name))) as watched:
+        assert watched == {id(modules[0]), id(modules[0].inner)}
+        modules[0](), modules[1]()
+        assert (modules[0], "flag") in read and (modules[0], "inner") in read
+        assert not any(name == "place" or value is modules[1] for value, name in read)
+        modules[0].flag = True
+        modules[0]()
+        assert (modules[0].inner, "place") in read
+    assert "__getattribute__" not in vars(Reader) and "__getattribute__" not in vars(nn.Linear)
+    with noting_reads([1], lambda value, name: None) as watched:
+        assert not watched
+    modules[1].place = 2
+    assert [key for _, key in settings[0].differences(Settings(modules[1]))] == ["place"]
