@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from pipeshard import trace
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.batch_dims import check_declared, refuse_unknown
-from pipeshard.engine.reader import digest, digests
+from pipeshard.engine.reader import digest
 from pipeshard.errors import BatchError, ConfigurationError
 from pipeshard.graph.infer_batch_dims import RowDims
 
@@ -170,7 +170,7 @@ def test_entries_are_watched_only_where_they_are_read() -> None:
     read = trace(Reader(lambda others: len(others["names"][0])), data)
     assert read.watched == {"names"}
     names = [Batch.of({**data, "names": list(names)}) for names in ("abcd", "abcd", "abce")]
-    first, same, other = (digests(batch, read.watched) for batch in names)
+    first, same, other = (digest(batch, read.watched) for batch in names)
     assert first == same != other
 
 
