@@ -139,18 +139,17 @@ def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Cr
         rule, is_approximate = search.rule(side_outputs=True), False
     if rule is None and search.is_sum_of_means():
         rule, is_approximate = LossRule(), True
-    if rule is None and search.failure is not None:
-        raise ConfigurationError(
-            f"how a batch's loss is made of its microbatches' could not be found: {type(model).__name__} on "
-            f"a few samples ended in {type(search.failure).__name__}: {search.failure}. If that is not the model's "
-            f"own error, {REMEDY}"
-        ) from search.failure
     if rule is None:
-        raise ConfigurationError(
-            f"the loss of {type(model).__name__} is no mean or sum over samples or valid labels that could be proven "
-            "on random values (does it weigh classes, compare samples with each other, or divide by something of its "
-            f"own?), so that of a batch cannot be made of its microbatches': {REMEDY}"
+        why = (
+            "is not a mean or sum over samples or valid labels that could be proven on random values (does it weigh "
+            "classes, compare samples with each other, or divide by something of its own?)"
         )
+        if search.failure is not None:
+            why = f"on a few samples ended in {type(search.failure).__name__}: {search.failure}"
+        what = f"the loss of {type(model).__name__} {why}"
+        raise ConfigurationError(
+            f"{what}, so that of a batch cannot be made of its microbatches': {REMEDY}"
+        ) from search.failure
     if is_approximate:
         logger.warning(
             "the loss of %s has an auxiliary part (router logits, or a second kind of labels?), which is no sum over "

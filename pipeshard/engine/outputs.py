@@ -33,24 +33,20 @@ class StepLoss(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    @property
-    def _plain(self) -> Tensor:
-        return self.as_subclass(Tensor)
-
     def backward(self, *args: Any, **kwargs: Any) -> None:
         raise UsageError(BACKWARD)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain.__reduce_ex__(protocol)
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return self._plain.clone()
+        return self.as_subclass(Tensor).clone()
 
     def __format__(self, spec: str) -> str:
-        return format(self._plain, spec)
+        return format(self.as_subclass(Tensor), spec)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return repr(self._plain)
+        return repr(self.as_subclass(Tensor))
 
 
 class Outputs:

@@ -8,7 +8,6 @@ costs that were measured. Times are those of the hosts' wall clocks: several hos
 import json
 import math
 import os
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -106,7 +105,7 @@ class Recording:
             "schedule": self.program.name,
             "num_microbatches": self.program.num_microbatches,
             "placement": self.program.placement,
-            "program": [[str(action) for action in actions] for actions in self.program.ranks],
+            "program": self.program.ranks,
             "times": [[(span.start, span.end) for span in row] for row in self.spans],
             "waited": self.waited,
             "step": self.step,
@@ -118,9 +117,9 @@ class Recording:
         """Read what `save` wrote. Raises ConfigurationError for anything else."""
         try:
             content = json.loads(Path(path).read_text())
-            ranks = tuple(tuple(map(_action, actions)) for actions in content["program"])
+            ranks = [tuple(Action(Kind(kind), i, stage) for kind, i, stage in row) for row in content["program"]]
             placement = tuple(content["placement"])
-            program = Program(content["schedule"], content["num_microbatches"], placement, ranks)
+            program = Program(content["schedule"], content["num_microbatches"], placement, tuple(ranks))
             return cls.of(program, content["times"], content["waited"], content["step"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
@@ -152,11 +151,6 @@ class Recording:
             for row, of_rank in zip(computed, times, strict=True)
         )
         return cls(program, spans, tuple(map(tuple, waited)), step)
-
-
-def _action(text: str) -> Action:
-    kind, microbatch, stage = re.fullmatch(r"([A-Za-z]+)(\d+)@(\d+)", text).groups()  # type: ignore[union-attr]
-    return Action(Kind(kind), int(microbatch), int(stage))
 
 
 def _seconds(time: float) -> str:
