@@ -67,9 +67,7 @@ class StepPlanner:
         rule = self._rule(batches, criterion) if exact_loss else EACH
         shares = [1.0] * len(batches)  # of no use on other stages than the last one
         if self.is_last:
-            glue = Glue(self.model, criterion, self.policy.replay.device)
-            pairs = zip(batches, ways, strict=True) if rule.counted else ()
-            counts = [glue.count(batch.to(glue.device), *way) for batch, way in pairs]
+            counts = self._counts(batches, ways, criterion) if rule.counted else ()
             shares = rule.shares(batches, lambda count: self._total(count, rule), counts)
         routes = [self._route(flow, outputs) for flow, _ in ways]
         return [
@@ -110,7 +108,7 @@ class StepPlanner:
         return flow, deltas
 
     def _route(self, flow: Dataflow, outputs: Wanted) -> list[Route]:
-        """One for each stage of this rank."""
+        """The routes of such microbatches through the stages of this rank."""
         key = id(flow), outputs  # a route keeps its flow, so the id stays that one's
         if key not in self._routes:
             stages = self.policy.partition.of_calls(flow)
@@ -179,6 +177,11 @@ class StepPlanner:
         """What batches have in common whose losses follow one rule."""
         others = (other for other in batch.others if not other[1].startswith(("int ", "float ")))  # numbers of items
         return key_of(criterion), self._state, batch.paths, tuple(others)
+
+    def _counts(self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None) -> list[float]:
+        """What the criterion divides its sum by in each microbatch, which has to be known before the first backward."""
+        glue = Glue(self.model, criterion, self.policy.replay.device)
+        return [glue.count(batch.to(glue.device), *way) for batch, way in zip(batches, ways, strict=True)]
 
     def _total(self, count: float, rule: LossRule) -> float:
         """The sum of a count over the replicas."""
