@@ -60,7 +60,7 @@ class Outputs:
     """
 
     def __init__(self, asked: ReturnOutputs) -> None:
-        self.function = asked if callable(asked) else None
+        self.function: Callable[[Any, Any], Any] | None = asked if callable(asked) else None
         self.each_loss = asked == "loss"
         self.needed: Wanted = asked if isinstance(asked, bool) else self.function is not None
         if not (isinstance(asked, bool) or self.function or self.each_loss):

@@ -138,7 +138,7 @@ class Recording:
         for rank, seconds in waited.items():
             row[rank - len(counts)] = seconds
         rows = gather(row, group)
-        times = [of_rank[: 2 * count].view(-1, 2).tolist() for of_rank, count in zip(rows, counts, strict=True)]
+        times = [of_rank[: 2 * count].view(count, 2).tolist() for of_rank, count in zip(rows, counts, strict=True)]
         return cls.of(program, times, rows[:, -len(counts) :].tolist(), step)
 
     @classmethod
