@@ -32,11 +32,11 @@ from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeshard import PipelinePlugin, plugin
+from pipeshard.distributed import consistency as agreement
 from pipeshard.distributed import watching
 from pipeshard.distributed.progress import NOW, Progress
 from pipeshard.distributed.watch import Watch
 from pipeshard.engine import optimizer
-from pipeshard.engine import reader as agreement
 
 # name: hidden size, layers, sequence length, microbatches, samples of each, steps in a round
 WORKS = {"20 M parameters": (256, 8, 128, 8, 2, 1), "bound by overhead": (64, 8, 32, 64, 1, 2)}

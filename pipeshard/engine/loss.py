@@ -86,7 +86,7 @@ class LossRule:
         tolerance = CLOSE.get(whole.dtype, 2 * torch.finfo(whole.dtype).eps)
         if not abs(sum(terms) - whole.value) <= tolerance * max(abs(whole.value), *map(abs, terms)):
             return False
-        counts = [part.count for part in (whole, *parts) if part.count is not None]
+        counts = [part.denominator for part in (whole, *parts) if part.denominator is not None]
         return not self.counted or abs(counts[0] - sum(counts[1:])) <= 1e-5 * max(map(abs, counts))
 
 
@@ -215,7 +215,7 @@ class _Search:
             return False
         for self.kind, self.level in itertools.product((NORMAL, PROBABILITIES), range(NOTHING + 1)):
             if (losses := self._losses(LossRule(), 0)) is not None:
-                self.counted, self.failure = losses[0].count is not None, None
+                self.counted, self.failure = losses[0].denominator is not None, None
                 return True
         self.failure = self.trial.failure
         return False
@@ -273,7 +273,7 @@ class _Search:
         """Whether the count that the criterion returns does not depend on unit results."""
         batch = self.samples.draw(self.level, 0)
         losses = [self.trial.measure(batch, CUTS[0], seed, self.kind) for seed in range(TELLING)]
-        return len({None if loss is None else loss[0].count for loss in losses}) == 1
+        return len({None if loss is None else loss[0].denominator for loss in losses}) == 1
 
 
 def read_by_loss(flow: Dataflow) -> frozenset[str]:

@@ -151,10 +151,10 @@ def _mask(leaf: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class Measured(NamedTuple):
-    """A loss; or a criterion's sum and its count."""
+    """A loss; or the sum of a criterion that returns (sum, count), and its count."""
 
     value: float
-    count: float | None
+    denominator: float | None
     dtype: torch.dtype
 
 
@@ -213,8 +213,8 @@ class Glue:
             return torch.zeros((), dtype=spec.dtype, device=self.device).expand(spec.shape)
 
         measured = self.run(batch, flow, deltas, zeros)
-        assert measured is not None and measured.count is not None
-        return measured.count
+        assert measured is not None and measured.denominator is not None
+        return measured.denominator
 
 
 class Trial:
