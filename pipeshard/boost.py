@@ -1,96 +1,37 @@
 """Boost: a model and its optimizer become one rank's part of a pipeline."""
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from colossalai.interface import ModelWrapper
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, refuse_criterion, takes_outputs_alone
 from pipeshard.batch.samples import find_sample
 from pipeshard.checkpoint.lora import refuse_blank_adapters
+from pipeshard.config import PipelineConfig
 from pipeshard.distributed.consistency import compare_ranks, model_texts, optimizer_texts
+from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer, replace_parameters
 from pipeshard.engine.separable import check_separable
-from pipeshard.errors import ConfigurationError, UsageError
-from pipeshard.graph.units import containers
+from pipeshard.engine.wrappers import plain
+from pipeshard.errors import UsageError
+from pipeshard.graph.dataflow import Dataflow
+from pipeshard.planner.profile import measured_costs
 from pipeshard.split.ties import share_weights
 from pipeshard.verify.decide import prove_at_boost
 
-if TYPE_CHECKING:
-    from pipeshard.plugin import PipelinePlugin
-
-
 logger = logging.getLogger("pipeshard")
-# What each does belongs around the pipeline: under it, it would talk to ranks that have other stages.
-REFUSED = {
-    DistributedDataParallel: "the plugin makes the replicas (dp_size, by default as many as the world has room for)",
-    DataParallel: "the plugin makes the replicas (dp_size, by default as many as the world has room for)",
-    FullyShardedDataParallel: "PipelinePlugin(fsdp=True) divides parameters among replicas",
-    FSDPModule: "PipelinePlugin(fsdp=True) divides parameters among replicas",
-    ModelWrapper: "one Booster boosts it, that of the PipelinePlugin",
-}
-
-
-def plain(model: nn.Module, warns: bool = True) -> nn.Module:
-    """`model` as it was before it was compiled as a whole by `torch.compile(model)` or `model.compile()`, which is said
-    with `warns`. Raises ConfigurationError for a model that is wrapped, or has modules that are, by anything else."""
-    compiled = False
-    while (inner := model._modules.get("_orig_mod")) is not None:
-        model, compiled = inner, True
-    if model._compiled_call_impl is not None:
-        model._compiled_call_impl, compiled = None, True
-    if compiled and warns:
-        logger.warning(
-            "this %s was compiled as a whole, but runs in parts, which run as they are written. Pass the model as it "
-            "is, and compile=True to PipelinePlugin, which compiles each layer",
-            type(model).__name__,
-        )
-    for name, parameter in model.named_parameters():
-        if type(parameter).__module__.startswith("colossalai.lazy"):
-            raise ConfigurationError(
-                f"{name} was made under colossalai's LazyInitContext, of which the stages could not take their parts: "
-                "build the model under torch.device('meta') instead, which takes no memory either, and "
-                "PipelinePlugin(init_weights=True) draws its weights on the stages (or call "
-                "LazyInitContext.materialize(model), which makes all of it in every process)"
-            )
-    for name, module in model.named_modules():
-        for kind, instead in REFUSED.items():
-            if isinstance(module, kind):
-                raise ConfigurationError(
-                    f"{name or 'the model'} is wrapped in {kind.__name__} ({type(module).__name__}): pass the model as "
-                    f"it was before that (not prepared by accelerate either), {instead}"
-                )
-    return model
-
-
-def refuse_compiled(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
-    """Raise ConfigurationError for a compiled module where its call is cut into parts, or is answered for it.
-
-    A unit that `torch.compile(layer)` has put in a layer's place is run whole, and so is what is inside of a unit.
-    """
-    around = set(containers(model, units))
-    for name, module in model.named_modules():
-        forward = module.__dict__.get("forward", type(module).forward) if module in around else None
-        compiled = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
-        compiled |= module in around and "_orig_mod" in module._modules
-        compiled |= module._compiled_call_impl is not None and (module in around or name in units)
-        if compiled:
-            raise ConfigurationError(
-                f"{name or 'the model'} ({type(module).__name__}) was compiled by itself: leave that out, and pass "
-                'compile=True, or options as compile={"backend": ...}, to PipelinePlugin, which compiles each layer'
-            )
 
 
 def boost_model(
-    plugin: "PipelinePlugin",
+    config: PipelineConfig,
+    grid: Grid,
     model: nn.Module,
     optimizer: Optimizer | None,
     criterion: Criterion | None,
@@ -100,35 +41,40 @@ def boost_model(
     fresh = None if isinstance(optimizer, PipelineOptimizer) else optimizer
     if isinstance(model, PipelineModel):
         if fresh is not None:
-            check_separable(fresh, model.pipeline.model, plugin)
+            check_separable(fresh, model.pipeline.model, config, grid)
         return model, criterion
-    model = plain(model, warns=plugin.grid.first)
+    model = plain(model, warns=grid.first)
     refuse_criterion(criterion, model)
     # One of the outputs alone is for the script to call, as ColossalAI's scripts do, or for execute_pipeline.
     called = None if criterion is not None and takes_outputs_alone(criterion) else criterion
     refuse_blank_adapters(model)
-    became = share_weights(model, plugin.shared_weights, warns=plugin.grid.first)
+    became = share_weights(model, config.shared_weights, warns=grid.first)
     if optimizer is not None:
         replace_parameters(optimizer, became)
     texts = model_texts(model) | ({} if optimizer is None else optimizer_texts(optimizer))
-    compare_ranks(texts, plugin.grid.world, plugin.grid.named)
-    size = plugin.num_microbatches or plugin.microbatch_size or 1
-    sample = find_sample(model, plugin.dry_run_input, dataloader, plugin.batch_dims, size, plugin.device)
+    compare_ranks(texts, grid.world, grid.named)
+    size = config.num_microbatches or config.microbatch_size or 1
+    sample = find_sample(model, config.dry_run_input, dataloader, config.batch_dims, size, grid.device)
     if fresh is not None:
-        check_separable(fresh, model, plugin)  # before the proof, which would find no more than that it differs
-    prove_at_boost(plugin, model, optimizer, called, sample)
-    if optimizer is not None and plugin.grid.first:
-        _warn_of_16_bits(plugin, model)
-    boosted = PipelineModel(model, Pipeline(plugin, model, sample, called))
+        check_separable(fresh, model, config, grid)  # before the proof, which would find no more than that it differs
+    prove_at_boost(config, grid, model, optimizer, called, sample)
+    if optimizer is not None and grid.first and not config.lowers:
+        _warn_of_16_bits(model)
+    partition = str(config.settled(model, called).partition)
+
+    def costs(flow: Dataflow, batch: Batch) -> Sequence[float] | None:
+        return measured_costs(partition, model, flow, batch, config.cut, grid.device, grid.world)
+
+    boosted = PipelineModel(model, Pipeline(config, grid, model, sample, called, costs))
     if called is None and criterion is not None:
         boosted.pipeline.criterion = criterion
     return boosted, boosted.pipeline.criterion
 
 
-def _warn_of_16_bits(plugin: "PipelinePlugin", model: nn.Module) -> None:
+def _warn_of_16_bits(model: nn.Module) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     short = [p for p in trained if p.dtype in (torch.float16, torch.bfloat16)]
-    if short and not plugin.arithmetic.lowers:
+    if short:
         logger.warning(
             "%d of the %d trained parameters are %s, without fp32 values beside them: updates smaller than 1/%d of a "
             "value round to nothing. Pass PipelinePlugin(precision='bf16'), which keeps fp32 values, or load the model "
@@ -140,7 +86,7 @@ def _warn_of_16_bits(plugin: "PipelinePlugin", model: nn.Module) -> None:
         )
 
 
-def boost_optimizer(plugin: "PipelinePlugin", model: PipelineModel, optimizer: Any) -> PipelineOptimizer | None:
+def boost_optimizer(model: PipelineModel, optimizer: Any) -> PipelineOptimizer | None:
     """An optimizer of what this rank holds."""
     pipeline = model.pipeline
     if optimizer is None:
@@ -148,9 +94,13 @@ def boost_optimizer(plugin: "PipelinePlugin", model: PipelineModel, optimizer: A
     if isinstance(optimizer, PipelineOptimizer):
         check_optimizer(optimizer, pipeline)
         return optimizer
-    finite = pipeline.finite(plugin.grid.stage, pipeline.holdings.held)
-    backward = None if model.whole is None else model.whole.backward
-    return PipelineOptimizer(optimizer, pipeline.gradients, plugin.zero_stage == 1, finite, backward)
+    return PipelineOptimizer(
+        optimizer,
+        pipeline.gradients,
+        zero=pipeline.config.zero_stage == 1,
+        finite=pipeline.finite(pipeline.rank, pipeline.holdings.held),
+        backward=None if model.whole is None else model.whole.backward,
+    )
 
 
 def check_optimizer(optimizer: Any, pipeline: Pipeline) -> None:

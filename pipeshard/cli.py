@@ -5,6 +5,8 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import click
 
@@ -170,8 +172,9 @@ def trace_run(
         from pipeshard.schedule import num_chunks
 
         v = num_chunks(schedule, _chunks(schedule, chunks))
-        plugin = {"schedule": schedule, "num_model_chunks": v, "partition": _partition(partition), "p2p": p2p}
-        recording = Trial(model, fields, pp, microbatches, microbatch_size, seq_len, dtype, plugin).run()
+        how = {"num_microbatches": microbatches, "schedule": schedule, "num_model_chunks": v}
+        booster = partial(make_booster, pp, partition=_partition(partition), p2p=p2p, **how)
+        recording = Trial(model, fields, pp, microbatches * microbatch_size, seq_len, dtype, booster).run()
     click.echo(recording.summary())
     if json_path is not None:
         recording.save(json_path)
@@ -221,10 +224,10 @@ def verify(
             proven = prove_script(Path(what), arguments, pp)
         else:
             v = _chunks(schedule, chunks)
-            plugin = {"num_microbatches": microbatches, "schedule": schedule, "num_model_chunks": v}
-            plugin["partition"] = _partition(partition)
+            how = {"num_microbatches": microbatches, "schedule": schedule, "num_model_chunks": v}
+            booster = partial(make_booster, pp or 2, partition=_partition(partition), **how)
             try:
-                proven = prove_model(what, arguments, pp or 2, seq_len, dtype, plugin)
+                proven = prove_model(what, arguments, seq_len, dtype, booster)
             except PipeshardError as error:
                 click.echo(f"error: {' '.join(str(error).split())}", err=True)
                 ctx.exit(2)
@@ -244,6 +247,15 @@ def launch(arguments: tuple[str, ...]) -> None:
     from pipeshard.launch import main as run
 
     sys.exit(run(arguments))
+
+
+def make_booster(pp_size: int, sample: Any, **arguments: Any) -> Any:
+    """A Booster of a pipeline that is traced with this sample."""
+    from colossalai.booster import Booster
+
+    from pipeshard.plugin import PipelinePlugin
+
+    return Booster(plugin=PipelinePlugin(pp_size, dry_run_input=sample, **arguments))
 
 
 def _chunks(schedule: str | None, asked: int | None) -> int:

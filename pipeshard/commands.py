@@ -5,7 +5,7 @@ import runpy
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,16 +131,15 @@ def _count(number: int) -> str:
 
 @dataclass(frozen=True)
 class Trial:
-    """What to run: the model (see `source.build`), the sizes of a step, and arguments of the plugin."""
+    """What to run: the model (see `source.build`) and the samples of a step; each rank calls `make_booster(batch)`."""
 
     source: str
     fields: Sequence[str]
     pp_size: int
-    num_microbatches: int
-    microbatch_size: int
+    num_samples: int
     seq_len: int
     dtype: str
-    plugin: dict[str, Any]
+    make_booster: Callable[[Any], Any]
     steps: int = 3
 
     def run(self) -> Recording:
@@ -155,22 +154,17 @@ class Trial:
 
 
 def _rank(rank: int, trial: Trial, folder: str) -> None:
-    from colossalai.booster import Booster
-
-    from pipeshard.plugin import PipelinePlugin
-
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // trial.pp_size))
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=trial.pp_size)
     model = build(trial.source, trial.fields, trial.dtype)
-    batch = made_up(model, trial.num_microbatches * trial.microbatch_size, trial.seq_len)
-    plugin = PipelinePlugin(trial.pp_size, num_microbatches=trial.num_microbatches, dry_run_input=batch, **trial.plugin)
-    booster = Booster(plugin=plugin)
+    batch = made_up(model, trial.num_samples, trial.seq_len)
+    booster = trial.make_booster(batch)
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
     for _ in range(trial.steps):
-        with plugin.measuring():
+        with booster.plugin.measuring():
             booster.execute_pipeline(iter([batch]), boosted, None, optimizer)
         optimizer.zero_grad()
-    recording = plugin.recording()
+    recording = booster.plugin.recording()
     if rank == 0:
         recording.save(Path(folder) / "recording.json")
     dist.barrier()
@@ -202,21 +196,16 @@ def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> P
 
 
 def prove_model(
-    source: str, fields: Sequence[str], pp_size: int, seq_len: int, dtype: str, plugin: dict[str, Any]
+    source: str, fields: Sequence[str], seq_len: int, dtype: str, make_booster: Callable[[Any], Any]
 ) -> Proven:
-    """Build the model, see `source.build`, with drawn weights, and boost it with a batch of random samples."""
-    from colossalai.booster import Booster
-
-    from pipeshard.plugin import PipelinePlugin
-
+    """Build the model, see `source.build`, with drawn weights, and boost it by `make_booster(batch)`."""
     model = build(source, fields, dtype)
     data = drawn_batch(model, 10, seq_len)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", f"file://{folder}/meeting", rank=0, world_size=1)
         try:
             with alone():
-                booster = Booster(plugin=PipelinePlugin(pp_size, dry_run_input=data, **plugin))
-                booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+                make_booster(data).boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         except Proven as proven:
             return proven
         finally:

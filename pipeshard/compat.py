@@ -211,7 +211,7 @@ INSTEAD: dict[str, tuple[Any, str]] = {
     "use_fp8": (False, "precision='bf16' or 'fp16'"),
 }
 ATTRIBUTES = {
-    "amp_config": "plugin.precision is its name, and plugin.scaling, with fp16, has the scale of the loss",
+    "amp_config": "plugin.precision is its name, and model.pipeline.scaling, with fp16, has the scale of the loss",
     "custom_policy": _POLICY,
     "ddp_config": "replicas are summed by pipeshard itself, there is no DistributedDataParallel",
     "scheduler": "plugin.schedule is the schedule's name, and booster.execute_pipeline runs it",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import (
@@ -83,13 +83,23 @@ class Share:
         return together // self.replicas + (replica < together % self.replicas)
 
 
+class Resumable(Protocol):
+    """What a sampler needs of the dataloader that it is read by."""
+
+    draws: Draws
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def set_start(self, batches: int) -> None: ...
+
+
 class From(Sampler[Any]):
     """A replica's share of a sampler, without the first `skip` entries that the sampler would give.
 
     It has what other samplers are told: the epoch, and where in it to begin.
     """
 
-    def __init__(self, sampler: Any, share: Share, loader: "ResumableDataLoader") -> None:
+    def __init__(self, sampler: Any, share: Share, loader: Resumable) -> None:
         self.sampler, self.share, self.loader, self.skip = sampler, share, loader, 0
         self.batch_size: int | None = getattr(sampler, "batch_size", None)
         length_of(self)  # says at once what is left out, if the length is known

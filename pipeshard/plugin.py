@@ -1,19 +1,20 @@
 """PipelinePlugin: pipeline parallelism behind ColossalAI's Booster."""
 
-import inspect
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from colossalai.booster.plugin.pp_plugin_base import PipelinePluginBase
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from pipeshard.batch.batch_dims import check_declared
 from pipeshard.batch.criterion import Criterion
 from pipeshard.boost import boost_model, boost_optimizer, check_optimizer
 from pipeshard.checkpoint.io import PipelineCheckpointIO
@@ -26,39 +27,26 @@ from pipeshard.compat import (
     restore_meta_kernels,
     schedule_of,
 )
+from pipeshard.config import PRECISIONS, PipelineConfig
 from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.distributed.consistency import compare_ranks, texts_of, together_in, versions
-from pipeshard.distributed.mesh import DP, PP, TP, Grid, own_device
-from pipeshard.distributed.watching import calling, watch_world
+from pipeshard.distributed.mesh import DP, PP, TP, Grid, num_replicas
+from pipeshard.distributed.watching import calling, constructing, name_ranks, named, watch_world
 from pipeshard.engine.engine import Pipeline
-from pipeshard.engine.mixed_precision import PRECISIONS, LossScale, Precision
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.outputs import ReturnOutputs
 from pipeshard.engine.p2p import P2P, check_p2p
 from pipeshard.engine.recording import Recording
 from pipeshard.errors import UsageError
-from pipeshard.options import (
-    check_chunks,
-    check_compile,
-    check_kinds,
-    check_microbatches,
-    check_precision,
-    check_replicas,
-    check_split_backward,
-    check_timeout,
-    check_tp_plan,
-    check_verify,
-)
-from pipeshard.schedule.given import Schedule, is_v, program_of
+from pipeshard.schedule.given import Schedule
 from pipeshard.split.materialize import InitWeights
 from pipeshard.split.partition import Cuts
 from pipeshard.split.policy import Policy
-from pipeshard.split.recompute import Recompute
 from pipeshard.verify.result import standing_alone
 
 restore_meta_kernels()
-NOT_COMPARED = ("self", "__class__", "dry_run_input", "timeout")  # may differ between ranks
+ONE_GRID = {"pg_mesh": "mesh", "dp_group": "replicas", "pp_group": "stages", "tp_group": "slices", "device": "device"}
 
 
 class PipelinePlugin(PipelinePluginBase):
@@ -68,64 +56,19 @@ class PipelinePlugin(PipelinePluginBase):
     every stage. Rank 0 is the first slice of the first stage of the first replica; then come slices, stages, replicas.
 
     Args:
-        pp_size: p, the number of stages.
-        num_microbatches, microbatch_size: exactly one of the two; how each batch is cut along its samples. With
-            pp_size=1 both may be left out.
-        schedule: "1f1b", "gpipe", "interleaved", "zb-h1" or "zbv". With the last two, the weight gradients of linear
-            and embedding layers are computed apart, while a stage would wait. Or a `pipeshard.schedule.Program`, or a
-            function of (p, m, v) that returns one, which is run as it is, messages added.
-        num_model_chunks: v, the chunks of the model on each process, for "interleaved"; "zbv" always has two.
-        p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
-        partition: "auto" (by cost), "uniform", "parameters", "type:REGEX" (equally many units whose class matches),
-            "profile" (by measured time; "profile:PATH" keeps it in a file), how many unit calls each of the p·v stages
-            gets, or the names of the units to cut after.
-        policy: a Policy class for this model; by default the one registered for it.
-        init_weights: for what is on meta (built under `torch.device("meta")`, or accelerate's `init_empty_weights`).
-            True draws it by the architecture's own rule, False leaves it to `booster.load_model`, a function is called
-            as `fn(module)` or `fn(module, name)` for every module with such tensors. What is drawn depends on the seed
-            (`torch.manual_seed`, of the first stage) and on names only, not on `pp_size`.
-        dry_run_input: a batch the model is traced with, or a function `fn(size, device)` that makes one of so many
-            samples; by default the first samples of the dataloader.
-        shared_weights: groups of names of parameters that are to be one, such as [("embed.weight", "head.weight")],
-            which become so before the model is cut; the first one's values stay.
-        max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`; 0 does not.
-        loss_reduction: "token" makes the loss that of the whole batch, the mean over its valid labels;
-            "microbatch" averages the microbatches' losses as they are.
-        dp_size: the replicas; by default as many as the world has room for.
-        tp_size: ranks that slice each stage, by the architecture's own `tp_plan` (transformers 5) or its policy's.
-        tp_plan: another one: by the names of modules, with * for numbers, "colwise", "rowwise" or another style.
-        zero_stage: 1 divides the optimizer's state among the replicas, by whole parameters.
-        fsdp: True divides parameters, gradients and the optimizer's state of each held unit among the replicas, by
-            torch's `fully_shard`; parameters are gathered once a step. Not with "zb-h1" and "zbv".
-        precision: "fp32" leaves the model in its own dtype; with "bf16" or "fp16" parameters are in 16 bits, gradients
-            are added up and parameters updated in fp32. "fp16" scales the loss, and leaves a step out on every rank
-            when a gradient overflowed on one.
-        autocast: keep the parameters in fp32, and run forwards under torch.autocast of `precision`.
-        initial_scale: what the loss is scaled with at first, with "fp16".
-        compile: True, or options of torch.compile: each held unit is compiled by itself, and units of one class once.
-            Not with "zb-h1" and "zbv", which split the backward of layers.
-        batch_dims: for leaves of the batch, by path, the dimension that counts the samples where that is not the first
-            (time-major inputs), or None for what every microbatch gets whole. What is not declared and may be either
-            is found by running the glue both ways; a main input has to be declared.
-        recompute: the units that keep no activations and run again in the backward pass: True (all), a share of each
-            stage's units in [0, 1] (repeated layers first), or a list of shares, one for each of the p·v stages.
-        activation_checkpoint_interval: or every k-th unit of the model, where k > 0.
-        timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long elsewhere)
-            before all ranks end with a table of what each of them does; None for ever. "adaptive" is 20 times the
-            longest so far, and at least 30.
-        check_finite: look at the loss and at what every stage sends and adds up, and stop on what is not finite by an
-            error that names the stage and the parameter. With "fp16", gradients may overflow: they are not looked at.
-        verify: prove before the model is cut that it trains as it does unsplit: all stages take two steps in the first
-            process, on samples of the batch that it is traced with, beside the model as it is. "auto" does so for
-            models other than transformers' own and for criteria, where it takes less than 5 seconds and a tenth of the
-            free memory; what was not proven is said. A difference is a VerificationError.
-        deferred_batch_norm: running statistics of batch norm move once a step, by mean and variance of the whole batch
-            (of this replica), and not once a microbatch. Not with `compile`.
+        pp_size and the others by name: the fields of `pipeshard.config.PipelineConfig`, which says what each one means.
         foreign: what ColossalAI's HybridParallelPlugin takes beside these. `pp_style` is the schedule; options for
             speed are left out, with a warning; the others are refused, unless they have their defaults, with what to
             use here instead.
 
-    Raises ConfigurationError for arguments that cannot work, on every rank.
+    Every model that is boosted has a pipeline and, with "fp16", a loss scale of its own. Where several are, methods
+    have to be told which one is meant.
+
+    Attributes:
+        config: the arguments as a PipelineConfig, which are attributes of the plugin, too.
+        grid: this process's place and the groups of ranks; asked for before `booster.boost`, on every rank.
+
+    Raises ConfigurationError for arguments that cannot work, and `booster.boost` does where they differ between ranks.
     """
 
     def __init__(
@@ -156,68 +99,53 @@ class PipelinePlugin(PipelinePluginBase):
         activation_checkpoint_interval: int = 0,
         shared_weights: Sequence[Sequence[str]] = (),
         timeout: float | str | None = 600.0,
+        watchdog: bool = True,
         check_finite: bool = False,
         verify: bool | str = "auto",
         tp_plan: Mapping[str, str] | None = None,
         deferred_batch_norm: bool = False,
         **foreign: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in NOT_COMPARED}
+        arguments = {name: value for name, value in locals().items() if name in PipelineConfig.__dataclass_fields__}
         super().__init__()
-        check_timeout(timeout)
-        watch = watch_world(timeout)
-        with calling("PipelinePlugin"):
+        alone = standing_alone()  # one process with all stages
+        with constructing():
             refuse_positional(positional)
-            known = [name for name in inspect.signature(type(self)).parameters if name not in ("positional", "foreign")]
-            first = watch is None or watch.rank == 0
-            schedule = schedule_of(schedule, foreign, known, warns=first)
-            if pp_size == 1 and num_microbatches is microbatch_size is None:
-                num_microbatches = 1
-            check_microbatches(num_microbatches, microbatch_size)
-            chunks = check_chunks(schedule, pp_size, num_microbatches, num_model_chunks)
-            check_kinds(policy, init_weights, loss_reduction)
-            check_replicas(zero_stage, fsdp)
-            check_compile(compile, deferred_batch_norm)
-            p = 1 if isinstance(schedule, str) else pp_size
-            check_split_backward(program_of(schedule, p, 1, chunks), compile, fsdp)
-            check_precision(precision, autocast)
-            check_declared(batch_dims)
-            self.verify = check_verify(verify)
-            if watch is not None:
-                compare_ranks(versions() | texts_of(given), watch.world, watch.named)
-            alone = standing_alone()
-            pp_size = pp_size if alone is None else alone.pp_size or pp_size
-            self.grid = Grid(pp_size, dp_size, tp_size) if alone is None else Grid(1, 1, 1)
-            if watch is not None:
-                watch.named = self.grid.named
-            self.pp_size, self.dp_size, self.tp_size = pp_size, self.grid.dp_size, self.grid.tp_size
-            self.dp_axis, self.pp_axis, self.tp_axis = DP, PP, TP
-            self.dp_group, self.pp_group, self.tp_group = self.grid.replicas, self.grid.stages, self.grid.slices
-            self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
-            self.schedule = self.pp_style = schedule
-            self.num_model_chunks = chunks
-            self.p2p, self.partition = check_p2p(p2p), partition
-            self.policy, self.dry_run_input, self.init_weights = policy, dry_run_input, init_weights
-            self.max_norm, self.loss_reduction, self.compile = max_norm, loss_reduction, compile
-            self.check_finite, self.deferred_batch_norm = check_finite, deferred_batch_norm
-            self.zero_stage, self.fsdp, self.batch_dims = zero_stage, fsdp, dict(batch_dims or {})
-            self.shared_weights, self.tp_plan = shared_weights, check_tp_plan(tp_plan)
-            self.recompute = Recompute.of(recompute, activation_checkpoint_interval, pp_size * chunks)
-            self.pg_mesh = self.grid.mesh
-            in_v = chunks == 2 and is_v(program_of(schedule, pp_size, 1, chunks).placement, pp_size)
-            self.stage_manager = PipelineStageManager(self.pg_mesh, PP, chunks > 1, in_v or schedule == "zbv", chunks)
-            self.device = own_device()
-            self.precision, self.arithmetic = precision, Precision(precision, autocast, self.device)
-            self.scaling = LossScale(initial_scale) if self.arithmetic.scales else None
-            self._checkpoint_io = PipelineCheckpointIO(self.grid)
-            self._pipeline: Pipeline | None = None
+            warns = not dist.is_initialized() or dist.get_rank() == 0
+            arguments["schedule"] = schedule_of(schedule, foreign, list(arguments), warns)
+            arguments["pp_size"] = pp_size if alone is None else alone.pp_size or pp_size
+            check_p2p(p2p)
+            self.config = PipelineConfig(**arguments)
+            self._sizes = (pp_size, dp_size, tp_size) if alone is None else (1, 1, 1)
+            self.dp_size = num_replicas(*self._sizes)
+        self.dp_axis, self.pp_axis, self.tp_axis = DP, PP, TP
+        self._checkpoint_io = PipelineCheckpointIO(lambda: self.grid)
+        self._boosted: list[weakref.ref[PipelineModel]] = []
 
     def __getattr__(self, name: str) -> Any:
+        name = "schedule" if name == "pp_style" else name
+        if name in PipelineConfig.__dataclass_fields__:
+            return getattr(self.config, name)
+        if name in ONE_GRID:
+            return getattr(self.grid, ONE_GRID[name])
         raise missing_attribute(name)
+
+    @cached_property
+    def grid(self) -> Grid:
+        """Made by all ranks together, which have to have the same arguments."""
+        world = dist.group.WORLD
+        assert world is not None
+        compare_ranks(versions() | texts_of(self.config.of_all_ranks), world, named)
+        return Grid(*self._sizes)
+
+    @cached_property
+    def stage_manager(self) -> PipelineStageManager:
+        chunks = self.config.num_model_chunks
+        return PipelineStageManager(self.grid.mesh, PP, chunks > 1, self.config.is_v, chunks)
 
     @property
     def enable_pipeline_parallelism(self) -> bool:
-        return self.pp_size > 1
+        return self.config.pp_size > 1
 
     def _yes(self) -> bool:
         return True
@@ -255,7 +183,6 @@ class PipelinePlugin(PipelinePluginBase):
         """
         return blank_model(auto_class, Path(path), gguf_file, options)
 
-    @together_in("booster.boost")
     def configure(
         self,
         model: nn.Module,
@@ -265,9 +192,14 @@ class PipelinePlugin(PipelinePluginBase):
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[PipelineModel, PipelineOptimizer | None, Criterion | None, DataLoader[Any] | None, LRScheduler | None]:
         """Cut the model, keep this rank's stage, and narrow the optimizer to it."""
-        model, criterion = boost_model(self, model, optimizer, criterion, dataloader)
-        self._pipeline = model.pipeline
-        return model, boost_optimizer(self, model, optimizer), criterion, dataloader, lr_scheduler
+        watch_world(self.config.timeout, self.config.watchdog)
+        with together_in("booster.boost"):
+            name_ranks(self.grid.named)
+            boosted, criterion = boost_model(self.config, self.grid, model, optimizer, criterion, dataloader)
+            if boosted is not model:
+                boosted.checkpoint_io = self._checkpoint_io
+                self._boosted.append(weakref.ref(boosted))
+            return boosted, boost_optimizer(boosted, optimizer), criterion, dataloader, lr_scheduler
 
     def execute_pipeline(
         self,
@@ -297,8 +229,8 @@ class PipelinePlugin(PipelinePluginBase):
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> Iterator[None]:
-        """Inside, gradients of this model (by default, of the one that was boosted last) stay as this rank has them;
-        the first step outside, or `sync_grads`, sums what has piled up over the replicas and the holders of ties."""
+        """Inside, gradients of this model stay as this rank has them; the first step outside, or `sync_grads`, sums
+        what has accumulated over the replicas and the holders of ties."""
         pipeline = self._pipeline_of(model, "no_sync")
         before, pipeline.synchronizes = pipeline.synchronizes, False
         try:
@@ -307,13 +239,15 @@ class PipelinePlugin(PipelinePluginBase):
             pipeline.synchronizes = before
 
     def sync_grads(self, model: nn.Module | None = None) -> None:
-        """Sum the gradients of this model (by default, of the one that was boosted last) that have piled up under
-        `no_sync`, without a step; every rank calls it."""
+        """Sum what has accumulated of this model's gradients under `no_sync`, without a step; every rank calls it."""
         self._pipeline_of(model, "sync_grads").sync_grads()
 
     def _pipeline_of(self, model: nn.Module | None, call: str) -> Pipeline:
-        if model is None and self._pipeline is not None and call != "execute_pipeline":
-            return self._pipeline
+        """That of a boosted model; None is the only one that this plugin has boosted."""
+        if model is None and call != "execute_pipeline":
+            if len(self._boosted) > 1:
+                raise UsageError(f"{call} has to be told which of {len(self._boosted)} boosted models: {call}(model)")
+            model = self._boosted[0]() if self._boosted else None
         if not isinstance(model, PipelineModel):
             got = "no model" if model is None else f"a {type(model).__name__}"
             raise UsageError(f"{call} got {got}: pass the model that booster.boost(...) returned")
@@ -338,27 +272,28 @@ class PipelinePlugin(PipelinePluginBase):
         if distributed_sampler_cls is not None:
             options["sampler"] = distributed_sampler_cls(dataset, num_replicas=1, rank=0, shuffle=shuffle)
             shuffle = False
-        place = {"replica": self.grid.replica, "num_replicas": self.grid.dp_size}
-        return ResumableDataLoader(dataset, batch_size, shuffle, seed, **place, **options)
+        replica = dist.get_rank() // (self._sizes[0] * self._sizes[2])  # replicas come last in a grid
+        return ResumableDataLoader(
+            dataset, batch_size, shuffle, seed, replica=replica, num_replicas=self.dp_size, **options
+        )
 
-    def recording(self) -> Recording:
-        """When each rank ran each action of the last step, and whom it waited for; every rank has to call it.
+    def recording(self, model: nn.Module | None = None) -> Recording:
+        """When each rank ran each action of this model's last step, and whom it waited for; every rank has to call it.
 
         `plugin.recording().summary()` is one line about the step; `draw(path)` shows it above its simulation. On a GPU
         these are times at which work was handed to it, except for a step inside `with plugin.measuring():`.
         """
-        if self._pipeline is None:
-            raise UsageError("there is nothing recorded before booster.boost and a step")
-        return self._pipeline.recording()
+        return self._pipeline_of(model, "recording").recording()
 
     @contextmanager
-    def measuring(self) -> Iterator[None]:
+    def measuring(self, model: nn.Module | None = None) -> Iterator[None]:
         """Inside, every action of a step waits until the GPU is done with it, so that its times are the device's."""
-        if self._pipeline is None:
-            raise UsageError("there is nothing to measure before booster.boost")
-        interpreter = self._pipeline.interpreter
-        interpreter.synchronous = self.device.type == "cuda"
+        pipeline = self._pipeline_of(model, "measuring")
+        pipeline.interpreter.synchronous = pipeline.device.type == "cuda"
         try:
             yield
         finally:
-            interpreter.synchronous = False
+            pipeline.interpreter.synchronous = False
+
+
+PipelinePlugin.__init__.__doc__ = PipelineConfig.__doc__  # for help(PipelinePlugin)

@@ -52,7 +52,7 @@ def step(split: Split, unsplit: Unsplit, data: dict[str, Tensor], m: int, tolera
     """One backward of both in m microbatches, in the same order of sums; what differs, on this rank."""
     unsplit.optimizer.zero_grad()
     split.optimizer.zero_grad()
-    split.plugin.num_microbatches = m
+    split.cut(m)
     return differences(split, unsplit, data, tolerance, num_microbatches=m)
 
 

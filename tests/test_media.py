@@ -134,7 +134,7 @@ def several_steps(name: str) -> list[str]:
     for step, (sizes, edges) in enumerate(STEPS):
         data = album(unsplit, sizes, step)
         parts = [part(data, sizes, slice(a, b)) for a, b in itertools.pairwise(edges)]
-        split.plugin.num_microbatches = len(parts)
+        split.cut(len(parts))
         unsplit.zero_grad()
         split.optimizer.zero_grad()
         expected = loss_by_hand(unsplit, parts)

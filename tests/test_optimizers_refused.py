@@ -213,7 +213,7 @@ def overflown() -> bool:
     held = [p for p in model.parameters() if p.grad is not None]
     held[0].grad.fill_(float("inf"))
     second.step(), first.step()
-    assert booster.plugin.scaling.value == 2.0**16
+    assert boosted_model.pipeline.scaling.value == 2.0**16
     return all(torch.equal(p, q) for p, q in zip(before, own, strict=True))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset
 
 from pipeshard import P2P, PipelinePlugin, Policy, register_policy
 from pipeshard.compat import INSTEAD, SPEED
+from pipeshard.config import PipelineConfig
 from pipeshard.errors import BatchError, CheckpointError, ConfigurationError, PartitionError, PipeshardError, TraceError
 from pipeshard.split.policy import find_policy
 from tests import zoo
@@ -25,32 +27,50 @@ from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, parameter_error
 
 
-def arguments(**given: Any) -> None:
-    PipelinePlugin(**{"pp_size": dist.get_world_size(), "num_microbatches": 2, **given})
+def three_stages() -> None:
+    PipelinePlugin(pp_size=3, num_microbatches=2)
+
+
+def test_more_stages_than_processes(pool: Pool) -> None:
+    for message in pool.run_expecting(ConfigurationError, three_stages, 2):
+        assert _matches("pp_size=3 but the world has 2 processes.*torchrun --nproc-per-node 3", message)
 
 
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ({"pp_size": 3}, "pp_size=3 but the world has 2 processes.*torchrun --nproc-per-node 3"),
         ({"pp_size": 0}, "pp_size=0"),
         ({"num_microbatches": None}, "num_microbatches=None and microbatch_size=None: give exactly one"),
         ({"microbatch_size": 2}, "num_microbatches=2 and microbatch_size=2: give exactly one"),
-        ({"num_microbatches": 0}, "num_microbatches=0 is no positive integer"),
+        ({"num_microbatches": 0}, "num_microbatches must be a positive integer, got 0"),
         ({"schedule": "1fb1"}, "unknown schedule '1fb1': did you mean '1f1b'"),
         ({"p2p": "nccl"}, r"p2p must be one of \['broadcast', 'isend'\] .* got 'nccl'"),
         ({"p2p": P2P}, "is unknown"),
-        ({"policy": nn.Linear}, "no subclass of pipeshard.Policy"),
-        ({"loss_reduction": "mean"}, "loss_reduction='mean' is unknown"),
+        ({"policy": nn.Linear}, "policy must be a subclass of pipeshard.Policy"),
+        ({"loss_reduction": "mean"}, "loss_reduction must be 'token' or 'microbatch', got 'mean'"),
         ({"gradient_clipping": 1.0}, "has no argument gradient_clipping. Known are pp_size, num_microbatches"),
         ({"micro_batch_size": 1}, "has no argument micro_batch_size: did you mean microbatch_size"),
         ({"sp_size": 2}, "sp_size=2 is ColossalAI's, and not known here: sequences are not divided"),
         ({"pp_style": "zbv", "schedule": "gpipe"}, "schedule='gpipe' and pp_style='zbv': give one of the two"),
     ],
 )
-def test_wrong_arguments(pool: Pool, given: dict[str, Any], what: str) -> None:
-    for message in pool.run_expecting(ConfigurationError, arguments, 2, **given):
-        assert _matches(what, message)
+def test_wrong_arguments(given: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        PipelinePlugin(**{"pp_size": 2, "num_microbatches": 2, **given})
+    assert _matches(what, str(caught.value))
+
+
+def test_the_config_has_the_arguments_of_the_plugin() -> None:
+    ours = {
+        name: parameter.default
+        for name, parameter in inspect.signature(PipelinePlugin).parameters.items()
+        if name not in ("positional", "foreign")
+    }
+    defaults = {field.name: field.default for field in fields(PipelineConfig)}
+    assert ours == defaults | {"pp_size": ours["pp_size"]} and defaults["pp_size"] is MISSING
+    config = PipelineConfig(pp_size=2, num_microbatches=4, schedule="zbv")
+    assert config.num_model_chunks == 2 and config.num_stages == 4 and config.placement == (0, 1, 1, 0) and config.is_v
+    assert replace(config, microbatch_size=None) == config
 
 
 def in_place_of_colossalai(name: str) -> dict[str, Any]:

@@ -202,7 +202,7 @@ def overflowing(world_stage: int) -> list[Any]:
     """fp16 training in which one stage's gradient overflows at the third step."""
     model = zoo.build("gpt2")
     split = Split(model, dist.get_world_size(), zoo.batch("gpt2"), num_microbatches=2, precision="fp16", max_norm=1.0)
-    scaling: Any = split.plugin.scaling
+    scaling: Any = split.model.pipeline.scaling
     seen: list[Any] = []
     for step in range(6):
         loss = float(split.backward(zoo.batch("gpt2", seed=0))["loss"])

@@ -23,16 +23,17 @@ from pipeshard import PipelinePlugin
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.media import read_batch
 from pipeshard.commands import drawn_batch
+from pipeshard.config import PipelineConfig
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.weight_grad import Deferral
-from pipeshard.errors import ConfigurationError, VerificationError
-from pipeshard.options import check_verify
+from pipeshard.errors import VerificationError
 from pipeshard.split.partition import Boundary, boundaries
 from pipeshard.verify.decide import is_known
 from pipeshard.verify.proof import prove
 from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof, alone
 from tests import zoo
 from tests.pool import Pool
+from tests.unsplit import refusal
 
 
 class Layer(nn.Module):
@@ -91,7 +92,7 @@ def proof_of(
     with alone():
         plugin = PipelinePlugin(pp_size, num_microbatches=2, **arguments)
     optimizer = optimizer or torch.optim.AdamW(model.parameters())
-    return prove(plugin, model, optimizer, criterion, read_batch(model, batch))
+    return prove(plugin.config, plugin.device, model, optimizer, criterion, read_batch(model, batch))
 
 
 def exact_ones() -> list[str]:
@@ -282,12 +283,11 @@ def test_which_models_are_known() -> None:
 
 
 def test_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match="verify='always' is none of 'auto', True, and False"):
-        check_verify("always")
+    assert refusal(verify="always") == "verify must be 'auto', True or False, got 'always'"
     monkeypatch.setenv("PIPESHARD_VERIFY", "0")
-    assert [check_verify(verify) for verify in ("auto", True, False)] == [False, True, False]
+    assert [PipelineConfig(pp_size=1, verify=verify).verify for verify in ("auto", True, False)] == [False, True, False]
     monkeypatch.delenv("PIPESHARD_VERIFY")
-    assert check_verify("auto") == "auto"
+    assert PipelineConfig(pp_size=1).verify == "auto"
 
 
 SCRIPT = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin
 from pipeshard.batch.media import read_batch
+from pipeshard.config import PipelineConfig
 from pipeshard.distributed.collectives import whole
 from pipeshard.errors import ConfigurationError
 from pipeshard.split.materialize import is_released
@@ -57,9 +59,9 @@ class Unsplit:
 
 
 def refusal(**options: Any) -> str:
-    """What the plugin says to these arguments, which it refuses."""
+    """What is said to these arguments, which are refused."""
     with pytest.raises(ConfigurationError) as caught:
-        PipelinePlugin(pp_size=1, num_microbatches=2, **options)
+        PipelineConfig(**{"pp_size": 1, "num_microbatches": 2, **options})
     return str(caught.value)
 
 
@@ -88,6 +90,11 @@ class Split:
     def step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def cut(self, num_microbatches: int) -> None:
+        """Cut batches into so many microbatches from now on."""
+        pipeline = self.model.pipeline
+        pipeline.config = replace(pipeline.config, num_microbatches=num_microbatches)
 
     @property
     def held(self) -> dict[str, nn.Parameter]:

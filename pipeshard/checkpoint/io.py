@@ -1,6 +1,6 @@
 """Checkpoint IO: every stage writes and reads its own part of a plain Hugging Face folder."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,15 @@ class PipelineCheckpointIO(CheckpointIO):
     when the call returns, unless `use_async=True`; what was there before stays whole until then.
     """
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Callable[[], Grid]) -> None:
         super().__init__()
-        self.grid = grid
+        self._grid = grid  # which is made when a model is boosted
         self.pending: Save | None = None  # what this rank writes of a save in the background
         self.saving = False  # whether there is one
+
+    @property
+    def grid(self) -> Grid:
+        return self._grid()
 
     @together_in("save_model")
     def save_model(
@@ -198,3 +202,10 @@ def boosted_model(model: nn.Module) -> PipelineModel:
     if not isinstance(model, PipelineModel):
         raise CheckpointError(f"this is a {type(model).__name__}: pass the model that booster.boost(...) returned")
     return model
+
+
+def io_of(model: nn.Module) -> PipelineCheckpointIO:
+    """What saves and loads this boosted model."""
+    io = boosted_model(model).checkpoint_io
+    assert isinstance(io, PipelineCheckpointIO)
+    return io

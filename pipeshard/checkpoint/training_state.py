@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipeshard.checkpoint.atomic import existing, new_folder, remove, restore, together
-from pipeshard.checkpoint.io import boosted_model
+from pipeshard.checkpoint.io import boosted_model, io_of
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.checkpoint.safe_load import is_inside, load_plain, read_document
 from pipeshard.distributed.collectives import gather_objects
@@ -113,7 +113,7 @@ def save_training_state(
         _check_loader(dataloader)
         _check_step(parent, step, keep)
     _same(step, pipeline, "step")
-    checkpoints = pipeline.plugin.get_checkpoint_io()
+    checkpoints = io_of(model)
     checkpoints.wait()
     if pipeline.grid.first:
         _remove_leftovers(parent)
@@ -125,7 +125,7 @@ def save_training_state(
             rest = {
                 "steps": pipeline.steps,
                 "random": random_state(),
-                "loss_scale": None if pipeline.plugin.scaling is None else pipeline.plugin.scaling.state_dict(),
+                "loss_scale": None if pipeline.scaling is None else pipeline.scaling.state_dict(),
                 "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
                 "dataloader": None if dataloader is None else dataloader.state_dict(),
             }
@@ -178,15 +178,15 @@ def load_training_state(
             raise CheckpointError(f"{folder} was saved without {', '.join(missing)}: load it without, too")
         if dataloader is not None:
             dataloader.load_state_dict(rest["dataloader"])
-    pipeline.plugin.get_checkpoint_io().load_model(model, str(folder / MODEL))
+    io_of(model).load_model(model, str(folder / MODEL))
     if optimizer is not None:
         load_optimizer(optimizer, folder / OPTIMIZER)
     with together(pipeline.grid.world):
         if lr_scheduler is not None:
             lr_scheduler.load_state_dict(rest["lr_scheduler"])
         pipeline.steps = rest["steps"]
-        if pipeline.plugin.scaling is not None and rest.get("loss_scale"):
-            pipeline.plugin.scaling.load_state_dict(rest["loss_scale"])
+        if pipeline.scaling is not None and rest.get("loss_scale"):
+            pipeline.scaling.load_state_dict(rest["loss_scale"])
         set_random_state(rest["random"])
     return chosen
 

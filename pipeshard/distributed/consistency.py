@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.distributed.progress import NOW, Progress
-from pipeshard.distributed.watching import calling
+from pipeshard.distributed.watching import calling, named
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.schedule.program import Program
 
@@ -76,9 +76,11 @@ def meet(group: dist.ProcessGroup, named: Callable[[int], str], numbers: Sequenc
 @contextmanager
 def together_in(name: str) -> Iterator[None]:
     """A call of the user's that every rank has to make, as the same one after the same others; also a decorator."""
-    with calling(name) as watch:
-        if watch is not None:
-            meet(watch.world, watch.named)
+    with calling(name) as is_call:
+        if is_call:
+            world = dist.group.WORLD
+            assert world is not None
+            meet(world, named)
         yield
 
 

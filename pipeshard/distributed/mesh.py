@@ -204,29 +204,18 @@ class Grid:
         mesh: the ranks, with the axes DP, PP and TP.
         replica, stage, slice: this process's place on each.
         replicas, stages, slices: the groups of the ranks that differ from this one on that axis alone.
+        device: where this process computes.
 
     Raises ConfigurationError where the sizes do not multiply to that of the world.
     """
 
     def __init__(self, pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> None:
-        for name, size in (("pp_size", pp_size), ("dp_size", dp_size), ("tp_size", tp_size)):
-            if not (isinstance(size, int) and size > 0) and (name, size) != ("dp_size", None):
-                what = {"pp_size": "stages", "dp_size": "replicas", "tp_size": "slices of each stage"}[name]
-                raise ConfigurationError(f"{name}={size!r}: the number of {what} is a positive integer")
-        world, one = dist.get_world_size() if dist.is_initialized() else pp_size, pp_size * tp_size
-        sizes = f"pp_size={pp_size}" + (f" and tp_size={tp_size}" if tp_size > 1 else "")
-        if world % one or (dp_size or world // one) * one != world:
-            wanted = f"{sizes} and dp_size={dp_size}" if dp_size else sizes
-            processes = one * (dp_size or 1)
-            raise ConfigurationError(
-                f"{wanted} but the world has {world} processes: start torchrun --nproc-per-node {processes} ..., "
-                f"{'' if dp_size else 'or a multiple of it for replicas, '}or choose sizes whose product is {world}"
-            )
-        self.mesh = ProcessGroupMesh(world // one, pp_size, tp_size)
-        self.dp_size, self.pp_size, self.tp_size = world // one, pp_size, tp_size
+        self.dp_size, self.pp_size, self.tp_size = num_replicas(pp_size, dp_size, tp_size), pp_size, tp_size
+        self.mesh = ProcessGroupMesh(self.dp_size, pp_size, tp_size)
         self.replica, self.stage, self.slice = self.mesh.unravel(self.mesh.rank, self.mesh.shape)
         self.replicas, self.stages, self.slices = (self._group([axis]) for axis in (DP, PP, TP))
         self.world = self._group([DP, PP, TP])
+        self.device = own_device()
 
     @property
     def size(self) -> int:
@@ -278,6 +267,28 @@ class Grid:
         group = self.mesh.get_group_along_axis(list(axes))
         assert group is not None
         return group
+
+
+def num_replicas(pp_size: int, dp_size: int | None, tp_size: int) -> int:
+    """How many replicas of a pipeline of these sizes the world has: all that fit, or `dp_size` of them.
+
+    Raises ConfigurationError where the sizes do not multiply to that of the world, or there is none.
+    """
+    if not dist.is_initialized():
+        raise ConfigurationError(
+            "a pipeline needs a world: call torch.distributed.init_process_group(...) first, in a script that is "
+            "started by torchrun --nproc-per-node N script.py"
+        )
+    world, one = dist.get_world_size(), pp_size * tp_size
+    if world % one or (dp_size or world // one) * one != world:
+        sizes = f"pp_size={pp_size}" + (f" and tp_size={tp_size}" if tp_size > 1 else "")
+        wanted = f"{sizes} and dp_size={dp_size}" if dp_size else sizes
+        processes = one * (dp_size or 1)
+        raise ConfigurationError(
+            f"{wanted} but the world has {world} processes: start torchrun --nproc-per-node {processes} ..., "
+            f"{'' if dp_size else 'or a multiple of it for replicas, '}or choose sizes whose product is {world}"
+        )
+    return world // one
 
 
 def own_device() -> torch.device:

@@ -55,21 +55,23 @@ class Watch:
     Args:
         timeout: seconds after which an action of a step, or a wait, is taken for stalled; None for never. "adaptive":
             20 times the longest one so far, but 30 seconds at least, and 600 until a step is done.
+        named: what errors call a rank, as `rank 2 (stage 2)`.
+        well: the number of the last call before, if it ended well.
     """
 
-    def __init__(self, timeout: float | str | None) -> None:
+    def __init__(self, timeout: float | str | None, named: Callable[[int], str], well: int = -1) -> None:
         world = dist.group.WORLD
         assert world is not None
         self.world: dist.ProcessGroup = world
         self.rank, self.timeout = dist.get_rank(), timeout
-        self.named: Callable[[int], str] = lambda rank: f"rank {rank} of {dist.get_world_size()}"
+        self.named = named
         self.fault: Fault | None = None  # why groups are broken
         self._alarm = Alarm(self.rank, dist.get_world_size())
         self._roll = RollCall(self._alarm.store, self.rank, dist.get_world_size())
         self._heard: tuple[Fault, int, float] | None = None  # with the number of the call, and when
         self.interrupt: Callable[[], None] = lambda: None  # makes the thread that trains raise an Interrupt
         self._broken = False
-        self._interrupted = self._well = -1  # the number of the call that was, and of the last one that ended well
+        self._interrupted, self._well = -1, well  # the number of the call that was, and of the last one that ended well
         self._ticks = 0  # looks since the store has last answered
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []

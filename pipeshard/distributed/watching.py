@@ -1,4 +1,4 @@
-"""Watching: the Watch of this process, and what it is told when the process ends."""
+"""Watching: the calls that this process makes together with the others, their Watch, and what ends them all."""
 
 import atexit
 import contextlib
@@ -7,51 +7,96 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 
-from pipeshard.distributed.failures import ENDED, RAISED
+from pipeshard.distributed.failures import ENDED, RAISED, Alarm, Fault
 from pipeshard.distributed.progress import NOW
 from pipeshard.distributed.watch import Interrupt, Watch
+from pipeshard.errors import PipeshardError
 from pipeshard.ghost import inside_pipeshard
 
+_world: dist.ProcessGroup | None = None  # whose calls are counted
 _watch: Watch | None = None
+_well = -1  # the number of the last call that ended well without a watch
+_names: list[Callable[[int], str]] = []
 _interrupts = False  # whether the next SIGTERM is the watch's own
 
 
-def watch_world(timeout: float | str | None) -> Watch | None:
-    """The Watch of the default process group, if there is one; every rank makes it at the same time."""
+def watch_world(timeout: float | str | None, watchdog: bool) -> None:
+    """Count the calls of the default process group from now on, and have them watched, unless `watchdog` is declined;
+    every rank does so at the same time."""
     global _watch
-    if not dist.is_initialized():
-        return None
-    if _watch is None:
-        _hook()
-    elif _watch.world is not dist.group.WORLD:
-        _watch.stop()
-    if _watch is None or _watch.world is not dist.group.WORLD:
+    _count_calls()
+    if watchdog:
+        if _watch is None:
+            _hook()
+        if _watch is None or _watch.world is not _world:
+            _watch = Watch(timeout, named, _well)
+            _watch.interrupt = _interrupt
+        _watch.timeout = timeout
+
+
+def _count_calls() -> None:
+    """From the first one on, in a new world."""
+    global _world, _well
+    if _world is not dist.group.WORLD:
         NOW.reset()
-        _watch = Watch(timeout)
-        _watch.interrupt = _interrupt
-    _watch.timeout = timeout
-    return _watch
+        if _watch is not None:
+            _watch.stop()
+        _world, _well, _names[:] = dist.group.WORLD, -1, []
 
 
 @contextlib.contextmanager
-def calling(name: str) -> Iterator[Watch | None]:
-    """`Watch.call` of this process's Watch, which it gives; None where there is none, and inside of another call."""
+def constructing() -> Iterator[None]:
+    """The constructor of a plugin, which counts as a call of the user's. What it refuses on this rank alone ends the
+    others in their next call: that is told them here, where nothing may watch yet."""
+    _count_calls()
+    with calling("PipelinePlugin"):
+        try:
+            yield
+        except PipeshardError as error:
+            if _world is not None and (_watch is None or _watch.world is not _world):
+                rank, message = dist.get_rank(), f"{type(error).__name__}: {error}"
+                fault = Fault(RAISED, rank, named(rank), NOW.where, message=message, told_by=rank)
+                with contextlib.suppress(RuntimeError):
+                    Alarm(rank, dist.get_world_size()).tell(fault, NOW.number)
+            raise
+
+
+@contextlib.contextmanager
+def calling(name: str) -> Iterator[bool]:
+    """A call of the user's that every rank makes; gives whether it is one, as none inside of another or before the
+    first boost of this world is.
+
+    Raises RankError instead of what came of another rank's failure, where that is watched.
+    """
+    global _well
     with inside_pipeshard():
-        if _watch is None or _watch.world is not dist.group.WORLD or NOW.call:
-            yield None
-            return
-        with _watch.call(name):
-            yield _watch
+        if _world is None or _world is not dist.group.WORLD or NOW.call:
+            yield False
+        elif _watch is not None and _watch.world is _world:
+            with _watch.call(name):
+                yield True
+        else:
+            NOW.enter(name)
+            try:
+                yield True
+                _well = NOW.number
+            finally:
+                NOW.leave()
+
+
+def name_ranks(names: Callable[[int], str]) -> None:
+    """What errors call the ranks of this world from now on."""
+    _names[:] = [names]
 
 
 def named(rank: int) -> str:
     """What errors call a rank of the world, as `rank 2 (stage 2)`."""
-    return f"rank {rank}" if _watch is None else _watch.named(rank)
+    return _names[0](rank) if _names else f"rank {rank} of {dist.get_world_size()}"
 
 
 def _hook() -> None:

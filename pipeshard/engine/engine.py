@@ -2,26 +2,27 @@
 
 import math
 from collections import ChainMap
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipeshard.batch.batch import Batch, split_sizes
 from pipeshard.batch.criterion import Criterion, refuse_criterion
 from pipeshard.batch.tree import paths_of
-from pipeshard.boost import refuse_compiled
+from pipeshard.config import PipelineConfig
 from pipeshard.distributed.collectives import gather, gather_objects, share_scalar, sum_scalar
 from pipeshard.distributed.consistency import compare_ranks, compare_trained, together_in
+from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import NOW
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.interpreter import Interpreter
 from pipeshard.engine.microbatches import StepPlanner
+from pipeshard.engine.mixed_precision import LossScale, Precision
 from pipeshard.engine.nan_check import Finite
 from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
 from pipeshard.engine.p2p import make_p2p
@@ -31,80 +32,112 @@ from pipeshard.engine.recording import Recording
 from pipeshard.engine.running_state import Carry, deferred
 from pipeshard.engine.stage import Stage
 from pipeshard.engine.weight_grad import Deferral
+from pipeshard.engine.wrappers import refuse_compiled, refuse_recomputed
 from pipeshard.errors import TraceError, UsageError
+from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.infer_batch_dims import RowDims
 from pipeshard.graph.preserve import without_cache
 from pipeshard.graph.trace import trace
-from pipeshard.graph.units import containers, find_units, recomputes
-from pipeshard.options import check_split_backward
-from pipeshard.planner.profile import measured_costs
-from pipeshard.schedule.given import program_of
-from pipeshard.schedule.passes import add_communication, shorten_cooldown
+from pipeshard.graph.units import containers, find_units
+from pipeshard.schedule.passes import add_communication
 from pipeshard.schedule.program import Program, forward_only
 from pipeshard.split.materialize import InitWeights, Sharder
-from pipeshard.split.partition import named
-from pipeshard.split.policy import find_policy, refuse_backward_hooks
+from pipeshard.split.partition import Cuts, named
+from pipeshard.split.policy import Policy, find_policy, refuse_backward_hooks
 from pipeshard.split.tensor_parallel import plan_of
-from pipeshard.wishes import settled
-
-if TYPE_CHECKING:
-    from pipeshard.plugin import PipelinePlugin
-
 
 TRAINED, UNPROVEN = 1, 2  # news: bits of what ranks tell each other at the beginning of a step
 
 
 class Pipeline:
-    """Shards `model` to this rank's stages and runs steps of them; made by every rank at the same time."""
+    """Shards `model` to this rank's stages and runs steps of them; made by every rank at the same time.
 
-    def __init__(self, plugin: "PipelinePlugin", model: nn.Module, sample: Batch, criterion: Criterion | None) -> None:
-        manager, self.grid, self.precision = plugin.stage_manager, plugin.grid, plugin.arithmetic
-        partition, recompute, criterion = settled(model, plugin, criterion)
-        refuse_criterion(criterion, model)
-        self.plugin, self.model, self.device, self.criterion = plugin, model, plugin.device, criterion
-        self.rank, self.num_stages = manager.stage, manager.num_stages
-        group: Any = manager.get_p2p_process_group()
-        self.group: dist.ProcessGroup = group
-        self.ranks: list[int] = plugin.pg_mesh.get_ranks_in_group(self.group)
+    `costs(flow, sample)` measures the unit calls, where the partition is to go by that.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        grid: Grid,
+        model: nn.Module,
+        sample: Batch,
+        criterion: Criterion | None,
+        costs: Callable[[Dataflow, Batch], Sequence[float] | None] = lambda flow, sample: None,
+    ) -> None:
+        self.config, self.grid, self.model, self.device = config, grid, model, grid.device
+        self.rank, self.num_stages, self.group = grid.stage, grid.pp_size, grid.stages
+        self.ranks: list[int] = grid.mesh.get_ranks_in_group(self.group)
+        self.precision = Precision(config.precision, config.autocast, self.device)
+        self.scaling = LossScale(config.initial_scale) if self.precision.scales else None
         self.program = lru_cache(self._program)
         self.steps = 0  # training steps so far
         self.synchronizes = True  # not under no_sync
         self.last: Program | None = None  # what ran last
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # of the whole model
-        policy = plugin.policy or find_policy(model)
-        size = self.grid.tp_size
-        plan = plan_of(model, size, plugin.tp_plan, policy.tp_plan) if size > 1 else None
+
+        partition, recompute, self.criterion = config.settled(model, criterion)
+        refuse_criterion(self.criterion, model)
         refuse_compiled(model, find_units(model, paths_of(model, named(partition))))
         self.cached = without_cache(model)  # configs to be given their cache back
-        self.reader = Reader(RowDims(model, plugin.batch_dims), self._cut, self.grid, self.precision)
-        sample = self.reader.settle(sample, criterion)
-        with self.precision.seeming(model), self.precision.running():
-            try:
-                flow = trace(model, sample, criterion, cuts=named(partition))
-            except TraceError as error:  # a model may take no more samples than a microbatch has: one, without padding
-                sample = sample.split(*self._cut())[0]
-                try:
-                    flow = trace(model, sample, criterion, cuts=named(partition))
-                except TraceError:
-                    raise error from None
-        size = plugin.microbatch_size or max(1, sample.rows // (plugin.num_microbatches or 1))
-        scale = next(iter(sample.tensors.values())).numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1])
-        placement = program_of(plugin.schedule, self.num_stages, 1, plugin.num_model_chunks).placement
-        costs = measured_costs(str(partition), model, flow, sample, self._cut(), self.device, self.grid.world)
-        where = self.rank, self.num_stages, partition, scale, self.device
-        self.policy = policy(model, flow, *where, placement=placement, costs=costs)
-        cuts = [f"{call.unit} in stage {stage}" for call, stage in zip(flow.calls, self.policy.stages, strict=True)]
-        compare_ranks({"where the model is cut": cuts}, self.grid.world, self.grid.named)
+        self.reader = Reader(RowDims(model, config.batch_dims), lambda: self.config.cut, grid, self.precision)
+        sample, flow = self._trace(sample, named(partition))
+        self.policy = self._partition(flow, sample, partition, costs(flow, sample))
         self.containers = containers(model, self.policy.units)
         self.called = [*self.containers, *self.policy.units.values()]
-        replicas = self.grid.replicas if self.grid.dp_size > 1 else None
+        replicas = grid.replicas if grid.dp_size > 1 else None
         self.planner = StepPlanner(model, self.policy, recompute, replicas)
+        self._shard()
+        if config.compile:
+            self.policy.compile(**config.compile_options)
+        self._make_stages()
+        self.policy.replace_forward()
+        with self.precision.running():
+            self.planner.remember(flow, self.criterion)
+
+    def _trace(self, sample: Batch, cuts: Sequence[str]) -> tuple[Batch, Dataflow]:
+        """The Dataflow of the whole model, and the samples that it was traced with."""
+        sample = self.reader.settle(sample, self.criterion)
+        with self.precision.seeming(self.model), self.precision.running():
+            try:
+                return sample, trace(self.model, sample, self.criterion, cuts=cuts)
+            except TraceError as error:  # a model may take no more samples than a microbatch has: one, without padding
+                sample = sample.split(*self.config.cut)[0]
+                with suppress(TraceError):
+                    return sample, trace(self.model, sample, self.criterion, cuts=cuts)
+                raise error from None
+
+    def _partition(self, flow: Dataflow, sample: Batch, by: Cuts, costs: Sequence[float] | None) -> Policy:
+        """What this rank holds and runs, which is the same partition on every rank."""
+        config, traced = self.config, next(iter(sample.tensors.values()))
+        size = config.microbatch_size or max(1, sample.rows // (config.num_microbatches or 1))
+        policy = (config.policy or find_policy(self.model))(
+            self.model,
+            flow,
+            self.rank,
+            self.num_stages,
+            partition=by,
+            scale=traced.numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1]),
+            device=self.device,
+            placement=config.placement,
+            costs=costs,
+        )
+        cuts = [f"{call.unit} in stage {stage}" for call, stage in zip(flow.calls, policy.stages, strict=True)]
+        compare_ranks({"where the model is cut": cuts}, self.grid.world, self.grid.named)
+        return policy
+
+    def _shard(self) -> None:
+        """Keep what this rank holds, in the form that it is trained in, and know its gradients."""
+        model, config, grid = self.model, self.config, self.grid
+        size = grid.tp_size
+        plan = plan_of(model, size, config.tp_plan, self.policy.tp_plan) if size > 1 else None
         self.seed = self._first_seed()
         before = dict(model.named_parameters())
-        sharder = Sharder(model, self.policy, self.device, self._init_weights(), self.seed)
+        # What Booster loads right after `configure` is not drawn before.
+        init_weights: InitWeights = False if getattr(model, "_pretrained", None) else config.init_weights
+        sharder = Sharder(model, self.policy, self.device, init_weights, self.seed)
         sharder.shard()
         self.blank = set() if sharder.init_weights else sharder.on_meta  # on all stages: names without values so far
-        self.holdings = Holdings(model, self.policy, self.grid, self.precision, plugin.fsdp, plan)
+        self.holdings = Holdings(model, self.policy, grid, self.precision, config.fsdp, plan)
         self.places = Places(model, parameters=self.holdings.sharded is None)
         self.sync = self.holdings.sync
         names = {p: weight.name for p, weight in self.holdings.weights.items()}
@@ -112,24 +145,29 @@ class Pipeline:
         # Optimizers made before this still have what was released, which is nobody else's to keep alive.
         released = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in names})
         known = ChainMap(names, released)
-        self.gradients = ModelGradients(self.holdings, known, self.grid, plugin.max_norm, plugin.scaling)
+        self.gradients = ModelGradients(self.holdings, known, grid, config.max_norm, self.scaling)
         self.trained = self.sync.trained()
-        if plugin.compile:
-            self.policy.compile(**(plugin.compile if isinstance(plugin.compile, dict) else {}))
+
+    def _make_stages(self) -> None:
+        """This rank's stages, and what runs their actions and sends their messages."""
         self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
-        last = len(placement) - 1
-        shared = self.deferral, self.precision.running
-        self.carry = Carry(model)
-        finite = {s: self.finite(s, self.policy.held_by_parts[s]) for s in self.policy.chunks}
+        self.carry = Carry(self.model)
         self.stages = [
-            Stage(model, self.policy.replay, s, s == last, *shared, finite[s], self.carry.around)
-            for s in self.policy.chunks
+            Stage(
+                self.model,
+                self.policy.replay,
+                index,
+                index == len(self.policy.placement) - 1,
+                self.deferral,
+                around=self.precision.running,
+                finite=self.finite(index, self.policy.held_by_parts[index]),
+                carry=self.carry.around,
+            )
+            for index in self.policy.chunks
         ]
-        p2p = make_p2p(plugin.p2p, self.ranks, placement, self.device)
+        placement = self.policy.placement
+        p2p = make_p2p(self.config.p2p, self.ranks, placement, self.device)
         self.interpreter = Interpreter({stage.index: stage for stage in self.stages}, placement, p2p, self.device)
-        self.policy.replace_forward()
-        with self.precision.running():
-            self.planner.remember(flow, criterion)
 
     def held_parameters(self) -> dict[nn.Parameter, str]:
         """The parameters this rank holds, and their first names."""
@@ -148,7 +186,7 @@ class Pipeline:
         criterion = criterion if criterion is not None else self.criterion
         refuse_criterion(criterion, self.model)
         self.refuse_blank()
-        self._refuse_recomputed_containers()
+        refuse_recomputed(self.model, self.containers)
         self.places.check()
         if any(module._compiled_call_impl is not None for module in self.called):
             refuse_compiled(self.model, self.policy.units)
@@ -156,10 +194,10 @@ class Pipeline:
         outputs = Outputs(return_outputs)
         problems = self.sync.problems() if train else []
         trained = self.sync.trained()
-        exact = self.plugin.loss_reduction == "token" and (train or return_loss or outputs.with_loss)
+        exact = self.config.loss_reduction == "token" and (train or return_loss or outputs.with_loss)
 
         def news(batch: Batch) -> int:
-            cut = len(split_sizes(batch.rows, *self._cut()))
+            cut = len(split_sizes(batch.rows, *self.config.cut))
             unproven = exact and self.planner.unproven(batch, cut, criterion)
             return TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven
 
@@ -173,7 +211,7 @@ class Pipeline:
             self.trained = trained
         if agreed.news & UNPROVEN:
             with self.precision.running():
-                self.planner.prove(batch, batch.split(*self._cut())[0], criterion, self.grid.world)
+                self.planner.prove(batch, batch.split(*self.config.cut)[0], criterion, self.grid.world)
         with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed)):
             out = self._run(batch, criterion, train, return_loss, outputs, exact)
         if train:
@@ -190,7 +228,7 @@ class Pipeline:
     def _run(
         self, batch: Batch, criterion: Criterion | None, train: bool, return_loss: bool, outputs: Outputs, exact: bool
     ) -> dict[str, Any]:
-        batches = batch.split(*self._cut())
+        batches = batch.split(*self.config.cut)
         with self.precision.running():
             planned = self.planner.plan(batches, criterion, outputs.needed, exact)
         flow = planned[-1][0].route.flow
@@ -248,38 +286,26 @@ class Pipeline:
         theirs to the end of each B."""
         if any(stage.splits for stage in self.stages):
             return self.deferral.installed()
-        return self.deferral.installed(lookups=True) if self._defers and torch.is_grad_enabled() else nullcontext()
+        lookups = self.config.defers and torch.is_grad_enabled()
+        return self.deferral.installed(lookups=True) if lookups else nullcontext()
 
     def _norms(self) -> AbstractContextManager[None]:
         """Around a step's actions: running statistics wait for its end."""
-        return deferred(self.policy.held_units.values()) if self.plugin.deferred_batch_norm else nullcontext()
-
-    @property
-    def _defers(self) -> bool:
-        """Whether weight gradients may come apart though the schedule does not ask for it: nothing else is to happen to
-        the parameters of layers, or to their forwards."""
-        return not (self.plugin.compile or self.plugin.fsdp or self.grid.tp_size > 1)
+        return deferred(self.policy.held_units.values()) if self.config.deferred_batch_norm else nullcontext()
 
     def finite(self, stage: int, names: Collection[str]) -> Finite | None:
         """What looks at these of the held parameters, if the plugin is asked to."""
         held = {name: parameter for name, parameter in self.holdings.held.items() if name in names}
-        return Finite(stage, held, gradients=self.plugin.scaling is None) if self.plugin.check_finite else None
+        return Finite(stage, held, gradients=self.scaling is None) if self.config.check_finite else None
 
     def _program(self, num_microbatches: int, train: bool) -> Program:
-        plugin = self.plugin
-        program = program_of(plugin.schedule, self.num_stages, num_microbatches, plugin.num_model_chunks)
-        check_split_backward(program, plugin.compile, plugin.fsdp)
-        program = shorten_cooldown(program) if self._defers and isinstance(plugin.schedule, str) else program
+        program = self.config.program(num_microbatches)
         return add_communication(program if train else forward_only(program))
-
-    def _init_weights(self) -> InitWeights:
-        """What Booster loads right after `configure` is not drawn before."""
-        return False if getattr(self.model, "_pretrained", None) else self.plugin.init_weights
 
     def draw(self, names: Sequence[str]) -> None:
         """Give the blank parameters of these names what `init_weights` draws; every rank names the same."""
-        if self.plugin.init_weights:
-            self.holdings.draw(names, self.plugin.init_weights, self.seed)
+        if self.config.init_weights:
+            self.holdings.draw(names, self.config.init_weights, self.seed)
             self.blank -= set(names)
 
     def _first_seed(self) -> int:
@@ -294,22 +320,9 @@ class Pipeline:
                 "leaves them to booster.load_model(model, <folder>), to be called before the first step"
             )
 
-    def _refuse_recomputed_containers(self) -> None:
-        whole = next(filter(recomputes, self.containers), None)
-        if whole is not None:
-            name = next(name for name, module in self.model.named_modules() if module is whole)
-            raise UsageError(
-                f"{name} ({type(whole).__name__}) recomputes its forward, which was cut into units when the model was "
-                "boosted: call model.gradient_checkpointing_enable() before booster.boost"
-            )
-
-    def _cut(self) -> tuple[int | None, int | None]:
-        """The number of microbatches in a batch, or the samples in each."""
-        return self.plugin.num_microbatches, self.plugin.microbatch_size
-
     @property
     def scale(self) -> float:
-        return self.plugin.scaling.value if self.plugin.scaling is not None else 1.0
+        return self.scaling.value if self.scaling is not None else 1.0
 
     def _of_replicas(self, end: Stage) -> Tensor | None:
         """The loss of all replicas' batches together, on the last stage."""

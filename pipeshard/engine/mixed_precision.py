@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeshard.batch.batch import Batch
+from pipeshard.config import PRECISIONS
 from pipeshard.distributed.collectives import local, local_grad, slice_like
 from pipeshard.distributed.progress import NOW
 from pipeshard.errors import ConfigurationError
@@ -127,9 +128,6 @@ def share_updates(weights: Iterable[Weight], owners: Mapping[str, int], group: d
         if key[0] != group.rank():
             for tensor, part in zip(bundles[key], flat.split([t.numel() for t in bundles[key]]), strict=True):
                 tensor.copy_(part.view_as(tensor))
-
-
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:

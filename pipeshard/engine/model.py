@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import ModelWrapper
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -25,7 +26,7 @@ class Whole:
     def of(cls, pipeline: Pipeline) -> "Whole | None":
         """None where this process has a part of the model only, or gathers it in steps."""
         grid = pipeline.grid
-        return cls(pipeline) if grid.pp_size == grid.tp_size == 1 and not pipeline.plugin.fsdp else None
+        return cls(pipeline) if grid.pp_size == grid.tp_size == 1 and not pipeline.config.fsdp else None
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's output. Its own `loss.backward()` is refused where that would not do."""
@@ -40,7 +41,7 @@ class Whole:
                 raise UsageError("model(...) in 16 bits gets a batch by name or by place, not both: name all of it")
             else:
                 output = precision.of_batch(read_batch(pipeline.model, kwargs or args)).call(pipeline.model)
-        if pipeline.grid.dp_size > 1 or pipeline.plugin.scaling is not None:
+        if pipeline.grid.dp_size > 1 or pipeline.scaling is not None:
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(self._refuse_plain)
@@ -83,6 +84,7 @@ class PipelineModel(ModelWrapper):
     def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
         super().__init__(module)
         self.pipeline, self.whole = pipeline, Whole.of(pipeline)
+        self.checkpoint_io: CheckpointIO | None = None  # that of the plugin, which knows of saves in the background
         guard(self)
 
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:

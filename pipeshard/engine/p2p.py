@@ -111,8 +111,8 @@ def check_p2p(kind: object) -> type[P2P]:
     raise ConfigurationError(f"p2p must be one of {sorted(P2PS)} or a subclass of pipeshard.P2P, got {kind!r}")
 
 
-def make_p2p(kind: type[P2P], ranks: Sequence[int], placement: Sequence[int], device: torch.device) -> P2P | None:
+def make_p2p(kind: object, ranks: Sequence[int], placement: Sequence[int], device: torch.device) -> P2P | None:
     """The P2P of a pipeline with stage s on rank `placement[s]`, or None if all stages are on one."""
     pairs = {(a, b) for a, b in itertools.pairwise(placement) if a != b}
     edges = sorted(pairs | {(b, a) for a, b in pairs})
-    return kind(ranks, edges, device) if edges else None
+    return check_p2p(kind)(ranks, edges, device) if edges else None

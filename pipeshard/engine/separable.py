@@ -4,17 +4,15 @@ import copy
 import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Adafactor, Optimizer
 
+from pipeshard.config import PipelineConfig
+from pipeshard.distributed.mesh import Grid
 from pipeshard.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from pipeshard.plugin import PipelinePlugin
-
 
 logger = logging.getLogger("pipeshard")
 SIZE, STEPS, SPARED = 4, (1.0, 100.0, 0.01), 0.02  # of a parameter in a trial; gradients of its steps; what is no gap
@@ -22,15 +20,15 @@ OWN = ("step", "add_param_group", "zero_grad")  # methods that schedulers, or an
 WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch's own that look at whole matrices
 
 
-def check_separable(optimizer: Optimizer, model: nn.Module, plugin: "PipelinePlugin") -> None:
+def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConfig, grid: Grid) -> None:
     """Raise ConfigurationError for an optimizer that would do something else to a part of the model than to all of it.
 
     Torch's own are known. Any other is tried: copies of it step on a few tiny parameters, once all together, and once
     each half of them apart, as ranks would.
     """
-    grid, name = plugin.grid, type(optimizer).__name__
-    sliced = grid.tp_size > 1 or (plugin.fsdp and grid.dp_size > 1)
-    if grid.pp_size * grid.tp_size == 1 and not (grid.dp_size > 1 and (plugin.fsdp or plugin.zero_stage)):
+    name = type(optimizer).__name__
+    sliced = grid.tp_size > 1 or (config.fsdp and grid.dp_size > 1)
+    if grid.pp_size * grid.tp_size == 1 and not (grid.dp_size > 1 and (config.fsdp or config.zero_stage)):
         return
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(

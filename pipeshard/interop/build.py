@@ -27,6 +27,33 @@ from pipeshard.split.ties import analyze_tied_weights
 SHIPPED = "pipeshard.interop.torch", "pipeshard.interop.deepspeed"  # beside those of this file
 
 
+@dataclass(frozen=True)
+class Split:
+    """A model that was cut, for a target to take.
+
+    Attributes:
+        model, sample, criterion: what `build` was given, the sample as a Batch.
+        flow: what depends on what. policy: what this process holds and runs.
+        ties: the tied names of each group with their stages, as `analyze_tied_weights` gives them; and in
+            `policy.shared_names()` what several processes hold, parameters that glue reads too.
+        live: what enters each stage.
+        stages: those of this process, by index; none where the target shards by itself.
+    """
+
+    model: nn.Module
+    sample: Batch
+    criterion: Criterion | None
+    flow: Dataflow
+    policy: Policy
+    ties: list[tuple[tuple[str, int], ...]]
+    live: list[Boundary]
+    stages: dict[int, StageModule]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.policy.placement)
+
+
 class Target:
     """What `pipeshard.build(..., target=name, **options)` hands a model's stages to; made with the options.
 
@@ -42,7 +69,7 @@ class Target:
         """The process that each stage is on, and which one this is; by default all are on this one."""
         return [0] * num_stages, 0
 
-    def take(self, split: "Split") -> Any:
+    def take(self, split: Split) -> Any:
         """What `build` returns."""
         raise ConfigurationError(f"{type(self).__name__} has no method take(split)")
 
@@ -81,33 +108,6 @@ def find_target(name: str | None, options: Mapping[str, Any]) -> Target:
     except TypeError as error:
         raise ConfigurationError(f"target={name!r} takes {kind.__name__}{inspect.signature(kind)}: {error}") from error
     return kind(**options)
-
-
-@dataclass(frozen=True)
-class Split:
-    """A model that was cut, for a target to take.
-
-    Attributes:
-        model, sample, criterion: what `build` was given, the sample as a Batch.
-        flow: what depends on what. policy: what this process holds and runs.
-        ties: the tied names of each group with their stages, as `analyze_tied_weights` gives them; and in
-            `policy.shared_names()` what several processes hold, parameters that glue reads too.
-        live: what enters each stage.
-        stages: those of this process, by index; none where the target shards by itself.
-    """
-
-    model: nn.Module
-    sample: Batch
-    criterion: Criterion | None
-    flow: Dataflow
-    policy: Policy
-    ties: list[tuple[tuple[str, int], ...]]
-    live: list[Boundary]
-    stages: dict[int, StageModule]
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.policy.placement)
 
 
 def build(
@@ -208,7 +208,7 @@ class OneProcess(Target):
 
     whole_output = True
 
-    def take(self, split: "Split") -> SplitModel:
+    def take(self, split: Split) -> SplitModel:
         return SplitModel(split.model, list(split.stages.values()))
 
 
@@ -239,7 +239,7 @@ class Colossalai(Target):
     ) -> None:
         self.num_microbatches, self.optimizer, self.plugin = num_microbatches, optimizer, plugin
 
-    def take(self, split: "Split") -> Boosted:
+    def take(self, split: Split) -> Boosted:
         from colossalai.booster import Booster
 
         from pipeshard.plugin import PipelinePlugin

@@ -1,18 +1,15 @@
 """DeepSpeed: the stages as the layers of its PipelineModule, which its engine trains."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard.errors import BatchError, ConfigurationError, TraceError, UsageError
-from pipeshard.interop.build import Target, register_target
+from pipeshard.interop.build import Split, Target, register_target
 from pipeshard.interop.stage_module import StageModule, as_keywords
-
-if TYPE_CHECKING:
-    from pipeshard.interop.build import Split
 
 
 class StageLayer(nn.Module):
@@ -68,7 +65,7 @@ class Deepspeed(Target):
             )
         return range(num_stages), dist.get_rank() // (size // num_stages)
 
-    def take(self, split: "Split") -> Any:
+    def take(self, split: Split) -> Any:
         from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # type: ignore[import-not-found]
 
         if split.flow.loss is None:
@@ -107,7 +104,7 @@ def _microbatches(names: Sequence[str], batches: Iterable[Mapping[str, Tensor]])
         yield tuple(batch[name] for name in names), torch.zeros(())
 
 
-def _refuse_unsendable(split: "Split", batch: Mapping[str, Any]) -> None:
+def _refuse_unsendable(split: Split, batch: Mapping[str, Any]) -> None:
     """DeepSpeed sends tensors alone, and a gradient back for each that has floating numbers."""
     for name, value in batch.items():
         if not isinstance(value, Tensor) or (value.is_floating_point() and split.num_stages > 1):

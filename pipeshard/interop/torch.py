@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,8 @@ from pipeshard.engine.grad_sync import GradientSync
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.parameters import Holdings
 from pipeshard.errors import BatchError, ConfigurationError, UsageError
-from pipeshard.interop.build import Target, register_target
+from pipeshard.interop.build import Split, Target, register_target
 from pipeshard.interop.stage_module import StageModule, as_keywords
-
-if TYPE_CHECKING:
-    from pipeshard.interop.build import Split
-
 
 STEP = {"target", "losses", "return_outputs", "loss_kwargs"}  # arguments of its own
 
@@ -93,7 +89,7 @@ class Torch(Target):
         placement = [*range(p), *reversed(range(p))] if self.style == "v" else [s % p for s in range(num_stages)]
         return placement, self.grid.stage
 
-    def take(self, split: "Split") -> TorchStages:
+    def take(self, split: Split) -> TorchStages:
         if split.flow.loss is None:
             raise UsageError(
                 "there is no loss to train on, and gradients return for one that the last stage makes alone: give the "
@@ -134,7 +130,7 @@ def _stage_class(stages: Iterable[StageModule]) -> Any:
     return Stage
 
 
-def _shapes(stage: StageModule, batch: dict[str, Any], split: "Split") -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def _shapes(stage: StageModule, batch: dict[str, Any], split: Split) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Tensors like those that enter and leave the stage with this microbatch, so that torch need not find out."""
     microbatch = stage.microbatch(batch)
     route, receiving = microbatch.route, split.flow.receiving

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pipeshard.config import PipelineHints
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.graph.units import Interception
 from pipeshard.layers.specs import LayerSpec, TiedLayerSpec, tie
 from pipeshard.split.deferred_init import build, skeleton, skeletons
 from pipeshard.split.partition import Cuts, check_partition
 from pipeshard.split.ties import names_of
-from pipeshard.wishes import Wishes
 
 
 class Function(nn.Module):
@@ -145,10 +145,16 @@ class PipelineModule(nn.Module):
         )
 
     @property
-    def pipeline_wishes(self) -> Wishes:
+    def pipeline_hints(self) -> PipelineHints:
         criterion = None if self.loss_fn is None else LabelledLoss(self.loss_fn)
         recomputes = self.activation_checkpoint_interval > 0
-        return Wishes(self.num_stages, self.partition_method, recomputes, criterion, self.checkpointable_layers)
+        return PipelineHints(
+            num_stages=self.num_stages,
+            partition=self.partition_method,
+            recompute=recomputes,
+            criterion=criterion,
+            checkpointable=self.checkpointable_layers,
+        )
 
     def forward(self, inputs: Any, *labels: Any) -> Any:
         """The last layer's output. Labels are for the loss alone."""

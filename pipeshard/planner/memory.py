@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor, nn
 
+from pipeshard.config import check_precision, check_replicas
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.meter import Meter
 from pipeshard.graph.shapes import TensorSpec, is_trainable
 from pipeshard.graph.taint import Value
-from pipeshard.options import check_precision, check_replicas
 from pipeshard.schedule.program import Action, Kind
 
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}

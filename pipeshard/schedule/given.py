@@ -1,11 +1,8 @@
 """Given: schedules that a user brings along, as a Program, a function or a file, and whether they are legal."""
 
-import csv
-import re
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 from pipeshard.errors import ConfigurationError
 from pipeshard.schedule.program import Action, Kind, Program, make_program, num_chunks
@@ -58,7 +55,6 @@ def _expected(program: Program, rank: int, kinds: list[Kind]) -> set[Action]:
 
 
 Schedule = str | Program | Callable[[int, int, int], Program]
-KINDS = {"F": Kind.F, "B": Kind.B, "I": Kind.B, "W": Kind.W}  # torch's names; I is a B with a W
 
 
 def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
@@ -100,51 +96,6 @@ def name_of(schedule: Schedule) -> str:
     if isinstance(schedule, str | Program):
         return schedule if isinstance(schedule, str) else schedule.name
     return getattr(schedule, "__name__", type(schedule).__name__)
-
-
-def from_csv(path: str | Path) -> Program:
-    """The order in a file as torch.distributed.pipelining writes and reads it ("compute_only"): a line for each rank,
-    with cells such as 1F0 (stage, kind, microbatch). Kinds are F, B (the whole backward), I (input gradients) and W;
-    empty cells are idle time; of `(0F1;3B0)OVERLAP_F_B` one comes after the other.
-
-    Raises ConfigurationError for other cells, and for a stage on several ranks; `program_of` checks the rest.
-    """
-    path = Path(path)
-    with path.open(newline="") as file:
-        rows = [[action for cell in row for action in _read(cell, path)] for row in csv.reader(file)]
-    placement: dict[int, int] = {}
-    for rank, actions in enumerate(rows):
-        for _, action in actions:
-            if placement.setdefault(action.stage, rank) != rank:
-                raise ConfigurationError(f"{path}: stage {action.stage} is on ranks {placement[action.stage]}, {rank}")
-    if sorted(placement) != [*range(len(placement))] or not placement:
-        raise ConfigurationError(f"{path}: the stages are {sorted(placement)}, not 0 to p*v-1")
-    weights = {action for actions in rows for _, action in actions if action.kind is Kind.W}
-    for letter, action in (each for actions in rows for each in actions):
-        if action.kind is Kind.B and (letter == "I") != (action._replace(kind=Kind.W) in weights):
-            _, i, stage = action
-            problem = f"{stage}I{i} without {stage}W{i}" if letter == "I" else f"{stage}W{i} beside {stage}B{i}"
-            raise ConfigurationError(f"{path}: {problem}. B is the whole backward, I and W are its two parts")
-    m = 1 + max(action.microbatch for actions in rows for _, action in actions)
-    ranks = tuple(tuple(action for _, action in actions) for actions in rows)
-    return Program(path.stem, m, tuple(placement[stage] for stage in sorted(placement)), ranks)
-
-
-def _read(cell: str, path: Path) -> list[tuple[str, Action]]:
-    """The actions of a cell, with torch's letters of their kinds."""
-    overlapped = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell.strip())
-    found = []
-    for text in filter(None, map(str.strip, overlapped[1].split(";") if overlapped else [cell])):
-        if re.fullmatch(r"\d+REDUCE_GRAD", text):  # gradients of a stage are reduced when its last backward is through
-            continue
-        match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
-        if match is None:
-            raise ConfigurationError(
-                f"{path}: {text!r} is no action of a schedule's compute, such as 0F0, 1B2, 1I2 and 1W2: write the file "
-                'by format="compute_only"'
-            )
-        found.append((match[2], Action(KINDS[match[2]], int(match[3]), int(match[1]))))
-    return found
 
 
 def _first(program: Program, m: int) -> Program:

@@ -1,6 +1,7 @@
 """Policy: what a stage holds and runs; the base class derives all of it from the Dataflow."""
 
 import importlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import metadata, util
@@ -25,6 +26,7 @@ from pipeshard.split.partition import (
 )
 from pipeshard.split.replay import Replay
 
+logger = logging.getLogger("pipeshard")
 SINGLE = (nn.Linear, nn.Embedding)  # one operation; classes made of them may do more
 
 
@@ -37,9 +39,9 @@ class Policy:
     stage gets, or the units to cut after. `scale` is the size of a microbatch over that of the trace; `costs` are those
     of the unit calls where they are known better than from it. `placement` says on which of the
     `num_stages` processes each part of the model is, where a process has several chunks of it; by default it is one
-    part each. `expects` is what the policy takes for granted of the layers; where the trace finds something else,
-    TraceError says so. `tp_plan` slices a base model that comes without a plan of its own (`tp_size`): styles by the
-    names of modules, * for numbers.
+    part each. `expects` is what the policy takes for granted of the layers; where the trace finds something
+    else, a warning says so, and the trace holds. `tp_plan` slices a base model that comes without a plan of its own
+    (`tp_size`): styles by the names of modules, * for numbers.
 
     Attributes:
         stage: this process's place among `num_stages`, its rank in the pipeline.
@@ -69,7 +71,7 @@ class Policy:
         self.partition_by, self.scale, self.known_costs = partition, scale, costs
         self.units = find_units(model, (call.unit for call in flow.calls))
         self.refuse_decisions(flow)
-        self.refuse_unexpected(flow)
+        self._warn_of_unexpected(flow)
         parts = len(self.placement)
         counts = self.distribute_layers(len(flow.calls), parts)
         fewest = min(counts, default=0) if not flow.ends_in_cut else min(counts[:-1], default=1)
@@ -119,18 +121,20 @@ class Policy:
                     "own, or move this out of all layers into the model's forward, or use one stage (pp_size=1)"
                 )
 
-    def refuse_unexpected(self, flow: Dataflow) -> None:
-        """Refuse a Dataflow in which layers read something else than the policy expects."""
-        if self.expects is None or len(self.placement) == 1:
+    def _warn_of_unexpected(self, flow: Dataflow) -> None:
+        """Say where layers read something else than the policy expects: what was traced is what is sent."""
+        if self.expects is None or len(self.placement) == 1 or self.stage > 0:
             return
         if self.units.keys() != find_units(self.model).keys():
             return  # cuts inside of layers leave no chain of layers
         found = self.expects.mismatch(flow)
         if found:
-            raise TraceError(
-                f"{type(self).__name__} expects of {type(self.model).__name__} that {self.expects}, but the trace "
-                f"found that {found}. Pass policy=pipeshard.Policy to take the model as the trace finds it, or a "
-                "policy that expects this"
+            logger.warning(
+                "%s expects of %s that %s, but the trace found that %s. The model is split as the trace found it",
+                type(self).__name__,
+                type(self.model).__name__,
+                self.expects,
+                found,
             )
 
     def unit(self, name: str) -> nn.Module:

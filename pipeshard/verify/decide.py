@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import astuple
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
 from pipeshard.batch.tree import without_adapters
+from pipeshard.config import PipelineConfig
 from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import NOW
@@ -22,10 +22,6 @@ from pipeshard.planner.memory import format_bytes
 from pipeshard.schedule.given import name_of
 from pipeshard.verify.proof import prove
 from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof, Proven, standing_alone
-
-if TYPE_CHECKING:
-    from pipeshard.plugin import PipelinePlugin
-
 
 logger = logging.getLogger("pipeshard")
 SECONDS = 5.0  # that "auto" may take
@@ -37,18 +33,23 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def prove_at_boost(
-    plugin: "PipelinePlugin", model: nn.Module, optimizer: Optimizer | None, criterion: Criterion | None, sample: Batch
+    config: PipelineConfig,
+    grid: Grid,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    criterion: Criterion | None,
+    sample: Batch,
 ) -> None:
-    """Prove a model on the first rank, if the plugin's `verify` asks for it; every rank calls it before it shards.
+    """Prove a model on the first rank, if `config.verify` asks for it; every rank calls it before it shards.
 
     Raises VerificationError on all of them where the split model differs.
     """
-    alone, stages = standing_alone() is not None, plugin.pp_size * plugin.num_model_chunks
-    auto = plugin.verify == "auto" and not alone
-    if not alone and (not plugin.verify or stages == 1):
+    alone, stages = standing_alone() is not None, config.num_stages
+    auto = config.verify == "auto" and not alone
+    if not alone and (not config.verify or stages == 1):
         return
     known = auto and is_known(model, criterion)
-    if int(gather(torch.tensor(int(known)), plugin.grid.world)[0]):  # a hook may be on one rank only
+    if int(gather(torch.tensor(int(known)), grid.world)[0]):  # a hook may be on one rank only
         return
 
     def work(note: Callable[[], None]) -> Proof:
@@ -56,20 +57,20 @@ def prove_at_boost(
             return Proof(UNPROVEN, "there is one stage only: name another number by --pp")
         if auto and any(parameter.is_meta for parameter in model.parameters()):
             return Proof(UNPROVEN, "its weights are on meta, and one process would have to make them all")
-        if why := _too_large(model, plugin.device, SHARE if auto else 1.0):
+        if why := _too_large(model, grid.device, SHARE if auto else 1.0):
             return Proof(UNPROVEN, why)
-        return prove(plugin, model, optimizer, criterion, sample, SECONDS if auto else None, note)
+        return prove(config, grid.device, model, optimizer, criterion, sample, SECONDS if auto else None, note)
 
-    proof = _on_first(plugin.grid, work)
+    proof = _on_first(grid, work)
     if alone:
-        raise Proven(proof, f"{type(model).__name__} in {stages} stages, {name_of(plugin.schedule)}")
+        raise Proven(proof, f"{type(model).__name__} in {stages} stages, {name_of(config.schedule)}")
     if proof.kind == DIFFERENT:
         raise VerificationError(
-            f"{type(model).__name__} split into {plugin.pp_size} stages is not the model that it is unsplit, so it is "
+            f"{type(model).__name__} split into {config.pp_size} stages is not the model that it is unsplit, so it is "
             f"not trained: {proof.reason}. What crosses a cut has to be an argument or a result of a unit: change that "
             "place, or cut elsewhere (partition=...); PipelinePlugin(verify=False) trains it all the same"
         )
-    if plugin.grid.first:
+    if grid.first:
         _say(proof, type(model).__name__)
 
 

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
+from pipeshard.config import PipelineConfig
 from pipeshard.errors import PipeshardError
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.verify.compare import Comparison, Different, named_leaves
@@ -29,11 +30,6 @@ from pipeshard.verify.differences import (
 from pipeshard.verify.reference import NoLoss, Reference, generators, undisturbed
 from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof
 from pipeshard.verify.virtual import Virtual
-from pipeshard.wishes import settled
-
-if TYPE_CHECKING:
-    from pipeshard.plugin import PipelinePlugin
-
 
 logger = logging.getLogger("pipeshard")
 ROWS, PARTS = 5, 2  # samples of a step, and the microbatches that they are cut into: they differ in size
@@ -50,7 +46,8 @@ class Unproven(Exception):
 
 @inside_pipeshard()
 def prove(
-    plugin: "PipelinePlugin",
+    config: PipelineConfig,
+    device: torch.device,
     model: nn.Module,
     optimizer: Optimizer | None,
     criterion: Criterion | None,
@@ -73,9 +70,9 @@ def prove(
         note()
 
     given = Copies(model, criterion, optimizer, sample)
-    proving = _Proving(plugin, given, plugin.device, tick, seconds)
+    proving = _Proving(config, given, device, tick, seconds)
     kind, reason, refused = EXACT, "", False
-    with undisturbed(plugin.device):
+    with undisturbed(device):
         try:
             proving.run()
         except Different as difference:
@@ -95,22 +92,22 @@ class _Proving:
 
     def __init__(
         self,
-        plugin: "PipelinePlugin",
+        config: PipelineConfig,
         given: Copies,
         device: torch.device,
         tick: Callable[[], None],
         seconds: float | None,
     ) -> None:
-        self.plugin, self.given, self.device, self.tick, self.seconds = plugin, given, device, tick, seconds
+        self.config, self.given, self.device, self.tick, self.seconds = config, given, device, tick, seconds
         self.counts: dict[str, int] = {}
         self.but: dict[str, None] = {}
         self.draws, self.fickle = False, frozenset[str]()
-        self.m = 1 if plugin.num_microbatches == 1 else PARTS
+        self.m = 1 if config.num_microbatches == 1 else PARTS
 
     def run(self) -> None:
         """In fp64 once more where it seems to differ: rounding shrinks with the precision, a mistake does not."""
         if any(tensor.is_meta for tensor in self.given.model.parameters()):
-            rule = self.plugin.init_weights
+            rule = self.config.init_weights
             self.given = self.given.drawn(self.device, rule, torch.initial_seed() % 2**63)
         self._try()
         try:
@@ -172,13 +169,13 @@ class _Proving:
         return own.model, loss
 
     def _criterion(self, own: Copies) -> Criterion | None:
-        return settled(own.model, self.plugin, own.criterion)[2]
+        return self.config.settled(own.model, own.criterion).criterion
 
     def _sides(self, dtype: torch.dtype | None) -> tuple[Virtual, Reference]:
         own = self._copy(dtype)
         reference = Reference(own, self._criterion(own), self.device)
         seed = torch.initial_seed() % 2**63
-        split = Virtual(self.plugin, lambda: self._copy(dtype), self.device, seed, self.tick)
+        split = Virtual(self.config, lambda: self._copy(dtype), self.device, seed, self.tick)
         read, flow = split.ranks[0].own.sample, split.ranks[0].flow
         own.sample = replace(own.sample, row_dims=read.row_dims, owners=read.owners)
         if self.draws:
@@ -213,7 +210,7 @@ class _Proving:
             criterion = self._criterion(own)
             return [evaluated(own, criterion, some) for _ in range(times)]
 
-        if self.m > 1 and self.plugin.loss_reduction == "token":
+        if self.m > 1 and self.config.loss_reduction == "token":
             try:
                 but = compare_whole(comparison, batch, self.m, split, evaluate)
             except (Different, Unproven):

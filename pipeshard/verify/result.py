@@ -30,7 +30,7 @@ class Proven(BaseException):
 
 @dataclass
 class Alone:
-    """`pp_size` is the number of stages, in place of the plugin's own."""
+    """`pp_size` is the number of stages, in place of that which the plugin is given."""
 
     pp_size: int | None = None
 

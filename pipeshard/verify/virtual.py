@@ -4,12 +4,13 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
+from pipeshard.config import PipelineConfig
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.grad_sync import GradientSync
 from pipeshard.engine.microbatches import StepPlanner
@@ -23,19 +24,12 @@ from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.infer_batch_dims import RowDims
 from pipeshard.graph.preserve import without_cache
 from pipeshard.graph.trace import trace
-from pipeshard.schedule.given import program_of
-from pipeshard.schedule.passes import shorten_cooldown
 from pipeshard.schedule.program import Action, Kind, Program
 from pipeshard.split.materialize import Sharder, is_released
 from pipeshard.split.partition import named
 from pipeshard.split.policy import find_policy
 from pipeshard.verify.compare import Different
 from pipeshard.verify.copies import Copies
-from pipeshard.wishes import settled
-
-if TYPE_CHECKING:
-    from pipeshard.plugin import PipelinePlugin
-
 
 Messages = dict[tuple[Kind, int, int], list[Tensor]]  # what an action has made for the next stage, or the one before
 
@@ -46,19 +40,20 @@ class VirtualRank:
     Left out is what has nothing to do with the cut: replicas, slices, precision and compilation.
     """
 
-    def __init__(self, plugin: "PipelinePlugin", rank: int, own: Copies, device: torch.device, seed: int) -> None:
-        self.rank, self.own, self.plugin = rank, own, plugin
+    def __init__(self, config: PipelineConfig, rank: int, own: Copies, device: torch.device, seed: int) -> None:
+        self.rank, self.own, self.config = rank, own, config
         self.model = model = own.model
-        partition, recompute, self.criterion = settled(model, plugin, own.criterion)
+        partition, recompute, self.criterion = config.settled(model, own.criterion)
         if str(partition).startswith("profile"):  # measured by all ranks together
             partition = "auto"
         without_cache(model)
-        if plugin.num_microbatches != 1:
-            own.sample = RowDims(model, plugin.batch_dims).settle(own.sample, self.criterion)
+        if config.num_microbatches != 1:
+            own.sample = RowDims(model, config.batch_dims).settle(own.sample, self.criterion)
         self.flow: Dataflow = trace(model, own.sample, self.criterion, cuts=named(partition))
-        placement = program_of(plugin.schedule, plugin.pp_size, 1, plugin.num_model_chunks).placement
-        kind = plugin.policy or find_policy(model)
-        self.policy = kind(model, self.flow, rank, plugin.pp_size, partition, 1.0, device, placement=placement)
+        kind = config.policy or find_policy(model)
+        self.policy = kind(
+            model, self.flow, rank, config.pp_size, partition, device=device, placement=config.placement
+        )
         self.planner = StepPlanner(model, self.policy, recompute)
         self.planner.remember(self.flow, self.criterion)
         self.foreign = own.foreign()  # before anything is replaced
@@ -67,7 +62,7 @@ class VirtualRank:
         held = {name: p for name, p in model.named_parameters() if not is_released(p)}
         self.held: dict[str, nn.Parameter] = held
         self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
-        last, replay = len(placement) - 1, self.policy.replay
+        last, replay = config.num_stages - 1, self.policy.replay
         self.carry = Carry(model)
         around = self.carry.around
         self.stages = {s: Stage(model, replay, s, s == last, self.deferral, carry=around) for s in self.policy.chunks}
@@ -89,7 +84,7 @@ class VirtualRank:
         seed, number = at
         splits = {s: program.splits(s) for s in self.stages}
         with self.policy.replay.randomness.step(seed, number):
-            exact = self.plugin.loss_reduction == "token"
+            exact = self.config.loss_reduction == "token"
             if exact and self.planner.unproven(batch, m, self.criterion):
                 self.planner.learn(batch, batch.split(m)[0], self.criterion)
             planned = self.planner.plan(batch.split(m), self.criterion, outputs.needed, exact)
@@ -119,19 +114,19 @@ class VirtualRank:
 
 
 class Virtual:
-    """The ranks of `plugin`'s pipeline; `make()` gives each its copies, and `note` is called between actions."""
+    """The ranks of a pipeline; `make()` gives each its copies, and `note` is called between actions."""
 
     def __init__(
         self,
-        plugin: "PipelinePlugin",
+        config: PipelineConfig,
         make: Callable[[], Copies],
         device: torch.device,
         seed: int,
         note: Callable[[], None],
     ) -> None:
-        self.plugin, self.note, self.ranks = plugin, note, list[VirtualRank]()
-        for rank in range(plugin.pp_size):
-            self.ranks.append(VirtualRank(plugin, rank, make(), device, seed))
+        self.config, self.note, self.ranks = config, note, list[VirtualRank]()
+        for rank in range(config.pp_size):
+            self.ranks.append(VirtualRank(config, rank, make(), device, seed))
             note()
         cuts = [(rank.policy.flow.occurrences, rank.policy.stages) for rank in self.ranks]
         if any(cut != cuts[0] for cut in cuts):
@@ -141,10 +136,7 @@ class Virtual:
 
     def step(self, rows: Callable[[Batch], Batch], m: int, asked: bool, at: tuple[int, int]) -> tuple[Tensor, Outputs]:
         """A training step on these `rows` of the sample, in m microbatches; ties have their sums afterwards."""
-        plugin = self.plugin
-        program = program_of(plugin.schedule, plugin.pp_size, m, plugin.num_model_chunks)
-        if isinstance(plugin.schedule, str) and not (plugin.compile or plugin.fsdp or plugin.grid.tp_size > 1):
-            program = shorten_cooldown(program)
+        program = self.config.program(m)
         outputs = Outputs(asked)
         with contextlib.ExitStack() as around:
             for rank in self.ranks:

@@ -141,6 +141,8 @@ def _compare(entry: Entry, dtype: torch.dtype, name: str = "fp32", averaged: boo
             raise
         return _compare(entry, dtype, name, averaged=True)
     policy = split.model.pipeline.policy
+    if policy.expects is not None and (surprise := policy.expects.mismatch(policy.flow)):
+        return Verdict("wrong", reason=f"{type(policy).__name__} expects {policy.expects}, but {surprise}")
     cuts = tuple(policy.flow.calls[policy.stages.index(stage)].unit for stage in range(1, p))
     expected = reference.loss
     close = CLOSE if dtype == torch.float32 else CLOSE_FP64

@@ -24,7 +24,7 @@ def prove(entry: Entry, p: int) -> Verdict:
         with alone():
             plugin = PipelinePlugin(p, num_microbatches=m)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        proof = prove_model(plugin, model, optimizer, None, read_batch(model, data))
+        proof = prove_model(plugin.config, plugin.device, model, optimizer, None, read_batch(model, data))
         if proof.kind != UNPROVEN:
             break
     return _verdict(proof, m)

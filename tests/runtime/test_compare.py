@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 from importlib.metadata import version
 from typing import Any
 from unittest import mock
@@ -20,7 +23,11 @@ from tests.unsplit import Split
 
 def plugin_with(of_rank: dict[str, list[Any]], **options: Any) -> None:
     own = {name: values[dist.get_rank()] for name, values in of_rank.items()}
-    PipelinePlugin(**{"pp_size": dist.get_world_size(), "num_microbatches": 2, **options, **own})
+    boost(PipelinePlugin(**{"pp_size": dist.get_world_size(), "num_microbatches": 2, **options, **own}))
+
+
+def boost(plugin: PipelinePlugin) -> None:
+    plugin.configure(zoo.build("gpt2", layers=2))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +50,7 @@ def old_transformers() -> None:
         return "4.57.6" if name == "transformers" and dist.get_rank() == 1 else version(name)
 
     with mock.patch.object(compare, "version", old):
-        PipelinePlugin(2, num_microbatches=2)
+        boost(PipelinePlugin(2, num_microbatches=2))
 
 
 def test_other_packages_are_named(pool: Pool) -> None:
@@ -53,12 +60,38 @@ def test_other_packages_are_named(pool: Pool) -> None:
 
 
 def wrong_on_one_rank() -> None:
-    PipelinePlugin(2, num_microbatches=2, schedule="zigzag" if dist.get_rank() else "1f1b")
+    boost(PipelinePlugin(2, num_microbatches=2, schedule="zigzag" if dist.get_rank() else "1f1b"))
 
 
 def test_an_argument_that_one_rank_refuses_ends_the_others(pool: Pool) -> None:
     first, second = pool.run_expecting(PipeshardError, wrong_on_one_rank, 2)
     assert first.startswith("rank 1 of 2 failed in PipelinePlugin: ConfigurationError") and "zigzag" in second
+
+
+def unwatched() -> tuple[list[str], bool, float]:
+    """Threads after a step without a watch, and whether SIGTERM is left alone; calls are still compared."""
+    before = signal.getsignal(signal.SIGTERM)
+    split = split_of_two(watchdog=False, max_norm=1.0)
+    loss = float(split.backward(zoo.batch("gpt2"))["loss"])
+    with pytest.raises(UsageError, match=r"rank 0 \(stage 0\): optimizer.step.*rank 1 \(stage 1\): plugin.sync_grads"):
+        split.optimizer.step() if dist.get_rank() == 0 else split.plugin.sync_grads()
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("pipeshard")]
+    return threads, signal.getsignal(signal.SIGTERM) is before, loss
+
+
+def test_a_watchdog_that_is_declined(pool: Pool) -> None:
+    for threads, unhandled, loss in pool.run(unwatched, 2):
+        assert threads == [] and unhandled and loss == loss
+
+
+def constructed() -> tuple[list[str], bool]:
+    before = sys.excepthook
+    PipelinePlugin(2, num_microbatches=2)
+    return [thread.name for thread in threading.enumerate() if "pipeshard" in thread.name], sys.excepthook is before
+
+
+def test_a_plugin_that_has_boosted_nothing_watches_nothing(pool: Pool) -> None:
+    assert pool.run(constructed, 2) == [([], True)] * 2
 
 
 def boosted_with(change: str) -> None:

@@ -1,0 +1,340 @@
+"""PipelineConfig: the arguments of PipelinePlugin, checked without processes or devices, and what a model adds."""
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pipeshard.batch.batch_dims import check_declared
+from pipeshard.batch.criterion import Criterion
+from pipeshard.errors import ConfigurationError
+from pipeshard.schedule.given import Schedule, chunks_of, is_v, program_of
+from pipeshard.schedule.passes import shorten_cooldown
+from pipeshard.schedule.program import Program
+from pipeshard.split.materialize import InitWeights
+from pipeshard.split.partition import Cuts
+from pipeshard.split.policy import Policy
+from pipeshard.split.recompute import Recompute
+
+POSITIVE = "a positive integer"
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+OF_ONE_RANK = ("dry_run_input", "timeout")  # arguments that may differ between ranks
+
+
+@dataclass(frozen=True)
+class PipelineHints:
+    """The attribute `pipeline_hints` of a model: its own values for what the plugin's arguments leave open.
+
+    `num_stages` is the number of parts it is made for, if that matters to it; `recompute` asks that every unit keeps
+    no activations, or every one whose class's name is in `checkpointable`.
+    """
+
+    num_stages: int | None = None
+    partition: Cuts = "auto"
+    recompute: bool = False
+    criterion: Criterion | None = None
+    checkpointable: Collection[str] | None = None
+
+
+class Settled(NamedTuple):
+    """What holds for a model: the arguments that were given, else the model's hints."""
+
+    partition: Cuts
+    recompute: Recompute
+    criterion: Criterion | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How to train in a pipeline, the same on every rank; the fields are the arguments of PipelinePlugin.
+
+    What follows from other arguments is settled: `num_model_chunks` is that of the schedule, `num_microbatches` is 1
+    for a single stage that was told neither number, and `verify` is False where PIPESHARD_VERIFY=0 turns "auto" off.
+
+    Args:
+        pp_size: p, the number of stages.
+        num_microbatches, microbatch_size: exactly one of the two; how each batch is cut along its samples. With
+            pp_size=1 both may be left out.
+        schedule: "1f1b", "gpipe", "interleaved", "zb-h1" or "zbv". With the last two, the weight gradients of linear
+            and embedding layers are computed apart, while a stage would wait. Or a `pipeshard.schedule.Program`, or a
+            function of (p, m, v) that returns one, which is run as it is, messages added.
+        num_model_chunks: v, the chunks of the model on each process, for "interleaved"; "zbv" always has two.
+        p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
+        partition: "auto" (by cost), "uniform", "parameters", "type:REGEX" (equally many units whose class matches),
+            "profile" (by measured time; "profile:PATH" keeps it in a file), how many unit calls each of the p·v stages
+            gets, or the names of the units to cut after.
+        policy: a Policy class for this model; by default the one registered for it.
+        init_weights: for what is on meta (built under `torch.device("meta")`, or accelerate's `init_empty_weights`).
+            True draws it by the architecture's own rule, False leaves it to `booster.load_model`, a function is called
+            as `fn(module)` or `fn(module, name)` for every module with such tensors. What is drawn depends on the seed
+            (`torch.manual_seed`, of the first stage) and on names only, not on `pp_size`.
+        dry_run_input: a batch the model is traced with, or a function `fn(size, device)` that makes one of so many
+            samples; by default the first samples of the dataloader.
+        shared_weights: groups of names of parameters that are to be one, such as [("embed.weight", "head.weight")],
+            which become so before the model is cut; the first one's values stay.
+        max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`; 0 does not.
+        loss_reduction: "token" makes the loss that of the whole batch, the mean over its valid labels;
+            "microbatch" averages the microbatches' losses as they are.
+        dp_size: the replicas; by default as many as the world has room for.
+        tp_size: ranks that slice each stage, by the architecture's own `tp_plan` (transformers 5) or its policy's.
+        tp_plan: another one: by the names of modules, with * for numbers, "colwise", "rowwise" or another style.
+        zero_stage: 1 divides the optimizer's state among the replicas, by whole parameters.
+        fsdp: True divides parameters, gradients and the optimizer's state of each held unit among the replicas, by
+            torch's `fully_shard`; parameters are gathered once a step. Not with "zb-h1" and "zbv".
+        precision: "fp32" leaves the model in its own dtype; with "bf16" or "fp16" parameters are in 16 bits, gradients
+            are added up and parameters updated in fp32. "fp16" scales the loss, and leaves a step out on every rank
+            when a gradient overflowed on one.
+        autocast: keep the parameters in fp32, and run forwards under torch.autocast of `precision`.
+        initial_scale: what the loss is scaled with at first, with "fp16".
+        compile: True, or options of torch.compile: each held unit is compiled by itself, and units of one class once.
+            Not with "zb-h1" and "zbv", which split the backward of layers.
+        batch_dims: for leaves of the batch, by path, the dimension that counts the samples where that is not the first
+            (time-major inputs), or None for what every microbatch gets whole. What is not declared and may be either
+            is found by running the glue both ways; a main input has to be declared.
+        recompute: the units that keep no activations and run again in the backward pass: True (all), a share of each
+            stage's units in [0, 1] (repeated layers first), or a list of shares, one for each of the p·v stages.
+        activation_checkpoint_interval: or every k-th unit of the model, where k > 0.
+        timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long elsewhere)
+            before all ranks end with a table of what each of them does; None for ever. "adaptive" is 20 times the
+            longest so far, and at least 30.
+        watchdog: False declines what sees to that: a thread that watches this process from the first `booster.boost`
+            on, an `atexit` and an exception hook, and a handler of SIGTERM where there is none. A failure of one rank
+            then shows on the others as the backend shows it.
+        check_finite: look at the loss and at what every stage sends and adds up, and stop on what is not finite by an
+            error that names the stage and the parameter. With "fp16", gradients may overflow: they are not looked at.
+        verify: prove before the model is cut that it trains as it does unsplit: all stages take two steps in the first
+            process, on samples of the batch that it is traced with, beside the model as it is. "auto" does so for
+            models other than transformers' own and for criteria, where it takes less than 5 seconds and a tenth of the
+            free memory; what was not proven is said. A difference is a VerificationError.
+        deferred_batch_norm: running statistics of batch norm move once a step, by mean and variance of the whole batch
+            (of this replica), and not once a microbatch. Not with `compile`.
+
+    Raises ConfigurationError for arguments that cannot work.
+    """
+
+    pp_size: int
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    schedule: Schedule = "1f1b"
+    num_model_chunks: int = 1
+    p2p: str | type = "broadcast"
+    partition: Cuts = "auto"
+    policy: type[Policy] | None = None
+    dry_run_input: Any = None
+    init_weights: InitWeights = True
+    max_norm: float = 0.0
+    loss_reduction: str = "token"
+    compile: bool | dict[str, Any] = False
+    dp_size: int | None = None
+    tp_size: int = 1
+    zero_stage: int = 0
+    fsdp: bool = False
+    precision: str = "fp32"
+    autocast: bool = False
+    initial_scale: float = 2.0**16
+    batch_dims: Mapping[str, int | None] | None = None
+    recompute: bool | float | Sequence[float] = False
+    activation_checkpoint_interval: int = 0
+    shared_weights: Sequence[Sequence[str]] = ()
+    timeout: float | str | None = 600.0
+    watchdog: bool = True
+    check_finite: bool = False
+    verify: bool | str = "auto"
+    tp_plan: Mapping[str, str] | None = None
+    deferred_batch_norm: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_microbatches()
+        self._check_kinds()
+        self._check_schedule()
+        check_replicas(self.zero_stage, self.fsdp)
+        self._check_compile()
+        check_precision(self.precision, self.autocast)
+        check_declared(self.batch_dims)
+        self._settle(batch_dims=dict(self.batch_dims or {}))
+        if self.verify == "auto" and os.environ.get("PIPESHARD_VERIFY") == "0":
+            self._settle(verify=False)
+        _ = self.placement, self.recomputed  # which raise where there are none
+
+    @property
+    def num_stages(self) -> int:
+        """The parts of the model: each process has one, or several chunks."""
+        return self.pp_size * self.num_model_chunks
+
+    @property
+    def is_v(self) -> bool:
+        """Whether the stages go down the ranks and back up."""
+        return self.schedule == "zbv" or (self.num_model_chunks == 2 and is_v(self.placement, self.pp_size))
+
+    @property
+    def cut(self) -> tuple[int | None, int | None]:
+        """The number of microbatches in a batch, or the samples in each."""
+        return self.num_microbatches, self.microbatch_size
+
+    @property
+    def lowers(self) -> bool:
+        """Whether parameters have 16 bits, with fp32 values beside them."""
+        return self.precision != "fp32" and not self.autocast
+
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        return self.compile if isinstance(self.compile, dict) else {}
+
+    @property
+    def defers(self) -> bool:
+        """Whether weight gradients may be computed apart though the schedule does not ask for it: nothing else is to
+        happen to the parameters of layers, or to their forwards."""
+        return not (self.compile or self.fsdp or self.tp_size > 1)
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The process of the pipeline that has each stage."""
+        return self.program().placement
+
+    @cached_property
+    def recomputed(self) -> Recompute:
+        """What the two arguments for recomputation ask for."""
+        return Recompute.of(self.recompute, self.activation_checkpoint_interval, self.num_stages)
+
+    def program(self, num_microbatches: int = 1) -> Program:
+        """The program of a training step, without messages; ConfigurationError where the schedule has none for it."""
+        program = program_of(self.schedule, self.pp_size, num_microbatches, self.num_model_chunks)
+        self._refuse_split_backward(program)
+        return shorten_cooldown(program) if self.defers and isinstance(self.schedule, str) else program
+
+    def settled(self, model: nn.Module, criterion: Criterion | None) -> Settled:
+        """These arguments and the user's criterion, with the model's hints where they leave something open.
+
+        Raises ConfigurationError for a model that is made for another number of stages.
+        """
+        hints: PipelineHints = getattr(model, "pipeline_hints", PipelineHints())
+        if hints.num_stages not in (None, self.num_stages):
+            raise ConfigurationError(
+                f"{type(model).__name__} is made for num_stages={hints.num_stages}, but pp_size={self.pp_size} with "
+                f"{self.num_model_chunks} chunks on each process makes {self.num_stages} stages: give both the same, "
+                "or leave num_stages out"
+            )
+        given = any(self.recomputed.ratios) or self.recomputed.interval > 0
+        hinted = replace(Recompute.of(hints.recompute, 0, self.num_stages), classes=hints.checkpointable)
+        return Settled(
+            partition=hints.partition if self.partition == "auto" else self.partition,
+            recompute=self.recomputed if given else hinted,
+            criterion=criterion if criterion is not None else hints.criterion,
+        )
+
+    @property
+    def of_all_ranks(self) -> dict[str, Any]:
+        """The arguments that have to be the same on every rank."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in OF_ONE_RANK}
+
+    def _settle(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _check_sizes(self) -> None:
+        parts = {"pp_size": "stages", "dp_size": "replicas", "tp_size": "slices of each stage"}
+        for name, what in parts.items():
+            size = getattr(self, name)
+            if not _is_positive(size) and (name, size) != ("dp_size", None):
+                raise ConfigurationError(f"{name}={size!r}: the number of {what} must be {POSITIVE}")
+
+    def _check_microbatches(self) -> None:
+        if self.pp_size == 1 and self.num_microbatches is self.microbatch_size is None:
+            self._settle(num_microbatches=1)
+        if (self.num_microbatches is None) == (self.microbatch_size is None):
+            raise ConfigurationError(
+                f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size}: give exactly "
+                "one of the two"
+            )
+
+    def _check_kinds(self) -> None:
+        self._check("loss_reduction", self.loss_reduction in ("token", "microbatch"), "'token' or 'microbatch'")
+        self._check("num_microbatches", self.num_microbatches is None or _is_positive(self.num_microbatches), POSITIVE)
+        self._check("microbatch_size", self.microbatch_size is None or _is_positive(self.microbatch_size), POSITIVE)
+        self._check("num_model_chunks", _is_positive(self.num_model_chunks), POSITIVE)
+        policy: Any = self.policy
+        is_policy = policy is None or (isinstance(policy, type) and issubclass(policy, Policy))
+        self._check("policy", is_policy, "a subclass of pipeshard.Policy")
+        draws = isinstance(self.init_weights, bool) or callable(self.init_weights)
+        self._check("init_weights", draws, "True, False or a function")
+        is_option = isinstance(self.compile, bool | dict)
+        self._check("compile", is_option, "True, False or a dict of torch.compile's options")
+        timeout: Any = self.timeout
+        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0
+        self._check("timeout", is_number or timeout in (None, "adaptive"), "a number of seconds, 'adaptive' or None")
+        self._check("verify", isinstance(self.verify, bool) or self.verify == "auto", "'auto', True or False")
+        plan: Any = {"*": ""} if self.tp_plan is None else self.tp_plan
+        styled = isinstance(plan, Mapping) and plan and all(isinstance(style, str) for style in plan.values())
+        self._check("tp_plan", styled, "a dict of styles by the names of modules")
+
+    def _check(self, name: str, holds: Any, what: str) -> None:
+        if not holds:
+            raise ConfigurationError(f"{name} must be {what}, got {getattr(self, name)!r}")
+
+    def _check_schedule(self) -> None:
+        self._settle(num_model_chunks=chunks_of(self.schedule, self.pp_size, self.num_model_chunks))
+        if not isinstance(self.schedule, str):
+            program_of(self.schedule, self.pp_size, self.num_microbatches or 1, self.num_model_chunks)
+
+    def _refuse_split_backward(self, program: Program) -> None:
+        """What does not go with weight gradients that are computed apart."""
+        if not program.has_weight:
+            return
+        if self.compile:
+            raise ConfigurationError(
+                f"compile={self.compile!r} does not go with schedule={program.name!r}: a compiled backward cannot "
+                "leave out its weight gradients. Use '1f1b', 'interleaved' or 'gpipe'"
+            )
+        if self.fsdp:
+            raise ConfigurationError(
+                f"fsdp=True does not go with schedule={program.name!r}: deferred weight gradients would miss the "
+                "gathered parameters. Use '1f1b', 'interleaved' or 'gpipe', or zero_stage=1"
+            )
+
+    def _check_compile(self) -> None:
+        if self.compile and self.deferred_batch_norm:
+            raise ConfigurationError(
+                "deferred_batch_norm=True does not go with compile: what a compiled unit normalizes is not seen"
+            )
+        if "units" in self.compile_options:
+            raise ConfigurationError(
+                f'compile={self.compile!r}: consecutive units are no longer compiled as one function. Drop "units", '
+                "and make layers that should be fused one module of the model"
+            )
+
+
+def check_replicas(zero_stage: int, fsdp: bool) -> None:
+    """ZeRO and FSDP, beside a pipeline."""
+    if zero_stage in (2, 3):
+        raise ConfigurationError(
+            f"zero_stage={zero_stage}: a pipeline adds up gradients over the microbatches of a step, so each stage "
+            "would reduce and scatter them m times to keep only a part. Use zero_stage=1, which keeps a part of the "
+            "optimizer's state, or fsdp=True, which keeps a part of the parameters too and reduces once a step"
+        )
+    if zero_stage not in (0, 1):
+        raise ConfigurationError(f"zero_stage={zero_stage!r} is unknown: use 0 or 1")
+    if fsdp and zero_stage:
+        raise ConfigurationError(
+            "zero_stage=1 and fsdp=True: fsdp=True shards the optimizer's state already, drop zero_stage"
+        )
+
+
+def check_precision(precision: str, autocast: bool) -> None:
+    if precision not in PRECISIONS:
+        raise ConfigurationError(f"precision={precision!r} is unknown: use one of {list(PRECISIONS)}")
+    if precision != "fp32" and not autocast and not hasattr(torch.Tensor, "grad_dtype"):
+        raise ConfigurationError(
+            f"precision={precision!r} keeps gradients in another dtype than parameters, as torch {torch.__version__} "
+            "cannot: install torch 2.13, or use autocast=True"
+        )
+    if autocast and precision == "fp32":
+        raise ConfigurationError("autocast=True computes in 16 bits: give precision='bf16' or 'fp16' with it")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,88 @@
+"""Several models behind one Booster: each has its own gradients, steps and loss scale, and is exact."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+
+from pipeshard import PipelinePlugin
+from pipeshard.errors import UsageError
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences, gradient_error, parameter_error
+
+Pair = tuple[Split, Unsplit]
+
+
+def pair(booster: Booster, name: str, seed: int) -> Pair:
+    """A model behind a Booster that has others, too, and the same unsplit."""
+    model = zoo.build(name, seed=seed)
+    unsplit, split = Unsplit(copy.deepcopy(model)), object.__new__(Split)
+    split.plugin, split.booster = booster.plugin, booster
+    split.model, split.optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
+    return split, unsplit
+
+
+def teacher_and_student() -> list[str]:
+    """Two models in turns: the student learns from what the teacher, which learns too, makes of the same batch."""
+    data = zoo.batch("llama-tied", rows=4)
+    plugin = PipelinePlugin(dist.get_world_size(), num_microbatches=2, dry_run_input=data)
+    booster = Booster(plugin=plugin)
+    pairs: list[Pair] = [pair(booster, "llama-tied", seed) for seed in (0, 1)]
+    for call in (plugin.sync_grads, plugin.recording):
+        with pytest.raises(UsageError, match="has to be told which of 2 boosted models"):
+            call()
+    with pytest.raises(UsageError, match="no_sync has to be told which"), plugin.no_sync():
+        pass
+    found = []
+    for seed in range(2):
+        for split, unsplit in pairs:
+            with plugin.measuring(split.model):
+                found += differences(split, unsplit, zoo.batch("llama-tied", rows=4, seed=seed), num_microbatches=2)
+        (teacher, _), (student, unsplit_student) = pairs
+        labels = teacher.evaluate(data, return_outputs="logits")["outputs"]
+        chosen = [None if labels is None else labels.logits.argmax(-1)]
+        dist.broadcast_object_list(chosen, src=dist.get_world_size() - 1)
+        batch = data | {"labels": chosen[0]}
+        with plugin.no_sync(student.model):
+            student.backward(batch)
+        plugin.sync_grads(student.model)
+        unsplit_student.backward_in_parts(batch, num_microbatches=2)
+        error = gradient_error(student, unsplit_student.model)
+        found += [f"after the teacher gradients differ by {error}"] if error > 1e-6 else []
+        assert teacher.model.pipeline.steps == seed + 1 and student.model.pipeline.steps == 2 * seed + 2
+        assert plugin.recording(teacher.model).step == seed and plugin.recording(student.model).step == 2 * seed + 1
+        for split, unsplit in pairs:
+            split.step()
+            unsplit.step()
+    errors = [parameter_error(split, unsplit.model) for split, unsplit in pairs]
+    return found + [f"parameters differ by {error}" for error in errors if error > 1e-5]
+
+
+def scaled_apart() -> tuple[list[float], list[float]]:
+    """The loss scales of two models in fp16, of which one overflows: the policy and its reference, say."""
+    data = zoo.batch("gpt2", rows=4)
+    booster = Booster(plugin=PipelinePlugin(2, num_microbatches=2, dry_run_input=data, precision="fp16", max_norm=1.0))
+    (policy, _), (reference, _) = [pair(booster, "gpt2", seed) for seed in (0, 1)]
+    for split in (policy, reference):
+        split.backward(data)
+    if dist.get_rank():
+        next(p for p in policy.held.values() if p.grad is not None).grad.view(-1)[0] = float("inf")
+    before = {name: p.detach().clone() for name, p in reference.held.items()}
+    policy.step()
+    reference.step()
+    scales = [split.model.pipeline.scaling.value for split in (policy, reference)]
+    return scales, [float((p - before[name]).detach().abs().max()) for name, p in reference.held.items()]
+
+
+def test_teacher_and_student_behind_one_booster(pool: Pool) -> None:
+    assert pool.run(teacher_and_student, 2) == [[], []]
+
+
+def test_each_model_has_a_loss_scale(pool: Pool) -> None:
+    for scales, moved in pool.run(scaled_apart, 2):
+        assert scales == [2.0**15, 2.0**16] and max(moved) > 0
