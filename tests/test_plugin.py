@@ -45,7 +45,7 @@ def test_more_stages_than_processes(pool: Pool) -> None:
         ({"num_microbatches": 0}, "num_microbatches must be a positive integer, got 0"),
         ({"schedule": "1fb1"}, "unknown schedule '1fb1': did you mean '1f1b'"),
         ({"p2p": "nccl"}, r"p2p must be one of \['broadcast', 'isend'\] .* got 'nccl'"),
-        ({"p2p": P2P}, "is unknown"),
+        ({"p2p": P2P}, "p2p must be one of .* that has send and receive, got"),
         ({"policy": nn.Linear}, "policy must be a subclass of pipeshard.Policy"),
         ({"loss_reduction": "mean"}, "loss_reduction must be 'token' or 'microbatch', got 'mean'"),
         ({"gradient_clipping": 1.0}, "has no argument gradient_clipping. Known are pp_size, num_microbatches"),

@@ -108,7 +108,9 @@ def check_p2p(kind: object) -> type[P2P]:
         return P2PS[kind]
     if isinstance(kind, type) and issubclass(kind, P2P) and not inspect.isabstract(kind):
         return kind
-    raise ConfigurationError(f"p2p must be one of {sorted(P2PS)} or a subclass of pipeshard.P2P, got {kind!r}")
+    raise ConfigurationError(
+        f"p2p must be one of {sorted(P2PS)} or a subclass of pipeshard.P2P that has send and receive, got {kind!r}"
+    )
 
 
 def make_p2p(kind: object, ranks: Sequence[int], placement: Sequence[int], device: torch.device) -> P2P | None:
