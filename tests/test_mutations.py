@@ -56,12 +56,12 @@ def microbatches_swapped() -> Any:
 
 
 def share_left_out() -> Any:
-    weights = LossRule.weights
+    shares = LossRule.shares
 
     def left_out(rule: LossRule, parts: Sequence[Any], *of_step: Any) -> list[float]:
-        return [1.0] * len(parts) if of_step else weights(rule, parts)  # that of a proof stays
+        return [1.0] * len(parts) if of_step else shares(rule, parts)  # that of a proof stays
 
-    return mock.patch("pipeshard.engine.loss.LossRule.weights", left_out)
+    return mock.patch("pipeshard.engine.loss.LossRule.shares", left_out)
 
 
 def bypassing_gradient_dropped() -> Any:

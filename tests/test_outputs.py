@@ -173,20 +173,19 @@ def mistakes() -> list[str]:
 
 
 def test_mistakes_are_told_on_every_rank_and_harm_nothing(pool: Pool) -> None:
-    first, last = pool.run(mistakes, 2)
     expected = [
         "UsageError: return_outputs asks for 'logit', .* its fields are loss, logits",
         "UsageError: return_outputs asks for 'hidden_states', 'x', ",
-        r"UsageError: return_outputs=\[\] is none of True, False, a field's name",
-        "UsageError: return_outputs=3 is none of",
-        "UsageError: return_outputs=None is none of",
-        r"UsageError: return_outputs=\['logits', 3\] is none of",
+        r"UsageError: return_outputs must be True, False, 'loss', a field's name, .* got \[\]",
+        "UsageError: return_outputs must be .* got 3",
+        "UsageError: return_outputs must be .* got None",
+        r"UsageError: return_outputs must be .* got \['logits', 3\]",
         "UsageError: return_outputs='loss', but there is none: give the batch labels, or pass a criterion",
         r"BatchError: .*\(stage 0\): .*return_outputs=False, .*\(stage 1\): .*return_outputs=True",
-        r"BatchError: .*\(stage 0\): .*return_outputs='loss', .*\(stage 1\): .*return_outputs=fields with digest",
-        "BatchError: .*return_outputs=fields with digest .*return_outputs=fields with digest",
+        r"BatchError: .*\(stage 0\): .*return_outputs='loss', .*\(stage 1\): .*return_outputs=\['logits'\]",
+        r"BatchError: .*return_outputs=\['logits', 'loss'\].*return_outputs=\['logits'\]",
         "BatchError: .*return_outputs=a function, .*return_outputs=True",
     ]
-    why = "UsageError: the function given as return_outputs failed on the output of microbatch 1 "
-    assert_told(first, [*expected, rf"{why}\(its error is that of the last stage\)"])
-    assert_told(last, [*expected, rf"{why}\(ValueError: no metric\)"])
+    failed = "the function given as return_outputs failed on the output of microbatch 1"
+    for messages_of_rank in pool.run(mistakes, 2):
+        assert_told(messages_of_rank, [*expected, rf"UsageError: {failed} \(ValueError: no metric\)"])

@@ -64,7 +64,7 @@ def test_a_course_is_that_of_its_seed() -> None:
     ],
 )
 def test_flatness(quantity: str, held: object, growth: str) -> None:
-    flat = dict.fromkeys(("rss", "tensors", "objects", "buffers", "fds", "threads", "groups"), 1)
+    flat = dict.fromkeys(("rss", "tensors", "objects", "fds", "threads", "groups"), 1)
     lines = [{**flat, "step": step, quantity: held(step)} for step in range(0, 200, 5)]  # type: ignore[operator]
     still = [{**flat, "step": step} for step in range(0, 200, 5)]
     lives = [Life(name, None, [still, lines, still], [], []) for name in ("undisturbed", "life1")]

@@ -182,8 +182,8 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
     ),
     "microbatches are not the batch": ("pipeshard.batch.batch.Batch._narrow", first_samples, "x of microbatch 1 is"),
     "the loss rule is another": (
-        "pipeshard.engine.loss.LossRule.weights",
-        lambda rule, parts, total=None: [1 / len(parts)] * len(parts),
+        "pipeshard.engine.loss.LossRule.shares",
+        lambda rule, parts, *_: [1 / len(parts)] * len(parts),
         "the loss of 5 samples is .* but .* which count 0.5, 0.5",
     ),
     "one stage does not step": (

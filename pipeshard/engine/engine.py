@@ -28,7 +28,7 @@ from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
 from pipeshard.engine.p2p import make_p2p
 from pipeshard.engine.parameters import Holdings, Places
 from pipeshard.engine.reader import Reader
-from pipeshard.engine.recording import Recorder, Recording
+from pipeshard.engine.recording import Recording
 from pipeshard.engine.running_state import Carry, deferred
 from pipeshard.engine.stage import Stage
 from pipeshard.engine.weight_grad import Deferral
@@ -74,7 +74,6 @@ class Pipeline:
         self.steps = 0  # training steps so far
         self.synchronizes = True  # not under no_sync
         self.last: Program | None = None  # what ran last
-        self.recorder = Recorder(self.group)
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # of the whole model
 
         partition, recompute, self.criterion = config.settled(model, criterion)
@@ -202,7 +201,8 @@ class Pipeline:
             unproven = exact and self.planner.unproven(batch, cut, criterion)
             return TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven
 
-        mode = train, outputs.code, self.model.training
+        training = "train" if self.model.training else "eval"
+        mode = f"{'training step' if train else 'forward only'}, return_outputs={outputs}, model.{training}()"
         batch, agreed = self.reader.next(data_iter, mode, news)
         if agreed.news & TRAINED:
             if found := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
@@ -273,10 +273,7 @@ class Pipeline:
         loss = self._of_replicas(end)
         total = share_scalar(loss, source, self.group, self.device) if return_loss else None
         merged = outputs.merged(flow, loss) if end.is_last else None
-        if outputs.may_fail:
-            failed = int(gather(outputs.failed, self.grid.world).max())
-            if failed:
-                outputs.raise_failure(failed - 1)
+        outputs.raise_failure(self.grid.world)
         return {"loss": None if total is None else total.as_subclass(StepLoss), "outputs": merged}
 
     @together_in("plugin.recording")
@@ -284,7 +281,8 @@ class Pipeline:
         """The last step on every rank; all of them call it."""
         if self.last is None:
             raise UsageError("there is nothing recorded before a step: call booster.execute_pipeline first")
-        return self.recorder.recording(self.last, self.interpreter.spans, self.interpreter.waited, self.steps - 1)
+        spans, waited = self.interpreter.spans, self.interpreter.waited
+        return Recording.collect(self.last, spans, waited, self.steps - 1, self.group)
 
     def _deferring(self) -> AbstractContextManager[None]:
         """Around a step's actions: layers leave their weight gradients to W. Where there is none, embeddings leave

@@ -1,27 +1,38 @@
-"""Loss rule: how the loss of a batch is made of the losses of its microbatches, proven by trying."""
+"""Loss rule: how the loss of a batch is made of the losses of its microbatches, proven by trying.
+
+The mean over a batch is not the mean of its microbatches' means where these have different numbers of samples or
+valid labels, and a weighted mean divides by something that nobody outside of the criterion knows; gradient accumulation
+usually ignores that. Here the model's own loss code is run on a few samples and on parts of them, with random values,
+and a rule counts as found only if it holds in every trial. A loss that follows no rule is refused.
+"""
 
 import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
-from pipeshard.engine.loss_probe import LENGTH, NOTHING, Probe, spread_out
-from pipeshard.engine.loss_trial import NORMAL, PROBABILITIES, Measured, Trial
+from pipeshard.engine.loss_trial import LENGTH, NORMAL, NOTHING, PROBABILITIES, SPAN, Measured, Samples, Trial
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import IGNORED, is_of_transformers, padding_token, targets
 
 logger = logging.getLogger("pipeshard")
-SPLITS = 1, 2, 3  # after which of a probe's samples it is cut
-TELLING = 3  # trials that a rule has to hold in, at least
-CLOSE = {torch.float32: 4e-6, torch.float64: 1e-9}  # how far sums may be off, relatively; of others their precision
-FAR = 1e-3  # how much a trial's losses have to differ, relative to the larger one
+CUTS = 1, 2, 3  # after which of the samples they are cut in two
+TELLING = 3  # how many trials a rule has to hold in that could have told it from another one
+CLOSE = {torch.float32: 4e-6, torch.float64: 1e-9}  # relative error of a sum; of other dtypes their precision
+FAR = 1e-3  # how much the two parts' losses have to differ, relative to the larger one
+MOST_RULES = 128  # that are kept
+REMEDY = (
+    "average the microbatches' own losses (PipelinePlugin(loss_reduction='microbatch')), return (sum, count) from the "
+    "criterion, where the batch's loss is the sum of the sums over that of the counts, or use one microbatch"
+)
 
 
 @dataclass(frozen=True)
@@ -29,8 +40,8 @@ class LossRule:
     """The batch's loss is the sum of the microbatches' losses, each times its count over the batch's.
 
     The count is that of valid labels (entries of `path` from column `shift` on that are not `ignore`), with `adds` the
-    sum of these entries, or the number of samples where `path` is None. With `summed` the losses add up as they are,
-    with `each` every microbatch counts one. With `counted` the criterion gives sums, and what they are divided by.
+    sum of these entries, or the number of samples where `path` is None. With `summed` losses are added as they are,
+    with `each` every microbatch counts one. With `counted` the criterion returns sums, and their counts.
     """
 
     path: str | None = None
@@ -41,77 +52,105 @@ class LossRule:
     adds: bool = False
     counted: bool = False
 
-    def weights(
+    def shares(
         self,
         microbatches: Sequence[Batch],
         total: Callable[[float], float] = lambda count: count,
         counts: Sequence[float] = (),
     ) -> list[float]:
-        """What each microbatch's loss counts in the batch's; 0 for one without a valid label.
+        """What each microbatch's loss is multiplied with; 0 for one without a valid label.
 
-        `total` makes of the count of these microbatches that of the whole batch, of which others may have a part.
-        `counts` are those of the criterion, where it has some.
+        `total` makes the whole batch's count of that of these microbatches, where other replicas have a part of the
+        batch. `counts` are those of the criterion, if it returns some.
         """
-        ones = [1.0] * len(microbatches)
-        counts = ones if self.summed or self.each else counts if self.counted else self.counts(microbatches)
+        counts = counts if self.counted else self._counts(microbatches)
         whole = total(sum(counts))
-        parts = ones if self.counted else counts
-        return [1.0 if self.summed else part / whole if whole else 0.0 for part in parts]
+        if self.summed:
+            return [1.0] * len(microbatches)
+        return [(1.0 if self.counted else count) / whole if whole else 0.0 for count in counts]
 
-    def counts(self, microbatches: Sequence[Batch]) -> list[float]:
+    def _counts(self, microbatches: Sequence[Batch]) -> list[float]:
+        if self.summed or self.each:
+            return [1.0] * len(microbatches)
         if self.path is None:
             return [microbatch.rows for microbatch in microbatches]
         leaves = [microbatch.by_sample(self.path) for microbatch in microbatches]
         leaves = [leaf[..., self.shift :] if leaf.ndim > 1 else leaf for leaf in leaves]
-        found = [leaf.double().sum() if self.adds else leaf.ne(self.ignore).sum() for leaf in leaves]
-        return [float(count) for count in torch.stack(found).tolist()]
+        counts = [leaf.double().sum() if self.adds else leaf.ne(self.ignore).sum() for leaf in leaves]
+        return [float(count) for count in torch.stack(counts).tolist()]
 
-    def gives(self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch]) -> bool:
+    def holds(self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch]) -> bool:
         """Whether the parts' losses make the whole's by this rule, as far as their dtype can tell."""
-        weights = [1.0] * len(parts) if self.counted else self.weights(microbatches)
-        pairs = list(zip(weights, parts, strict=True))
-        same = _same(whole, sum(weight * part.value for weight, part in pairs), [w * p.value for w, p in pairs])
-        counts = [part.divisor for part in (whole, *parts) if part.divisor is not None]
-        return same and (not self.counted or abs(counts[0] - sum(counts[1:])) <= 1e-5 * max(map(abs, counts)))
+        shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
+        terms = [share * part.value for share, part in zip(shares, parts, strict=True)]
+        tolerance = CLOSE.get(whole.dtype, 2 * torch.finfo(whole.dtype).eps)
+        if not abs(sum(terms) - whole.value) <= tolerance * max(abs(whole.value), *map(abs, terms)):
+            return False
+        counts = [part.denominator for part in (whole, *parts) if part.denominator is not None]
+        return not self.counted or abs(counts[0] - sum(counts[1:])) <= 1e-5 * max(map(abs, counts))
 
 
-EACH = LossRule(each=True)
-REMEDY = (
-    "average the microbatches' own losses (PipelinePlugin(loss_reduction='microbatch')), return (sum, count) from the "
-    "criterion, where the batch's loss is the sum of the sums over that of the counts, or use one microbatch"
-)
+EACH, SUM = LossRule(each=True), LossRule(summed=True)
+
+
+class LossRules:
+    """The rules of one model's losses, each with the ranges of integers (labels, masks) that it was proven for."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[LossRule, dict[str, tuple[float, float]]]] = {}
+
+    def get(self, kind: Any) -> LossRule | None:
+        """That of batches of this kind."""
+        return self._known[kind][0] if kind in self._known else None
+
+    def covers(self, kind: Any, batch: Batch) -> bool:
+        """Whether the rule was proven for such labels as this batch has."""
+        if kind not in self._known:
+            return False
+        proven = self._known[kind][1]
+        return all(proven[p][0] <= low and high <= proven[p][1] for p, (low, high) in _ranges(batch, proven).items())
+
+    def add(self, kind: Any, rule: LossRule, flow: Dataflow, batch: Batch) -> None:
+        """What was proven before for other labels still holds if it is the same rule."""
+        before, proven = self._known.get(kind, (rule, {}))
+        now = _ranges(batch, read_by_loss(flow))
+        for path in now.keys() & proven.keys() if before == rule else ():
+            now[path] = min(now[path][0], proven[path][0]), max(now[path][1], proven[path][1])
+        if len(self._known) >= MOST_RULES:
+            self._known.clear()
+        self._known[kind] = rule, now
+
+    def forget(self, kind: Any) -> None:
+        self._known.pop(kind, None)
 
 
 def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None) -> LossRule:
     """The rule by which the loss of a batch like this follows from those of its parts.
 
     The glue after the units is run on a few samples and on parts of them, cut in different places, with random unit
-    results, and with labels, weights and masks that are drawn anew; a rule has to hold each time. A part of the loss
-    that is made of what leaves units aside (router logits) may follow none, which is warned of.
+    results and with labels, weights and masks that are drawn anew. A part of the loss that is made of side outputs of
+    units (router logits) may follow no rule, which is warned of.
 
     Raises ConfigurationError where there is no such rule.
     """
-    auxiliary = flow.loss is not None and bool(flow.loss.hidden or any(map(flow.is_aside, flow.loss.values)))
     search = _Search(model, flow, batch, criterion)
-    rule = search.rule(asides=False)
-    if rule is None and auxiliary:
-        rule, auxiliary = search.rule(asides=True), False
-    provable = criterion is None and is_of_transformers(model) and not _ignores_some(batch, search.read)
-    if rule is None and provable and search.rule(asides=False, valid=True):
-        rule, auxiliary = LossRule(), True  # a sum of means over labels of several kinds, of which all are valid
+    rule, is_approximate = search.rule(), search.has_side_outputs
+    if rule is None and search.has_side_outputs:
+        rule, is_approximate = search.rule(side_outputs=True), False
+    if rule is None and search.is_sum_of_means():
+        rule, is_approximate = LossRule(), True
     if rule is None:
-        if search.failure is not None:
-            raise ConfigurationError(
-                f"how a batch's loss is made of its microbatches' could not be found: {type(model).__name__} on "
-                f"a few samples ended in {type(search.failure).__name__}: {search.failure}. If that is not the model's "
-                f"own error, {REMEDY}"
-            ) from search.failure
-        raise ConfigurationError(
-            f"the loss of {type(model).__name__} is no mean or sum over samples or valid labels that could be proven "
-            "on random values (does it weigh classes, compare samples with each other, or divide by something of its "
-            f"own?), so that of a batch cannot be made of its microbatches': {REMEDY}"
+        why = (
+            "is not a mean or sum over samples or valid labels that could be proven on random values (does it weigh "
+            "classes, compare samples with each other, or divide by something of its own?)"
         )
-    if auxiliary:
+        if search.failure is not None:
+            why = f"on a few samples ended in {type(search.failure).__name__}: {search.failure}"
+        what = f"the loss of {type(model).__name__} {why}"
+        raise ConfigurationError(
+            f"{what}, so that of a batch cannot be made of its microbatches': {REMEDY}"
+        ) from search.failure
+    if is_approximate:
         logger.warning(
             "the loss of %s has an auxiliary part (router logits, or a second kind of labels?), which is no sum over "
             "samples: it is computed for each microbatch, as in gradient accumulation, and averaged like the rest",
@@ -120,100 +159,121 @@ def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Cr
     return rule
 
 
+def _ranges(batch: Batch, paths: Collection[str]) -> dict[str, tuple[float, float]]:
+    """For each of these leaves that is of integers, from which value to which one `Samples` draws; to infinity where
+    they are many."""
+    drawn: dict[str, tuple[float, float]] = {}
+    for path in sorted(paths):
+        leaf = batch.tensors.get(path)
+        if leaf is not None and not leaf.is_floating_point() and leaf.numel():
+            low, high = (int(extreme) for extreme in leaf.long().aminmax())
+            drawn[path] = (min(low, 1), float("inf")) if high >= SPAN else (min(low, 0), max(high, 1))
+    return drawn
+
+
 class _Search:
-    """Looks for the rule of one loss."""
+    """Tries the rules that one loss may follow."""
 
     def __init__(self, model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None) -> None:
         self.model, self.flow, self.batch, self.criterion = model, flow, batch, criterion
         self.read = read_by_loss(flow)
         self.failure: Exception | None = None  # why nothing could be tried
+        loss = flow.loss
+        self.has_side_outputs = loss is not None and bool(loss.hidden or any(map(flow.is_aside, loss.values)))
 
-    def rule(self, asides: bool, valid: bool = False) -> LossRule | None:
-        """It, or None; `asides` says whether what leaves units aside is random too. Where it has to hold for `valid`
-        labels only, one by samples."""
+    def rule(self, side_outputs: bool = False, valid: bool = False) -> LossRule | None:
+        """The rule, or None; `side_outputs` are random, too, or zeros. With `valid` labels only, it is that of samples
+        or None."""
         self.valid = valid
-        for candidate in (self.flow.axes.shortened(self.batch, LENGTH), self.batch):
-            if self._tries(candidate.take(spread_out(candidate.rows)), asides):
-                break
-        else:
+        sources = (self.flow.axes.shortened(self.batch, LENGTH), self.batch)
+        if not any(self._can_try(source, side_outputs) for source in sources):
             return None
         if self.level == NOTHING and self.batch.rows == 1:
             return None  # all samples are the same one
         if self.counted:
-            return LossRule(counted=True) if self._counts() and self._holds(LossRule(counted=True)) else None
-        return next(filter(self._holds, [LossRule()] if valid else self._candidates()), None)
+            rule = LossRule(counted=True)
+            return rule if self._counts_alike() and self._is_proven(rule) else None
+        return next(filter(self._is_proven, [LossRule()] if valid else self._candidates()), None)
 
-    def _tries(self, sample: Batch, asides: bool) -> bool:
-        """Whether the loss of this sample is a number, and of how much of the batch drawn and of what unit results."""
+    def is_sum_of_means(self) -> bool:
+        """Whether it is one of transformers' own losses, a sum of means over labels of several kinds, all of which are
+        valid: then the means are over samples."""
+        labels = [self.batch.tensors[path] for path in targets(self.batch.tensors) if path in self.read]
+        ignored = any(bool((leaf < 0).any()) for leaf in labels if not leaf.is_floating_point())
+        known = self.criterion is None and is_of_transformers(self.model)
+        return known and not ignored and self.rule(valid=True) is not None
+
+    def _can_try(self, source: Batch, side_outputs: bool) -> bool:
+        """Whether the loss of samples of this batch is a number, and with how much of the batch and of what unit
+        results drawn at random."""
         try:
-            self.trial = Trial(self.model, self.flow, sample, self.criterion, asides)
+            self.samples = Samples(self.model, self.batch, source, self.read, self.flow.consulted)
+            self.trial = Trial(self.model, self.flow, self.samples.few, self.criterion, side_outputs)
         except (TraceError, ConfigurationError) as error:
             logger.debug("a trial of the loss failed: %s", error)
             self.failure = error
             return False
-        self.probe = Probe(self.model, self.batch, sample, self.read, self.flow.consulted)
         for self.kind, self.level in itertools.product((NORMAL, PROBABILITIES), range(NOTHING + 1)):
-            found = self._measure(LossRule(), 0)
-            if found is not None:
-                self.counted, self.failure = found[0].divisor is not None, None
+            if (losses := self._losses(LossRule(), 0)) is not None:
+                self.counted, self.failure = losses[0].denominator is not None, None
                 return True
         self.failure = self.trial.failure
         return False
 
     def _candidates(self) -> Iterator[LossRule]:
-        labels = targets(self.probe.integers) or [p for p in self.probe.integers[::-1] if p in self.read]
-        for path in labels:
-            observed = set(self.probe.pools[path].tolist())
-            for ignore in self._ignores(observed):
+        integers, floats = self.samples.integers, self.samples.floats
+        for path in targets(integers) or [path for path in integers[::-1] if path in self.read]:
+            for ignore in self._ignored(path):
                 yield from (LossRule(path, shift, ignore) for shift in (0, 1))
-        yield from (LossRule(), LossRule(summed=True))
-        for path in (*self.probe.floats, *self.probe.integers):  # masks, and weights
+        yield from (LossRule(), SUM)
+        for path in (*floats, *integers):  # masks, and weights
             if path in self.read:
                 yield from (LossRule(path, shift, adds=True) for shift in (0, 1))
 
-    def _ignores(self, observed: Collection[int]) -> list[int]:
-        """What labels may say that they are none; a GPU does not survive one that is out of range."""
+    def _ignored(self, path: str) -> list[int]:
+        """The labels that may mean that there is none; a GPU does not survive one that is out of range."""
         if self.criterion is None:
             return [IGNORED]
         padding = padding_token(self.model)
         tried = dict.fromkeys([IGNORED, *([] if padding is None else [padding]), -1, 0])
         on_cpu = next(iter(self.batch.tensors.values())).device.type == "cpu"
+        observed = set(self.samples.pools[path].tolist())
         return [ignore for ignore in tried if on_cpu or ignore >= 0 or ignore in observed]
 
-    def _holds(self, rule: LossRule) -> bool:
-        """Whether it does in every trial that tells anything, and some do."""
+    def _is_proven(self, rule: LossRule) -> bool:
+        """Whether a rule holds in every trial, of which enough could have told it from another one."""
         telling = 0
-        for number in range(2 * self.probe.draws):
-            found = self._measure(rule, number)
-            if found is None and number and not telling:
-                return False  # it does not take such labels
-            if found is None:
+        for number in range(2 * self.samples.draws):
+            losses = self._losses(rule, number)
+            if losses is None and number and not telling:
+                return False  # the loss does not take such labels
+            if losses is None:
                 continue
-            whole, parts = found
-            batch, at = self._drawn(rule, number), SPLITS[number % len(SPLITS)]
+            whole, parts = losses
+            batch, at = self._drawn(rule, number), CUTS[number % len(CUTS)]
             microbatches = [batch.take(torch.arange(at)), batch.take(torch.arange(at, batch.rows))]
-            if not rule.gives(whole, parts, microbatches):
+            if not rule.holds(whole, parts, microbatches):
                 return False
             telling += _tells(whole, parts)
-            if telling >= self.probe.draws:
+            if telling >= self.samples.draws:
                 break
         return telling >= TELLING
 
-    def _measure(self, rule: LossRule, number: int) -> tuple[Measured, list[Measured]] | None:
-        found = self.trial.measure(self._drawn(rule, number), SPLITS[number % len(SPLITS)], number, self.kind)
-        is_finite = found is not None and all(math.isfinite(one.value) for one in (found[0], *found[1]))
-        return found if is_finite else None
+    def _losses(self, rule: LossRule, number: int) -> tuple[Measured, list[Measured]] | None:
+        losses = self.trial.measure(self._drawn(rule, number), CUTS[number % len(CUTS)], number, self.kind)
+        is_finite = losses is not None and all(math.isfinite(loss.value) for loss in (losses[0], *losses[1]))
+        return losses if is_finite else None
 
     def _drawn(self, rule: LossRule, number: int) -> Batch:
-        batch = self.probe.draw(self.level, number, self.valid)
-        labelled = rule.path is not None and not rule.adds
-        return self.probe.with_invalid(batch, str(rule.path), rule.ignore, number) if labelled else batch
+        batch = self.samples.draw(self.level, number, self.valid)
+        has_labels = rule.path is not None and not rule.adds
+        return self.samples.with_invalid(batch, str(rule.path), rule.ignore, number) if has_labels else batch
 
-    def _counts(self) -> bool:
-        """Whether what the criterion divides by does not depend on unit results."""
-        batch = self.probe.draw(self.level, 0)
-        found = [self.trial.measure(batch, SPLITS[0], seed, self.kind) for seed in range(TELLING)]
-        return len({None if measured is None else measured[0].divisor for measured in found}) == 1
+    def _counts_alike(self) -> bool:
+        """Whether the count that the criterion returns does not depend on unit results."""
+        batch = self.samples.draw(self.level, 0)
+        losses = [self.trial.measure(batch, CUTS[0], seed, self.kind) for seed in range(TELLING)]
+        return len({None if loss is None else loss[0].denominator for loss in losses}) == 1
 
 
 def read_by_loss(flow: Dataflow) -> frozenset[str]:
@@ -222,17 +282,6 @@ def read_by_loss(flow: Dataflow) -> frozenset[str]:
         return frozenset()
     makers = (flow.calls[value.call].reads for value in flow.loss.values if not flow.spec(value).shape)
     return flow.loss.inputs.union(*(reads.inputs for reads in makers))
-
-
-def _ignores_some(batch: Batch, paths: Collection[str]) -> bool:
-    """Whether some label is none, so that another batch may have more of them."""
-    leaves = (batch.tensors[path] for path in targets(sorted(paths)) if path in batch.tensors)
-    return any(bool((leaf < 0).any()) for leaf in leaves if not leaf.is_floating_point())
-
-
-def _same(whole: Measured, made: float, terms: Sequence[float]) -> bool:
-    tolerance = CLOSE.get(whole.dtype, 2 * torch.finfo(whole.dtype).eps)
-    return abs(made - whole.value) <= tolerance * max(abs(whole.value), *map(abs, terms))
 
 
 def _tells(whole: Measured, parts: Sequence[Measured]) -> bool:

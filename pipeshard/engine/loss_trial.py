@@ -1,4 +1,9 @@
-"""Trial: a model's loss on a few samples and on their parts, with random numbers in the place of unit results."""
+"""Loss trial: a model's loss on a few samples and on two parts of them, with random values in all that the loss reads.
+
+Real values would prove too little: labels that are all of one class, weights that are all 1 or a hinge that is 0 fit
+rules that do not hold for the next batch. So integers are drawn from those that the batch has and from what lies
+between, masks and weights anew, and unit results at random, which also costs nothing: units do not run.
+"""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,23 +26,136 @@ from pipeshard.graph.taint import Value
 from pipeshard.graph.trace import trace
 from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import find_units, handled
+from pipeshard.hf import MASK, is_target, special_tokens
 from pipeshard.split.materialize import is_released
 
 logger = logging.getLogger("pipeshard")
-Key = tuple[str, int, int]  # of a leaf of what leaves a unit: the unit, how many calls came before, the leaf
-NORMAL, PROBABILITIES = range(2)  # kinds of random numbers; some losses take probabilities only
+ROWS, LENGTH = 4, 8  # how many samples and positions are tried
+SPAN = 64  # values of a leaf of integers, up to which each is met
+EVERYTHING, READ, LABELS, NOTHING = range(4)  # how much of the batch is drawn
+NORMAL, PROBABILITIES = range(2)  # what unit results are drawn from; some losses take probabilities only
+Key = tuple[str, int, int]  # of a leaf that leaves a unit: the unit, how many calls of it came before, the leaf
+
+
+class Samples:
+    """`few` samples from all over `source`, which is `batch` or a shorter one, and draws of their values.
+
+    `read` are the paths of what the loss reads, `consulted` of what Python decides on. Integers are drawn from the
+    values that the batch has, and those between if there are few; masks are drawn as masks; other floating-point
+    numbers are scaled.
+    """
+
+    def __init__(
+        self, model: nn.Module, batch: Batch, source: Batch, read: Collection[str], consulted: Collection[str]
+    ) -> None:
+        rows = source.rows
+        self.few = source.take(torch.arange(ROWS) * rows // ROWS if rows >= ROWS else torch.arange(ROWS) % rows)
+        by_sample = {p for p, dim in zip(batch.paths, batch.row_dims) if dim is not None or batch.owners.get(p)}
+        paths = [path for path in batch.tensors if path in by_sample and self.few.tensors[path].numel()]
+        self.integers = [path for path in paths if not batch.tensors[path].is_floating_point()]
+        self.floats = [path for path in paths if path not in self.integers]
+        self.drawn = {
+            EVERYTHING: {path for path in paths if path in read or path in consulted},
+            READ: {path for path in paths if path in read},
+            LABELS: {path for path in paths if path in read and is_target(path)},
+            NOTHING: set[str](),
+        }
+        special = torch.tensor(special_tokens(model)).long()
+        self.pools = {path: _pool(batch.tensors[path], special) for path in self.integers}
+
+    @property
+    def draws(self) -> int:
+        """How many are needed so that each value of a leaf of few is met."""
+        most = [
+            -(-len(pool) // self.few.tensors[path].numel())
+            for path, pool in self.pools.items()
+            if path in self.drawn[READ] and len(pool) <= SPAN
+        ]
+        return min(max([ROWS, *most]), SPAN // ROWS)
+
+    def draw(self, level: int, number: int, valid: bool = False) -> Batch:
+        """Draw `number`: `level` says how much of the batch is drawn. Without negative integers if it is `valid`."""
+        generator = torch.Generator().manual_seed(number)
+
+        def redraw(path: str, leaf: Tensor, dim: int | None) -> Tensor:
+            if path not in self.drawn[level]:
+                return leaf
+            if leaf.is_floating_point():
+                scale = torch.rand(leaf.shape, generator=generator).mul_(0.8).add_(0.2).to(leaf)
+                is_mask = number % 2 and bool(((leaf == 0) | (leaf == 1)).all())
+                return _mask(leaf, generator) if is_mask else leaf * scale
+            if leaf.ndim > 1 and (leaf.dtype == torch.bool or self.pools[path].tolist() == [0, 1]):
+                return _mask(leaf, generator)
+            pool = self.pools[path][self.pools[path] >= 0] if valid else self.pools[path]
+            return _chosen(pool, leaf.numel(), number, generator).view(leaf.shape).to(leaf)
+
+        return self.few.map(redraw)
+
+    def with_invalid(self, batch: Batch, path: str, ignore: int, number: int) -> Batch:
+        """The same with a random number of valid labels in each sample, two columns or more where there are three; of
+        labels with one column all samples but one."""
+        mask = batch.by_sample(MASK) if MASK in batch.tensors else None
+        generator = torch.Generator().manual_seed(number)
+
+        def relabel(name: str, leaf: Tensor, dim: int | None) -> Tensor:
+            if name != path:
+                return leaf
+            leaf = leaf.movedim(dim or 0, 0).clone()
+            leaf = torch.where(leaf < 0, 1, leaf) if ignore < 0 else torch.where(leaf == ignore, ignore + 1, leaf)
+            if mask is not None and mask.shape == leaf.shape:
+                leaf = leaf.masked_fill(mask == 0, ignore)  # some losses leave padding out by the mask
+            if leaf.ndim == 1 or leaf.shape[1] == 1:
+                leaf[-1 if number % 2 else len(leaf) // 2] = ignore
+            else:
+                fewest = min(2, leaf.shape[1] - 1)
+                keep = torch.randint(fewest, leaf.shape[1] + 1, (batch.rows,), generator=generator).tolist()
+                for k, row in enumerate(leaf):  # several in a sample (codebooks) have as many
+                    row[keep[k * batch.rows // len(leaf)] :] = ignore
+            return leaf.movedim(0, dim or 0)
+
+        return batch.map(relabel)
+
+
+def _pool(leaf: Tensor, special: Tensor) -> Tensor:
+    """The values to draw a leaf of integers from: those it has, `special` tokens, which a loss may weigh otherwise or
+    leave out, more often; if these are few, what is between too, from 0 to 1 at least."""
+    pool = leaf.detach().long().cpu().unique()
+    present = pool[torch.isin(pool, special)]
+    last = int(pool[-1])
+    if last >= SPAN:
+        return torch.cat([pool, present.repeat(len(pool) // SPAN)])
+    fill = torch.arange(max(last, 1) + 1)
+    if leaf.ndim > 1:  # tokens
+        fill = fill[~torch.isin(fill, special) | torch.isin(fill, present)]
+    return torch.cat([pool[pool < 0], fill])
+
+
+def _chosen(pool: Tensor, count: int, number: int, generator: torch.Generator) -> Tensor:
+    """So many of the pool: of one that is larger, but not large, the draws with the next numbers have the rest."""
+    if count < len(pool) <= SPAN:
+        order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0))
+        return pool[order[(torch.arange(count) + number * count) % len(pool)]]
+    return pool[torch.randint(len(pool), (count,), generator=generator)]
+
+
+def _mask(leaf: Tensor, generator: torch.Generator) -> Tensor:
+    """Random zeros and ones, of several in a sample at least one of them a one."""
+    mask = torch.rand(leaf.shape, generator=generator).gt(0.4)
+    if leaf.ndim > 1:
+        mask[..., 0] |= ~mask.any(-1)
+    return mask.to(leaf)
 
 
 class Measured(NamedTuple):
-    """A loss, or a sum, and what it is divided by, if the criterion says that."""
+    """A loss; or the sum of a criterion that returns (sum, count), and its count."""
 
     value: float
-    divisor: float | None
+    denominator: float | None
     dtype: torch.dtype
 
 
 class Glue:
-    """Runs the glue of a model and its criterion, with leaves that are given in the place of unit results."""
+    """Runs the glue of a model and its criterion, with other values in the place of unit results."""
 
     def __init__(self, model: nn.Module, criterion: Criterion | None, device: torch.device) -> None:
         self.model, self.criterion, self.device, self.units = model, criterion, device, find_units(model)
@@ -47,33 +165,31 @@ class Glue:
         batch: Batch,
         flow: Dataflow,
         deltas: Sequence[int],
-        leaf: Callable[[Key, TensorSpec], Tensor],
+        result: Callable[[Key, TensorSpec], Tensor],
         running: Collection[int] = (),
     ) -> Measured | None:
-        """The loss of `batch`, or None without one; calls that are `running` are of units that run themselves.
-
-        Nothing of model and criterion, nor of any generator, changes.
-        """
-        calls, inside = enumerate(flow.calls), False
+        """The loss of `batch`, or None without one; `result` makes what leaves a unit, but calls that are `running`,
+        whose units run. Nothing of model and criterion, nor of any generator, changes."""
+        calls, is_inside = enumerate(flow.calls), False
         randomness = Randomness(self.device)
 
-        def give(unit: str, original: Any, *arguments: Any) -> Any:
-            nonlocal inside
-            if inside:
+        def handle(unit: str, original: Any, *arguments: Any) -> Any:
+            nonlocal is_inside
+            if is_inside:
                 return original(*arguments[0], **arguments[1])
             index, call = next(calls)
             if index in running:
-                inside = True
-                result = original(*arguments[0], **arguments[1])
-                inside = False
-                return result
+                is_inside = True
+                output = original(*arguments[0], **arguments[1])
+                is_inside = False
+                return output
 
-            def given(k: int, spec: Any) -> Any:
+            def made(k: int, spec: Any) -> Any:
                 if isinstance(spec, TensorSpec):
-                    return leaf((*flow.occurrences[index], k), TensorSpec(spec.at(deltas), spec.dtype))
+                    return result((*flow.occurrences[index], k), TensorSpec(spec.at(deltas), spec.dtype))
                 return spec.at(deltas) if isinstance(spec, Count) else spec
 
-            leaves = [given(k, spec) for k, spec in enumerate(call.leaves)]
+            leaves = [made(k, spec) for k, spec in enumerate(call.leaves)]
             return answer(self.units[unit], call.parts, leaves, arguments)
 
         with ExitStack() as stack:
@@ -81,7 +197,7 @@ class Glue:
             stack.enter_context(randomness.step(0, 0))
             randomness.at(0)
             stack.enter_context(torch.no_grad())
-            stack.enter_context(handled(self.units, give))
+            stack.enter_context(handled(self.units, handle))
             private = batch.map(lambda path, tensor, dim: tensor.clone())  # which glue may write to
             value, count = sum_and_count(private.call(self.model), self.criterion, private)
         return None if value is None else Measured(float(value), None if count is None else float(count), value.dtype)
@@ -89,72 +205,71 @@ class Glue:
     def count(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> float:
         """What the criterion divides its sum by, which does not depend on unit results: zeros without memory."""
 
-        def blank(key: Key, spec: TensorSpec) -> Tensor:
+        def zeros(key: Key, spec: TensorSpec) -> Tensor:
             return torch.zeros((), dtype=spec.dtype, device=self.device).expand(spec.shape)
 
-        measured = self.run(batch, flow, deltas, blank)
-        assert measured is not None and measured.divisor is not None
-        return measured.divisor
+        measured = self.run(batch, flow, deltas, zeros)
+        assert measured is not None and measured.denominator is not None
+        return measured.denominator
 
 
 class Trial:
-    """A model's loss on all samples of `sample` and on two parts of them, after `at` of its samples.
+    """A model's loss on all of the samples and on two parts of them.
 
-    The unit results that the loss depends on are random, and have the samples of the parts in common; so is what glue
-    draws. Those that leave a unit other than as its result are random too if `asides` says so, and zeros as all others
-    are if not. A unit that makes a loss itself, of which every part has another one, runs.
+    The unit results that the loss depends on are random, and the parts have theirs of the whole's; so have they of what
+    glue draws. Side outputs of units are random too if `side_outputs` says so; all others are zeros. A unit that
+    returns a loss itself runs.
     """
 
     def __init__(
-        self, model: nn.Module, flow: Dataflow, sample: Batch, criterion: Criterion | None, asides: bool
+        self, model: nn.Module, flow: Dataflow, samples: Batch, criterion: Criterion | None, side_outputs: bool
     ) -> None:
-        self.model, self.flow, self.sample, self.criterion, self.asides = model, flow, sample, criterion, asides
-        self.glue = Glue(model, criterion, next(iter(sample.tensors.values())).device)
+        self.model, self.flow, self.samples, self.criterion = model, flow, samples, criterion
+        self.glue = Glue(model, criterion, next(iter(samples.tensors.values())).device)
         self.failure: Exception | None = None  # that of the last trial that failed
         self._flows: dict[range, tuple[Dataflow, tuple[int, ...]]] = {}
-        whole, deltas = self._flow(range(sample.rows))
+        whole, deltas = self._flow(range(samples.rows))
         values = set(whole.loss.values) if whole.loss else set[Value]()
-        own = [value for value in values if not whole.is_aside(value)]
-        self.running = {value.call for value in own if not whole.spec(value).at(deltas)}
+        self.running = {value.call for value in values if not (whole.is_aside(value) or whole.spec(value).at(deltas))}
         for call in self.running:
             values |= whole.calls[call].reads.values
             name = whole.calls[call].unit
             if any(map(is_released, self.glue.units[name].parameters())):
                 raise TraceError(f"the loss is made inside of unit {name}, which another stage holds")
-        self.random = [value for value in sorted(values) if asides or not whole.is_aside(value)]
+        self.random = [value for value in sorted(values) if side_outputs or not whole.is_aside(value)]
 
     def measure(self, batch: Batch, at: int, seed: int, kind: int = NORMAL) -> tuple[Measured, list[Measured]] | None:
-        """The loss of the batch, which is `sample` with other values, and those of its parts; None if it has none, or
-        does not take these values."""
-        rows, drawn = range(batch.rows), Draws(self.glue.device)
-        made = self._random(seed, kind)
+        """The loss of the batch, which is the samples with other values, and those of its first `at` samples and of the
+        others; None if one has none, or does not take these values."""
+        rows, draws = range(batch.rows), Draws()
+        results = self._random_results(seed, kind)
         try:
-            whole = self._measure(batch, rows, made, drawn)
-            parts = [self._measure(batch, part, made, drawn) for part in (rows[:at], rows[at:])]
+            whole = self._measure(batch, rows, results, draws)
+            parts = [self._measure(batch, part, results, draws) for part in (rows[:at], rows[at:])]
         except Exception as error:  # the model's own, or the criterion's, which may not take such labels
             logger.debug("a trial of the loss failed: %s: %s", type(error).__name__, error)
             self.failure = error
             return None
-        found = [part for part in parts if part is not None]
-        return None if whole is None or len(found) != len(parts) else (whole, found)
+        losses = [part for part in parts if part is not None]
+        return None if whole is None or len(losses) != len(parts) else (whole, losses)
 
-    def _measure(self, batch: Batch, rows: range, made: Mapping[Key, Tensor], drawn: "Draws") -> Measured | None:
+    def _measure(self, batch: Batch, rows: range, results: Mapping[Key, Tensor], draws: "Draws") -> Measured | None:
         flow, deltas = self._flow(rows)
         part = batch if len(rows) == batch.rows else batch.take(torch.tensor(rows))
 
-        def leaf(key: Key, spec: TensorSpec) -> Tensor:
-            full = made.get(key)
+        def result(key: Key, spec: TensorSpec) -> Tensor:
+            full = results.get(key)
             if full is None or full.ndim != len(spec.shape):
                 return torch.zeros(spec.shape, dtype=spec.dtype, device=self.glue.device)
-            return part_of(full, spec.shape, rows).clone()
+            return _part_of(full, spec.shape, rows).clone()
 
-        with drawn.of(rows):
-            return self.glue.run(part, flow, deltas, leaf, self.running)
+        with draws.of(rows):
+            return self.glue.run(part, flow, deltas, result, self.running)
 
     def _flow(self, rows: range) -> tuple[Dataflow, tuple[int, ...]]:
         """The Dataflow of these samples, and how their sizes differ from what it was traced with."""
         if rows not in self._flows:
-            part = self.sample.take(torch.tensor(rows))
+            part = self.samples.take(torch.tensor(rows))
             flow, deltas = self.flow, self.flow.axes.deltas(part)
             if deltas is None or not flow.watched.isdisjoint(part.paths):
                 flow = trace(self.model, part, self.criterion, exact=True)
@@ -163,26 +278,26 @@ class Trial:
             self._flows[rows] = flow, deltas
         return self._flows[rows]
 
-    def _random(self, seed: int, kind: int) -> dict[Key, Tensor]:
-        whole, deltas = self._flow(range(self.sample.rows))
+    def _random_results(self, seed: int, kind: int) -> dict[Key, Tensor]:
+        whole, deltas = self._flow(range(self.samples.rows))
         generator = torch.Generator().manual_seed(seed)
-        made = {}
+        results = {}
         for value in self.random:
             spec = whole.spec(value)
             if spec.dtype.is_floating_point:
                 drawn = torch.randn(spec.at(deltas), generator=generator)
                 drawn = drawn * (1 if seed % 2 else 4) if kind == NORMAL else drawn.sigmoid()
-                made[_key(whole, value)] = drawn.to(self.glue.device, spec.dtype)
-        return made
+                results[(*whole.occurrences[value.call], value.leaf)] = drawn.to(self.glue.device, spec.dtype)
+        return results
 
 
 class Draws(TorchDispatchMode):
     """Random numbers that glue draws: a part of the samples gets its own of those that all of them got."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.drawn: list[Tensor] = []
-        self.rows: range | None = None
+        self.whole: list[Tensor] = []
+        self.rows = range(0)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -191,11 +306,9 @@ class Draws(TorchDispatchMode):
     @contextmanager
     def of(self, rows: range) -> Iterator[None]:
         """Inside, these samples run; the first time, all of them."""
-        self.rows = rows if self.rows is not None else None
-        self.next = 0
+        self.is_whole, self.rows, self.next = not self.rows, rows, 0
         with self:
             yield
-        self.rows = rows
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -207,21 +320,17 @@ class Draws(TorchDispatchMode):
             kwargs["generator"] = None  # the user's own is not to move
         result = func(*args, **kwargs)
         for tensor in tree_leaves(result):
-            if self.rows is None:
-                self.drawn.append(tensor.clone())
+            if self.is_whole:
+                self.whole.append(tensor.clone())
             else:
-                tensor.copy_(part_of(self.drawn[self.next], tensor.shape, self.rows))
+                tensor.copy_(_part_of(self.whole[self.next], tensor.shape, self.rows))
             self.next += 1
         return result
 
 
-def part_of(full: Tensor, shape: Sequence[int], rows: range) -> Tensor:
+def _part_of(full: Tensor, shape: Sequence[int], rows: range) -> Tensor:
     """What belongs to the first samples, or to the last ones: of each dimension in which it is smaller that end."""
     for dim, size in enumerate(shape):
         if size != full.shape[dim]:
             full = full.narrow(dim, 0 if rows.start == 0 else full.shape[dim] - size, size)
     return full
-
-
-def _key(flow: Dataflow, value: Value) -> Key:
-    return (*flow.occurrences[value.call], value.leaf)

@@ -1,4 +1,8 @@
-"""Step plans: for each kind of batch and criterion, the routes of its microbatches through this rank's stages."""
+"""Microbatches: each with its route through this rank's stages, and its share in the batch's loss.
+
+A trace takes longer than a step of a small model, so what was traced is kept: a batch of other sizes needs arithmetic
+only. Another trace is made where its structure, a flag of the model or an answer that glue gets of the batch differs.
+"""
 
 import zlib
 from collections.abc import Sequence
@@ -11,10 +15,9 @@ from torch import nn
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, key_of
 from pipeshard.distributed.collectives import gather, gather_objects
-from pipeshard.engine.loss import EACH, LossRule, find_loss_rule, read_by_loss
-from pipeshard.engine.loss_probe import ranges
+from pipeshard.engine.loss import EACH, SUM, LossRule, LossRules, find_loss_rule
 from pipeshard.engine.loss_trial import Glue
-from pipeshard.engine.reader import digests
+from pipeshard.engine.reader import digest
 from pipeshard.engine.stage import Microbatch
 from pipeshard.errors import BatchError, ConfigurationError, TraceError
 from pipeshard.graph.dataflow import Dataflow, Wanted
@@ -25,86 +28,78 @@ from pipeshard.split.partition import boundaries
 from pipeshard.split.policy import Policy
 from pipeshard.split.recompute import Recompute
 from pipeshard.split.refusals import refuse_hooks, refuse_unsplittable
-from pipeshard.split.route import LENGTHS, Route
+from pipeshard.split.route import Route
 
-Ranges = dict[str, tuple[float, float]]  # of the labels and the like that a rule was proven for
 FLOWS = 128  # Dataflows that are kept: batches may hold something that differs in each, and that a trace depends on
+Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and how a batch's sizes differ from those it was traced with
 
 
 class StepPlanner:
-    """Knows the way of every batch it has seen; a new sequence length is arithmetic, a new structure is a trace."""
+    """The routes of all batches so far, and the rules of their losses."""
 
     def __init__(
         self, model: nn.Module, policy: Policy, recompute: Recompute, replicas: dist.ProcessGroup | None = None
     ) -> None:
         self.model, self.policy, self.recompute, self.replicas = model, policy, recompute, replicas
-        self.flags = Flags({"": model})
+        self.flags, self.rules = Flags({"": model}), LossRules()
+        self.is_last = policy.stage == policy.placement[-1]  # the loss is made on this rank
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
-        self._found: dict[Any, tuple[Dataflow, tuple[int, ...]]] = {}
         self._routes: dict[tuple[int, Wanted], list[Route]] = {}
-        self._rules: dict[Any, tuple[LossRule, Ranges]] = {}
 
     def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
         """Use a Dataflow that was traced already, with the model in the mode it is in."""
         self._state = self.flags.number()
         if not flow.watched:
-            self._flows.setdefault(self._mode(criterion, ()), []).append(flow)
+            self._flows.setdefault(self._mode(criterion), []).append(flow)
         self._watched |= flow.watched
 
     def plan(
         self, batches: Sequence[Batch], criterion: Criterion | None, outputs: Wanted, exact_loss: bool
     ) -> list[list[Microbatch]]:
-        """For each stage of this rank, the microbatches with their routes; `flags.stepped()` is to be called when they
-        are through.
+        """For each stage of this rank, the microbatches with their routes; `flags.stepped()` has to be called when they
+        are done.
 
-        `exact_loss` weighs them so that the loss is the whole batch's, to which all replicas have a part; what is
-        `unproven` has to be proven before.
+        With `exact_loss` their shares make the whole batch's loss, of which all replicas have a part; `prove` has to
+        come before where it is `unproven`. Without it they make the mean of the microbatches' losses.
         """
         self._state = self.flags.number()
-        found = [self._find(batch, criterion) for batch in batches]
-        weights = [1.0] * len(batches)  # only the last stage has a loss to weigh
+        ways = [self._find(batch, criterion) for batch in batches]
         rule = self._rule(batches, criterion) if exact_loss else EACH
+        shares = [1.0] * len(batches)  # of no use on other stages than the last one
         if self.is_last:
-            counts = self._counts(batches, found, criterion) if rule.counted else ()
-            weights = rule.weights(batches, lambda count: self._total(count, rule), counts)
-        routes = [self._route(flow, outputs) for flow, _ in found]
+            counts = self._counts(batches, ways, criterion) if rule.counted else ()
+            shares = rule.shares(batches, lambda count: self._total(count, rule), counts)
+        routes = [self._route(flow, outputs) for flow, _ in ways]
         return [
             [
-                Microbatch(route.feed(batch, self.policy.replay.device), route, deltas, weight, rule.counted)
-                for batch, route, (_, deltas), weight in zip(batches, of_stage, found, weights, strict=True)
+                Microbatch(route.feed(batch, self.policy.replay.device), route, deltas, share, rule.counted)
+                for batch, route, (_, deltas), share in zip(batches, of_stage, ways, shares, strict=True)
             ]
             for of_stage in zip(*routes, strict=True)
         ]
 
-    def _find(self, batch: Batch, criterion: Criterion | None) -> tuple[Dataflow, tuple[int, ...]]:
-        mode = self._mode(criterion, digests(batch, self._watched))
-        shapes = tuple((path, tensor.shape, tensor.dtype) for path, tensor in batch.tensors.items())
-        key = (*mode, shapes, batch.others)
-        if key not in self._found or not _answers(*self._found[key], batch):
-            known = ((flow, flow.axes.deltas(batch)) for flow in self._flows.get(mode, []))
-            fitting = ((flow, deltas) for flow, deltas in known if deltas is not None and _answers(flow, deltas, batch))
-            match = next(fitting, None)
-            if match is None:
-                match = self._trace(batch, criterion)
-                self._keep(match[0], mode)
-            if len(self._found) >= LENGTHS:
-                del self._found[next(iter(self._found))]
-            self._found[key] = match
-        return self._found[key]
-
-    def _keep(self, flow: Dataflow, mode: tuple[Any, ...]) -> None:
+    def _find(self, batch: Batch, criterion: Criterion | None) -> Way:
+        mode = self._mode(criterion, batch)
+        for flow in self._flows.get(mode, ()):
+            deltas = flow.axes.deltas(batch)
+            if deltas is not None and _answers(flow, deltas, batch):
+                return flow, deltas
+        way = self._trace(batch, criterion)
         if sum(map(len, self._flows.values())) >= FLOWS:
-            for kept in (self._flows, self._found, self._routes):
-                kept.clear()
-        self._flows.setdefault(mode, []).append(flow)
-        self._watched |= flow.watched
+            self._flows.clear()
+            self._routes.clear()
+        self._flows.setdefault(mode, []).append(way[0])
+        self._watched |= way[0].watched
+        return way
 
-    def _mode(self, criterion: Criterion | None, watched: Any) -> tuple[Any, ...]:
-        """What a Dataflow depends on beside the sizes of a batch and the answers that it gives."""
+    def _mode(self, criterion: Criterion | None, batch: Batch | None = None) -> tuple[Any, ...]:
+        """What a Dataflow depends on beside the sizes of a batch and the answers that glue gets of it."""
+        paths = self._watched.intersection(batch.paths) if batch is not None else ()
+        watched = digest(batch, paths) if batch is not None and paths else 0
         return key_of(criterion), self._state, modes()[1:], watched
 
-    def _trace(self, batch: Batch, criterion: Criterion | None) -> tuple[Dataflow, tuple[int, ...]]:
+    def _trace(self, batch: Batch, criterion: Criterion | None) -> Way:
         flow = trace(self.model, batch, criterion, exact=not self._watched.isdisjoint(batch.paths))
         deltas = flow.axes.deltas(batch)
         if deltas is None or not _answers(flow, deltas, batch):  # good for these sizes, or these very values, alone
@@ -114,7 +109,7 @@ class StepPlanner:
         return flow, deltas
 
     def _route(self, flow: Dataflow, outputs: Wanted) -> list[Route]:
-        """One for each stage of this rank."""
+        """The routes of such microbatches through the stages of this rank."""
         key = id(flow), outputs  # a route keeps its flow, so the id stays that one's
         if key not in self._routes:
             stages = self.policy.partition.of_calls(flow)
@@ -122,11 +117,8 @@ class StepPlanner:
             self._refuse_released(flow, stages, outputs)
             refuse_hooks(flow, stages, len(self.policy.placement))
             crossing = boundaries(flow, stages, len(self.policy.placement), outputs)
-            routes = []
-            for stage in self.policy.chunks:
-                again = self.recompute.calls(flow, stages, stage, self.policy.units)
-                routes.append(Route.of(flow, stages, stage, crossing, outputs, again))
-            self._routes[key] = routes
+            again = {s: self.recompute.calls(flow, stages, s, self.policy.units) for s in self.policy.chunks}
+            self._routes[key] = [Route.of(flow, stages, s, crossing, outputs, again[s]) for s in self.policy.chunks]
         return self._routes[key]
 
     def _refuse_released(self, flow: Dataflow, stages: Sequence[int], outputs: Wanted) -> None:
@@ -140,6 +132,57 @@ class StepPlanner:
                     "not hold it: pass dry_run_input=<a batch of this kind> to PipelinePlugin"
                 )
 
+    def unproven(self, batch: Batch, num_microbatches: int, criterion: Criterion | None) -> bool:
+        """Whether it is not known yet how the loss of this batch is made of those of its microbatches."""
+        if num_microbatches == 1 and self.replicas is None:
+            return False
+        self._state = self.flags.number()
+        return not self.rules.covers(self._kind(batch, criterion), batch)
+
+    def prove(self, batch: Batch, first: Batch, criterion: Criterion | None, world: dist.ProcessGroup) -> None:
+        """Find that out, on all ranks at the same time; `first` is the batch's first microbatch.
+
+        Raises ConfigurationError on all of them where one of them finds nothing.
+        """
+        failure: Exception | None = None
+        try:
+            self.learn(batch, first, criterion)
+        except Exception as error:  # of the model too: the other ranks have to learn of it
+            failure = error
+        reasons = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}", world)
+        if reason := next(filter(None, reasons), None):
+            self.rules.forget(self._kind(batch, criterion))
+            raise failure or ConfigurationError(reason.removeprefix("ConfigurationError: "))
+
+    def learn(self, batch: Batch, first: Batch, criterion: Criterion | None) -> None:
+        """Find it out on this rank alone."""
+        (flow, _), rule = self._find(first, criterion), SUM
+        if self.is_last and flow.loss is not None:
+            rule = find_loss_rule(self.model, flow, batch.to(self.policy.replay.device), criterion)
+        self.rules.add(self._kind(batch, criterion), rule, flow, batch)
+
+    def _rule(self, batches: Sequence[Batch], criterion: Criterion | None) -> LossRule:
+        if len(batches) == 1 and self.replicas is None:
+            return SUM
+        rule = self.rules.get(self._kind(batches[0], criterion))
+        if rule is None:
+            raise TraceError(
+                f"a run of {type(self.model).__name__}'s forward on a few samples has changed it, so that it is not "
+                "known how its loss is made of those of microbatches. What it changes in Python has to be within the "
+                "model, or the criterion"
+            )
+        return rule
+
+    def _kind(self, batch: Batch, criterion: Criterion | None) -> Any:
+        """What batches have in common whose losses follow one rule."""
+        others = (other for other in batch.others if not other[1].startswith(("int ", "float ")))  # numbers of items
+        return key_of(criterion), self._state, batch.paths, tuple(others)
+
+    def _counts(self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None) -> list[float]:
+        """What the criterion divides its sum by in each microbatch, which has to be known before the first backward."""
+        glue = Glue(self.model, criterion, self.policy.replay.device)
+        return [glue.count(batch.to(glue.device), *way) for batch, way in zip(batches, ways, strict=True)]
+
     def _total(self, count: float, rule: LossRule) -> float:
         """The sum of a count over the replicas."""
         if self.replicas is None:
@@ -152,80 +195,6 @@ class StepPlanner:
                 "replicas batches of one kind, with labels or without"
             )
         return float(table[:, 0].sum())
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the loss is made on this rank."""
-        return self.policy.stage == self.policy.placement[-1]
-
-    def unproven(self, batch: Batch, cut: int, criterion: Criterion | None) -> bool:
-        """Whether it is still to be found how the loss of this batch is made of those of its `cut` microbatches: there
-        was none like it so far, or none with such labels."""
-        if cut == 1 and self.replicas is None:
-            return False
-        self._state = self.flags.number()
-        known = self._rules.get(self._rule_key(batch, criterion))
-        if known is None:
-            return True
-        there = ranges(batch, known[1])
-        return any(known[1][path][0] > low or known[1][path][1] < high for path, (low, high) in there.items())
-
-    def prove(self, batch: Batch, first: Batch, criterion: Criterion | None, world: dist.ProcessGroup) -> None:
-        """Find that out, on all ranks at the same time; `first` is the batch's first microbatch.
-
-        Raises ConfigurationError on all of them where one of them finds nothing.
-        """
-        failure: Exception | None = None
-        try:
-            self.learn(batch, first, criterion)
-        except Exception as error:
-            failure = error
-        reasons = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}", world)
-        if failure is not None:
-            raise failure
-        if reason := next(filter(None, reasons), None):
-            self._rules.pop(self._rule_key(batch, criterion), None)
-            raise ConfigurationError(reason.removeprefix("ConfigurationError: "))
-
-    def learn(self, batch: Batch, first: Batch, criterion: Criterion | None) -> None:
-        """Find it out on this rank alone."""
-        flow, _ = self._find(first, criterion)
-        self._prove(flow, batch, criterion)
-
-    def _prove(self, flow: Dataflow, batch: Batch, criterion: Criterion | None) -> None:
-        key, rule = self._rule_key(batch, criterion), LossRule(summed=True)
-        if self.is_last and flow.loss is not None:
-            rule = find_loss_rule(self.model, flow, batch.to(self.policy.replay.device), criterion)
-        before, seen = self._rules.get(key, (rule, {}))
-        now = ranges(batch, read_by_loss(flow))
-        if before == rule:  # what was proven for other labels holds still
-            now |= {path: (min(low, now[path][0]), max(high, now[path][1])) for path, (low, high) in seen.items()}
-        if len(self._rules) >= FLOWS:
-            self._rules.clear()
-        self._rules[key] = rule, now
-
-    def _rule(self, batches: Sequence[Batch], criterion: Criterion | None) -> LossRule:
-        if len(batches) == 1 and self.replicas is None:
-            return LossRule(summed=True)
-        known = self._rules.get(self._rule_key(batches[0], criterion))
-        if known is None:
-            raise TraceError(
-                f"{type(self.model).__name__} was left as another one by a run of its forward on a few samples, so "
-                "that it is not known how its loss is made of those of microbatches. What it changes in Python has to "
-                "be within the model, or the criterion"
-            )
-        return known[0]
-
-    def _rule_key(self, batch: Batch, criterion: Criterion | None) -> Any:
-        others = (other for other in batch.others if not other[1].startswith(("int ", "float ")))  # numbers of items
-        return key_of(criterion), self._state, batch.paths, tuple(others)
-
-    def _counts(
-        self, batches: Sequence[Batch], found: Sequence[tuple[Dataflow, tuple[int, ...]]], criterion: Criterion | None
-    ) -> list[float]:
-        """What the criterion divides its sum by in each microbatch, which has to be known before the first backward."""
-        glue = Glue(self.model, criterion, self.policy.replay.device)
-        return [glue.count(batch.to(glue.device), *way) for batch, way in zip(batches, found, strict=True)]
 
 
 def _answers(flow: Dataflow, deltas: Sequence[int], batch: Batch) -> bool:

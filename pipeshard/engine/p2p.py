@@ -1,4 +1,8 @@
-"""P2P: sends one tensor from a rank of the pipeline to another."""
+"""P2P: sends a tensor from one rank of the pipeline to another.
+
+Both ends know shapes and dtypes from the trace, so a message is nothing but a tensor's bytes: no header, no pickle, and
+no handshake that could wait in another order than the schedule's.
+"""
 
 import inspect
 import itertools
@@ -38,17 +42,15 @@ class P2P(ABC):
 
     @staticmethod
     def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A new group of these global ranks; all ranks of the world make one of as many of their own pipeline's."""
-        found: Any = None
+        """A new group of these global ranks; every rank of the world calls it with ranks of its own pipeline."""
         world: Any = dist.group.WORLD
-        for members in sorted({tuple(other) for other in gather_objects(list(ranks), world)}):
-            group = dist.new_group(list(members))
-            found = group if list(members) == list(ranks) else found
-        return found
+        members = sorted({tuple(other) for other in gather_objects(list(ranks), world)})
+        groups: dict[tuple[int, ...], Any] = {of_group: dist.new_group(list(of_group)) for of_group in members}
+        return groups[tuple(ranks)]
 
     @abstractmethod
     def send(self, tensor: Tensor, destination: int) -> dist.Work:
-        """Start to send; the tensor is kept as it is until the returned work is done."""
+        """Start to send; the tensor is not changed until the returned work is done."""
 
     @abstractmethod
     def receive(self, buffer: Tensor, source: int) -> dist.Work:
@@ -101,16 +103,18 @@ P2PS: dict[str, type[P2P]] = {"broadcast": BroadcastP2P, "isend": ISendP2P}
 
 
 def check_p2p(kind: object) -> type[P2P]:
-    """The class that a plugin's `p2p` argument means; ConfigurationError if it is none."""
+    """The class that a plugin's `p2p` argument means; raises ConfigurationError for anything else."""
     if isinstance(kind, str) and kind in P2PS:
         return P2PS[kind]
     if isinstance(kind, type) and issubclass(kind, P2P) and not inspect.isabstract(kind):
         return kind
-    raise ConfigurationError(f"p2p={kind!r} is unknown: use one of {sorted(P2PS)}, or a subclass of pipeshard.P2P")
+    raise ConfigurationError(
+        f"p2p must be one of {sorted(P2PS)} or a subclass of pipeshard.P2P that has send and receive, got {kind!r}"
+    )
 
 
 def make_p2p(kind: object, ranks: Sequence[int], placement: Sequence[int], device: torch.device) -> P2P | None:
-    """The P2P of a pipeline with these stages on these ranks, or None if there is nobody to send to."""
+    """The P2P of a pipeline with stage s on rank `placement[s]`, or None if all stages are on one."""
     pairs = {(a, b) for a, b in itertools.pairwise(placement) if a != b}
     edges = sorted(pairs | {(b, a) for a, b in pairs})
     return check_p2p(kind)(ranks, edges, device) if edges else None

@@ -1,11 +1,14 @@
-"""Reader: takes the next batch, and makes sure that all ranks have taken the same."""
+"""Reader: takes the next batch from the data iterator, and makes sure that all ranks have taken the same.
+
+Every stage reads the whole batch, since the glue of the model runs on all of them; nothing of it is sent. With a loader
+that is seeded otherwise on one rank, stages would silently train on different batches: so ranks compare digests.
+"""
 
 import functools
 import hashlib
 import operator
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,54 +20,47 @@ from pipeshard.distributed.collectives import gather_objects
 from pipeshard.distributed.consistency import meet
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.mixed_precision import Precision
-from pipeshard.engine.outputs import describe
 from pipeshard.errors import BatchError, listed
 
-SAMPLE = 8192  # numbers of a tensor that enter its digest
+SAMPLE = 8192  # values of a tensor that enter the digest of a whole batch
 
 
-def digests(batch: Batch, paths: Collection[str]) -> tuple[bytes, ...]:
-    """A hash of all values of each of these leaves that the batch has."""
-    tensors, entries = batch.tensors, batch.entries
-    values = [_bytes(tensors[path]) for path in sorted(paths) if path in tensors]
-    values += [_content(entries[path]) for path in sorted(paths) if path in entries]
-    return tuple(hashlib.blake2b(value, digest_size=12).digest() for value in values)
-
-
-def digest(batch: Batch) -> int:
-    """A number that differs between batches: 56 bits of a hash of names, shapes, dtypes and (a sample of) values,
-    and of what is no tensor as text."""
+def digest(batch: Batch, paths: Collection[str] | None = None) -> int:
+    """56 bits of a hash of these leaves, with all their values; or of all leaves, with a sample of the values of large
+    tensors."""
     state = hashlib.blake2b(digest_size=7)
-    for path, tensor in batch.tensors.items():
-        state.update(f"{path}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        flat = tensor.detach().reshape(-1)
-        if flat.numel() > SAMPLE:
-            flat = flat[:: -(-flat.numel() // SAMPLE)]
-        state.update(_bytes(flat))
-    for path, other in batch.others:
-        state.update(f"{path}{other}".encode())
-    for path, entries in batch.entries.items():
-        state.update(path.encode() + _content(entries))
+    for path, leaf in zip(batch.paths, batch.leaves, strict=True):
+        if paths is None or path in paths:
+            _, parts, tree = flatten(leaf)
+            state.update(f"{path}{tree}".encode())
+            for part in parts:
+                state.update(_content(part, is_sample=paths is None))
     return int.from_bytes(state.digest(), "little")
 
 
-def _content(entries: Any) -> bytes:
-    """What a list of one entry a sample holds, with the values of tensors."""
-    _, leaves, tree = flatten(entries)
-    known = (
-        f"{tuple(leaf.shape)}{leaf.dtype}".encode() + _bytes(leaf) if isinstance(leaf, Tensor) else text(leaf).encode()
-        for leaf in leaves
-    )
-    return str(tree).encode() + b"".join(known)
+def _content(leaf: Any, is_sample: bool) -> bytes:
+    if not isinstance(leaf, Tensor):
+        return text(leaf).encode()
+    values = leaf.detach().reshape(-1)
+    if is_sample and values.numel() > SAMPLE:
+        values = values[:: -(-values.numel() // SAMPLE)]
+    return f"{tuple(leaf.shape)}{leaf.dtype}".encode() + values.contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy().tobytes()
+class Report(NamedTuple):
+    """What a rank tells the others of its step; the ranks of a replica have to have the same `digest` and `rows`, all
+    ranks the same `mode`. `news` are bits, `has_batch` is 0 where the data iterator gave no usable batch."""
+
+    has_batch: int
+    digest: int
+    rows: int
+    mode: int
+    news: int
+    seed: int
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """What the ranks have agreed on for a step: the seed of the first one's generator, by which all draw random
+class Agreement(NamedTuple):
+    """What the ranks have agreed on for a step: the seed of the first rank's generator, by which all draw random
     numbers, the samples of each replica, and the `news` that any rank has."""
 
     seed: int
@@ -72,31 +68,31 @@ class Agreement:
     news: int
 
 
-def agree(grid: Grid, batch: Batch | Exception, mode: tuple[bool, int, bool], news: int) -> Agreement:
+def agree(grid: Grid, batch: Batch | Exception, mode: str, news: int) -> Agreement:
     """Compare this step over all ranks; every rank raises BatchError if they differ.
 
-    `batch` is the reason on a rank that could get none; `mode` is (backward too, the code of the outputs wanted, model
-    in training mode), `news` are bits. The ranks of a replica have to have the same batch, all of them the same mode.
+    `batch` is the error on a rank that got none; `mode` describes the step: forward only, the outputs asked for, ...
     """
-    rest = *mode, news, torch.initial_seed() % 2**63
-    mine = [1, digest(batch), batch.rows, *rest] if isinstance(batch, Batch) else [0, 0, 0, *rest]
-    ranks = meet(grid.world, grid.named, mine)
-    if not all(has for has, *_ in ranks):
-        reason = f"{type(batch).__name__}: {batch}" if isinstance(batch, Exception) else None
-        reasons = gather_objects(reason, grid.world)
+    has_batch, rows = isinstance(batch, Batch), batch.rows if isinstance(batch, Batch) else 0
+    number = digest(batch) if isinstance(batch, Batch) else 0
+    code = int.from_bytes(hashlib.blake2b(mode.encode(), digest_size=7).digest(), "little")
+    report = Report(int(has_batch), number, rows, code, news, torch.initial_seed() % 2**63)
+    reports = [Report(*numbers) for numbers in meet(grid.world, grid.named, report)]
+    if not all(report.has_batch for report in reports):
+        reasons = gather_objects(f"{type(batch).__name__}: {batch}" if not has_batch else None, grid.world)
         without = [f"{grid.named(r)}: {reason}" for r, reason in enumerate(reasons) if reason is not None]
         raise BatchError(
-            f"{len(without)} of {len(ranks)} ranks got no usable batch from the data iterator, so none ran this step: "
-            f"{listed(without)}"
+            f"{len(without)} of {len(reports)} ranks got no usable batch from the data iterator, so none ran this "
+            f"step: {listed(without)}"
         )
-    each = grid.size // grid.dp_size
-    replicas = [ranks[first : first + each] for first in range(0, len(ranks), each)]
-    same = all(len({tuple(rank[:3]) for rank in replica}) == 1 for replica in replicas)
-    if not same or len({tuple(rank[3:6]) for rank in ranks}) > 1:
+    size = grid.size // grid.dp_size
+    replicas = [reports[first : first + size] for first in range(0, len(reports), size)]
+    same_batch = all(len({(report.digest, report.rows) for report in replica}) == 1 for replica in replicas)
+    if not same_batch or len({report.mode for report in reports}) > 1:
+        modes = gather_objects(mode, grid.world)
         table = "; ".join(
-            f"{grid.named(r)}: {rows} samples (digest {number:014x}), {'training step' if train else 'forward only'}, "
-            f"return_outputs={describe(outputs)}, model.{'train' if training else 'eval'}()"
-            for r, (_, number, rows, train, outputs, training, *_) in enumerate(ranks)
+            f"{grid.named(r)}: {report.rows} samples (digest {report.digest:014x}), {modes[r]}"
+            for r, report in enumerate(reports)
         )
         raise BatchError(
             f"the stages of one pipeline must read the same batch in the same mode, but {table}. Give every rank the "
@@ -105,12 +101,12 @@ def agree(grid: Grid, batch: Batch | Exception, mode: tuple[bool, int, bool], ne
             "or whose dataset or collator draws random numbers, needs all ranks to be seeded alike, as by "
             "transformers.set_seed(0)"
         )
-    told = functools.reduce(operator.or_, (rank[6] for rank in ranks))
-    return Agreement(ranks[0][-1], [replica[0][2] for replica in replicas], told)
+    news = functools.reduce(operator.or_, (report.news for report in reports))
+    return Agreement(reports[0].seed, [replica[0].rows for replica in replicas], news)
 
 
 class Reader:
-    """Reads batches; `cut()` is the number of microbatches in a batch and None, or None and the samples in each."""
+    """Reads batches for a model; `cut()` is (number of microbatches, None) or (None, samples in each)."""
 
     def __init__(
         self, row_dims: RowDims, cut: Callable[[], tuple[int | None, int | None]], grid: Grid, precision: Precision
@@ -119,7 +115,7 @@ class Reader:
 
     @property
     def cuts(self) -> bool:
-        """Whether a batch becomes several microbatches, as far as the plugin's arguments tell."""
+        """Whether a batch is cut into several microbatches, as far as the plugin's arguments tell."""
         return self.cut()[0] != 1
 
     def settle(self, batch: Batch) -> Batch:
@@ -129,28 +125,28 @@ class Reader:
     def next(
         self,
         data_iter: Iterator[Any],
-        mode: tuple[bool, int, bool],
+        mode: str,
         news: Callable[[Batch], int],
     ) -> tuple[Batch, Agreement]:
         """The next batch, compared over the ranks: all of them raise if one has none, or another one.
 
-        `news(batch)` is what the others have to learn.
+        `mode` describes the step, and `news(batch)` are bits that the other ranks have to learn.
         """
         batch: Batch | Exception
         try:
             batch = self._read(data_iter)
-        except Exception as error:
+        except Exception as error:  # of the user's dataset too: the other ranks have to learn of it
             batch = error
         try:
-            agreed = agree(self.grid, batch, mode, news(batch) if isinstance(batch, Batch) else 0)
+            agreement = agree(self.grid, batch, mode, news(batch) if isinstance(batch, Batch) else 0)
         except BatchError as disagreement:
             raise (batch if isinstance(batch, Exception) else disagreement) from None
         assert isinstance(batch, Batch)
-        return batch, agreed
+        return batch, agreement
 
-    def first(self, agreed: Agreement) -> int:
+    def first(self, agreement: Agreement) -> int:
         """The number of this replica's first microbatch among those of all replicas."""
-        return sum(len(split_sizes(rows, *self.cut())) for rows in agreed.rows[: self.grid.replica])
+        return sum(len(split_sizes(rows, *self.cut())) for rows in agreement.rows[: self.grid.replica])
 
     def _read(self, data_iter: Iterator[Any]) -> Batch:
         if not hasattr(data_iter, "__next__"):

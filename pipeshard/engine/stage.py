@@ -1,4 +1,9 @@
-"""Stage: one part of the model, run forward and backward on one microbatch at a time."""
+"""Stage: one part of the model, run forward and backward on one microbatch at a time.
+
+A stage runs the model's own forward on every microbatch; calls of units that other stages hold are answered with what
+was received from them, or skipped. So masks, positions and losses are what the model's code makes of them. What enters
+a stage is a leaf of its autograd graph, and backward starts at what leaves it.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,14 +28,14 @@ from pipeshard.split.route import Route
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch with its route through a stage; `weight` is its loss's share in that of the batch, where the
-    criterion's count is `counted` in it that of its sum."""
+    """One microbatch with its route through a stage. The batch's loss is the sum of those of the microbatches, each
+    times its `share`; `summed` says that they are the criterion's sums, without their counts."""
 
     batch: Batch
     route: Route
     deltas: tuple[int, ...]
-    weight: float
-    counted: bool = False
+    share: float
+    summed: bool = False
 
     def shape(self, value: Value) -> tuple[tuple[int, ...], torch.dtype]:
         shape = self.route.sizes(self.deltas)[value.call][value.leaf]
@@ -39,10 +44,10 @@ class Microbatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
-    """What a backward needs of its forward: the leaves that entered and are to get a gradient, and where the graph of
-    each value that left begins (None: it has no graph). The values themselves are free once they are sent. `others`
-    entered, too, and are to get no gradient."""
+class Saved:
+    """What a backward needs of its forward: the leaves that entered and are to get a gradient, `others` that are to get
+    none, and where the graph of each value that left begins (None: it has no graph). The values themselves are freed
+    once they are sent."""
 
     entered: list[Tensor]
     others: list[tuple[Value, Tensor]]
@@ -87,12 +92,12 @@ class Stage:
         self.scale, self.splits = scale, splits
         self.replay.criterion = criterion
         self.loss: Tensor | None = None
-        self.alive: dict[int, Alive] = {}
+        self.saved: dict[int, Saved] = {}
         self.pending: dict[int, list[Gradients]] = {}
 
     def end(self) -> None:
         """Keep nothing of the step but `loss`."""
-        self.alive.clear()
+        self.saved.clear()
         self.pending.clear()
         self.replay.repeats.clear()
 
@@ -126,21 +131,21 @@ class Stage:
             entered = [received[value] for value in route.enters.gradients]
             returned = set(route.enters.gradients)
             others = [(value, t) for value, t in received.items() if t.requires_grad and value not in returned]
-            self.alive[i] = Alive(entered, others, [_edge(made[value]) for value in route.leaves.gradients], loss)
+            self.saved[i] = Saved(entered, others, [_edge(made[value]) for value in route.leaves.gradients], loss)
         sent = [made[value].detach().contiguous() for value in route.leaves.values]
         if self.finite is not None:
             units = [route.flow.calls[value.call].unit for value in route.leaves.values]
-            self.finite.forward(i, units, sent, loss if microbatch.weight else None)  # 0/0 without labels
+            self.finite.forward(i, units, sent, loss if microbatch.share else None)  # 0/0 without labels
         return sent
 
     def backward(self, i: int, returning: Sequence[Tensor]) -> list[Tensor]:
         """Back-propagate the gradients of what `forward(i)` returned; returns those of what it took."""
-        alive, weight = self.alive.pop(i), self.microbatches[i].weight
+        saved, share = self.saved.pop(i), self.microbatches[i].share
         self.deferral.whole = i not in self.splits  # units that recompute run forward again
         if not self.is_last:
-            pairs = [(edge, grad) for edge, grad in zip(alive.left, returning, strict=True) if edge is not None]
-        elif alive.loss is not None and weight != 0:  # no label: no gradient, rather than 0/0
-            pairs = [(get_gradient_edge(alive.loss), torch.full_like(alive.loss, weight * self.scale))]
+            pairs = [(edge, grad) for edge, grad in zip(saved.left, returning, strict=True) if edge is not None]
+        elif saved.loss is not None and share != 0:  # no label: no gradient, rather than 0/0
+            pairs = [(get_gradient_edge(saved.loss), torch.full_like(saved.loss, share * self.scale))]
         else:
             pairs = []
         self.pending[i] = self.deferral.begin(edge for edge, _ in pairs)
@@ -149,8 +154,8 @@ class Stage:
         self.deferral.end()
         if self.deferral.whole:
             self.deferral.finish(self.pending.pop(i))
-        self._refuse_lost(i, alive.others)
-        sent = [torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in alive.entered]
+        self._refuse_lost(i, saved.others)
+        sent = [torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in saved.entered]
         if self.finite is not None:
             self.finite.backward(i, sent)
         return sent
@@ -167,7 +172,7 @@ class Stage:
                 )
 
     def weight(self, i: int) -> None:
-        """Add up the weight gradients that `backward(i)` has left."""
+        """Compute the weight gradients that `backward(i)` has deferred."""
         self.deferral.finish(self.pending.pop(i))
         if self.finite is not None:
             self.finite.backward(i)
@@ -176,13 +181,14 @@ class Stage:
         loss, count = sum_and_count(output, self.criterion, microbatch.batch)
         mean = loss if loss is None or count is None else loss / count
         self.outputs.keep(output, mean, microbatch.batch)
-        loss = loss if microbatch.counted else mean
+        loss = loss if microbatch.summed else mean
         if loss is None:
             if self.train:
                 raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
             return None
-        share = loss.detach() * microbatch.weight if microbatch.weight != 0 else torch.zeros_like(loss)
-        self.loss = share if self.loss is None else self.loss + share
+        share = microbatch.share
+        part = loss.detach() * share if share != 0 else torch.zeros_like(loss)  # 0/0 without labels
+        self.loss = part if self.loss is None else self.loss + part
         return loss
 
 

@@ -197,7 +197,7 @@ def compare_whole(
     (whole,), each = evaluate(batch, 1), [evaluate(part, 1)[0] for part in parts]
     if whole is None or None in each:
         return "there is none in evaluation mode"
-    weights = [microbatch.weight for microbatch in split.microbatches]
+    weights = [microbatch.share for microbatch in split.microbatches]
     loss, losses = float(whole[0]), [float(one[0]) for one in each if one is not None]
     made = sum(weight * one for weight, one in zip(weights, losses, strict=True) if weight)
     if abs(made - loss) <= max(LOSS, 8 * torch.finfo(whole[0].dtype).eps) * max(abs(loss), 1e-3):

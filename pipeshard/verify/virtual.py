@@ -155,7 +155,7 @@ class Virtual:
 
     @property
     def weights(self) -> list[float]:
-        return [microbatch.weight for microbatch in self.microbatches]
+        return [microbatch.share for microbatch in self.microbatches]
 
     def of(self, name: str) -> VirtualRank:
         """The rank to ask for a parameter, a buffer, or what else a module has."""

@@ -21,7 +21,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.batch_dims import check_declared, refuse_unknown
 from pipeshard.batch.row_dims import RowDims
 from pipeshard.batch.tree import tensors_in
-from pipeshard.engine.reader import digest, digests
+from pipeshard.engine.reader import digest
 from pipeshard.errors import BatchError, ConfigurationError
 
 IDS = torch.arange(20).view(4, 5)
@@ -169,7 +169,7 @@ def test_what_lists_of_entries_hold_is_part_of_what_a_trace_is_for() -> None:
     flow = trace(Reader(lambda others: len(others["names"][0])), data)
     assert flow.watched == {"names"}
     names = [Batch.of({**data, "names": list(names)}) for names in ("abcd", "abcd", "abce")]
-    first, same, other = (digests(batch, flow.watched) for batch in names)
+    first, same, other = (digest(batch, flow.watched) for batch in names)
     assert first == same != other
 
 

@@ -47,7 +47,7 @@ def spoiled(where: str, **options: Any) -> tuple[str, str]:
         ("forward", "on stage 1 the loss of microbatch 0 is nan; its parameters are: look at the batch"),
         ("backward", "c_fc.weight is not finite after the backward pass of microbatch 0"),
         ("parameter", "c_fc.weight is not finite itself"),
-        ("update", "the optimizer has made transformer.h.2.mlp.c_fc.weight what is not finite"),
+        ("update", "transformer.h.2.mlp.c_fc.weight is not finite after the optimizer's step"),
     ],
 )
 def test_the_stage_and_the_parameter_are_named(pool: Pool, where: str, sign: str) -> None:

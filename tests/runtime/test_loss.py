@@ -49,7 +49,7 @@ def test_criteria_of_one_s_own(criterion: Criterion, expected: LossRule) -> None
 
 
 def test_a_loss_that_no_rule_fits_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"no mean or sum over samples .* use one microbatch"):
+    with pytest.raises(ConfigurationError, match=r"not a mean or sum over samples .* use one microbatch"):
         rule("llama", lambda out, data: out.logits.mean((1, 2)).softmax(0).max())
 
 
@@ -61,9 +61,9 @@ def test_an_auxiliary_loss_of_router_logits_goes_by_the_rule_of_the_rest(caplog:
     assert "auxiliary" in caplog.text
 
 
-def test_weights_are_shares_of_the_valid_labels() -> None:
+def test_shares_are_those_of_the_valid_labels() -> None:
     parts = Batch.of(zoo.batch("bert")).split(num_microbatches=4)
-    weights = LossRule("labels").weights(parts)
+    shares = LossRule("labels").shares(parts)
     counts = [int((part.tensors["labels"] != -100).sum()) for part in parts]
-    assert weights == [count / sum(counts) for count in counts]
-    assert LossRule("labels", ignore=zoo.VOCABULARY).weights(parts) == [0.25] * 4
+    assert shares == [count / sum(counts) for count in counts]
+    assert LossRule("labels", ignore=zoo.VOCABULARY).shares(parts) == [0.25] * 4

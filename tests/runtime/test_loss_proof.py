@@ -133,7 +133,7 @@ def test_a_rule_that_holds_is_found(criterion: Criterion, batch: dict[str, Tenso
 def test_a_guess_is_refused(criterion: Criterion, batch: dict[str, Tensor]) -> None:
     """Class weights passed for a mean over samples where the first microbatch had one class or few samples, and zeros
     of a hinge for anything; the rest was trained on as a mean, with a warning."""
-    with pytest.raises(ConfigurationError, match=r"no mean or sum over samples .* return .sum, count"):
+    with pytest.raises(ConfigurationError, match=r"not a mean or sum over samples .* return .sum, count"):
         rule(criterion, batch, of_samples=True)
 
 
@@ -190,7 +190,7 @@ def refusals() -> list[str]:
     for criterion in (tagging(weight=WEIGHTS), contrastive, depends):
         with pytest.raises(ConfigurationError) as caught:
             run(iter([batch]), split.model, criterion, split.optimizer)
-        told.append(str(caught.value)[:38])
+        told.append(str(caught.value)[:39])
         with torch.no_grad(), pytest.raises(ConfigurationError):
             run(iter([batch]), split.model, criterion, split.optimizer)
         with torch.no_grad():
@@ -207,7 +207,7 @@ def refusals() -> list[str]:
 
 def test_what_is_no_sum_is_refused_on_every_rank(pool: Pool) -> None:
     """It was found on the last stage, and only for the labels of the first batch."""
-    assert pool.run(refusals, 2) == [["the loss of Tagger is no mean or sum o"] * 3] * 2
+    assert pool.run(refusals, 2) == [["the loss of Tagger is not a mean or sum"] * 3] * 2
 
 
 def test_a_sum_of_means_is_split_where_all_labels_are_valid() -> None:
@@ -218,7 +218,7 @@ def test_a_sum_of_means_is_split_where_all_labels_are_valid() -> None:
     data = make_batch(entry, model)
     valid = {name: leaf.clamp(min=0) if "label" in name else leaf for name, leaf in data.items()}
     assert found(model, Batch.of(valid)) == LossRule()
-    with pytest.raises(ConfigurationError, match="no mean or sum over samples or valid labels"):
+    with pytest.raises(ConfigurationError, match="not a mean or sum over samples or valid labels"):
         found(model, Batch.of(data))
 
 

@@ -24,7 +24,6 @@ BOUNDS = {  # those of which there are now more, now fewer
     "rss": Bound(10.0, 6.0),
     "tensors": Bound(200.0, 30.0),
     "objects": Bound(2000.0, 500.0),
-    "buffers": Bound(20.0, 5.0),
 }
 COUNTS = ("fds", "threads", "groups")  # constant, but for what a save has while it goes on
 Points = list[tuple[np.ndarray, np.ndarray]]  # steps and what was held, of each life
