@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from pipeshard.engine import clipping
 from pipeshard.engine import grad_sync as gradients
 from pipeshard.engine.interpreter import Interpreter
 from pipeshard.engine.loss import LossRule
@@ -38,7 +39,7 @@ def ties_averaged() -> Any:
 
 
 def tie_counted_twice() -> Any:
-    norm = gradients.grad_norm
+    norm = clipping.grad_norm
     return mock.patch(
         "pipeshard.engine.clipping.grad_norm",
         lambda parameters, holders, *rest: norm(parameters, lambda p: 1, *rest),
@@ -131,7 +132,7 @@ def reduced_before_the_last_backward() -> Any:
 
 
 def replicas_counted_apart_in_the_norm() -> Any:
-    norm = gradients.grad_norm
+    norm = clipping.grad_norm
     return mock.patch(
         "pipeshard.engine.clipping.grad_norm",
         lambda parameters, holders, *rest: norm(parameters, lambda p: max(1, holders(p) // 2), *rest),

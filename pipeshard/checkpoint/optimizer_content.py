@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pipeshard.checkpoint.safe_load import has_content
 from pipeshard.distributed.collectives import like, local
-from pipeshard.engine.mixed_precision import Weight
+from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError
 
@@ -56,12 +56,12 @@ def _state(optimizer: PipelineOptimizer, number: int, name: str, packed: Content
     """What the optimizer keeps of a parameter, and its value in full precision, where the model has it in less."""
     weight = optimizer.weights[name]
     values = dict(packed["state"].get(number, {}))
-    if weight.master is not None and weight.master.dtype != weight.parameter.dtype:
+    if weight.master.dtype != weight.parameter.dtype:
         values[VALUE] = weight.master.detach()
     return {key: _like(value, weight) for key, value in values.items()}
 
 
-def _like(value: Any, weight: Weight) -> Any:
+def _like(value: Any, weight: MasterWeight) -> Any:
     """A state of this rank's slice of a parameter as the slice of a state that it is."""
     if isinstance(value, Tensor) and value.shape == local(weight.parameter).shape:
         return like(value, weight.parameter)

@@ -108,11 +108,10 @@ class Pipeline:
         self.holdings = Holdings(model, self.policy, self.grid, self.precision, plugin.fsdp, plan)
         self.places = Places(model, parameters=self.holdings.sharded is None)
         self.sync = self.holdings.sync
-        names = {p: weight.name for p, weight in self.holdings.weights.items()}
-        names |= {parameter: name for name, parameter in model.named_parameters()}
-        # Optimizers made before this still have what was released, which is nobody else's to keep alive.
-        released = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in names})
-        known = ChainMap(names, released)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        # Optimizers made before this still have what was released or replaced, which is nobody else's to keep alive.
+        replaced = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in names})
+        known = ChainMap(names, replaced)
         self.gradients = ModelGradients(self.holdings, known, self.grid, plugin.max_norm, plugin.scaling)
         self.trained = self.sync.trained()
         if plugin.compile:
