@@ -245,10 +245,11 @@ class Pipeline:
         return self.recorder.recording(self.last, self.interpreter.spans, self.interpreter.waited, self.steps - 1)
 
     def _deferring(self) -> AbstractContextManager[None]:
-        """Around a step's actions: layers leave their weight gradients to W. Where there is none, large embeddings leave
+        """Around a step's actions: layers leave their weight gradients to W. Where there is none, embeddings leave
         theirs to the end of each B."""
-        defers = any(stage.splits for stage in self.stages) or (self._defers and torch.is_grad_enabled())
-        return self.deferral.installed() if defers else nullcontext()
+        if any(stage.splits for stage in self.stages):
+            return self.deferral.installed()
+        return self.deferral.installed(lookups=True) if self._defers and torch.is_grad_enabled() else nullcontext()
 
     def _norms(self) -> AbstractContextManager[None]:
         """Around a step's actions: running statistics wait for its end."""

@@ -95,10 +95,12 @@ class Deferral:
         self._within: Node | None = None  # a node of the pass that fills the list, and of no pass inside of it
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Inside, the layers defer; afterwards their forwards are what they were."""
+    def installed(self, lookups: bool = False) -> Iterator[None]:
+        """Inside, the layers defer, or large embeddings alone; afterwards their forwards are what they were."""
         undo: list[tuple[Any, str, Any]] = []
         for module, kind in self.layers.items():
+            if lookups and not _is_large_lookup(kind, module):
+                continue
             forward = module.__dict__.get("forward")
             owner: Any = forward if isinstance(forward, Interception) else module
             attribute = "original" if owner is forward else "forward"
@@ -174,8 +176,7 @@ class _Deferred:
 
     def __init__(self, deferral: Deferral, module: nn.Module, kind: Any, plain: Callable[..., Any]) -> None:
         self.deferral, self.module, self.kind, self.plain = deferral, module, kind, plain
-        weight: Any = module._parameters.get("weight")
-        self.is_large_lookup = kind is _Embedding and weight is not None and _is_large(weight)
+        self.is_large_lookup = _is_large_lookup(kind, module)
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         if self.deferral.whole and not self.is_large_lookup:
@@ -217,6 +218,11 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _is_large(tensor: Tensor) -> bool:
     return tensor.numel() >= LARGE
+
+
+def _is_large_lookup(kind: Any, module: nn.Module) -> bool:
+    weight: Any = module._parameters.get("weight")
+    return kind is _Embedding and weight is not None and _is_large(weight)
 
 
 @cache

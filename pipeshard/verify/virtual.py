@@ -96,7 +96,7 @@ class VirtualRank:
             for stage, microbatches in zip(self.stages.values(), planned, strict=True):
                 stage.begin(microbatches, self.criterion, True, outputs, 1.0, splits[stage.index])
             self.carry.begin([microbatch.route for microbatches in planned for microbatch in microbatches])
-            with self.deferral.installed():
+            with self.deferral.installed(lookups=not any(splits.values())):
                 yield
         for stage in self.stages.values():
             stage.end()

@@ -337,21 +337,18 @@ def test_a_lookup_is_added_up_in_the_dtype_of_the_sum() -> None:
     assert bool((total[1] == 1).all())
 
 
-def test_large_embeddings_alone_are_deferred_where_passes_are_whole() -> None:
+def test_embeddings_alone_are_deferred_where_only_lookups_are() -> None:
     model, plain = layers(), layers()
     deferral = Deferral(model.modules())
-    deferral.whole = True
-    with mock.patch.object(module, "LARGE", model.embed.weight.numel()), deferral.installed():
+    with mock.patch.object(module, "LARGE", model.embed.weight.numel()), deferral.installed(lookups=True):
         loss, pending = model(ids(0)), deferral.begin()
         loss.backward()
         assert {name for name, grad in gradients(model).items() if grad is None} == {"embed.weight"}
         deferral.finish(pending)
     plain(ids(0)).backward()
     assert_same(gradients(model), gradients(plain))
-    with deferral.installed():
-        loss, pending = model(ids(1)), deferral.begin()
-        loss.backward()
-        assert not pending  # it is small
+    with deferral.installed(lookups=True):
+        assert "forward" not in model.embed.__dict__  # small
 
 
 def test_a_backward_pass_of_the_models_own_puts_nothing_off() -> None:
