@@ -131,16 +131,10 @@ def _read_content(source: Path) -> Content:
     advice = "pass what booster.save_optimizer wrote"
     content = load_plain(source / DESCRIPTION if described else source, "optimizer checkpoint", advice)
     written = content.get("format") if isinstance(content, dict) else None
-    if written == OLDER and described:
-        raise CheckpointError(
-            f"{source} is a folder in the format {OLDER!r}, which had a pickle in it that could run code, and is not "
-            "read any more: load it with the version of pipeshard that wrote it, save it there with shard=False, and "
-            "load that file here"
-        )
-    if not isinstance(content, dict) or written not in (FORMAT, OLDER):
+    if not isinstance(content, dict) or written not in ((FORMAT,) if described else (FORMAT, OLDER)):
         raise CheckpointError(f"{source} is not in the format {FORMAT!r}, which has names: {advice}")
-    if found := flaw(content, described):
-        raise CheckpointError(f"{source} is damaged: {found}")
+    if problem := flaw(content, described):
+        raise CheckpointError(f"{source} is damaged: {problem}")
     if described:
         check_shards(source, _in_files(_tensors(content["state"])))
     return content

@@ -16,7 +16,7 @@ from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError
 
 FORMAT = "pipeshard optimizer 2"
-OLDER = "pipeshard optimizer 1"  # the same, but for a folder's tensors: those were torch.distributed.checkpoint's own
+OLDER = "pipeshard optimizer 1"  # a file of it is the same; in a folder were torch.distributed.checkpoint's own files
 VALUE = "pipeshard.value"  # among the states of a parameter: itself, in full precision
 # "format"; "parameters": name -> meta tensor; "param_groups": options and names ("params"); "state": name -> key ->
 # value. In a description the tensors of "state" are on meta, too.
