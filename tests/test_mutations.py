@@ -42,7 +42,7 @@ def tie_counted_twice() -> Any:
     norm = clipping.grad_norm
     return mock.patch(
         "pipeshard.engine.clipping.grad_norm",
-        lambda parameters, holders, *rest: norm(parameters, lambda p: 1, *rest),
+        lambda holders, *rest: norm(dict.fromkeys(holders, 1), *rest),
     )
 
 
@@ -135,7 +135,7 @@ def replicas_counted_apart_in_the_norm() -> Any:
     norm = clipping.grad_norm
     return mock.patch(
         "pipeshard.engine.clipping.grad_norm",
-        lambda parameters, holders, *rest: norm(parameters, lambda p: max(1, holders(p) // 2), *rest),
+        lambda holders, *rest: norm({p: max(1, count // 2) for p, count in holders.items()}, *rest),
     )
 
 

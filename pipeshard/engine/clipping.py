@@ -7,7 +7,7 @@ first.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -93,8 +93,7 @@ class ModelGradients:
 
     def total(self, norm_type: float) -> Tensor:
         """The norm over the whole model, on every rank; all of them call it."""
-        norm = grad_norm(self._holders, self._holders.__getitem__, self.grid.world, norm_type)
-        return norm / self._factor
+        return grad_norm(self._holders, self.grid.world, norm_type) / self._factor
 
     @property
     def _scale(self) -> float:
@@ -138,17 +137,12 @@ class ModelGradients:
             )
 
 
-def grad_norm(
-    parameters: Iterable[nn.Parameter],
-    holders: Callable[[nn.Parameter], int],
-    group: dist.ProcessGroup,
-    norm_type: float = 2.0,
-) -> Tensor:
-    """The norm of all gradients of the model, over all ranks of `group`; `holders` says how many of them have the
-    same gradient of a parameter, each of which counts for its part."""
+def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients of the model, over all ranks of `group`; `holders` says of this rank's parameters how
+    many ranks have the same gradient, each of which counts for its part."""
     is_max, device = math.isinf(norm_type), device_of(group)
     dtype, terms = torch.float32, []
-    for parameter in parameters:
+    for parameter, count in holders.items():
         gradient = local_grad(parameter)
         if gradient is None:
             continue
@@ -157,7 +151,7 @@ def grad_norm(
             dtype = torch.float64
         finer = torch.promote_types(gradient.dtype, torch.float32)
         norm = torch.linalg.vector_norm(gradient.to(finer), norm_type).to(device).double()
-        terms.append(norm if is_max else norm**norm_type / holders(parameter))
+        terms.append(norm if is_max else norm**norm_type / count)
     every = torch.stack([*terms, torch.zeros((), dtype=torch.float64, device=device)])
     total = every.max() if is_max else every.sum()
     operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
