@@ -29,13 +29,13 @@ def no_tie_sync() -> Any:
 
 
 def ties_averaged() -> Any:
-    summed = gradients._Bucket.finish
+    summed = gradients.Bucket.finish
 
-    def averaged(self: gradients._Bucket) -> Any:
+    def averaged(self: gradients.Bucket) -> Any:
         for parameter, total in summed(self):
             yield parameter, None if total is None else total / self.group.size()
 
-    return mock.patch("pipeshard.engine.grad_sync._Bucket.finish", averaged)
+    return mock.patch("pipeshard.engine.grad_sync.Bucket.finish", averaged)
 
 
 def tie_counted_twice() -> Any:
@@ -115,8 +115,8 @@ def own_labels_only() -> Any:
 
 
 def replicas_not_reduced() -> Any:
-    start = gradients._Bucket.start
-    return mock.patch("pipeshard.engine.grad_sync._Bucket.start", lambda self: start(self) if self.tie else None)
+    start = gradients.Bucket.start
+    return mock.patch("pipeshard.engine.grad_sync.Bucket.start", lambda self: start(self) if self.tie else None)
 
 
 def reduced_before_the_last_backward() -> Any:

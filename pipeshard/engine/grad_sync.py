@@ -3,13 +3,12 @@
 Tied weights are held by several stages, and every weight by all data parallel replicas. DistributedDataParallel knows
 one group of ranks for a whole model, and sums in hooks of each backward pass; here a step has a backward pass for
 every microbatch and chunk, and which ranks hold a parameter differs by parameter. So parameters are sorted into
-ReductionGroups, cut into buckets, and each bucket is reduced as soon as the last stage that uses it is done.
+buckets of those with the same holders, and each bucket is reduced as soon as the last stage that uses it is done.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -27,38 +26,73 @@ BUCKET = 25 * 2**20  # bytes of gradients that are reduced in one message
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class ReductionGroup:
+class Bucket:
     """Parameters, by name, that all ranks of `group` hold: the stages of a tie, the replicas of data parallelism, or
-    both. A `tie` is reduced last, others when the `stages` of this rank that use them are done."""
+    both. Their gradients have one dtype, and travel as one flat tensor: those of a `tie` last, others when the `stages`
+    of this rank that use them are done."""
 
-    parameters: Mapping[str, nn.Parameter]
-    group: dist.ProcessGroup
-    stages: frozenset[int] = frozenset()
-    tie: bool = False
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, stages: frozenset[int], tie: bool
+    ) -> None:
+        self.parameters, self.group, self.stages, self.tie = parameters, group, stages, tie
+        self.trained: list[nn.Parameter] = []
+        self.flat = torch.empty(0)
+        self.work: dist.Work | None = None
+
+    def start(self) -> None:
+        """A holder without a gradient sends zeros; at the end are counts of those that have one."""
+        self.trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        if not self.trained:
+            return
+        sizes, first = [local(parameter).numel() for parameter in self.trained], self.trained[0]
+        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=grad_dtype(first), device=local(first).device)
+        *parts, counts = self.flat.split([*sizes, len(sizes)])
+        counts.copy_(torch.tensor([float(parameter.grad is not None) for parameter in self.trained]))
+        for parameter, part in zip(self.trained, parts, strict=True):
+            align_grad(parameter)
+            if (gradient := local_grad(parameter)) is not None:
+                part.copy_((gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1))
+                set_local_grad(parameter, None)
+        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+
+    def finish(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        """Each parameter with its gradient summed over the holders, or None if no holder has one."""
+        if self.work is None:
+            return
+        NOW.wait_in(self.group, self.work)
+        flat, self.flat, self.work = self.flat, torch.empty(0), None
+        shapes = [local(parameter).shape for parameter in self.trained]
+        *parts, counts = flat.split([*map(math.prod, shapes), len(shapes)])
+        for parameter, part, shape, count in zip(self.trained, parts, shapes, counts.tolist(), strict=True):
+            yield parameter, part.view(shape) if count else None
 
 
-def reduction_groups(
+def reduction_buckets(
     grid: Grid, policy: Policy, parameters: Mapping[str, nn.Parameter], axes: Callable[[str], Sequence[int]]
-) -> list[ReductionGroup]:
-    """Those of this rank, which holds `parameters`; every rank of the world calls it.
+) -> list[Bucket]:
+    """What this rank, which holds `parameters`, shares with others; every rank of the world calls it.
 
     `axes` says along which axes of the mesh, beside that of the stages, the gradient of a parameter is summed.
     """
     keys = {name: (tuple(axes(name)), tuple(policy.holders(name))) for name in parameters}
     wanted = sorted(set().union(*gather_objects(set(keys.values()), grid.world)))
     groups = {key: grid.sharing(*key) for key in wanted}  # created by all ranks in one order
-    members: dict[tuple[Any, tuple[int, ...]], dict[str, nn.Parameter]] = {}
+    members: dict[tuple[Any, tuple[int, ...]], list[str]] = {}
     for name, key in keys.items():
-        # A tie is summed at the end of a step, in one group: its holders use it on different stages.
-        is_tie = len(key[1]) > 1
-        stages = () if is_tie else tuple(s for s in sorted(policy.chunks) if name in policy.held_by_parts[s])
-        members.setdefault((key, stages), {})[name] = parameters[name]
-    return [
-        ReductionGroup(members[key, stages], group, frozenset(stages), tie=len(key[1]) > 1)
-        for key, stages in sorted(members)
-        if (group := groups[key]) is not None and group.size() > 1
-    ]
+        # A tie is summed at the end of a step, whichever stages use it: its holders differ in them.
+        stages = () if len(key[1]) > 1 else tuple(s for s in sorted(policy.chunks) if name in policy.held_by_parts[s])
+        members.setdefault((key, stages), []).append(name)
+    buckets = []
+    for key, stages in sorted(members):
+        group, is_tie = groups[key], len(key[1]) > 1
+        if group is None or group.size() == 1:
+            continue
+        # The last parameters first, which is about the order in which backward passes complete their gradients.
+        names = sorted(members[key, stages]) if is_tie else members[key, stages][::-1]
+        items = [(name, parameters[name]) for name in names]
+        bundles = bundled(items, lambda i: grad_dtype(i[1]), lambda i: local(i[1]).numel() * grad_dtype(i[1]).itemsize)
+        buckets += [Bucket(dict(bundle), group, frozenset(stages), is_tie) for bundle in bundles]
+    return sorted(buckets, key=lambda bucket: bucket.tie)
 
 
 class GradientSync:
@@ -73,14 +107,13 @@ class GradientSync:
 
     def __init__(
         self,
-        groups: Sequence[ReductionGroup],
+        buckets: Sequence[Bucket],
         tp_sharded: Sequence[nn.Parameter] = (),
         sharded: ShardedUnits | None = None,
     ) -> None:
         self.tp_sharded, self.sharded = list(tp_sharded), sharded
-        self.shared = [item for group in groups for item in group.parameters.items()]
-        buckets = [bucket for group in groups for bucket in _buckets(group)]
-        self.buckets = sorted(buckets, key=lambda bucket: bucket.tie)  # in one order on all ranks
+        self.buckets = list(buckets)  # in one order on all ranks
+        self.shared = [item for bucket in buckets for item in bucket.parameters.items()]
         self._summed: dict[nn.Parameter, Tensor] = {}  # set aside
         self._partial: dict[nn.Parameter, tuple[Tensor, int]] = {}  # what was added under no_sync, and its version then
         self._done: set[int] = set()
@@ -171,51 +204,6 @@ class GradientSync:
     def _forget(self, parameter: nn.Parameter) -> None:
         self._summed.pop(parameter, None)
         self._partial.pop(parameter, None)
-
-
-class _Bucket:
-    """Some parameters of one ReductionGroup, whose gradients have one dtype, and travel as one flat tensor."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], group: ReductionGroup) -> None:
-        self.parameters, self.group, self.stages, self.tie = parameters, group.group, group.stages, group.tie
-        self.trained: list[nn.Parameter] = []
-        self.flat = torch.empty(0)
-        self.work: dist.Work | None = None
-
-    def start(self) -> None:
-        """A holder without a gradient sends zeros; at the end are counts of those that have one."""
-        self.trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-        if not self.trained:
-            return
-        sizes, first = [local(parameter).numel() for parameter in self.trained], self.trained[0]
-        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=grad_dtype(first), device=local(first).device)
-        *parts, counts = self.flat.split([*sizes, len(sizes)])
-        counts.copy_(torch.tensor([float(parameter.grad is not None) for parameter in self.trained]))
-        for parameter, part in zip(self.trained, parts, strict=True):
-            align_grad(parameter)
-            if (gradient := local_grad(parameter)) is not None:
-                part.copy_((gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1))
-                set_local_grad(parameter, None)
-        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
-
-    def finish(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Each parameter with its gradient summed over the holders, or None if no holder has one."""
-        if self.work is None:
-            return
-        NOW.wait_in(self.group, self.work)
-        flat, self.flat, self.work = self.flat, torch.empty(0), None
-        shapes = [local(parameter).shape for parameter in self.trained]
-        *parts, counts = flat.split([*map(math.prod, shapes), len(shapes)])
-        for parameter, part, shape, count in zip(self.trained, parts, shapes, counts.tolist(), strict=True):
-            yield parameter, part.view(shape) if count else None
-
-
-def _buckets(group: ReductionGroup) -> list[_Bucket]:
-    """The last parameters first, which is about the order in which backward passes complete their gradients."""
-    names = sorted(group.parameters) if group.tie else reversed(list(group.parameters))
-    parameters = [group.parameters[name] for name in names]
-    bundles = bundled(parameters, grad_dtype, lambda p: local(p).numel() * grad_dtype(p).itemsize)
-    return [_Bucket(bundle, group) for bundle in bundles]
 
 
 def bundled(items: Iterable[T], key: Callable[[T], Any], nbytes: Callable[[T], int]) -> list[list[T]]:

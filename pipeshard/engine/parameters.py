@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pipeshard.distributed.collectives import gather_objects, is_packed, share_tensor
 from pipeshard.distributed.mesh import DP, TP, Grid
 from pipeshard.engine.fsdp import ShardedUnits
-from pipeshard.engine.grad_sync import GradientSync, ReductionGroup, has_hooks, reduction_groups
+from pipeshard.engine.grad_sync import Bucket, GradientSync, has_hooks, reduction_buckets
 from pipeshard.engine.mixed_precision import MasterWeight, Precision
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.split.materialize import InitWeights, initialize, is_released
@@ -58,7 +58,7 @@ class Holdings:
             name: MasterWeight(name, p, self._holders(name), full.get(before[name])) for name, p in self.held.items()
         }
         tp_sharded = [parameter for parameter in self.held.values() if grid.divides(parameter, TP)]
-        self.sync = GradientSync(self._reduction_groups(self._summed_along), tp_sharded, self.sharded)
+        self.sync = GradientSync(self._buckets(self._summed_along), tp_sharded, self.sharded)
 
     def draw(self, names: Sequence[str], rule: InitWeights, seed: int) -> None:
         """Give those of these parameters that are held what `rule` draws."""
@@ -76,15 +76,15 @@ class Holdings:
                 put_parameter(self.model, weight.name, weight.parameter)
 
     def _share_values(self) -> None:
-        for shared in self._reduction_groups(lambda name: (DP, TP)):
+        for shared in self._buckets(lambda name: (DP, TP)):
             for name, parameter in shared.parameters.items():
                 share_tensor(parameter.data, shared.group, self.grid.at(self.policy.maker(name), shared.group))
         copies = self.grid.sharing((DP, TP), ())
         for buffer in self.model.buffers():
             share_tensor(buffer, copies)
 
-    def _reduction_groups(self, axes: Callable[[str], Sequence[int]]) -> list[ReductionGroup]:
-        return reduction_groups(self.grid, self.policy, self.held, axes)
+    def _buckets(self, axes: Callable[[str], Sequence[int]]) -> list[Bucket]:
+        return reduction_buckets(self.grid, self.policy, self.held, axes)
 
     def _summed_along(self, name: str) -> tuple[int, ...]:
         """The axes of the grid along which ranks have parts of a parameter's gradient after their backward passes."""
