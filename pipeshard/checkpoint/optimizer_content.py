@@ -114,7 +114,8 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
 def flaw(content: Content, described: bool) -> str:
     """What makes a dict that somebody wrote another thing than a Content; "" for a Content. With `described`, tensors
     are to be on meta; else there are values for all of them."""
-    parameters, groups, states = (content.get(part) for part in ("parameters", "param_groups", "state"))
+    parts: list[Any] = [content.get(part) for part in ("parameters", "param_groups", "state")]
+    parameters, groups, states = parts
     if not _by_name(parameters, Tensor):
         return "its parameters are not tensors by name"
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
