@@ -130,7 +130,7 @@ def reductions(case: str) -> int:
     """How often the gradient of a tie is summed in a step."""
     model, data = adapted(case)
     split = Split(model, dist.get_world_size(), data, num_microbatches=2)
-    assert split.model.pipeline.sync.sharings
+    assert split.model.pipeline.sync.buckets
     with mock.patch.object(gradients.dist, "all_reduce", wraps=dist.all_reduce) as reduced:
         split.backward(data)
     return reduced.call_count

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from pipeshard.engine import clipping
 from pipeshard.engine import grad_sync as gradients
 from pipeshard.engine.interpreter import Interpreter
 from pipeshard.engine.loss import LossRule
@@ -28,20 +29,20 @@ def no_tie_sync() -> Any:
 
 
 def ties_averaged() -> Any:
-    summed = gradients._Bucket.finish
+    summed = gradients.Bucket.finish
 
-    def averaged(self: gradients._Bucket) -> Any:
+    def averaged(self: gradients.Bucket) -> Any:
         for parameter, total in summed(self):
             yield parameter, None if total is None else total / self.group.size()
 
-    return mock.patch("pipeshard.engine.grad_sync._Bucket.finish", averaged)
+    return mock.patch("pipeshard.engine.grad_sync.Bucket.finish", averaged)
 
 
 def tie_counted_twice() -> Any:
-    norm = gradients.grad_norm
+    norm = clipping.grad_norm
     return mock.patch(
         "pipeshard.engine.clipping.grad_norm",
-        lambda parameters, holders, *rest: norm(parameters, lambda p: 1, *rest),
+        lambda holders, *rest: norm(dict.fromkeys(holders, 1), *rest),
     )
 
 
@@ -114,8 +115,8 @@ def own_labels_only() -> Any:
 
 
 def replicas_not_reduced() -> Any:
-    start = gradients._Bucket.start
-    return mock.patch("pipeshard.engine.grad_sync._Bucket.start", lambda self: start(self) if self.tie else None)
+    start = gradients.Bucket.start
+    return mock.patch("pipeshard.engine.grad_sync.Bucket.start", lambda self: start(self) if self.tie else None)
 
 
 def reduced_before_the_last_backward() -> Any:
@@ -131,10 +132,10 @@ def reduced_before_the_last_backward() -> Any:
 
 
 def replicas_counted_apart_in_the_norm() -> Any:
-    norm = gradients.grad_norm
+    norm = clipping.grad_norm
     return mock.patch(
         "pipeshard.engine.clipping.grad_norm",
-        lambda parameters, holders, *rest: norm(parameters, lambda p: max(1, holders(p) // 2), *rest),
+        lambda holders, *rest: norm({p: max(1, count // 2) for p, count in holders.items()}, *rest),
     )
 
 

@@ -120,7 +120,7 @@ def test_what_a_part_of_the_model_is_not_enough_for(pool: Pool) -> None:
         ("lbfgs", "LBFGS takes its direction from the gradients of all parameters together"),
         ("sam", "Sam does something else to parameters together than to each alone"),
         ("clipping", "max_norm clips by the norm of the whole model"),
-        ("foreign", "group 0 of the optimizer has a parameter of shape (2, 2) that is none of the model's"),
+        ("foreign", "group 0 of the optimizer has a parameter of shape (2, 2) that is not in the model"),
     ):
         for told in pool.run_expecting(ConfigurationError, refused, 2, kind):
             assert message in told, told

@@ -104,7 +104,7 @@ def test_functions_of_one_s_own(pool: Pool) -> None:
 
 
 def ties(schedule: str) -> list[str]:
-    return [name for sharing in split_of("gpt2", schedule).model.pipeline.sync.sharings for name in sharing.parameters]
+    return [name for name, _ in split_of("gpt2", schedule).model.pipeline.sync.shared]
 
 
 def test_in_a_v_a_tied_embedding_is_one_parameter_of_one_rank(pool: Pool) -> None:

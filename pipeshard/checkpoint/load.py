@@ -144,10 +144,10 @@ class _Plan:
                     key = piece.sources[0][0]
                     raise CheckpointError(f"{self.source.path}: {key} cannot be read: {error}") from error
                 for name in list(made):
-                    target = tensors.get(self.first.get(name, name))
-                    if target is not None:
-                        self._assign(target, made.pop(name))
-                        bar.update(target.nbytes)
+                    first = self.first.get(name, name)
+                    if first in tensors:
+                        self._assign(first, tensors[first], made.pop(name))
+                        bar.update(tensors[first].nbytes)
 
     def _of_stage(self) -> list[tuple[Piece, dict[str, Tensor]]]:
         """The pieces that this stage needs, in the order of the files, and its tensors that each fills."""
@@ -160,12 +160,13 @@ class _Plan:
         return [by_key[key] for key in self.source.ordered(by_key)]
 
     @torch.no_grad()
-    def _assign(self, target: Tensor, value: Tensor) -> None:
+    def _assign(self, name: str, target: Tensor, value: Tensor) -> None:
         """A parameter takes over memory that holds nothing else, so that it is there once."""
-        if not isinstance(target, nn.Parameter):
+        weight = self.holdings.weights.get(name)
+        if weight is None:  # a buffer
             target.copy_(value)
-        elif not self.holdings.weights[target].plain:
-            self.holdings.weights[target].set(value.to(target.device))
+        elif not weight.plain:
+            weight.set(value.to(target.device))
         else:
             value = value.to(target.device, target.dtype).contiguous()
             alone = value.untyped_storage().nbytes() == value.nbytes

@@ -1,11 +1,10 @@
 """Optimizer checkpoints: states by the names of their parameters, which any number of stages can load."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -15,7 +14,9 @@ from pipeshard.checkpoint.optimizer_content import (
     OLDER,
     VALUE,
     Content,
+    States,
     content_of,
+    converted,
     flaw,
     has_slice,
     merged,
@@ -46,36 +47,33 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
         _check_readable(on_meta(content))
     description, owners = merged(gather_objects(on_meta(content), boosted.group))
     rank = boosted.group.rank()
-    state = {
-        name: {k: v if shard and not is_packed(v) else whole(v) for k, v in vs.items()}
-        for name, vs in content["state"].items()
-    }
-    owned = {
-        n: {k: v for k, v in tensors.items() if owners[n] == rank or (sliced and isinstance(v, DTensor))}
-        for n, tensors in _tensors(state).items()
-        if (sliced := shard and has_slice(boosted, n, owners[n])) or owners[n] == rank
-    }
+    states = converted(content["state"], lambda _, tensor: tensor if shard and not is_packed(tensor) else whole(tensor))
+
+    def writes(name: str, tensor: Tensor) -> bool:
+        return owners[name] == rank or (isinstance(tensor, DTensor) and has_slice(boosted, name, owners[name]))
+
+    written = {(name, key): tensor for (name, key), tensor in _tensors(states).items() if writes(name, tensor)}
     if shard:
         with new_folder(target, boosted.group, mark=DESCRIPTION) as folder:
-            write_shards(_flat(owned), folder, rank)
+            write_shards(_in_files(written), folder, rank)
             if rank == 0:
                 torch.save(description, folder / DESCRIPTION)
         return
     with new_file(target, boosted.group) as folder:
         parts = [folder / f"{target.name}.stage{stage}" for stage in range(boosted.group.size())]
         with together(boosted.group):
-            torch.save({n: {k: _compact(v) for k, v in tensors.items()} for n, tensors in owned.items()}, parts[rank])
+            torch.save({place: _compact(tensor) for place, tensor in written.items()}, parts[rank])
         if rank == 0:
             for part in parts:
-                for name, tensors in load_plain(part, "a part of an optimizer", "save again").items():
-                    description["state"][name].update(tensors)
+                for (name, key), tensor in load_plain(part, "a part of an optimizer", "save again").items():
+                    description["state"][name][key] = tensor
             torch.save(description, folder / target.name)
 
 
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
     """Give the optimizer the state that `save_optimizer` wrote with any number of stages.
 
-    Raises CheckpointError, on every rank and with nothing changed, for what is no such checkpoint, and for one of
+    Raises CheckpointError, on every rank and with nothing changed, for anything but such a checkpoint, and for one of
     other parameters, shapes or groups.
     """
     boosted = _boosted(optimizer)
@@ -96,7 +94,7 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
 def _boosted(optimizer: Optimizer) -> PipelineOptimizer:
     if not isinstance(optimizer, PipelineOptimizer):
         raise CheckpointError(
-            f"{type(optimizer).__name__} is no boosted optimizer: pass the one that booster.boost(...) returned"
+            f"this {type(optimizer).__name__} was not boosted: pass the optimizer that booster.boost(...) returned"
         )
     return optimizer
 
@@ -115,12 +113,14 @@ def _compact(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _tensors(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Tensor]]:
-    return {n: {k: v for k, v in values.items() if isinstance(v, Tensor)} for n, values in states.items()}
+def _tensors(states: States) -> dict[tuple[str, str], Tensor]:
+    """The tensors among the states, by the name of the parameter and the key."""
+    places = {(name, key): value for name, values in states.items() for key, value in values.items()}
+    return {place: value for place, value in places.items() if isinstance(value, Tensor)}
 
 
-def _flat(states: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"state.{name}.{key}": tensor for name, tensors in states.items() for key, tensor in tensors.items()}
+def _in_files(tensors: Mapping[tuple[str, str], Tensor]) -> dict[str, Tensor]:
+    return {f"state.{name}.{key}": tensor for (name, key), tensor in tensors.items()}
 
 
 def _read_content(source: Path) -> Content:
@@ -131,18 +131,12 @@ def _read_content(source: Path) -> Content:
     advice = "pass what booster.save_optimizer wrote"
     content = load_plain(source / DESCRIPTION if described else source, "an optimizer checkpoint", advice)
     written = content.get("format") if isinstance(content, dict) else None
-    if written == OLDER and described:
-        raise CheckpointError(
-            f"{source} is a folder in the format {OLDER!r}, which had a pickle in it that could run code, and is not "
-            "read any more: load it with the version of pipeshard that wrote it, save it there with shard=False, and "
-            "load that file here"
-        )
-    if not isinstance(content, dict) or written not in (FORMAT, OLDER):
+    if not isinstance(content, dict) or written not in ((FORMAT,) if described else (FORMAT, OLDER)):
         raise CheckpointError(f"{source} is not in the format {FORMAT!r}, which has names: {advice}")
-    if found := flaw(content, described):
-        raise CheckpointError(f"{source} is damaged: {found}")
+    if problem := flaw(content, described):
+        raise CheckpointError(f"{source} is damaged: {problem}")
     if described:
-        check_shards(source, _flat(_tensors(content["state"])))
+        check_shards(source, _in_files(_tensors(content["state"])))
     return content
 
 
@@ -164,57 +158,46 @@ def _problems(saved: Content, present: Content) -> Iterator[str]:
         yield f"{name} is unexpected"
 
 
-def _states(optimizer: PipelineOptimizer, source: Path, content: Content, names: Any) -> dict[str, dict[str, Any]]:
-    """The saved states of these parameters, or of this rank's slices; the tensors are no views of a file."""
+def _states(optimizer: PipelineOptimizer, source: Path, content: Content, names: Collection[str]) -> States:
+    """The saved states of these parameters, or of this rank's shards; the tensors are not views of a file."""
+    states = {name: values for name, values in content["state"].items() if name in names}
+    parameters = {name: optimizer.weights[name].parameter for name in states}
 
-    def read(value: Any, parameter: nn.Parameter) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        sliced = value.shape == parameter.shape and local(parameter) is not parameter
-        if not value.is_meta:
-            return slice_like(value, parameter).clone() if sliced else value.clone()
-        if is_packed(parameter):  # in the files it is whole
-            return torch.zeros(value.shape, dtype=value.dtype)
-        shape = local(parameter).shape if sliced else value.shape
-        empty = torch.zeros(shape, dtype=value.dtype, device=parameter.device if sliced else "cpu")
-        return like(empty, parameter) if sliced else empty
+    def blank(name: str, tensor: Tensor) -> Tensor:
+        """What the folder's files are read into: this rank's shard, or all of it where it is packed."""
+        parameter = parameters[name]
+        if tensor.shape != parameter.shape or not isinstance(parameter, DTensor) or is_packed(parameter):
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        part = torch.zeros(local(parameter).shape, dtype=tensor.dtype, device=parameter.device)
+        return like(part, parameter)
 
-    states = {
-        name: {key: read(value, optimizer.weights[name].parameter) for key, value in values.items()}
-        for name, values in content["state"].items()
-        if name in names
-    }
+    def part(name: str, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            return local(tensor)
+        sliced = slice_like(tensor, parameters[name]) if tensor.shape == parameters[name].shape else tensor
+        return sliced if sliced is tensor and source.is_dir() else sliced.clone()
+
     if source.is_dir():
-        read_shards(source, _flat(_tensors(states)))
-
-    def own(value: Any, parameter: nn.Parameter) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        is_whole = value.shape == parameter.shape and is_packed(parameter)
-        return slice_like(value, parameter).clone() if is_whole else local(value)
-
-    return {
-        name: {key: own(value, optimizer.weights[name].parameter) for key, value in values.items()}
-        for name, values in states.items()
-    }
+        states = converted(states, blank)
+        read_shards(source, _in_files(_tensors(states)))
+    return converted(states, part)
 
 
-def _restore(optimizer: PipelineOptimizer, content: Content, states: dict[str, dict[str, Any]]) -> None:
+def _restore(optimizer: PipelineOptimizer, content: Content, states: States) -> None:
     for name, values in states.items():
         if VALUE in values:
             optimizer.weights[name].set_part(values.pop(VALUE))
-    states = {name: values for name, values in states.items() if values}
     packed = optimizer.optim.state_dict()
     parameters = list(numbered(optimizer, packed))
     groups = [
         {**saved, "params": group["params"]}
         for saved, group in zip(content["param_groups"], packed["param_groups"], strict=True)
     ]
-    state = {number: states[name] for number, name, _ in parameters if name in states}
+    state = {number: states[name] for number, name, _ in parameters if states.get(name)}
     optimizer.optim.load_state_dict({**packed, "state": state, "param_groups": groups})
     for _, name, parameter in parameters:  # torch has cast what is in another precision than the parameter on purpose
-        if content["parameters"][name].dtype == parameter.dtype:
-            own = optimizer.optim.state[parameter] if name in states else {}
-            for key, value in own.items():
+        if content["parameters"][name].dtype == parameter.dtype and states.get(name):
+            loaded = optimizer.optim.state[parameter]
+            for key, value in loaded.items():
                 if isinstance(value, Tensor) and value.dtype != states[name][key].dtype:
-                    own[key] = states[name][key].to(value.device)
+                    loaded[key] = states[name][key].to(value.device)

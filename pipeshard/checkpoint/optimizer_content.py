@@ -1,6 +1,10 @@
-"""Content: what an optimizer keeps of each parameter, by the parameters' names, on one rank and on all together."""
+"""Content: what an optimizer keeps of each parameter, by the parameters' names, on one rank and on all together.
 
-from collections.abc import Iterator
+torch numbers the parameters in `Optimizer.state_dict()` by their places in the groups, which are others on every stage.
+Under names the states of all ranks make one description, which any number of stages, replicas and slices can load.
+"""
+
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -8,16 +12,24 @@ from torch import Tensor, nn
 
 from pipeshard.checkpoint.safe_load import has_content
 from pipeshard.distributed.collectives import like, local
-from pipeshard.engine.mixed_precision import Weight
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError
 
 FORMAT = "pipeshard optimizer 2"
-OLDER = "pipeshard optimizer 1"  # the same, but for a folder's tensors: those were torch.distributed.checkpoint's own
+OLDER = "pipeshard optimizer 1"  # a file of it is the same; in a folder were torch.distributed.checkpoint's own files
 VALUE = "pipeshard.value"  # among the states of a parameter: itself, in full precision
 # "format"; "parameters": name -> meta tensor; "param_groups": options and names ("params"); "state": name -> key ->
 # value. In a description the tensors of "state" are on meta, too.
 Content: TypeAlias = dict[str, Any]
+States: TypeAlias = dict[str, dict[str, Any]]  # what the optimizer keeps of each parameter: name -> key -> value
+
+
+def converted(states: States, convert: Callable[[str, Tensor], Any]) -> States:
+    """The same, with `convert(name of the parameter, tensor)` in the place of each tensor."""
+    return {
+        name: {key: convert(name, value) if isinstance(value, Tensor) else value for key, value in values.items()}
+        for name, values in states.items()
+    }
 
 
 def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[int, str, nn.Parameter]]:
@@ -26,46 +38,36 @@ def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[in
         for parameter, number in zip(group["params"], numbers["params"], strict=True):
             if parameter not in optimizer.names:
                 raise CheckpointError(
-                    f"group {k} has a parameter of shape {tuple(parameter.shape)} that is none of the model's, so it "
-                    "has no name: give the optimizer parameters of the boosted model only"
+                    f"group {k} has a parameter of shape {tuple(parameter.shape)} that is not in the model, so it has "
+                    "no name: give the optimizer parameters of the boosted model only"
                 )
             yield number, optimizer.names[parameter], parameter
 
 
 def content_of(optimizer: PipelineOptimizer) -> Content:
-    """The state this rank holds."""
-    packed = optimizer.optim.state_dict()
-    named = list(numbered(optimizer, packed))
-    names = {number: name for number, name, _ in named}
-    groups = [
-        {key: value for key, value in group.items() if key != "param_names"}
-        | {"params": [names[number] for number in group["params"]]}
-        for group in packed["param_groups"]
-    ]
+    """The state this rank holds. That of a shard is a DTensor as the parameter is; VALUE is where this is in 16
+    bits."""
+    packed, weights = optimizer.optim.state_dict(), optimizer.weights
+    names = {number: name for number, name, _ in numbered(optimizer, packed)}
+    states = {name: dict(packed["state"].get(number, {})) for number, name in names.items()}
+    for name, values in states.items():
+        if weights[name].master.dtype != weights[name].parameter.dtype:
+            values[VALUE] = weights[name].master.detach()
+
+    def as_parameter(name: str, value: Tensor) -> Tensor:
+        parameter = weights[name].parameter
+        return like(value, parameter) if value.shape == local(parameter).shape else value
+
     return {
         "format": FORMAT,
-        "parameters": {name: _like(parameter.detach(), optimizer.weights[name]) for _, name, parameter in named},
-        "param_groups": groups,
-        "state": {
-            name: values for number, name in names.items() if (values := _state(optimizer, number, name, packed))
-        },
+        "parameters": {name: like(weights[name].master.detach(), weights[name].parameter) for name in states},
+        "param_groups": [
+            {key: value for key, value in group.items() if key != "param_names"}
+            | {"params": [names[number] for number in group["params"]]}
+            for group in packed["param_groups"]
+        ],
+        "state": converted({name: values for name, values in states.items() if values}, as_parameter),
     }
-
-
-def _state(optimizer: PipelineOptimizer, number: int, name: str, packed: Content) -> dict[str, Any]:
-    """What the optimizer keeps of a parameter, and its value in full precision, where the model has it in less."""
-    weight = optimizer.weights[name]
-    values = dict(packed["state"].get(number, {}))
-    if weight.master is not None and weight.master.dtype != weight.parameter.dtype:
-        values[VALUE] = weight.master.detach()
-    return {key: _like(value, weight) for key, value in values.items()}
-
-
-def _like(value: Any, weight: Weight) -> Any:
-    """A state of this rank's slice of a parameter as the slice of a state that it is."""
-    if isinstance(value, Tensor) and value.shape == local(weight.parameter).shape:
-        return like(value, weight.parameter)
-    return value
 
 
 def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
@@ -79,14 +81,11 @@ def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
 def on_meta(content: Content) -> Content:
     """The same without values of tensors: what the ranks tell each other, and what a folder's description has."""
 
-    def meta(values: dict[str, Any]) -> dict[str, Any]:
-        return {
-            k: torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, Tensor) else v
-            for k, v in values.items()
-        }
+    def meta(_: str, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    state = {name: meta(values) for name, values in content["state"].items()}
-    return content | {"parameters": meta(content["parameters"]), "state": state}
+    (parameters,) = converted({"": content["parameters"]}, meta).values()
+    return content | {"parameters": parameters, "state": converted(content["state"], meta)}
 
 
 def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
@@ -113,14 +112,14 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
 
 
 def flaw(content: Content, described: bool) -> str:
-    """What of a dict that somebody wrote is no Content; "" if nothing is. With `described`, tensors are to be on meta;
-    else there are values for all of them."""
+    """What makes a dict that somebody wrote another thing than a Content; "" for a Content. With `described`, tensors
+    are to be on meta; else there are values for all of them."""
     parts: list[Any] = [content.get(part) for part in ("parameters", "param_groups", "state")]
     parameters, groups, states = parts
     if not _by_name(parameters, Tensor):
-        return "its parameters are no tensors by name"
+        return "its parameters are not tensors by name"
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        return "its param_groups are no list of dicts"
+        return "its param_groups are not a list of dicts"
     if not all(isinstance(group.get("params"), list) for group in groups):
         return "a group has no params"
     names = [name for group in groups for name in group["params"]]
@@ -135,10 +134,9 @@ def flaw(content: Content, described: bool) -> str:
             if isinstance(value, Tensor) and not (value.is_meta if described else has_content(value)):
                 return f"{key} of {name} is {'in its description' if described else 'without values'}"
         if VALUE in values and getattr(values[VALUE], "shape", None) != parameters[name].shape:
-            return f"{VALUE} of {name} has not its shape"
+            return f"{VALUE} of {name} does not have its shape"
     return ""
 
 
 def _by_name(values: Any, kind: type) -> bool:
-    """Whether these are values of a kind, by names."""
     return isinstance(values, dict) and all(isinstance(k, str) and isinstance(v, kind) for k, v in values.items())

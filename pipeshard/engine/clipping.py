@@ -1,15 +1,22 @@
-"""Clipping: the scale, the norm and the clipping of a model's gradients, which all its optimizers go by."""
+"""Clipping: the norm, the loss scale and the clipping of a whole model's gradients.
+
+torch.nn.utils.clip_grad_norm_ on a stage would clip by the norm of that stage. Here the norm is of all parameters on
+all ranks, of which each counts once however many ranks hold it, and it is found once a step, whichever optimizer steps
+first.
+"""
 
 import logging
-from collections.abc import MutableMapping
+import math
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeshard.distributed.collectives import gather_objects, local_grad
+from pipeshard.distributed.collectives import device_of, gather_objects, local_grad
 from pipeshard.distributed.mesh import Grid
-from pipeshard.engine.grad_sync import clip_by_norm, grad_norm
+from pipeshard.distributed.progress import NOW
 from pipeshard.engine.mixed_precision import LossScale
 from pipeshard.engine.parameters import Holdings
 from pipeshard.errors import ConfigurationError, UsageError, listed
@@ -18,13 +25,13 @@ logger = logging.getLogger("pipeshard")
 
 
 class ModelGradients:
-    """The gradients of everything that this rank holds of a model, whichever optimizers it is trained by.
+    """The gradients of everything that this rank holds of a model, whichever optimizers train it.
 
     They are those of the loss times the scale until the first of the optimizers steps: then they are clipped, if
-    `max_norm > 0`, and brought back to the loss, once, and it is found whether all of them leave this step out.
+    `max_norm > 0`, and unscaled, once, and it is decided whether all optimizers skip this step.
 
     Attributes:
-        names: of every parameter of the whole model, as it was and as it is.
+        names: of every parameter of the whole model, as it was before boosting and as it is.
         trained: the names of those that an optimizer of the model has.
         norm: that which they were clipped by.
     """
@@ -42,10 +49,10 @@ class ModelGradients:
         self.all, self.trained = frozenset(names.values()), set[str]()
         self.norm: Tensor | None = None
         self._holders = {weight.parameter: weight.holders for weight in holdings.weights.values()}
-        self._factor = self._scale
+        self._factor = self._scale  # that gradients are multiplied by now
         self._stepped: list[object] | None = None  # the optimizers that have, since gradients were made ready
         self._overflow = False
-        self._made: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        self._after_step: dict[nn.Parameter, tuple[Tensor, int]] = {}  # gradients and their versions
         self._warned = False
 
     def add_to(self) -> None:
@@ -54,14 +61,14 @@ class ModelGradients:
         self._rescale(self._scale)
 
     def added(self) -> None:
-        """Know them again."""
-        self._made = {p: (p.grad, p.grad._version) for p in self._holders if p.grad is not None}
+        """Remember them, to notice what changes them before the optimizer does."""
+        self._after_step = {p: (p.grad, p.grad._version) for p in self._holders if p.grad is not None}
 
     def ready(self, optimizer: object) -> bool:
-        """Make gradients ready for a step of this optimizer, unless another one's step has: whether it is to be."""
+        """Clip and unscale, unless another optimizer's step has; False if this step is to be skipped."""
         if self._stepped is None or optimizer in self._stepped:
             self._stepped, self._overflow, self.norm = [], False, None
-            self._look_for_clipping()
+            self._warn_of_clipping()
             if self.max_norm > 0:
                 self._refuse_untrained()
                 self.clip(self.max_norm)
@@ -75,49 +82,52 @@ class ModelGradients:
         return not self._overflow
 
     def clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients so that their norm is `max_norm` at most, as torch.nn.utils.clip_grad_norm_ does."""
         self.norm = self.total(norm_type)
         self._rescale(1.0)
         if error_if_nonfinite and not torch.isfinite(self.norm):
             raise ConfigurationError(f"the gradient norm is {self.norm.item()}, so gradients cannot be clipped")
-        clip_by_norm(self._holders, self.norm, max_norm)
-        self._made = {}
+        self._multiply(torch.clamp(max_norm / (self.norm + 1e-6), max=1.0))
+        self._after_step = {}
         return self.norm
 
     def total(self, norm_type: float) -> Tensor:
         """The norm over the whole model, on every rank; all of them call it."""
-        norm = grad_norm(self._holders, self._holders.__getitem__, self.grid.world, norm_type)
-        return norm / self._factor
+        return grad_norm(self._holders, self.grid.world, norm_type) / self._factor
 
     @property
     def _scale(self) -> float:
         return 1.0 if self.scaling is None else self.scaling.value
 
     def _rescale(self, factor: float) -> None:
-        gradients = [gradient for p in self._holders if (gradient := local_grad(p)) is not None]
-        if gradients and factor != self._factor:
-            torch._foreach_mul_(gradients, factor / self._factor)
+        if factor != self._factor:
+            self._multiply(factor / self._factor)
         self._factor = factor
 
+    def _multiply(self, factor: float | Tensor) -> None:
+        if gradients := [gradient for p in self._holders if (gradient := local_grad(p)) is not None]:
+            torch._foreach_mul_(gradients, factor)
+
     def _refuse_untrained(self) -> None:
-        """Whether the norm is to have what no optimizer trains cannot be told."""
+        """It is unknown whether the norm is to count what no optimizer trains."""
         if self.trained >= self.all:  # as every rank knows
             return
-        held = {weight.name: weight.parameter for weight in self.weights.values()}
-        rest = [name for name, p in held.items() if name not in self.trained and p.grad is not None]
-        if rest := [name for names in gather_objects(rest, self.grid.world) for name in names]:
+        untrained = [n for n, w in self.weights.items() if n not in self.trained and w.parameter.grad is not None]
+        if untrained := [name for names in gather_objects(untrained, self.grid.world) for name in names]:
             raise UsageError(
-                f"max_norm={self.max_norm} clips by the norm of the whole model, but of what has a gradient no boosted "
-                f"optimizer has {listed(rest, 3)}: freeze it (requires_grad_(False)), give it to an optimizer, or pass "
-                "max_norm=0 and call optimizer.clip_grad_by_norm(max_norm), which counts all gradients there are"
+                f"max_norm={self.max_norm} clips by the norm of the whole model, but no boosted optimizer has "
+                f"{listed(untrained, 3)}, which got a gradient: freeze it (requires_grad_(False)), give it to an "
+                "optimizer, or pass max_norm=0 and call optimizer.clip_grad_by_norm(max_norm), which counts all "
+                "gradients there are"
             )
 
-    def _look_for_clipping(self) -> None:
+    def _warn_of_clipping(self) -> None:
         """By someone who sees one stage. torch.nn.utils.clip_grad_norm_ scales all gradients in place, if by one."""
-        made, self._made = self._made, {}
-        now = {p: p.grad for p in made if p.grad is not None}
+        before, self._after_step = self._after_step, {}
+        now = {p: p.grad for p in before if p.grad is not None}
         if self._warned or self.grid.pp_size == 1 or not now:
             return
-        if all(grad is not made[p][0] or grad._version != made[p][1] for p, grad in now.items()):
+        if all(grad is not before[p][0] or grad._version != before[p][1] for p, grad in now.items()):
             self._warned = True
             logger.warning(
                 "all gradients of stage %d were changed between execute_pipeline and optimizer.step: if that was "
@@ -125,3 +135,25 @@ class ModelGradients:
                 "PipelinePlugin(max_norm=...) or optimizer.clip_grad_by_norm(max_norm), which know the whole model's",
                 self.grid.stage,
             )
+
+
+def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients of the model, over all ranks of `group`; `holders` says of this rank's parameters how
+    many ranks have the same gradient, each of which counts for its part."""
+    is_max, device = math.isinf(norm_type), device_of(group)
+    dtype, terms = torch.float32, []
+    for parameter, count in holders.items():
+        gradient = local_grad(parameter)
+        if gradient is None:
+            continue
+        gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
+        if gradient.dtype is torch.float64:
+            dtype = torch.float64
+        finer = torch.promote_types(gradient.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(gradient.to(finer), norm_type).to(device).double()
+        terms.append(norm if is_max else norm**norm_type / count)
+    every = torch.stack([*terms, torch.zeros((), dtype=torch.float64, device=device)])
+    total = every.max() if is_max else every.sum()
+    operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+    NOW.wait_in(group, dist.all_reduce(total, operation, group=group, async_op=True))
+    return (total if is_max else total ** (1.0 / norm_type)).to(dtype)

@@ -140,11 +140,10 @@ class Pipeline:
         self.holdings = Holdings(model, self.policy, grid, self.precision, config.fsdp, plan)
         self.places = Places(model, parameters=self.holdings.sharded is None)
         self.sync = self.holdings.sync
-        names = {p: weight.name for p, weight in self.holdings.weights.items()}
-        names |= {parameter: name for name, parameter in model.named_parameters()}
-        # Optimizers made before this still have what was released, which is nobody else's to keep alive.
-        released = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in names})
-        known = ChainMap(names, released)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        # Optimizers made before this still have what was released or replaced, which is nobody else's to keep alive.
+        replaced = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in names})
+        known = ChainMap(names, replaced)
         self.gradients = ModelGradients(self.holdings, known, grid, config.max_norm, self.scaling)
         self.trained = self.sync.trained()
 

@@ -1,6 +1,12 @@
-"""FSDP: the held units of a stage, each divided among the replicas by torch's fully_shard."""
+"""FSDP: the held units of a stage, each sharded over the replicas by torch's fully_shard.
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+torch gathers parameters and reduces gradients in hooks around every forward and backward. A pipeline stage leaves the
+model's forward by an exception in its last unit, which skips hooks after it, and has several microbatches between a
+forward and its backward. So the hooks are removed here, and what they would call is called once a step, as
+torch.distributed.pipelining does. What torch has no public name for is in the functions at the top.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,15 +17,44 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pipeshard.errors import ConfigurationError, UsageError
 
+ATTRIBUTES = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")  # set by fully_shard
+MODULES = "torch.distributed.fsdp"  # where its hooks are defined
+
+
+def _state(module: Any) -> Any:
+    return fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+def _remove_hooks(module: Any) -> None:
+    _state(module)._pre_forward_hook_handle.remove()
+    if (handle := getattr(_state(module), "_post_forward_hook_handle", None)) is not None:
+        handle.remove()
+
+
+def _parameters(module: Any) -> Iterator[Any]:
+    """torch's FSDPParams: `sharded_param`, `_unsharded_param`, `unsharded_accumulated_grad`."""
+    for group in _state(module)._fsdp_param_groups:
+        yield from group.fsdp_params
+
+
+def _post_backward(module: Any) -> None:
+    """Start to reduce and scatter the gradients."""
+    for group in _state(module)._fsdp_param_groups:
+        group.post_backward()
+
+
+def _forget_gradient(parameter: Any) -> None:
+    parameter.unsharded_accumulated_grad = None
+    if hasattr(parameter, "_unsharded_param"):
+        parameter._unsharded_param.grad = None
+
 
 class ShardedUnits:
-    """`units` divided among the ranks of `mesh`; those that share a parameter, as one.
+    """`units` sharded over the ranks of `mesh`; those that share a parameter, as one.
 
-    Parameters are gathered at the beginning of a step, stay whole for all microbatches, and are let go of at its end.
-    Gradients pile up whole, and are reduced and scattered once, when the unit's stage is done with the step: `used` has
-    the stages of this rank that run each unit. Torch's own hooks, which would do that around every call of a unit, are
-    taken off; what they would call is called here, as in torch.distributed.pipelining. Parameters in `apart`, which
-    glue reads too, stay whole.
+    Parameters are gathered at the beginning of a step, stay whole for all microbatches, and are released at its end.
+    Gradients accumulate whole, and are reduced and scattered once, when the unit's stage is done with the step: `used`
+    has the stages of this rank that run each unit. Parameters in `apart`, which glue reads too, stay whole.
     """
 
     def __init__(
@@ -34,70 +69,65 @@ class ShardedUnits:
             raise ConfigurationError(f"fsdp=True needs torch 2.13 or newer, this is torch {torch.__version__}")
         options: Any = {"mesh": mesh, "reshard_after_forward": False}
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
-        self.groups: list[tuple[Any, frozenset[int]]] = []
-        self.lowers = dtype is not None
+        self.groups: dict[Any, frozenset[int]] = {}  # a module that torch has the state of, and the stages that run it
+        self.casts = dtype is not None
         for names in _sharing(units):
             modules = [units[name] for name in names]
-            if any(p not in apart for module in modules for p in module.parameters()):
-                ignored = apart & {p for module in modules for p in module.parameters()}
-                fully_shard(modules if len(modules) > 1 else modules[0], ignored_params=ignored or None, **options)
-                self.groups.append((modules[0], frozenset().union(*(used[name] for name in names))))
+            parameters = {parameter for module in modules for parameter in module.parameters()}
+            if parameters - apart:
+                fully_shard(
+                    modules if len(modules) > 1 else modules[0], ignored_params=apart & parameters or None, **options
+                )
+                self.groups[modules[0]] = frozenset().union(*(used[name] for name in names))
         self.root: Any = fully_shard(_Root(units.values()), ignored_params=apart or None, **options)
-        for module, _ in self.groups:
+        for module in self.groups:
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
             module.set_reduce_scatter_unused_params(True)
-        for module in (self.root, *(module for module, _ in self.groups)):
-            _state(module)._pre_forward_hook_handle.remove()
-            getattr(_state(module), "_post_forward_hook_handle", module).remove()
+        for module in (self.root, *self.groups):
+            _remove_hooks(module)
         _state(self.root)._lazy_init()
-        self._waiting: list[tuple[Any, frozenset[int]]] = []
+        self._waiting: list[Any] = []  # whose gradients were not reduced in this step
 
     def begin(self) -> None:
         """Gather the parameters."""
         self._waiting = list(self.groups)
-        handles = [module.unshard(async_op=True) for module, _ in self.groups]
-        for handle in handles:
+        for handle in [module.unshard(async_op=True) for module in self.groups]:
             handle.wait()
-        for parameter in self._parameters(self.groups) if self.lowers else ():  # 16 bits would lose what is added up
+        for parameter in self._all_parameters() if self.casts else ():  # 16 bits would lose what is accumulated
             parameter._unsharded_param.grad_dtype = torch.float32
 
     def stages_done(self, stages: Set[int]) -> None:
         """Reduce and scatter the gradients of the units that none but these stages of this rank run."""
-        self._reduce([group for group in self._waiting if group[1] <= stages])
+        self._reduce([module for module in self._waiting if self.groups[module] <= stages])
 
     def finish(self, sync: bool) -> None:
-        """After a step: reduce what is left, if it is to be, and let go of whole parameters."""
+        """After a step: reduce what is left, with `sync`, and release whole parameters."""
         if sync:
             self._reduce(list(self._waiting))
             self.root.set_is_last_backward(True)
             _state(self.root)._root_post_backward_final_callback()
-        for module, _ in self.groups:
+        for module in self.groups:
             module.reshard()
 
     def reset(self, parameters: Collection[nn.Parameter]) -> None:
         """Forget the gradients of these that were not reduced."""
-        for parameter in [p for p in self._parameters(self.groups) if p.sharded_param in parameters]:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+        for parameter in self._all_parameters():
+            if parameter.sharded_param in parameters:
+                _forget_gradient(parameter)
 
-    def _reduce(self, groups: list[tuple[Any, frozenset[int]]]) -> None:
-        for parameter in self._parameters(groups) if self.lowers else ():  # torch would fill in zeros of 16 bits
-            own = parameter._unsharded_param
-            if own.requires_grad and own.grad is None:
-                own.grad = torch.zeros_like(own, dtype=torch.float32)
-        for module, stages in groups:
-            self._waiting.remove((module, stages))
-            for group in _state(module)._fsdp_param_groups:
-                group.post_backward()
+    def _reduce(self, modules: Collection[Any]) -> None:
+        for module in modules:
+            for parameter in _parameters(module) if self.casts else ():  # torch would fill in zeros of 16 bits
+                unsharded = parameter._unsharded_param
+                if unsharded.requires_grad and unsharded.grad is None:
+                    unsharded.grad = torch.zeros_like(unsharded, dtype=torch.float32)
+            self._waiting.remove(module)
+            _post_backward(module)
 
-    @staticmethod
-    def _parameters(groups: Iterable[tuple[Any, frozenset[int]]]) -> Iterator[Any]:
-        """Torch's own objects of the divided parameters."""
-        for module, _ in groups:
-            for group in _state(module)._fsdp_param_groups:
-                yield from group.fsdp_params
+    def _all_parameters(self) -> Iterator[Any]:
+        for module in self.groups:
+            yield from _parameters(module)
 
 
 class _Root(nn.Module):
@@ -109,10 +139,6 @@ class _Root(nn.Module):
 
     def forward(self) -> None:
         raise UsageError("the units of a stage are called one by one")
-
-
-def _state(module: Any) -> Any:
-    return fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 def _sharing(units: Mapping[str, nn.Module]) -> list[list[str]]:
@@ -140,25 +166,26 @@ def own_classes(model: nn.Module) -> Iterator[None]:
             module.__class__ = kind
 
 
-def additions(module: nn.Module) -> Iterator[Any]:
+def additions(module: nn.Module) -> list[Any]:
     """What fully_shard has put on a module, which is not to be copied with it."""
-    for key, value in module.__dict__.items():
-        if key.startswith("__composable_api_state_key"):
-            yield value
-        elif key.endswith("_hooks") and isinstance(value, dict):
-            yield from filter(_is_torchs, value.values())
+    return [values[key] for values, key in _additions(module)]
 
 
 def remove_additions(module: nn.Module) -> None:
     """Make a copy of a sharded module an ordinary one."""
-    for key, value in list(module.__dict__.items()):
-        if key.startswith("__composable_api_state_key") or key in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-            del module.__dict__[key]
-        elif key.endswith("_hooks") and isinstance(value, dict):
-            for handle in [handle for handle, hook in value.items() if _is_torchs(hook)]:
-                del value[handle]
+    for values, key in _additions(module):
+        del values[key]
 
 
-def _is_torchs(hook: Any) -> bool:
+def _additions(module: nn.Module) -> list[tuple[dict[Any, Any], Any]]:
+    """The dicts, with their keys, where fully_shard has put something."""
+    attributes = module.__dict__
+    hooks = [value for key, value in attributes.items() if key.endswith("_hooks") and isinstance(value, dict)]
+    return [(attributes, key) for key in attributes if key.startswith(ATTRIBUTES)] + [
+        (values, key) for values in hooks for key, hook in values.items() if _is_torchs(hook)
+    ]
+
+
+def _is_torchs(hook: Callable[..., Any]) -> bool:
     function = getattr(hook, "hook", hook)
-    return str(getattr(function, "__module__", "")).startswith("torch.distributed.fsdp")
+    return str(getattr(function, "__module__", "")).startswith(MODULES)

@@ -1,20 +1,23 @@
-"""Mixed precision: parameters or operators in 16 bits, beside values and gradients in fp32."""
+"""Mixed precision: parameters or operators in 16 bits, beside values and gradients in fp32.
+
+torch.autocast casts per operator and keeps fp32 parameters, which is twice the memory and traffic of 16-bit ones. Here
+a stage's parameters are cast as `from_pretrained(dtype=...)` would make them (what an architecture keeps in fp32 stays
+so), and each that is trained gets a MasterWeight in fp32, which alone an optimizer sees. Autocast is there too, as an
+option.
+"""
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeshard.batch.batch import Batch
 from pipeshard.config import PRECISIONS
 from pipeshard.distributed.collectives import local, local_grad, slice_like
-from pipeshard.distributed.progress import NOW
-from pipeshard.engine.grad_sync import BUCKET
 from pipeshard.errors import ConfigurationError
 from pipeshard.ghost import Ghost
 from pipeshard.hf import is_target
@@ -26,7 +29,7 @@ LEAST, MOST = 1.0, 2.0**32
 class LossScale:
     """The factor that losses are multiplied with before backward, always a power of two.
 
-    It is halved after a step in which a gradient overflowed, which is left out, and doubled after `interval` steps in
+    It is halved after a step in which a gradient overflowed, which is skipped, and doubled after `interval` steps in
     a row without (Micikevicius et al. 2018, arXiv:1710.03740).
     """
 
@@ -49,41 +52,40 @@ class LossScale:
         self.value, self.steps = float(state["value"]), int(state["steps"])
 
 
-class Weight:
-    """One parameter of a stage. `holders` is the number of ranks that have the same gradient of it, `full` are its
-    values where the parameter itself has them in a lower precision, until an optimizer takes them. `plain` says whether
-    the parameter is all there is, `owner` which replica trains it for all (None: each does)."""
+class MasterWeight:
+    """What an optimizer updates for one parameter of a stage: `master` is the parameter itself, this rank's shard of
+    it, or fp32 values of that, where the parameter has them in a lower precision (`full`, whole).
+
+    Attributes:
+        holders: the number of ranks that have the same gradient of it.
+        plain: whether the parameter itself is all there is.
+        owner: the replica that updates it for all of them, and alone has the fp32 values (ZeRO), or None.
+    """
 
     def __init__(self, name: str, parameter: nn.Parameter, holders: int, full: Tensor | None = None) -> None:
         self.name, self.parameter, self.holders = name, parameter, holders
-        self.full = None if full is None else slice_like(full, parameter)
-        self.plain = full is None and not isinstance(parameter, DTensor)
         self.owner: int | None = None
-        if full is not None:  # gradients are added up in the precision of the values, not of the parameter
+        self.plain = full is None and not isinstance(parameter, DTensor)
+        self.master = parameter
+        if full is not None:  # gradients are accumulated in the precision of the values, not of the parameter
             parameter.grad_dtype = full.dtype
-        self.master: nn.Parameter | None = None
-
-    def trained(self) -> nn.Parameter:
-        """What the optimizer is given: the parameter, this rank's slice of it, or its values in full precision."""
-        if self.master is None:
-            if self.plain:
-                return self.parameter
-            value = local(self.parameter.detach()) if self.full is None else self.full
-            self.master, self.full = nn.Parameter(value, requires_grad=self.parameter.requires_grad), None
-        return self.master
+        if not self.plain:
+            value = local(parameter.detach()) if full is None else slice_like(full, parameter)
+            self.master = nn.Parameter(value, requires_grad=parameter.requires_grad)
 
     def leave(self) -> None:
-        """Let the owner alone have the values in full precision."""
-        self.full = None
+        """Drop the fp32 values, which the owner alone has."""
+        self.master = self.parameter
 
     def give_gradient(self) -> None:
-        if self.master is not None:
+        if self.master is not self.parameter:
+            self.master.requires_grad_(self.parameter.requires_grad)
             self.master.grad = local_grad(self.parameter)
 
     @torch.no_grad()
     def take_value(self) -> None:
-        """After an optimizer step; a slice shares its memory with the parameter."""
-        if self.master is not None and self.master.dtype != self.parameter.dtype:
+        """After an optimizer step; a shard shares its memory with the parameter."""
+        if self.master.dtype != self.parameter.dtype:
             local(self.parameter).copy_(self.master)
 
     @torch.no_grad()
@@ -94,76 +96,22 @@ class Weight:
     @torch.no_grad()
     def set_part(self, part: Tensor) -> None:
         """Load this rank's part of it."""
-        local(self.parameter).copy_(part)
-        for precise in (self.master, self.full):
-            if precise is not None:
-                precise.copy_(part)
+        for tensor in (self.parameter, self.master):
+            local(tensor).copy_(part)
 
     def zero_grad(self, set_to_none: bool) -> None:
+        if self.master is not self.parameter:
+            self.master.grad = None
         if set_to_none:
             self.parameter.grad = None
         elif self.parameter.grad is not None:
             self.parameter.grad.zero_()
-        if self.master is not None:
-            self.master.grad = None
-
-
-def assign(weights: Iterable[Weight], replicas: int) -> None:
-    """Give each weight an owner, the replica that keeps its optimizer's state, so that each has about as much: the
-    largest first, each to the one that has least (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054, by whole
-    parameters). An owner stays one, whichever optimizer trains the weight: it alone has the fp32 values."""
-    load = [0] * replicas
-    for weight in sorted(weights, key=lambda w: (w.owner is None, -local(w.parameter).numel(), w.name)):
-        if weight.owner is None:
-            weight.owner = load.index(min(load))
-        load[weight.owner] += local(weight.parameter).numel()
-
-
-@torch.no_grad()
-def share_updates(weights: Iterable[Weight], group: dist.ProcessGroup) -> None:
-    """Give each replica what the others have updated. While one message is on its way, the next is made."""
-    ranks = dist.get_process_group_ranks(group)
-    under_way: tuple[dist.Work, Tensor, list[Tensor]] | None = None
-    for owner, tensors in _bundles(weights):
-        in_place = len(tensors) == 1 and tensors[0].is_contiguous()
-        flat = tensors[0] if in_place else torch.cat([tensor.reshape(-1) for tensor in tensors])
-        work = dist.broadcast(flat, ranks[owner], group=group, async_op=True)
-        if under_way is not None:
-            _receive(group, *under_way)
-        under_way = work, flat, [] if in_place or owner == group.rank() else tensors
-    if under_way is not None:
-        _receive(group, *under_way)
-
-
-def _receive(group: dist.ProcessGroup, work: dist.Work, flat: Tensor, into: Sequence[Tensor]) -> None:
-    """Wait for a message, and copy its parts into these tensors."""
-    NOW.wait_in(group, work)
-    first = 0
-    for tensor in into:
-        tensor.copy_(flat[first : first + tensor.numel()].view_as(tensor))
-        first += tensor.numel()
-
-
-def _bundles(weights: Iterable[Weight]) -> Iterator[tuple[int, list[Tensor]]]:
-    """What is sent in one message, and by whom: parameters of one dtype, of `BUCKET` bytes in all, or a larger one."""
-    open_ones: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-    for weight in weights:
-        tensor = local(weight.parameter).detach()
-        assert weight.owner is not None
-        key = weight.owner, tensor.dtype
-        bundle = open_ones.setdefault(key, [])
-        if bundle and sum(other.nbytes for other in bundle) + tensor.nbytes > BUCKET:
-            yield weight.owner, open_ones.pop(key)
-            bundle = open_ones.setdefault(key, [])
-        bundle.append(tensor)
-    for (owner, _), bundle in open_ones.items():
-        yield owner, bundle
 
 
 class Precision:
     """`name` is "fp32" (the model stays as it is), "bf16" or "fp16".
 
-    In 16 bits the parameters are of this type, their gradients are added up in fp32 over the microbatches, and the
+    In 16 bits the parameters are of this type, their gradients are accumulated in fp32 over the microbatches, and the
     optimizer updates fp32 values of them (Micikevicius et al. 2018, arXiv:1710.03740). With `autocast` the parameters
     stay in fp32, and torch.autocast decides for each operator.
     """
@@ -180,8 +128,8 @@ class Precision:
 
     @contextmanager
     def seeming(self, model: nn.Module) -> Iterator[None]:
-        """Inside, what is to be lowered has its later dtype, and parameters have their values beside them, for units
-        that do not run without: to be traced."""
+        """Inside, what is to be cast has its later dtype, as a trace has to see it. Parameters keep their values as an
+        attribute, for units that do not run without."""
         before = {tensor: tensor.data for tensor in self.lowered(model)}
         for tensor, data in before.items():  # buffers are small, and may be written to
             if isinstance(tensor, nn.Parameter):
@@ -197,7 +145,7 @@ class Precision:
                 vars(tensor).pop("pipeshard_values", None)
 
     def lower(self, tensors: Iterable[Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Lower these, which are `lowered`, for good; returns the fp32 values of the parameters that are trained."""
+        """Cast these, which are `lowered`, for good; returns the fp32 values of the parameters that are trained."""
         full: dict[nn.Parameter, Tensor] = {}
         for tensor in tensors:
             if isinstance(tensor, Ghost):
@@ -210,7 +158,7 @@ class Precision:
         return full
 
     def of_batch(self, batch: Batch) -> Batch:
-        """Images, sounds and the like in the model's precision; what is compared with its output as it is."""
+        """Images, sounds and the like in the model's precision; labels and targets as they are."""
         if not self.lowers:
             return batch
 
@@ -220,29 +168,29 @@ class Precision:
         return batch.map(lowered)
 
     def lowered(self, model: nn.Module) -> set[Tensor]:
-        """The parameters and buffers that are of this type where the architecture is made in it, as by
-        `from_pretrained(dtype=...)`; where nothing tells, parameters, and what is beside them (of batch norms)."""
+        """The parameters and buffers that have this type where the architecture is constructed in it, as by
+        `from_pretrained(dtype=...)`; where it cannot be, parameters, and buffers beside them (of batch norms)."""
         if not self.lowers:
             return set()
-        kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ()) if self.scales else set()
-        pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(kept)) or r"(?!)")
-        made = self._made(model)
-        found: set[Tensor] = set()
+        in_fp32 = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        in_fp32 |= set(getattr(model, "_keep_in_fp32_modules", None) or ()) if self.scales else set()
+        pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(in_fp32)) or r"(?!)")
+        dtypes = self._constructed(model)
+        tensors: set[Tensor] = set()
         for path, module in model.named_modules():
-            own = dict(module.named_parameters(recurse=False))
-            for key, tensor in (*own.items(), *module.named_buffers(recurse=False)):
+            parameters = dict(module.named_parameters(recurse=False))
+            for key, tensor in (*parameters.items(), *module.named_buffers(recurse=False)):
                 name = f"{path}.{key}" if path else key
-                is_low = made[name] is self.dtype if name in made else bool(own)
+                is_low = dtypes[name] is self.dtype if name in dtypes else bool(parameters)
                 if is_low and tensor.dtype in (torch.float32, self.dtype) and not pattern.search(name):
-                    found.add(tensor)
-        return found
+                    tensors.add(tensor)
+        return tensors
 
-    def _made(self, model: nn.Module) -> dict[str, torch.dtype]:
-        """The dtypes of what transformers' constructors make where this type is the default."""
-        found: dict[str, torch.dtype] = {}
-        with contextlib.suppress(ConfigurationError):  # what cannot be made again
+    def _constructed(self, model: nn.Module) -> dict[str, torch.dtype]:
+        """The dtypes that transformers' constructors give to tensors where this type is the default."""
+        dtypes: dict[str, torch.dtype] = {}
+        with contextlib.suppress(ConfigurationError):  # a model that cannot be constructed again
             for path, twin in twins(model, self.dtype):
-                named = *twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False)
-                found |= {path + name: tensor.dtype for name, tensor in named}
-        return found
+                tensors = *twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False)
+                dtypes |= {path + name: tensor.dtype for name, tensor in tensors}
+        return dtypes

@@ -1,35 +1,44 @@
-"""Pipeline optimizer: the user's optimizer over what a stage holds."""
+"""Pipeline optimizer: the user's optimizer over what a stage holds, its state shared out over replicas with ZeRO.
 
-from collections.abc import Callable, Mapping
+It keeps the user's object, since LR schedulers hold it and any class of torch.optim.Optimizer is to work, and puts the
+MasterWeights of this rank into its groups. torch's ZeroRedundancyOptimizer makes optimizers of its own, over one group
+of ranks; here each weight's state is on one replica of its stage (`assign_owners`), which sends the others what it
+updated.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from colossalai.interface import OptimizerWrapper
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeshard.distributed.collectives import slice_like
+from pipeshard.distributed.collectives import local, slice_like
 from pipeshard.distributed.consistency import together_in
+from pipeshard.distributed.progress import NOW
 from pipeshard.distributed.watching import calling
 from pipeshard.engine.clipping import ModelGradients
-from pipeshard.engine.mixed_precision import Weight, assign, share_updates
+from pipeshard.engine.grad_sync import bundled
+from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.nan_check import Finite
 from pipeshard.engine.outputs import BACKWARD
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 
 
 class PipelineOptimizer(OptimizerWrapper, Optimizer):
-    """Keeps the optimizer object itself, which LR schedulers hold, and narrows its groups to what this rank trains.
+    """Narrows the groups of `optim` to what this rank trains, now and whenever groups are added to either object.
 
-    It is an Optimizer by its class, as schedulers ask; what it has not itself (`state`, hooks) is the kept one's.
+    It is an Optimizer by its class, as schedulers ask; what it has not itself (`state`, hooks) is that of `optim`.
 
-    Groups that are added later, here or to the object itself, are narrowed too. Before a step the `gradients` of the
-    whole model are clipped and brought back to the loss; a step in which one of them is not finite, on any rank, is
-    left out on all. With `zero` each replica keeps the state of some parameters only, and tells the others what it has
-    made of them.
+    Before a step the `gradients` of the whole model are clipped and unscaled; a step in which one of them is not
+    finite, on any rank, is skipped on all. With `zero` each weight is updated by one replica, which sends it to the
+    others.
 
     Attributes:
-        names: what the optimizer trains, and the names of the model's parameters that it stands for.
+        names: what `optim` trains on this rank, and the names of the model's parameters that it stands for.
         weights: by name, all that the optimizers of the replicas update together.
     """
 
@@ -47,7 +56,7 @@ class PipelineOptimizer(OptimizerWrapper, Optimizer):
         self.sync, self.grid = gradients.sync, gradients.grid
         self.zero = zero and self.grid.dp_size > 1
         self.names: dict[Tensor, str] = {}
-        self.weights: dict[str, Weight] = {}
+        self.weights: dict[str, MasterWeight] = {}
         self._narrow()
         self._steps = False
         optim.register_step_pre_hook(self._refuse_alone)
@@ -79,46 +88,53 @@ class PipelineOptimizer(OptimizerWrapper, Optimizer):
             raise
 
     def _narrow(self) -> None:
-        """Leave what this rank holds in the groups, in the form that it has here. A group may become empty, since
-        schedulers count on its place."""
-        known, weights = self.gradients.names, self.gradients.weights
-        fresh = [
-            (k, p) for k, group in enumerate(self.optim.param_groups) for p in group["params"] if p not in self.names
-        ]
+        """Leave what this rank updates in the groups, as the MasterWeights that it has here. A group may become empty,
+        since schedulers count on its place."""
+        fresh = self._fresh()
         if not fresh:
             return
-        self._refuse_foreign([(k, p) for k, p in fresh if p not in known])
-        added = {weights[p].name: weights[p] for _, p in fresh if p in weights}
+        added = {name: self.gradients.weights[name] for name in fresh.values() if name in self.gradients.weights}
         if twice := sorted(added.keys() & self.weights.keys()):
             raise UsageError(f"the optimizer has {twice[0]} in a group already: give it each parameter once")
         self.weights |= added
-        self.gradients.trained |= {known[p] for _, p in fresh}
+        self.gradients.trained |= set(fresh.values())
         if self.zero:
-            assign(added.values(), self.grid.dp_size)
-        elsewhere = {name for name, weight in added.items() if weight.owner not in (None, self.grid.replica)}
-        for name in elsewhere:
-            added[name].leave()
-        own = {p: weights[p] for _, p in fresh if p in weights and weights[p].name not in elsewhere}
+            assign_owners(added.values(), self.grid.dp_size)
+        updated = {p: added[n] for p, n in fresh.items() if n in added and self._updates(added[n])}
+        for weight in added.values():
+            if not self._updates(weight):
+                weight.leave()
         for group in self.optim.param_groups:
-            kept = [p for p in group["params"] if p in self.names or p in own]
-            group["params"] = [own[p].trained() if p in own else p for p in kept]
-        for parameter, _ in [item for item in self.optim.state.items() if isinstance(item[0], nn.Parameter)]:
-            if parameter in self.names:
-                continue
+            kept = [p for p in group["params"] if p in self.names or p in updated]
+            group["params"] = [updated[p].master if p in updated else p for p in kept]
+        for parameter in [p for p in self.optim.state if p in fresh]:  # from before it was boosted, of whole parameters
             state = self.optim.state.pop(parameter)
-            if parameter in own:
-                sliced = {k: _sliced(v, parameter, own[parameter].parameter) for k, v in state.items()}
-                self.optim.state[own[parameter].trained()] = sliced
-        self.names |= {weight.trained(): weight.name for weight in own.values()}
+            if parameter in updated:
+                weight, whole = updated[parameter], parameter.shape
+                self.optim.state[weight.master] = {
+                    key: slice_like(value, weight.parameter) if getattr(value, "shape", None) == whole else value
+                    for key, value in state.items()
+                }
+        self.names |= {weight.master: weight.name for weight in updated.values()}
 
-    def _refuse_foreign(self, foreign: list[tuple[int, Tensor]]) -> None:
-        if foreign:
-            k, parameter = foreign[0]
-            raise ConfigurationError(
-                f"group {k} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the "
-                "model's (another model's, or the criterion's?), so no stage would train it: give every model an "
-                "optimizer of its own, and make what the loss has parameters for a part of the model"
-            )
+    def _fresh(self) -> dict[Tensor, str]:
+        """The names of the parameters that users have put into the groups since they were narrowed."""
+        names: dict[Tensor, str] = {}
+        for k, group in enumerate(self.optim.param_groups):
+            for parameter in group["params"]:
+                if parameter in self.names:
+                    continue
+                if parameter not in self.gradients.names:
+                    raise ConfigurationError(
+                        f"group {k} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in "
+                        "the model (is it another model's, or the criterion's?), so no stage would train it: give each "
+                        "model an optimizer of its own, and make what the loss has parameters for a part of the model"
+                    )
+                names[parameter] = self.gradients.names[parameter]
+        return names
+
+    def _updates(self, weight: MasterWeight) -> bool:
+        return weight.owner in (None, self.grid.replica)
 
     @property
     def _meets(self) -> bool:
@@ -126,7 +142,7 @@ class PipelineOptimizer(OptimizerWrapper, Optimizer):
         return self.gradients.max_norm > 0 or self.gradients.scaling is not None or self.zero
 
     def _refuse_alone(self, *_: Any) -> None:
-        if not self._steps and (self._meets or any(weight.master is not None for weight in self.weights.values())):
+        if not self._steps and (self._meets or any(not weight.plain for weight in self.weights.values())):
             raise UsageError(
                 f"this {type(self.optim).__name__} was boosted, and does not clip, unscale or share what it updates by "
                 "itself: call the step of the optimizer that booster.boost(...) returned"
@@ -139,7 +155,7 @@ class PipelineOptimizer(OptimizerWrapper, Optimizer):
                 return self._step(*args, **kwargs) if self._ready() else None
             if self.gradients.scaling is not None:
                 raise UsageError(
-                    "precision='fp16' has to know gradients before a step, to leave it out if they overflow: call "
+                    "precision='fp16' has to know gradients before a step, to skip it if they overflow: call "
                     "execute_pipeline first, and optimizer.step() without a closure"
                 )
 
@@ -151,7 +167,7 @@ class PipelineOptimizer(OptimizerWrapper, Optimizer):
             return self._step(closed, *args, **kwargs)
 
     def _ready(self) -> bool:
-        """Before the optimizer looks at gradients: whether it is to."""
+        """Give the optimizer its gradients; False if the step is to be skipped."""
         if self.finite is not None:
             self.finite.before_update()
         ready = self.gradients.ready(self)
@@ -201,6 +217,41 @@ class PipelineOptimizer(OptimizerWrapper, Optimizer):
         self._backward(loss)
 
 
+def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
+    """Give each weight an owner, the replica that keeps its optimizer's state, so that each has about as much: the
+    largest first, each to the one that has least (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054, by whole
+    parameters). An owner stays one, whichever optimizer trains the weight: it alone has the fp32 values."""
+    load = [0] * replicas
+    for weight in sorted(weights, key=lambda w: (w.owner is None, -local(w.parameter).numel(), w.name)):
+        if weight.owner is None:
+            weight.owner = load.index(min(load))
+        load[weight.owner] += local(weight.parameter).numel()
+
+
+@torch.no_grad()
+def share_updates(weights: Iterable[MasterWeight], group: dist.ProcessGroup) -> None:
+    """Give each replica what the others have updated. While one message is on its way, the next is made."""
+    ranks, under_way = dist.get_process_group_ranks(group), deque[tuple[dist.Work, Tensor, list[Tensor]]]()
+    bundles = bundled(weights, lambda w: (w.owner, w.parameter.dtype), lambda w: local(w.parameter).nbytes)
+    for bundle in bundles:
+        owner, tensors = bundle[0].owner, [local(weight.parameter) for weight in bundle]
+        assert owner is not None
+        in_place = len(tensors) == 1 and tensors[0].is_contiguous()
+        flat = tensors[0] if in_place else torch.cat([tensor.reshape(-1) for tensor in tensors])
+        work = dist.broadcast(flat, ranks[owner], group=group, async_op=True)
+        under_way.append((work, flat, [] if in_place or owner == group.rank() else tensors))
+        if len(under_way) > 1:
+            _receive(group, *under_way.popleft())
+    for message in under_way:
+        _receive(group, *message)
+
+
+def _receive(group: dist.ProcessGroup, work: dist.Work, flat: Tensor, tensors: list[Tensor]) -> None:
+    NOW.wait_in(group, work)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]) if tensors else ()):
+        tensor.copy_(part.view_as(tensor))
+
+
 def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Where parameters became others, let the optimizer train those, each in the first group that has it."""
     seen: set[nn.Parameter] = set()
@@ -210,8 +261,3 @@ def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parame
         seen |= now.keys()
     for parameter in became:
         optim.state.pop(parameter, None)
-
-
-def _sliced(value: Any, whole: Tensor, parameter: Tensor) -> Any:
-    """A state of a whole parameter, from before it was boosted, as it belongs to the rank's part of it."""
-    return slice_like(value, parameter) if isinstance(value, Tensor) and value.shape == whole.shape else value

@@ -1,4 +1,4 @@
-"""Parameters: those of this rank, the form that they have here, who shares them, and where they have to stay."""
+"""Parameters: those of this rank, in the form that they have here, and the check that they stay in their places."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from pipeshard.distributed.collectives import gather_objects, is_packed, share_tensor
 from pipeshard.distributed.mesh import DP, TP, Grid
 from pipeshard.engine.fsdp import ShardedUnits
-from pipeshard.engine.grad_sync import GradientSync, Sharing, has_hooks, sharings
-from pipeshard.engine.mixed_precision import Precision, Weight
+from pipeshard.engine.grad_sync import Bucket, GradientSync, has_hooks, reduction_buckets
+from pipeshard.engine.mixed_precision import MasterWeight, Precision
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.split.initialize import InitWeights, initialize
 from pipeshard.split.materialize import is_released
@@ -22,13 +22,13 @@ from pipeshard.split.ties import kept_tied, put_parameter
 class Holdings:
     """Brings the parameters that a sharded `model` holds into their form here; made by every rank at the same time.
 
-    All holders get the values of one. Then parameters are lowered to 16 bits where `precision` says so, sliced
-    over the ranks along TP by a `plan`, and with `fsdp` divided over the replicas.
+    Their values are broadcast from one holder to the others. Then they are cast to 16 bits where `precision` says so,
+    sharded over the ranks along TP by a `plan`, and with `fsdp` over the replicas. Each step may replace parameters.
 
     Attributes:
         held: the parameters now, by their first names.
-        weights: what an optimizer trains for each parameter, by the parameter as it was and as it is.
-        sync: what adds up their gradients.
+        weights: what an optimizer trains for each of them, by the same names.
+        sync: what sums their gradients.
     """
 
     def __init__(
@@ -44,68 +44,60 @@ class Holdings:
         self.units = policy.held_units
         before = self.held = {name: p for name, p in model.named_parameters() if not is_released(p)}
         self._share_values()
-        lowered = precision.lowered(model)
+        lowered, dtype = precision.lowered(model), precision.dtype if precision.lowers else None
         self.kept = {name for name, p in model.named_parameters() if p not in lowered} if precision.lowers else set()
         full = precision.lower(lowered - self._in_units() if fsdp else lowered)
         self.partial = slice_parameters(model, before, self.units, grid.mesh.along(TP), plan) if plan else set()
-        dtype = precision.dtype if precision.lowers else None
-        self._refuse_packed(fsdp)
         self.sharded = self._sharded(dtype) if fsdp and grid.dp_size > 1 else None
         now = dict(model.named_parameters())
         self.held = {name: now[name] for name in before}
-        is_divided = self.sharded is not None and dtype is not None
-        for parameter in [p for name, p in self.held.items() if name not in self.kept] if is_divided else ():
-            parameter.pipeshard_dtype = dtype  # type: ignore[attr-defined]  # that in which it is computed with, for later traces
-        lost = [name for name, parameter in before.items() if now[name] is not parameter and has_hooks(parameter)]
-        if lost := [name for names in gather_objects(lost, grid.world) for name in names]:
-            raise ConfigurationError(
-                f"{lost[0]} has a gradient hook, but fsdp and tp_size > 1 make another parameter of it: remove the "
-                "hook, and change gradients between execute_pipeline and optimizer.step"
-            )
-        self.weights = self._weights(before, full)
-        sliced = [parameter for parameter in self.held.values() if grid.divides(parameter, TP)]
-        self.sync = GradientSync(self._sharings(self._added_along), sliced, self.sharded)
+        if self.sharded is not None and dtype is not None:
+            for parameter in [p for name, p in self.held.items() if name not in self.kept]:
+                parameter.pipeshard_dtype = dtype  # type: ignore[attr-defined]  # that of its computations, for traces
+        self._refuse_hooks(before)
+        self.weights = {
+            name: MasterWeight(name, p, self._holders(name), full.get(before[name])) for name, p in self.held.items()
+        }
+        tp_sharded = [parameter for parameter in self.held.values() if grid.divides(parameter, TP)]
+        self.sync = GradientSync(self._buckets(self._summed_along), tp_sharded, self.sharded)
 
     def draw(self, names: Sequence[str], rule: InitWeights, seed: int) -> None:
         """Give those of these parameters that are held what `rule` draws."""
-        shaped = [self.weights[self.held[name]] for name in names if name in self.held]
+        weights = [self.weights[name] for name in names if name in self.weights]
+        shaped = [weight for weight in weights if not weight.plain]
         with kept_tied(self.model):  # whole and in full precision, as they would be drawn without all this
             for weight in shaped:
-                if not weight.plain:
-                    whole = torch.empty(weight.parameter.shape, device=weight.parameter.device)
-                    put_parameter(self.model, weight.name, nn.Parameter(whole, weight.parameter.requires_grad))
-        initialize(self.model, [weight.name for weight in shaped], {}, rule, seed)
-        drawn = {weight.name: self.model.get_parameter(weight.name) for weight in shaped if not weight.plain}
+                whole = torch.empty(weight.parameter.shape, device=weight.parameter.device)
+                put_parameter(self.model, weight.name, nn.Parameter(whole, weight.parameter.requires_grad))
+        initialize(self.model, [weight.name for weight in weights], {}, rule, seed)
+        drawn = [self.model.get_parameter(weight.name).detach() for weight in shaped]
         with kept_tied(self.model):
-            for weight in shaped:
-                if weight.name in drawn:
-                    weight.set(drawn[weight.name].detach())
-                    put_parameter(self.model, weight.name, weight.parameter)
-
-    def _refuse_packed(self, fsdp: bool) -> None:
-        """torch divides a slice over replicas as if it were in one place."""
-        packed = [name for name, parameter in self.model.named_parameters() if is_packed(parameter)]
-        if fsdp and self.grid.dp_size > 1 and packed:
-            raise ConfigurationError(
-                f"{packed[0]} holds several weights at once, each of which tp_size={self.grid.tp_size} slices: "
-                "fsdp=True cannot divide that over replicas. Use zero_stage=1, or tp_size=1"
-            )
+            for weight, value in zip(shaped, drawn, strict=True):
+                weight.set(value)
+                put_parameter(self.model, weight.name, weight.parameter)
 
     def _share_values(self) -> None:
-        for sharing in self._sharings(lambda name: (DP, TP)):
-            for name, parameter in sharing.parameters.items():
+        for shared in self._buckets(lambda name: (DP, TP)):
+            for name, parameter in shared.parameters.items():
                 source = self.policy.ownership.initializer(name)
-                share_tensor(parameter.data, sharing.group, self.grid.at(source, sharing.group))
+                share_tensor(parameter.data, shared.group, self.grid.at(source, shared.group))
         copies = self.grid.sharing((DP, TP), ())
         for buffer in self.model.buffers():
             share_tensor(buffer, copies)
 
-    def _sharings(self, axes: Callable[[str], Sequence[int]]) -> list[Sharing]:
-        """Which ranks share each parameter along these axes and over the stages that hold it."""
-        policy = self.policy
-        stages = {name: policy.ownership.holders(name) for name in self.held}
-        parts = {name: [s for s in policy.chunks if name in policy.ownership.held_by_parts[s]] for name in self.held}
-        return sharings(self.grid, self.held, stages, parts.__getitem__, axes)
+    def _buckets(self, axes: Callable[[str], Sequence[int]]) -> list[Bucket]:
+        return reduction_buckets(self.grid, self.policy, self.held, axes)
+
+    def _summed_along(self, name: str) -> tuple[int, ...]:
+        """The axes of the grid along which ranks have parts of a parameter's gradient after their backward passes."""
+        return (DP,) * (not self.grid.divides(self.held[name], DP)) + (TP,) * (name in self.partial)
+
+    def _holders(self, name: str) -> int:
+        """The number of ranks that have the same gradient of a parameter."""
+        holders = len(self.policy.ownership.holders(name))
+        for axis, size in ((DP, self.grid.dp_size), (TP, self.grid.tp_size)):
+            holders *= 1 if self.grid.divides(self.held[name], axis) else size
+        return holders
 
     def _in_units(self) -> set[nn.Parameter]:
         """The parameters of held units that glue does not read, and that are not kept in a precision of their own."""
@@ -115,6 +107,12 @@ class Holdings:
         return {p for unit in self.units.values() for p in unit.parameters()} - apart
 
     def _sharded(self, dtype: torch.dtype | None) -> ShardedUnits:
+        packed = [name for name, parameter in self.model.named_parameters() if is_packed(parameter)]
+        if packed:  # torch shards a slice over replicas as if it were in one place
+            raise ConfigurationError(
+                f"{packed[0]} holds several weights at once, each of which tp_size={self.grid.tp_size} shards: "
+                "fsdp=True cannot shard that over replicas. Use zero_stage=1, or tp_size=1"
+            )
         calls = self.policy.partition.stages.items()
         used = {
             name: frozenset(part for (unit, _), part in calls if unit == name and part in self.policy.chunks)
@@ -124,25 +122,19 @@ class Holdings:
         with kept_tied(self.model):
             return ShardedUnits(self.units, used, self.grid.mesh.along(DP), dtype, apart)
 
-    def _added_along(self, name: str) -> tuple[int, ...]:
-        """Along which axes of the grid the ranks' own gradients of a parameter are still to be added up."""
-        return (DP,) * (not self.grid.divides(self.held[name], DP)) + (TP,) * (name in self.partial)
-
-    def _weights(
-        self, before: Mapping[str, nn.Parameter], full: Mapping[nn.Parameter, Tensor]
-    ) -> dict[nn.Parameter, Weight]:
-        weights = {}
-        for name, old in before.items():
-            new, holders = self.held[name], len(self.policy.ownership.holders(name))
-            for axis, size in ((DP, self.grid.dp_size), (TP, self.grid.tp_size)):
-                holders *= 1 if self.grid.divides(new, axis) else size
-            weights[old] = weights[new] = Weight(name, new, holders, full.get(old))
-        return weights
+    def _refuse_hooks(self, before: Mapping[str, nn.Parameter]) -> None:
+        replaced = [name for name, parameter in before.items() if self.held[name] is not parameter]
+        hooked = [name for name in replaced if has_hooks(before[name])]
+        if hooked := [name for names in gather_objects(hooked, self.grid.world) for name in names]:
+            raise ConfigurationError(
+                f"{hooked[0]} has a gradient hook, but fsdp and tp_size > 1 replace the parameter by a sharded one: "
+                "remove the hook, and change gradients between execute_pipeline and optimizer.step"
+            )
 
 
 class Places:
-    """All places of `model`. What takes one after boosting (a new head, an adapter) has never been cut: nobody sums
-    its gradients, or knows that it is there. With `parameters` theirs count too, which FSDP changes by itself."""
+    """All places of `model`. What takes one after boosting (a new head, an adapter) was never cut: its gradients would
+    not be summed, and other ranks do not know of it. With `parameters` theirs count too, which FSDP changes itself."""
 
     def __init__(self, model: nn.Module, parameters: bool) -> None:
         self._kept = [
@@ -152,8 +144,8 @@ class Places:
 
     def check(self) -> None:
         """Raise UsageError where something else is in a place now, or parameters are where there was none."""
-        for name, module, children, own in self._kept:
-            key = _changed(module._modules, children) or (own and _changed(module._parameters, own))
+        for name, module, children, parameters in self._kept:
+            key = _changed(module._modules, children) or (parameters and _changed(module._parameters, parameters))
             if key:
                 raise UsageError(
                     f"{name}.{key}".lstrip(".") + f" of this {type(module).__name__} is not what it was when the model "
@@ -166,6 +158,8 @@ def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     for key, value in before.items():
         if now.get(key) is not value:
             return key
-    new = [now[key] for key in now.keys() - before.keys()] if len(now) > len(before) else []
-    held = (value for value in new if not isinstance(value, nn.Module) or next(value.parameters(), None) is not None)
-    return next((key for value in held for key in now if now[key] is value), "")
+    if len(now) > len(before):
+        for key in [key for key in now if key not in before]:
+            if isinstance(now[key], Tensor) or (now[key] is not None and any(True for _ in now[key].parameters())):
+                return key
+    return ""

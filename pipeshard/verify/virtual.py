@@ -15,7 +15,7 @@ from pipeshard.config import PipelineConfig
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.grad_sync import GradientSync
 from pipeshard.engine.microbatches import StepPlanner
-from pipeshard.engine.mixed_precision import Weight
+from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.outputs import Outputs
 from pipeshard.engine.running_state import Carry
@@ -70,7 +70,8 @@ class VirtualRank:
 
     def narrow(self) -> None:
         """Narrow the optimizer as booster.boost does."""
-        weights = {p: Weight(name, p, len(self.policy.ownership.holders(name))) for name, p in self.held.items()}
+        holders = self.policy.ownership.holders
+        weights = {name: MasterWeight(name, p, len(holders(name))) for name, p in self.held.items()}
         holdings: Any = SimpleNamespace(sync=GradientSync([]), weights=weights, held=self.held)
         grid: Any = SimpleNamespace(dp_size=1, pp_size=1, tp_size=1, size=1, replica=0, stage=self.rank, slice=0)
         if self.own.optimizer is not None:

@@ -310,9 +310,9 @@ def test_a_description_that_is_none_is_refused() -> None:
     assert flaw(good, described=False) == "step of w is without values"
     value: Tensor | str
     for part, value, what in (
-        *(("parameters", value, "its parameters are no tensors by name") for value in (None, [], {"w": 1}, {3: meta})),
-        ("param_groups", {}, "no list of dicts"),
-        ("param_groups", [3], "no list of dicts"),
+        *(("parameters", value, "its parameters are not tensors by name") for value in (None, [], {"w": 1}, {3: meta})),
+        ("param_groups", {}, "not a list of dicts"),
+        ("param_groups", [3], "not a list of dicts"),
         ("param_groups", [{}], "a group has no params"),
         ("param_groups", [{"params": ["w", "w"]}], "not its parameters, each once"),
         ("param_groups", [{"params": [["w"]]}], "not its parameters, each once"),
@@ -321,7 +321,7 @@ def test_a_description_that_is_none_is_refused() -> None:
         ("state", {"v": {}}, "its state is not of its parameters"),
         ("state", {"w": {3: 3}}, "the state of w has no names"),
         ("state", {"w": {"step": torch.zeros(())}}, "step of w is in its description"),
-        ("state", {"w": {VALUE: torch.empty(4, device="meta")}}, "pipeshard.value of w has not its shape"),
-        ("state", {"w": {VALUE: 3}}, "pipeshard.value of w has not its shape"),
+        ("state", {"w": {VALUE: torch.empty(4, device="meta")}}, "pipeshard.value of w does not have its shape"),
+        ("state", {"w": {VALUE: 3}}, "pipeshard.value of w does not have its shape"),
     ):
         assert what in flaw({**good, part: value}, described=True), (part, value)

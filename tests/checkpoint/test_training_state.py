@@ -250,7 +250,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused_alike_on_every_rank(pool: Poo
         r"the step is \[0, 1\] on the stages",
         "step=-1: ",
         "keep=0: ",
-        "AdamW is no boosted optimizer",
+        "this AdamW was not boosted",
         "all already holds step 5, which would stay the newest",
     ]
     ranks = pool.run(wrong, 2, tmp_path)

@@ -143,7 +143,8 @@ class Planter:
             yield batch
 
     def _in_gradients(self, job: Job) -> None:
-        parameter = next(p for p in job.model.pipeline.sync.parameters or trained(job) if p.grad is not None)
+        shared = [parameter for _, parameter in job.model.pipeline.sync.shared]
+        parameter = next(p for p in shared or trained(job) if p.grad is not None)
         parameter.grad = self._act(parameter.grad)
 
     def _in_save(self, tensors: dict[str, Tensor], path: Path, *_: Any) -> None:
