@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from pipeshard import PipelinePlugin, to_sequential
-from pipeshard.engine import mixed_precision as weights
+from pipeshard.engine import grad_sync
 from pipeshard.errors import ConfigurationError
 from pipeshard.split.policy import find_policy
 from pipeshard.split.tensor_parallel import plan_of, style_of
@@ -87,7 +87,7 @@ def updates_in_small_messages() -> None:
         sent.append(tensor.nbytes)
         return whole(tensor, *arguments, **keywords)
 
-    with mock.patch.object(weights, "BUCKET", 9_000), mock.patch.object(weights.dist, "broadcast", broadcast):
+    with mock.patch.object(grad_sync, "BUCKET", 9_000), mock.patch.object(dist, "broadcast", broadcast):
         replicas("llama-tied", 1, zero_stage=1, steps=3)
     largest = max(parameter.numel() * 8 for parameter in zoo.build("llama-tied").parameters())
     assert max(sent) == largest and len(sent) > 2 * 20
@@ -104,16 +104,18 @@ def owners() -> tuple[list[str], list[str]]:
     split = Split(zoo.build("llama"), 1, data, num_microbatches=2, precision="bf16", zero_stage=1)
     split.backward(data)
     split.step()
-    masters = {name: weight.master for name, weight in split.optimizer.weights.items() if weight.master is not None}
-    assert all(weight.full is None for weight in split.optimizer.weights.values())
+    def with_master() -> dict[str, Any]:
+        return {name: w for name, w in split.optimizer.weights.items() if w.master is not w.parameter}
+
+    masters = {name: weight.master for name, weight in with_master().items()}
     some = [weight.parameter for name, weight in split.optimizer.weights.items() if "layers.1" in name]
     _, second, *_ = split.booster.boost(split.model, torch.optim.AdamW(some, lr=1e-3))
     before = {name: weight.parameter.clone() for name, weight in split.optimizer.weights.items()}
     split.booster.execute_pipeline(iter([data]), split.model, None, second)
     second.step()
-    now = {name: weight for name, weight in split.optimizer.weights.items() if weight.master is not None}
+    now = with_master()
     assert all(weight.master is masters[name] for name, weight in now.items())
-    assert all(torch.equal(weight.parameter, weight.trained().bfloat16()) for weight in now.values())
+    assert all(torch.equal(weight.parameter, weight.master.bfloat16()) for weight in now.values())
     after = {name: weight.parameter for name, weight in split.optimizer.weights.items()}
     moved = [name for name, parameter in after.items() if not torch.equal(before[name], parameter)]
     assert moved and all("layers.1" in name for name in moved)
