@@ -2,9 +2,11 @@
 # make train    fine-tunes SmolLM2-135M through a pipeline of PP processes; make train STEPS=3 is the short form
 # make examples trains a BERT, adapters on SmolLM2-135M, a vision transformer and a T5, each until it has learnt its task;
 #               make examples STEPS=3 is the short form
-# make test     ruff, mypy, pytest
+# make test     ruff, mypy, pytest; JOBS tests (3) at a time, of which some do nothing but wait
 # make lint     ruff and mypy alone
-# make exact    every model of the tests with every schedule, transport and number of microbatches, against the unsplit one
+# make exact    every model of the tests with every schedule, transport and number of microbatches, against the unsplit one:
+#               the whole products of which make test takes few cases
+# make selftest tests the tests: the pool, the fuzzer, the soak, the benchmarks, and faults whose detection is taken out
 # make hunt     trains models that people write themselves, each of which was trained wrong without a word once
 # make elastic  kills one of four ranks of a job, and brings it back
 # make faults   plants every kind of fault on every stage at every moment of a step: all ranks end by name, the next run
@@ -32,11 +34,13 @@ SCHEDULE     ?= 1f1b
 DP           ?= 1
 ROUNDS       ?= 9
 INPUTS       ?= 1000000
+JOBS         ?= 3
 PART         ?= work overhead lengths memory partition replay
 
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/installed
+PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 PIP    = $(@D)/bin/python -m pip --disable-pip-version-check install -qq
 
 # The oldest transformers that is supported has an environment of its own.
@@ -48,7 +52,7 @@ EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint exact hunt elastic faults hosts fuzz soak parity parity-4.57 bench curves targets clean $(EXAMPLES)
+.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 bench curves targets clean $(EXAMPLES)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -106,18 +110,29 @@ $(EXAMPLES): example-%: setup
 	@$(BIN)/python examples/$*.py --pp $(PP) --dp $(DP) --microbatches $(MICROBATCHES) --schedule $(SCHEDULE) \
 	  $(if $(filter-out file,$(origin STEPS)),--steps $(STEPS))
 
-lint: setup
+lint: ruff mypy
+
+ruff: setup
 	@echo "lint: ruff"
 	@$(BIN)/ruff check .
+
+mypy: setup
 	@echo "lint: mypy"
 	@$(BIN)/mypy
 
-test: lint
+test: ruff
+	@$(MAKE) --no-print-directory --jobs=2 mypy pytest
+
+pytest: setup
 	@echo "test: pytest"
-	@$(BIN)/python -m pytest
+	@$(PYTEST)
+
+selftest: setup
+	@$(PYTEST) -m 'slow or not slow' $(addprefix tests/test_,pool.py fuzz.py soak.py faults.py benchmarks.py parity.py)
 
 exact: setup
-	@EXACT=all $(BIN)/python -m pytest -m 'slow or not slow' tests/test_exact.py tests/test_families.py tests/checkpoint/test_real_weights.py
+	@EXACT=all $(PYTEST) -m 'slow or not slow' tests/checkpoint/test_real_weights.py $(addprefix tests/test_,exact.py \
+	  families.py schedules.py recompute.py sequential.py randomness.py media.py precision.py data_parallel.py lora.py parity.py)
 
 hunt: setup
 	@$(BIN)/python -m pytest tests/test_hunt.py tests/test_guards.py

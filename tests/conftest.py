@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # sums that do not depend on where in memory the numbers are
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at a time
 
 from tests.pool import Pool
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
-from tests.worker import Job, Outcome, class_name, serve
+from tests.worker import POLLUTED, Job, Outcome, class_name, serve
 
 T = TypeVar("T")
 
@@ -35,6 +35,8 @@ PRELOAD = [
     "transformers.modeling_utils",
     "transformers.models.llama.modeling_llama",
     "colossalai.booster",
+    "tests.unsplit",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gemma2", "gpt2", "mixtral", "t5", "vit")),
 ]
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -192,8 +194,10 @@ def _collect(workers: list[_Worker], timeout: float) -> list[Outcome]:
     deadline.at = max(deadline.at, time.monotonic() + GRACE)
     for rank in _ready(workers, closing, deadline):
         with contextlib.suppress(EOFError, OSError):
-            workers[rank].connection.recv_bytes()
+            left = workers[rank].connection.recv_bytes()
             workers[rank].busy = False
+            if left == POLLUTED:
+                workers[rank].kill()
     stuck = [rank for rank, worker in enumerate(workers) if worker.busy and rank not in outcomes]
     stuck += [rank for rank in closing if workers[rank].busy and outcomes[rank].kind == "returned"]
     for rank, text in _stacks(workers, stuck).items():

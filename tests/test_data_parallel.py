@@ -22,6 +22,7 @@ from pipeshard.errors import ConfigurationError
 from pipeshard.split.policy import find_policy
 from pipeshard.split.tensor_parallel import plan_of, style_of
 from tests import zoo
+from tests.covering import covering
 from tests.parity.build import batch, build
 from tests.parity.entries import find
 from tests.pool import Pool, WorkerError
@@ -60,8 +61,9 @@ def replicas(name: str, p: int, schedule: str = "1f1b", steps: int = 5, **option
     assert parameter_error(split, unsplit.model) < 1e-5
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
-@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "schedule"), covering(["llama-tied", "gpt2"], ["1f1b", "interleaved", "zbv"], strength=1)
+)
 def test_replicas_of_a_pipeline(pool: Pool, name: str, schedule: str) -> None:
     pool.run(replicas, 4, name, 2, schedule)
 
@@ -70,8 +72,9 @@ def test_replicas_without_a_pipeline(pool: Pool) -> None:
     pool.run(replicas, 2, "gpt2", 1)
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
-@pytest.mark.parametrize("options", [{"zero_stage": 1}, {"fsdp": True}], ids=["zero", "fsdp"])
+@pytest.mark.parametrize(
+    ("name", "options"), covering(["llama-tied", "gpt2"], [{"zero_stage": 1}, {"fsdp": True}], strength=1)
+)
 def test_divided_over_the_replicas(pool: Pool, name: str, options: dict[str, Any]) -> None:
     pool.run(replicas, 4, name, 2, "1f1b", **options)
     pool.run(replicas, 4, name, 2, "interleaved", 3, **options)

@@ -7,7 +7,6 @@ turns for most of the models, so that each is met with some of them and with som
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -15,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from tests import zoo
+from tests.covering import ALL
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences, parameter_error
 
-ALL = os.environ.get("EXACT") == "all"
 MICROBATCHES = (1, 2, 3, 8)
 THOROUGH = ("gpt2", "t5")
 CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from pipeshard.errors import UsageError
 from pipeshard.hf import recomputes
+from tests.covering import ALL, covering
 from tests.families import (
     ALWAYS_TIED,
     AUXILIARY,
@@ -36,7 +36,6 @@ from tests.parity.entries import find
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences
 
-ALL = os.environ.get("EXACT") == "all"
 THOROUGH = ("llama", "gemma3_text", "t5")
 
 
@@ -130,8 +129,7 @@ def _close(gradient: Tensor | None, expected: Tensor | None) -> bool:
     return float((gradient - expected).norm()) <= 1e-5 * float(expected.norm())
 
 
-@pytest.mark.parametrize("p", [2, 3])
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize(("name", "p"), covering(["mixtral", "gpt_oss"], [2, 3], strength=1))
 def test_auxiliary_loss(pool: Pool, name: str, p: int) -> None:
     assert not [what for found in pool.run(auxiliary_loss, p, name, (1, 2), timeout=120) for what in found]
 
@@ -222,8 +220,7 @@ def in_bf16(text: str) -> list[str]:
     return [f"m={m}: {what}" for m in (1, 3) for what in step(split, unsplit, data, m, tolerance=1e-2)]
 
 
-@pytest.mark.parametrize("p", [2, 3])
-@pytest.mark.parametrize("text", RECOMPUTED[:3])
+@pytest.mark.parametrize(("text", "p"), covering(RECOMPUTED[:3], [2, 3], strength=1))
 def test_bf16(pool: Pool, text: str, p: int) -> None:
     """Whole models in bf16: the loss is that of the unsplit one to the bit."""
     assert not [what for found in pool.run(in_bf16, p, text) for what in found]

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.faults.mechanisms import RELIES
 from tests.faults.plant import all_cases
 from tests.faults.report import Result, write_table
@@ -26,6 +28,7 @@ def test_every_case_relies_on_one_mechanism() -> None:
     assert {sum(relies(case) for relies in RELIES.values()) for case in all_cases()} == {1}
 
 
+@pytest.mark.slow
 def test_without_its_mechanism_a_fault_is_missed() -> None:
     assert "7 of 7 cases are as they should be" in faults("--disable", "1")
 

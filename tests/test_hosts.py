@@ -140,6 +140,7 @@ def test_a_cut_ends_both_by_name_and_the_next_run_goes_on(
     assert digests == pool.run(alone, 2 * ranks, other)
 
 
+@pytest.mark.slow
 def test_what_listens_and_that_nothing_ends_without_the_watch(tmp_path: Path, hosts: Hosts) -> None:
     run = Run(hosts, tmp_path, "static", timeout=None)
     run.start()

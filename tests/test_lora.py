@@ -22,6 +22,7 @@ from pipeshard.engine import grad_sync as gradients
 from pipeshard.errors import CheckpointError, ConfigurationError, PartitionError, UsageError
 from pipeshard.split.policy import find_policy
 from tests import zoo
+from tests.covering import covering
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, parameter_error
 
@@ -97,10 +98,9 @@ def three_steps(case: str) -> None:
     assert parameter_error(split, unsplit.model) < 1e-5
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_three_steps(pool: Pool, case: str) -> None:
-    for p in (2, 3):
-        pool.run(three_steps, p, case)
+@pytest.mark.parametrize(("case", "p"), covering(list(CASES), [2, 3], strength=1))
+def test_three_steps(pool: Pool, case: str, p: int) -> None:
+    pool.run(three_steps, p, case)
 
 
 def without_gradients() -> None:
@@ -184,8 +184,10 @@ def recomputed(when: str, reentrant: bool) -> None:
         assert not differences(split, unsplit, zoo.batch("llama", seed=seed), num_microbatches=2)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("when", ["before the adapters", "after the adapters", "after boost"])
+@pytest.mark.parametrize(
+    ("when", "reentrant"),
+    covering(["before the adapters", "after the adapters", "after boost"], [False, True], strength=1),
+)
 def test_activation_checkpointing(pool: Pool, when: str, reentrant: bool) -> None:
     pool.run(recomputed, 2, when, reentrant)
 

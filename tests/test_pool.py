@@ -71,6 +71,16 @@ def fail_to_meet(file: str) -> None:
     dist.init_process_group("gloo", **alone)  # type: ignore[arg-type]
 
 
+def pollute(rank: int) -> int:
+    if dist.get_rank() == rank:
+        torch.set_default_dtype(torch.float64)
+    return process_id()
+
+
+def default_dtype() -> torch.dtype:
+    return torch.get_default_dtype()
+
+
 def refuse(message: str) -> None:
     raise FileNotFoundError(f"{message} on {dist.get_rank()}")
 
@@ -102,6 +112,12 @@ def test_workers_are_reused_and_added_on_demand(pool: Pool) -> None:
     assert four[:2] == two and again == four and len(set(four)) == 4
 
 
+def test_a_worker_whose_job_left_other_settings_is_replaced(pool: Pool) -> None:
+    before, after = pool.run(pollute, 2, 1), pool.run(process_id, 2)
+    assert after[0] == before[0] and after[1] != before[1]
+    assert pool.run(default_dtype, 2) == [torch.float32] * 2
+
+
 def test_at_most_eight_workers(pool: Pool) -> None:
     with pytest.raises(ValueError, match="world_size=9"):
         pool.run(process_id, 9)
@@ -119,6 +135,7 @@ def test_a_rank_that_raises_wakes_those_in_a_barrier(pool: Pool) -> None:
     assert all(f"===== rank {rank} raised" in text for rank in range(3))
 
 
+@pytest.mark.slow
 def test_ranks_that_never_notice_are_killed_with_their_stacks(pool: Pool) -> None:
     begin = time.monotonic()
     with pytest.raises(WorkerError, match="Rank 0 raised first: bad luck") as info:
@@ -147,6 +164,7 @@ def test_a_dead_rank_is_named(pool: Pool) -> None:
     assert len(pool.run(process_id, 2)) == 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_leave_its_groups_is_stuck(pool: Pool) -> None:
     with pytest.raises(WorkerError, match="rank 0 stuck leaving its process groups") as info:
         pool.run(never_leave, 2, 0, timeout=1)

@@ -22,6 +22,7 @@ from pipeshard.engine.weight_grad import Deferral, Product
 from pipeshard.errors import ConfigurationError
 from pipeshard.schedule import Action, Kind, Program, make_program, simulate, zb_h1
 from tests import zoo
+from tests.covering import covering
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, refusal
 
@@ -45,8 +46,9 @@ def gradients(name: str, schedule: str, defers: bool) -> tuple[dict[str, Tensor 
     return {key: p.grad for key, p in split.held.items()}, did
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
+@pytest.mark.parametrize(
+    ("name", "schedule"), covering(["llama", "gpt2", "vit"], ["gpipe", "1f1b", "zb-h1"], strength=1)
+)
 def test_putting_weight_gradients_off_changes_no_bit(pool: Pool, name: str, schedule: str) -> None:
     whole, split = pool.run(gradients, 2, name, "1f1b", False), pool.run(gradients, 2, name, schedule, True)
     for (plain, _), (deferred, _) in zip(whole, split):
@@ -153,8 +155,9 @@ def added_up_in_place(name: str, schedule: str) -> list[str]:
         ]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv"])
-@pytest.mark.parametrize("name", sorted(zoo.MODELS))
+@pytest.mark.parametrize(
+    ("name", "schedule"), covering(sorted(zoo.MODELS), ["1f1b", "interleaved", "zb-h1", "zbv"], strength=1)
+)
 def test_gradients_that_are_added_up_in_place(pool: Pool, name: str, schedule: str) -> None:
     assert pool.run(added_up_in_place, 2, name, schedule) == [[], []]
 
@@ -265,8 +268,7 @@ def most_kept(schedule: str) -> int:
     return max(kept)
 
 
-@pytest.mark.parametrize("p", [2, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize(("schedule", "p"), covering(["1f1b", "gpipe", "zb-h1"], [2, 4], strength=1))
 def test_what_was_sent_is_let_go_of_though_isend_does_not_say_when(pool: Pool, schedule: str, p: int) -> None:
     assert max(pool.run(most_kept, p, schedule)) <= MAX_PENDING_SENDS + 1
 

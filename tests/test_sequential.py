@@ -22,6 +22,7 @@ from pipeshard.graph.units import Interception, Recomputation
 from pipeshard.split.materialize import is_released
 from pipeshard.split.ties import names_of
 from tests import zoo
+from tests.covering import covering
 from tests.parity.build import batch as make_batch
 from tests.parity.build import build
 from tests.parity.entries import find
@@ -122,8 +123,7 @@ def boosted_again(model: nn.Module, name: str) -> None:
     assert all(torch.allclose(p, expected[key], rtol=0, atol=1e-5) for key, p in again.named_parameters())
 
 
-@pytest.mark.parametrize("p", [1, 2, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "p"), covering(NAMES, [2, 3, 1], strength=1))
 def test_the_whole_model_is_the_split_one_and_can_be_split_again(pool: Pool, name: str, p: int) -> None:
     model = pool.run(whole, p, name)[0]
     pool.run(boosted_again, {1: 2, 2: 3, 3: 2}[p], model, name)
@@ -175,8 +175,7 @@ def sharded(name: str, how: str) -> None:
         assert (ours - theirs).abs().max() < LEARNING_RATE / 10
 
 
-@pytest.mark.parametrize("how", ["fsdp", "zero"])
-@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+@pytest.mark.parametrize(("name", "how"), covering(["llama", "llama-tied"], ["zero", "fsdp"], strength=1))
 def test_it_trains_with_sharded_states(pool: Pool, name: str, how: str) -> None:
     pool.run(sharded, 2, name, how)
 
@@ -209,9 +208,12 @@ def recomputing(name: str, reentrant: bool, before: bool) -> Counter[str]:
     return runs
 
 
-@pytest.mark.parametrize(("name", "before"), [("llama-tied", True), ("llama-tied", False), ("t5", True)])
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputation_is_kept(pool: Pool, name: str, reentrant: bool, before: bool) -> None:
+@pytest.mark.parametrize(
+    ("case", "reentrant"),
+    covering([("llama-tied", True), ("llama-tied", False), ("t5", True)], [True, False], strength=1),
+)
+def test_recomputation_is_kept(pool: Pool, case: tuple[str, bool], reentrant: bool) -> None:
+    name, before = case
     layers = 6 if name == "t5" else 4
     for runs in pool.run(recomputing, 2, name, reentrant, before):
         assert len(runs) == layers and set(runs.values()) == {2}

@@ -19,6 +19,7 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=300)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind_or_lost(tmp_path: Path) -> None:
     plot = tmp_path / "soak.svg"
     result = soak("--steps", "400", "--output", str(plot))  # the heap has its full size after some 150

@@ -11,15 +11,19 @@ import sys
 import threading
 import time
 import traceback
+from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+CLEAN, POLLUTED = b"clean", b"polluted"  # how a worker is after a job
 SETTLE = 0.3  # seconds in which ranks that fail together do so before the first of them leaves
 
 
@@ -59,6 +63,7 @@ def serve(connection: Connection, log: str) -> None:
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2)
     torch.set_num_threads(1)
+    state = _state()
     gc.freeze()  # half a million objects, imported before the fork: to look through them takes a rank a second or more
     with contextlib.suppress(EOFError):
         while True:
@@ -75,7 +80,16 @@ def serve(connection: Connection, log: str) -> None:
                     _leave()
             connection.recv_bytes()
             _leave()
-            connection.send_bytes(b"left")
+            connection.send_bytes(CLEAN if _state() == state else POLLUTED)
+
+
+def _state() -> tuple[Any, ...]:
+    """What a job may change for all that come after it."""
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    settings = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()
+    hooks = [len(hooks) for hooks in vars(nn.modules.module).values() if isinstance(hooks, OrderedDict)]
+    patches = len(mock._patch._active_patches)  # type: ignore[attr-defined]
+    return torch.get_default_dtype(), str(torch.get_default_device()), modes, settings, hooks, patches, os.getcwd()
 
 
 def class_name(cls: type) -> str:
@@ -104,8 +118,15 @@ def _attempt(job: Job) -> bytes:
 
 
 def _leave() -> None:
+    """Leave all groups at the same time, since each waits some 10 ms for each of its connections to close."""
+    groups = list(dist.distributed_c10d._world.pg_map)
     if dist.is_initialized():
         dist.destroy_process_group()
+    threads = [threading.Thread(target=groups.pop) for _ in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _exit_with_parent() -> None:

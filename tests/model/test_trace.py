@@ -278,7 +278,9 @@ def test_a_failing_forward_names_the_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    "criterion", [lambda out, data: out["logits"], lambda out, data: 3.0, lambda out, data: None], ids=str
+    "criterion",
+    [lambda out, data: out["logits"], lambda out, data: 3.0, lambda out, data: None],
+    ids=["not a scalar", "not a tensor", "None"],
 )
 def test_a_criterion_without_a_scalar_is_refused(criterion: Any) -> None:
     with pytest.raises(ConfigurationError, match="not a scalar tensor"):
