@@ -32,7 +32,8 @@ from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeshard import PipelinePlugin, plugin
-from pipeshard.distributed import consistency, watching
+from pipeshard.distributed import collectives as consistency
+from pipeshard.distributed import watching
 from pipeshard.distributed.progress import NOW, Progress
 from pipeshard.distributed.watch import Watch
 from pipeshard.engine import optimizer

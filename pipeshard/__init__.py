@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from pipeshard.checkpoint.to_sequential import to_sequential
     from pipeshard.checkpoint.training_state import load_training_state, save_training_state
     from pipeshard.elastic import ElasticJob
-    from pipeshard.engine.p2p import P2P
+    from pipeshard.engine.interpreter import P2P
     from pipeshard.graph.trace import trace
     from pipeshard.graph.units import CutPoint
     from pipeshard.interop.build import Target, build, register_target
@@ -54,7 +54,7 @@ _MODULES = {
     "CutPoint": "pipeshard.graph.units",
     "ElasticJob": "pipeshard.elastic",
     "LayerSpec": "pipeshard.layers.specs",
-    "P2P": "pipeshard.engine.p2p",
+    "P2P": "pipeshard.engine.interpreter",
     "PipelineModule": "pipeshard.layers.pipeline_module",
     "PipelinePlugin": "pipeshard.plugin",
     "Policy": "pipeshard.split.policy",

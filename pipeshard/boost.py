@@ -10,16 +10,15 @@ from torch.optim import Optimizer
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, refuse_criterion, takes_outputs_alone
-from pipeshard.batch.samples import find_sample
+from pipeshard.batch.read import find_sample
 from pipeshard.checkpoint.lora import refuse_blank_adapters
 from pipeshard.config import PipelineConfig
-from pipeshard.distributed.consistency import compare_ranks, model_texts, optimizer_texts
+from pipeshard.distributed.collectives import compare_ranks, model_texts, optimizer_texts
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer, replace_parameters
-from pipeshard.engine.separable import check_separable
-from pipeshard.engine.wrappers import plain
+from pipeshard.engine.refusals import check_separable, plain
 from pipeshard.errors import UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.planner.profile import measured_costs

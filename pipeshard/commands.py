@@ -18,7 +18,7 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
-from pipeshard.batch.samples import made_up
+from pipeshard.batch.read import made_up
 from pipeshard.distributed.watch import NOTE
 from pipeshard.engine.recording import Recording
 from pipeshard.errors import ConfigurationError, PipeshardError
@@ -26,7 +26,7 @@ from pipeshard.hf import IGNORED, LABELS, MASK, config_of, text_config
 from pipeshard.planner.memory import UNITS, format_bytes
 from pipeshard.planner.models import build
 from pipeshard.planner.plan import Estimate, Plan, StagePlan
-from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof, Proven, alone
+from pipeshard.verify.compare import DIFFERENT, EXACT, UNPROVEN, Proof, Proven, alone
 
 WIDTH = 120
 

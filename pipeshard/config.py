@@ -18,7 +18,7 @@ from pipeshard.schedule.program import Program
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.partition import Cuts
 from pipeshard.split.policy import Policy
-from pipeshard.split.recompute import Recompute
+from pipeshard.split.route import Recompute
 
 POSITIVE = "a positive integer"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -85,25 +85,22 @@ class PipelineConfig:
         zero_stage: 1 divides the optimizer's state among the replicas, by whole parameters.
         fsdp: True divides parameters, gradients and the optimizer's state of each held unit among the replicas, by
             torch's `fully_shard`; parameters are gathered once a step. Not with "zb-h1" and "zbv".
-        precision: "fp32" leaves the model in its own dtype; with "bf16" or "fp16" parameters are in 16 bits, gradients
-            are added up and parameters updated in fp32. "fp16" scales the loss, and leaves a step out on every rank
-            when a gradient overflowed on one.
+        precision: "fp32" leaves the model in its own dtype; with "bf16" or "fp16" parameters are in 16 bits, but summed
+            and updated in fp32. "fp16" scales the loss, and skips a step on all ranks where a gradient overflowed.
         autocast: keep the parameters in fp32, and run forwards under torch.autocast of `precision`.
         initial_scale: what the loss is scaled with at first, with "fp16".
         compile: True, or options of torch.compile: each held unit is compiled by itself, and units of one class once.
             Not with "zb-h1" and "zbv", which split the backward of layers.
         batch_dims: for leaves of the batch, by path, the dimension that counts the samples where that is not the first
-            (time-major inputs), or None for what every microbatch gets whole. What is not declared and may be either
-            is found by running the glue both ways; a main input has to be declared.
+            (time-major inputs), or None for what every microbatch gets whole. A leaf that may be either is refused.
         recompute: the units that keep no activations and run again in the backward pass: True (all), a share of each
             stage's units in [0, 1] (repeated layers first), or a list of shares, one for each of the p·v stages.
         activation_checkpoint_interval: or every k-th unit of the model, where k > 0.
         timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long elsewhere)
             before all ranks end with a table of what each of them does; None for ever. "adaptive" is 20 times the
             longest so far, and at least 30.
-        watchdog: False declines what sees to that: a thread that watches this process from the first `booster.boost`
-            on, an `atexit` and an exception hook, and a handler of SIGTERM where there is none. A failure of one rank
-            then shows on the others as the backend shows it.
+        watchdog: False declines what ends all ranks together, and shows failures as the backend does: a thread from the
+            first `booster.boost` on, an `atexit` and an exception hook, and a handler of SIGTERM where there is none.
         check_finite: look at the loss and at what every stage sends and adds up, and stop on what is not finite by an
             error that names the stage and the parameter. With "fp16", gradients may overflow: they are not looked at.
         verify: prove before the model is cut that it trains as it does unsplit: all stages take two steps in the first
@@ -308,9 +305,7 @@ class PipelineConfig:
 
 def check_tp_plan(plan: Any) -> None:
     """Of tensor parallelism: styles by the names of modules, or None."""
-    if plan is None:
-        return
-    if not (isinstance(plan, Mapping) and plan and all(isinstance(style, str) for style in plan.values())):
+    if plan is not None and not (isinstance(plan, Mapping) and plan and {*map(type, plan.values())} == {str}):
         raise ConfigurationError(f"tp_plan must be a dict of styles by the names of modules, got {plan!r}")
 
 
@@ -325,9 +320,7 @@ def check_replicas(zero_stage: int, fsdp: bool) -> None:
     if zero_stage not in (0, 1):
         raise ConfigurationError(f"zero_stage={zero_stage!r} is unknown: use 0 or 1")
     if fsdp and zero_stage:
-        raise ConfigurationError(
-            "zero_stage=1 and fsdp=True: fsdp=True shards the optimizer's state already, drop zero_stage"
-        )
+        raise ConfigurationError("zero_stage=1 and fsdp=True: fsdp shards the optimizer's state already, drop zero_stage")
 
 
 def check_precision(precision: str, autocast: bool) -> None:

@@ -24,7 +24,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from pipeshard.batch.samples import collate
+from pipeshard.batch.read import collate
 from pipeshard.errors import CheckpointError, ConfigurationError
 from pipeshard.graph.rng import Draws
 

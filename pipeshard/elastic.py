@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipeshard.checkpoint.training_state import load_training_state, newest_step, save_training_state
-from pipeshard.distributed.collectives import gather, gather_objects
-from pipeshard.distributed.consistency import together_in
+from pipeshard.distributed.collectives import gather, gather_objects, together_in
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.planner.autoconfig import Layout, ToldLayout, layouts
 

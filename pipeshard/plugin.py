@@ -29,21 +29,21 @@ from pipeshard.compat import (
 )
 from pipeshard.config import PRECISIONS, PipelineConfig
 from pipeshard.dataloader import ResumableDataLoader
-from pipeshard.distributed.consistency import compare_ranks, texts_of, together_in, versions
+from pipeshard.distributed.collectives import compare_ranks, texts_of, together_in, versions
 from pipeshard.distributed.mesh import DP, PP, TP, Grid, num_replicas
 from pipeshard.distributed.watching import calling, constructing, name_ranks, named, watch_world
 from pipeshard.engine.engine import Pipeline
+from pipeshard.engine.interpreter import P2P, check_p2p
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.outputs import ReturnOutputs
-from pipeshard.engine.p2p import P2P, check_p2p
 from pipeshard.engine.recording import Recording
 from pipeshard.errors import UsageError
 from pipeshard.schedule.given import Schedule
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.partition import Cuts
 from pipeshard.split.policy import Policy
-from pipeshard.verify.result import standing_alone
+from pipeshard.verify.compare import standing_alone
 
 restore_meta_kernels()
 ONE_GRID = {"pg_mesh": "mesh", "dp_group": "replicas", "pp_group": "stages", "tp_group": "slices", "device": "device"}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.row_dims import RowDims
+from pipeshard.batch.read import RowDims
 from pipeshard.errors import BatchError
 from tests.pool import Pool
 from tests.unsplit import Split, gradient_error

@@ -23,7 +23,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from pipeshard.batch.samples import first_samples
+from pipeshard.batch.read import first_samples
 from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.errors import BatchError, CheckpointError, ConfigurationError
 

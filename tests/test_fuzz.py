@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeshard.checkpoint import safe_load as document
+from pipeshard.checkpoint import files as document
 from pipeshard.checkpoint import safetensors_files as shards
 from pipeshard.checkpoint import safetensors_files as source
 from pipeshard.checkpoint import training_state as manifest

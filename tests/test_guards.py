@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from pipeshard import PipelinePlugin
-from pipeshard.batch.media import read_batch
+from pipeshard.batch.read import read_batch
 from pipeshard.errors import PipeshardError
+from pipeshard.verify.compare import EXACT, alone
 from pipeshard.verify.proof import prove
-from pipeshard.verify.result import EXACT, alone
 from tests.hunt.cases import CASES
 from tests.hunt.run import run
 from tests.pool import Pool
@@ -36,7 +36,7 @@ def reused() -> Any:
     """Flags, configs and answers do not count: the first Dataflow is used for every batch."""
     found = mock.patch("pipeshard.engine.microbatches._answers", lambda *_: True)
     found.start()
-    return mock.patch("pipeshard.graph.flags.Flags.number", lambda self: 0)
+    return mock.patch("pipeshard.graph.snapshot.Flags.number", lambda self: 0)
 
 
 def unreached() -> Any:

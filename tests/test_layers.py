@@ -17,10 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipeshard import LayerSpec, PipelineModule, TiedLayerSpec
-from pipeshard.batch.media import read_batch
+from pipeshard.batch.read import read_batch
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
-from pipeshard.split.ownership import Ownership
-from pipeshard.split.ties import names_of
+from pipeshard.split.ties import Ownership, names_of
 from tests.pool import Pool, WorkerError
 from tests.test_sequential import sequential
 from tests.unsplit import LEARNING_RATE, Split, gradient_error, parameter_error

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeshard.batch.media import read_batch
+from pipeshard.batch.read import read_batch
 from pipeshard.errors import BatchError
 from tests.covering import covering
 from tests.families import layers_of

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeshard.batch.media import read_batch
+from pipeshard.batch.read import read_batch
 from pipeshard.errors import PipeshardError, UsageError
 from tests import zoo
 from tests.messages import assert_told

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from pipeshard.batch.media import read_batch
+from pipeshard.batch.read import read_batch
 from pipeshard.distributed.collectives import local, whole
 from pipeshard.engine.mixed_precision import Precision
 from tests import zoo

@@ -22,7 +22,7 @@ from pipeshard.engine.stage import Stage
 from pipeshard.errors import UsageError
 from pipeshard.graph.trace import trace
 from pipeshard.graph.units import find_units
-from pipeshard.split.recompute import Recompute
+from pipeshard.split.route import Recompute
 from tests import zoo
 from tests.covering import covering
 from tests.families import AUXILIARY, build_with
@@ -289,7 +289,7 @@ def evaluated() -> Counter[str]:
     runs: Counter[str] = Counter()
     for k, layer in enumerate(split.model.unwrap().model.layers):
         layer.mlp.register_forward_pre_hook(lambda *_, k=k: runs.update([str(k)]))
-    with mock.patch("pipeshard.split.recompute.checkpoint", side_effect=AssertionError):
+    with mock.patch("pipeshard.split.route.checkpoint", side_effect=AssertionError):
         split.evaluate(zoo.batch("llama"))
     return runs
 
@@ -300,7 +300,7 @@ def test_an_evaluation_recomputes_nothing(pool: Pool) -> None:
 
 
 def compiled() -> str:
-    with mock.patch("pipeshard.split.recompute.checkpoint", wraps=checkpoint) as recomputing:
+    with mock.patch("pipeshard.split.route.checkpoint", wraps=checkpoint) as recomputing:
         wrong = compared(zoo.build("llama"), zoo.batch("llama"), 1.0, compile={"backend": "aot_eager"})
     assert recomputing.call_count in (2 * 3 * M, 2 * 4 * M)  # two steps of three or four units
     return wrong

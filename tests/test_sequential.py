@@ -16,7 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.checkpoint import checkpoint
 
 from pipeshard import to_sequential
-from pipeshard.batch.media import read_batch
+from pipeshard.batch.read import read_batch
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.graph.units import Interception, Recomputation
 from pipeshard.split.materialize import is_released

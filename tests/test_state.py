@@ -14,7 +14,7 @@ from colossalai.booster import Booster
 from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin, to_sequential
-from pipeshard.batch.media import read_batch
+from pipeshard.batch.read import read_batch
 from pipeshard.errors import TraceError
 from pipeshard.split.materialize import is_released
 from tests.pool import Pool

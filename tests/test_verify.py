@@ -21,16 +21,16 @@ from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.media import read_batch
+from pipeshard.batch.read import read_batch
 from pipeshard.commands import drawn_batch
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import VerificationError
 from pipeshard.split.partition import Boundary, boundaries
+from pipeshard.verify.compare import DIFFERENT, EXACT, UNPROVEN, Proof, alone
 from pipeshard.verify.decide import is_known
 from pipeshard.verify.proof import prove
-from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof, alone
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import refusal
@@ -191,7 +191,7 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
         on_stage_0,
         r"(layers\.\d|head).* after step 1 is another",
     ),
-    "the owner is another": ("pipeshard.split.ownership.Ownership.owner", lambda ownership, name: 0, "in step 1 is"),
+    "the owner is another": ("pipeshard.split.ties.Ownership.owner", lambda ownership, name: 0, "in step 1 is"),
     "the trace counts": ("pipeshard.graph.preserve.Before.restore", lambda self: None, "the loss in step 1 is"),
 }
 

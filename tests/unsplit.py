@@ -12,7 +12,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin
-from pipeshard.batch.media import read_batch
+from pipeshard.batch.read import read_batch
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.collectives import whole
 from pipeshard.errors import ConfigurationError

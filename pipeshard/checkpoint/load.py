@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoConfig, GenerationConfig
 
-from pipeshard.checkpoint.atomic import together
+from pipeshard.checkpoint.files import together
 from pipeshard.checkpoint.hf_keys import Conversion, Piece
 from pipeshard.checkpoint.safetensors_files import Source
 from pipeshard.engine.model import PipelineModel

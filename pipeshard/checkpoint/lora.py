@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
-from pipeshard.checkpoint.atomic import existing, new_folder, together
+from pipeshard.checkpoint.files import existing, new_folder, together
 from pipeshard.distributed.collectives import broadcast_bytes, gather_objects, whole
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from pipeshard.checkpoint.safe_load import has_content, is_inside, load_plain, read_document
+from pipeshard.checkpoint.files import has_content, is_inside, load_plain, read_document
 from pipeshard.distributed.collectives import local, reason
 from pipeshard.errors import CheckpointError, listed
 

@@ -15,7 +15,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pipeshard.checkpoint.atomic import Save, sync, together
+from pipeshard.checkpoint.files import Save, sync, together
 from pipeshard.checkpoint.hf_keys import copied_names, revert, saved_names
 from pipeshard.checkpoint.safetensors_files import INDICES, PICKLED, WEIGHTS, join
 from pipeshard.distributed.collectives import gather_objects, whole

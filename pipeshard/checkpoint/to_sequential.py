@@ -17,7 +17,7 @@ from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import Guarded, inside_pipeshard
 from pipeshard.graph.units import Interception, Recomputation, Sliced
 from pipeshard.hf import enable_caches
-from pipeshard.split.deferred_init import build, skeletons
+from pipeshard.split.initialize import build, skeletons
 
 
 @inside_pipeshard()

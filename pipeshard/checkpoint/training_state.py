@@ -17,12 +17,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeshard.checkpoint.atomic import existing, new_folder, remove, restore, together
+from pipeshard.checkpoint.files import (
+    existing,
+    is_inside,
+    load_plain,
+    new_folder,
+    read_document,
+    remove,
+    restore,
+    together,
+)
 from pipeshard.checkpoint.io import boosted_model, io_of
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
-from pipeshard.checkpoint.safe_load import is_inside, load_plain, read_document
-from pipeshard.distributed.collectives import gather_objects
-from pipeshard.distributed.consistency import together_in
+from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import CheckpointError
 

@@ -1,7 +1,19 @@
-"""Collectives: small values and tensors exchanged between ranks, without pickle."""
+"""Collectives: small values and tensors exchanged without pickle, and what has to be the same on all ranks.
 
+A collective call that one rank does not make hangs the others, and one that it makes with another model computes
+nonsense. So every collective call begins with one small all-gather, in which ranks compare which call they are at; what
+else has to be the same is compared once, at boost, as digests, and shown line by line where it differs.
+"""
+
+import hashlib
 import io
+import platform
 import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -9,9 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import Optimizer
 
-from pipeshard.distributed.progress import NOW
-from pipeshard.errors import MessageError
+from pipeshard.distributed.progress import NOW, Progress
+from pipeshard.distributed.watching import calling, named
+from pipeshard.errors import ConfigurationError, MessageError, UsageError
+from pipeshard.schedule.program import Program
 
 
 def encode(value: Any) -> bytes:
@@ -158,3 +173,133 @@ def slice_like(value: Tensor, tensor: Tensor) -> Tensor:
         return value
     placed: Any = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
     return local(placed)
+
+
+def call_of(progress: Progress) -> tuple[int, int]:
+    """A number for the call that runs, and how many have begun."""
+    return zlib.crc32(progress.call.encode()), progress.number
+
+
+def compare_calls(calls: Sequence[tuple[int, ...]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
+    """Raise UsageError where ranks are at other calls, or after another number of them."""
+    if len(set(calls)) > 1:
+        names = gather_objects(NOW.call, group)
+        table = "; ".join(f"{named(r)}: {name}, its call {calls[r][1]}" for r, name in enumerate(names))
+        raise UsageError(
+            f"the ranks are not at the same call: {table}. Every rank has to make each collective call of the plugin, "
+            "the optimizer and the booster, in the same order: look for what runs on some ranks only"
+        )
+
+
+MOST = 8  # numbers that each rank may bring to a meeting
+
+
+def meet(group: dist.ProcessGroup, named: Callable[[int], str], numbers: Sequence[int] = ()) -> list[list[int]]:
+    """The numbers of every rank at the beginning of a call, 8 at most; all ranks raise UsageError where they are not
+    at the same call."""
+    message = torch.tensor([*call_of(NOW), *numbers, *[0] * (MOST - len(numbers))])
+    rows = gather(message, group).tolist()
+    compare_calls([tuple(row[:2]) for row in rows], group, named)
+    return [row[2 : 2 + len(numbers)] for row in rows]
+
+
+def meet_in_world() -> None:
+    """All ranks of the world are at the same call, or all raise UsageError."""
+    world = dist.group.WORLD
+    assert world is not None
+    meet(world, named)
+
+
+@contextmanager
+def together_in(name: str) -> Iterator[None]:
+    """A call of the user's that every rank has to make, as the same one after the same others; also a decorator."""
+    with calling(name) as is_call:
+        if is_call:
+            world = dist.group.WORLD
+            assert world is not None
+            meet(world, named)
+        yield
+
+
+PACKAGES = ("pipeshard", "torch", "transformers", "colossalai", "peft", "accelerate")
+PLAIN = (bool, int, float, str, type(None))
+
+
+def compare_ranks(items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
+    """Raise ConfigurationError, on every rank, where one of these texts is not the same on all ranks of the world.
+
+    Digests travel; the lines themselves do where they differ, and the first one that does is named.
+    """
+    digests = {name: hashlib.blake2b("\n".join(lines).encode()).hexdigest() for name, lines in items.items()}
+    ranks = gather_objects(digests, group)
+    differs = next((name for name in digests if len({other.get(name) for other in ranks}) > 1), None)
+    if differs is None:
+        return
+    texts = gather_objects(list(items[differs]), group)
+    other = next(rank for rank, lines in enumerate(texts) if lines != texts[0])
+    pairs = zip_longest(texts[0], texts[other], fillvalue="nothing")
+    first, second = next(pair for pair in pairs if pair[0] != pair[1])
+    raise ConfigurationError(
+        f"{differs} differs between ranks: {first} on {named(0)}, but {second} on {named(other)}. Start every "
+        "rank with the same program, arguments and packages"
+    )
+
+
+def texts_of(arguments: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Arguments as texts that are the same in every process, one item for each."""
+    return {name: [f"{name}={_text(value)}"] for name, value in arguments.items()}
+
+
+def versions() -> dict[str, list[str]]:
+    """Those of Python and of the packages that training depends on."""
+    lines = [f"Python {'.'.join(platform.python_version_tuple()[:2])}"]
+    for package in PACKAGES:
+        try:
+            lines.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            lines.append(f"no {package}")
+    return {"a version": lines}
+
+
+def model_texts(model: nn.Module) -> dict[str, list[str]]:
+    """The parameters of a whole model, and which of them are trained."""
+    named = list(model.named_parameters())
+    return {
+        "the model's class": [type(model).__qualname__],
+        "the model": [f"{name} of shape {tuple(p.shape)} and {p.dtype}" for name, p in named],
+        "what is trained": [f"{name}.requires_grad={p.requires_grad}" for name, p in named],
+    }
+
+
+def optimizer_texts(optimizer: Optimizer) -> dict[str, list[str]]:
+    """The options of an optimizer's groups."""
+    groups = [
+        ", ".join(f"{key}={_text(value)}" for key, value in group.items() if key not in ("params", "param_names"))
+        for group in optimizer.param_groups
+    ]
+    return {"the optimizer": [type(optimizer).__qualname__, *(f"group {k} with {g}" for k, g in enumerate(groups))]}
+
+
+def compare_trained(trained: Mapping[str, bool], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
+    """Raise UsageError, on every rank, where ranks that share a parameter do not all train it, or all not."""
+    ranks = gather_objects(dict(trained), group)
+    for rank, of_rank in enumerate(ranks):
+        for name, flag in of_rank.items():
+            other = next((k for k, flags in enumerate(ranks) if flags.get(name, flag) != flag), None)
+            if other is not None:
+                raise UsageError(
+                    f"{name} is held by several ranks, and has requires_grad={flag} on {named(rank)}, but "
+                    f"{not flag} on {named(other)}: freeze it, or train it, on all of them"
+                )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple | range):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    if isinstance(value, Program):
+        return repr(value)
+    return getattr(value, "__qualname__", None) or type(value).__qualname__

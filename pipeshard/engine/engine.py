@@ -13,26 +13,31 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipeshard.batch.batch import Batch, split_sizes
 from pipeshard.batch.criterion import Criterion, refuse_criterion
-from pipeshard.batch.row_dims import RowDims
+from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
-from pipeshard.distributed.collectives import gather, gather_objects, share_scalar, sum_scalar
-from pipeshard.distributed.consistency import compare_ranks, compare_trained, together_in
+from pipeshard.distributed.collectives import (
+    compare_ranks,
+    compare_trained,
+    gather,
+    gather_objects,
+    share_scalar,
+    sum_scalar,
+    together_in,
+)
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import NOW
 from pipeshard.engine.clipping import ModelGradients
-from pipeshard.engine.interpreter import Interpreter
+from pipeshard.engine.interpreter import Interpreter, make_p2p
 from pipeshard.engine.microbatches import StepPlanner
 from pipeshard.engine.mixed_precision import LossScale, Precision
-from pipeshard.engine.nan_check import Finite
 from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
-from pipeshard.engine.p2p import make_p2p
 from pipeshard.engine.parameters import Holdings, Places
 from pipeshard.engine.reader import Reader
 from pipeshard.engine.recording import Recording
+from pipeshard.engine.refusals import refuse_compiled, refuse_recomputed
 from pipeshard.engine.running_state import Carry, deferred
-from pipeshard.engine.stage import Stage
+from pipeshard.engine.stage import Finite, Stage
 from pipeshard.engine.weight_grad import Deferral
-from pipeshard.engine.wrappers import refuse_compiled, refuse_recomputed
 from pipeshard.errors import TraceError, UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace

@@ -21,14 +21,13 @@ from pipeshard.engine.reader import digest
 from pipeshard.engine.stage import Microbatch
 from pipeshard.errors import BatchError, ConfigurationError, TraceError
 from pipeshard.graph.dataflow import Dataflow, Wanted
-from pipeshard.graph.flags import Flags
 from pipeshard.graph.kinds import modes
+from pipeshard.graph.snapshot import Flags
 from pipeshard.graph.trace import trace
 from pipeshard.split.partition import boundaries
 from pipeshard.split.policy import Policy
-from pipeshard.split.recompute import Recompute
 from pipeshard.split.refusals import refuse_hooks, refuse_unsplittable
-from pipeshard.split.route import Route
+from pipeshard.split.route import Recompute, Route
 
 FLOWS = 128  # Dataflows that are kept: batches may hold something that differs in each, and that a trace depends on
 Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and how a batch's sizes differ from those it was traced with

@@ -16,15 +16,14 @@ from colossalai.interface import OptimizerWrapper
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeshard.distributed.collectives import local, slice_like
-from pipeshard.distributed.consistency import together_in
+from pipeshard.distributed.collectives import local, slice_like, together_in
 from pipeshard.distributed.progress import NOW
 from pipeshard.distributed.watching import calling
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.grad_sync import bundled
 from pipeshard.engine.mixed_precision import MasterWeight
-from pipeshard.engine.nan_check import Finite
 from pipeshard.engine.outputs import BACKWARD
+from pipeshard.engine.stage import Finite
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from pipeshard.batch.batch import Batch, split_sizes
-from pipeshard.batch.row_dims import RowDims
+from pipeshard.batch.read import RowDims
 from pipeshard.batch.tree import flatten, text
-from pipeshard.distributed.collectives import gather_objects
-from pipeshard.distributed.consistency import meet
+from pipeshard.distributed.collectives import gather_objects, meet
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.errors import BatchError, listed

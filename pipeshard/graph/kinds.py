@@ -21,11 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from pipeshard.errors import TraceError
-from pipeshard.graph.flags import flagged
 from pipeshard.graph.meter import Meter, Visit
 from pipeshard.graph.places import HOOKS, PLAIN, Path, noting_reads
 from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, is_trainable
-from pipeshard.graph.snapshot import Snapshot
+from pipeshard.graph.snapshot import Snapshot, flagged
 from pipeshard.graph.taint import CASTING, Hidden, Tag, Taint, casting, storage_of
 from pipeshard.graph.unit_outputs import ARGUMENTS, LISTS, RESULT, UNIT, Part, changed, listened, opened, run_collecting
 from pipeshard.graph.units import unsliced

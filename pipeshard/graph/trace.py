@@ -11,7 +11,7 @@ from torch import nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
-from pipeshard.batch.media import read_batch
+from pipeshard.batch.read import read_batch
 from pipeshard.errors import BatchError, TraceError
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.carried import carrying, informed

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
-from pipeshard.batch.media import read_batch
-from pipeshard.batch.samples import made_up
+from pipeshard.batch.read import made_up, read_batch
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
@@ -24,7 +23,7 @@ from pipeshard.split.partition import Boundary, boundaries, named
 from pipeshard.split.policy import Policy, find_policy
 from pipeshard.split.ties import analyze_tied_weights
 
-SHIPPED = "pipeshard.interop.torch", "pipeshard.interop.deepspeed"  # beside those of this file
+SHIPPED = "pipeshard.interop.targets"  # beside those of this file
 
 
 @dataclass(frozen=True)
@@ -82,21 +81,16 @@ def register_target(name: str | None, kind: Kind) -> Kind:
     """Let `build(..., target=name)` use this class; ConfigurationError for a name that is taken, or for no Target."""
     if not (isinstance(kind, type) and issubclass(kind, Target)):
         raise ConfigurationError(f"register_target({name!r}, ...) wants a subclass of Target, not {kind!r}")
-    _import_shipped()  # whose names are taken
+    importlib.import_module(SHIPPED)  # whose names are taken
     if _KINDS.get(name, kind) is not kind:
         raise ConfigurationError(f"there is a target {name!r} already, {_KINDS[name].__name__}: choose another name")
     _KINDS[name] = kind
     return kind
 
 
-def _import_shipped() -> None:
-    for module in SHIPPED:
-        importlib.import_module(module)
-
-
 def find_target(name: str | None, options: Mapping[str, Any]) -> Target:
     """The target of this name, with these options; ConfigurationError where there is none, or it has none of these."""
-    _import_shipped()
+    importlib.import_module(SHIPPED)
     if name not in _KINDS:
         names = sorted(known for known in _KINDS if known is not None)
         close = get_close_matches(str(name), names, n=1)

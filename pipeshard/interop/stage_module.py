@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, loss_of
-from pipeshard.batch.media import read_batch
+from pipeshard.batch.read import read_batch
 from pipeshard.engine.microbatches import StepPlanner
 from pipeshard.engine.stage import Microbatch
 from pipeshard.errors import BatchError, UsageError
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.split.policy import Policy
-from pipeshard.split.recompute import Recompute
+from pipeshard.split.route import Recompute
 
 
 class StageModule(nn.Module):

@@ -9,15 +9,13 @@ from torch import nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
-from pipeshard.batch.media import read_batch
-from pipeshard.batch.samples import made_up
+from pipeshard.batch.read import made_up, read_batch
 from pipeshard.config import check_tp_plan
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.errors import ConfigurationError, PartitionError, UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import can_recompute, recomputes
-from pipeshard.planner.candidate import Candidate, Subject
-from pipeshard.planner.costs import metered, unit_cost
+from pipeshard.planner.candidate import Candidate, Subject, metered, unit_cost
 from pipeshard.planner.memory import Footprint, Forms, Training, format_bytes, parse_bytes
 from pipeshard.planner.plan import Estimate, Plan
 from pipeshard.planner.profile import Profile, find_profile

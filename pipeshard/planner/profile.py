@@ -17,7 +17,7 @@ from torch.nn.utils import stateless
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only, tree_unflatten
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.media import read_batch
+from pipeshard.batch.read import read_batch
 from pipeshard.distributed.collectives import gather
 from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import ConfigurationError, UsageError
@@ -27,7 +27,7 @@ from pipeshard.graph.preserve import untouched
 from pipeshard.graph.rng import Randomness
 from pipeshard.graph.shapes import blank_state
 from pipeshard.graph.taint import Value
-from pipeshard.planner.costs import metered, unit_cost
+from pipeshard.planner.candidate import metered, unit_cost
 from pipeshard.split.partition import Cost
 
 SPREAD = 0.02  # the standard deviation of made-up parameters

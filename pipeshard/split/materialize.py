@@ -16,8 +16,7 @@ from torch import nn
 from pipeshard.errors import ConfigurationError
 from pipeshard.ghost import Ghost, guard, inside_pipeshard
 from pipeshard.graph.units import CutPoint, intercept
-from pipeshard.split.deferred_init import blank_buffers, build, skeletons
-from pipeshard.split.initialize import InitWeights, give, initialize
+from pipeshard.split.initialize import InitWeights, blank_buffers, build, give, initialize, skeletons
 from pipeshard.split.policy import Policy
 from pipeshard.split.ties import names_of, put_parameter
 

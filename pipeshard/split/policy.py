@@ -19,10 +19,10 @@ from pipeshard.errors import ConfigurationError, PartitionError, unknown
 from pipeshard.graph.dataflow import Chain, Dataflow
 from pipeshard.graph.units import find_units, intercept
 from pipeshard.hf import full_name, without_adapters
-from pipeshard.split.ownership import Ownership
 from pipeshard.split.partition import Cuts, Partition, balance, call_costs, forbidden_cuts, weights
 from pipeshard.split.refusals import refuse_unsplittable
 from pipeshard.split.replay import Replay
+from pipeshard.split.ties import Ownership
 
 logger = logging.getLogger("pipeshard")
 

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipeshard.errors import TraceError, UsageError
-from pipeshard.graph.flags import is_mentioned
 from pipeshard.graph.places import format_path, is_comparable
 from pipeshard.graph.rng import Randomness, Repeat, Repeats
 from pipeshard.graph.shapes import TensorSpec
-from pipeshard.graph.snapshot import Snapshot
+from pipeshard.graph.snapshot import Snapshot, is_mentioned
 from pipeshard.graph.taint import Value
 from pipeshard.graph.unit_outputs import (
     ARGUMENTS,
@@ -34,8 +33,7 @@ from pipeshard.graph.unit_outputs import (
     resolve_from,
     run_collecting,
 )
-from pipeshard.split.recompute import recomputes_itself, run_again
-from pipeshard.split.route import Blank, Route, Step
+from pipeshard.split.route import Blank, Route, Step, recomputes_itself, run_again
 
 UNFROZEN = (
     "Freeze or unfreeze parameters, and turn activation recompute on, before booster.boost, and let a layer detach "

@@ -20,8 +20,8 @@ from pipeshard.errors import VerificationError
 from pipeshard.hf import is_of_transformers
 from pipeshard.planner.memory import format_bytes
 from pipeshard.schedule.given import name_of
+from pipeshard.verify.compare import DIFFERENT, EXACT, UNPROVEN, Proof, Proven, standing_alone
 from pipeshard.verify.proof import prove
-from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof, Proven, standing_alone
 
 logger = logging.getLogger("pipeshard")
 SECONDS = 5.0  # that "auto" may take

@@ -14,8 +14,7 @@ from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.graph.units import Interception
 from pipeshard.split.ties import first_names
 from pipeshard.verify.compare import LOSS, Comparison, Different, attributes
-from pipeshard.verify.copies import Copies
-from pipeshard.verify.reference import Reference
+from pipeshard.verify.reference import Copies, Reference
 from pipeshard.verify.virtual import Virtual
 
 

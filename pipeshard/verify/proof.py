@@ -15,8 +15,7 @@ from pipeshard.batch.criterion import Criterion
 from pipeshard.config import PipelineConfig
 from pipeshard.errors import PipeshardError
 from pipeshard.ghost import inside_pipeshard
-from pipeshard.verify.compare import Comparison, Different, named_leaves
-from pipeshard.verify.copies import Copies
+from pipeshard.verify.compare import DIFFERENT, EXACT, UNPROVEN, Comparison, Different, Proof, named_leaves
 from pipeshard.verify.differences import (
     Evaluated,
     compare_state,
@@ -27,8 +26,7 @@ from pipeshard.verify.differences import (
     first_unit,
     gradients,
 )
-from pipeshard.verify.reference import NoLoss, Reference, generators, undisturbed
-from pipeshard.verify.result import DIFFERENT, EXACT, UNPROVEN, Proof
+from pipeshard.verify.reference import Copies, NoLoss, Reference, generators, undisturbed
 from pipeshard.verify.virtual import Virtual
 
 logger = logging.getLogger("pipeshard")

@@ -1,21 +1,147 @@
-"""Reference: the model as the user has it, called directly, and trained on the same microbatches by hand."""
+"""Reference: the model as the user has it, copied, called directly, and trained on the same microbatches by hand."""
 
 import contextlib
+import copy
 import logging
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.graph.rng import Randomness, python_state
 from pipeshard.hf import disable_caches
-from pipeshard.verify.copies import Copies
+from pipeshard.split.initialize import InitWeights, build, initialize, skeletons
+from pipeshard.split.materialize import allocate
+
+
+@dataclass
+class Copies:
+    """Copies that know each other: the optimizer trains the parameters of this model, the criterion may read them."""
+
+    model: nn.Module
+    criterion: Criterion | None
+    optimizer: Optimizer | None
+    sample: Batch
+
+    def copy(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "Copies":
+        """Copy once more; floating numbers become those of `dtype`.
+
+        Functions that carry something with them (hooks, lambdas) are copied with it: else all copies would write to
+        the one dict of the user's. Raises what deepcopy raises for what cannot be copied.
+        """
+        memo: dict[int, Any] = {}
+        closures = {id(f): f for f in _functions(self.model, self.criterion, self.optimizer)}
+        for function in closures.values():
+            memo[id(function)] = _hollow(function)
+        memo |= {id(tensor): tensor.detach().clone() for tensor in _made(self.model)}
+        model, criterion = copy.deepcopy((self.model, self.criterion), memo)
+        _copy_hooks(self.model, model, memo)
+        for function in closures.values():
+            for mine, theirs in zip(memo[id(function)].__closure__, function.__closure__ or (), strict=True):
+                mine.cell_contents = copy.deepcopy(theirs.cell_contents, memo)
+        optimizer = None if self.optimizer is None else _copied(self.optimizer, memo)
+        made = Copies(model, criterion, optimizer, copy.deepcopy(self.sample))
+        for tensor in made._tensors():
+            to = dtype if tensor.is_floating_point() else None
+            tensor.data = tensor.data.to(device, to)
+        if dtype is not None:
+            made.sample = made.sample.map(lambda path, leaf, dim: leaf.to(dtype) if leaf.is_floating_point() else leaf)
+        made.sample = made.sample if device is None else made.sample.to(device)
+        return made
+
+    def drawn(self, device: torch.device, rule: InitWeights, seed: int) -> "Copies":
+        """A copy with memory and drawn values for what is on meta."""
+        made = self.copy()
+        for module in skeletons(made.model):
+            build(module, seed)
+        names = [name for name, parameter in made.model.named_parameters() if parameter.is_meta]
+        initialize(made.model, names, allocate(made.model, names, device), rule or True, seed)
+        return made
+
+    def foreign(self) -> list[nn.Parameter]:
+        """What the optimizer is given beside the model's parameters, in its order."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        own = set(self.model.parameters())
+        return [p for group in groups for p in group["params"] if p not in own]
+
+    def _tensors(self) -> Iterator[Tensor]:
+        modules = [self.model, *([self.criterion] if isinstance(self.criterion, nn.Module) else [])]
+        for module in modules:
+            yield from module.parameters()
+            yield from module.buffers()
+        yield from self.foreign()
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+            yield from (value for value in state.values() if isinstance(value, Tensor) and value.ndim)
+
+
+def _functions(*owners: Any) -> Iterator[types.FunctionType]:
+    """The closures among the attributes and hooks of modules, a criterion and an optimizer."""
+    for owner in owners:
+        found: list[Any] = [owner]
+        for one in owner.modules() if isinstance(owner, nn.Module) else [owner]:
+            values = list(getattr(one, "__dict__", {}).values())
+            found += values + [inner for value in values if isinstance(value, Mapping) for inner in value.values()]
+        if isinstance(owner, nn.Module):
+            found += [hook for parameter in owner.parameters() for hook in _hooks(parameter)]
+        yield from (function for function in found if isinstance(function, types.FunctionType) and _filled(function))
+
+
+def _filled(function: types.FunctionType) -> bool:
+    """Whether it carries something with it, all of which is there."""
+    try:
+        return bool([cell.cell_contents for cell in function.__closure__ or ()])
+    except ValueError:
+        return False
+
+
+def _hollow(function: types.FunctionType) -> types.FunctionType:
+    """The same function, which carries nothing yet."""
+    cells = tuple(types.CellType() for _ in function.__closure__ or ())
+    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
+    made.__dict__.update(function.__dict__)
+    return made
+
+
+def _made(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors that forwards have left on modules, with a graph: deepcopy refuses them."""
+    for module in model.modules():
+        for value in vars(module).values():
+            inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            yield from (leaf for leaf in inner if isinstance(leaf, Tensor) and not leaf.is_leaf)
+
+
+def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:
+    later = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return [*(parameter._backward_hooks or {}).values(), *(later or {}).values()]
+
+
+def _copy_hooks(model: nn.Module, made: nn.Module, memo: dict[int, Any]) -> None:
+    """A copied parameter has lost its hooks, and the attributes that it was given."""
+    for old, new in zip(model.parameters(), made.parameters(), strict=True):
+        new.__dict__.update(copy.deepcopy(vars(old), memo))
+        for hook in (old._backward_hooks or {}).values():
+            new.register_hook(copy.deepcopy(hook, memo))
+        for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+            new.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))
+
+
+def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """With all its attributes, but for the `step` that a scheduler has put around its own."""
+    made: Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = made
+    made.__dict__.update(copy.deepcopy({k: v for k, v in vars(optimizer).items() if k != "step"}, memo))
+    return made
+
 
 logger = logging.getLogger("pipeshard")
 

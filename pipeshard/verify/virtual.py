@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.row_dims import RowDims
+from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.grad_sync import GradientSync
@@ -29,7 +29,7 @@ from pipeshard.split.materialize import is_released, shard
 from pipeshard.split.partition import named
 from pipeshard.split.policy import find_policy
 from pipeshard.verify.compare import Different
-from pipeshard.verify.copies import Copies
+from pipeshard.verify.reference import Copies
 
 Messages = dict[tuple[Kind, int, int], list[Tensor]]  # what an action has made for the next stage, or the one before
 

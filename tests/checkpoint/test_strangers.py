@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeshard import load_training_state, save_training_state
-from pipeshard.checkpoint import safe_load as document
+from pipeshard.checkpoint import files as document
 from pipeshard.checkpoint import safetensors_files as shards
 from pipeshard.checkpoint import training_state as manifest
-from pipeshard.checkpoint.optimizer_content import VALUE, flaw
-from pipeshard.checkpoint.safe_load import load_plain
+from pipeshard.checkpoint.files import load_plain
+from pipeshard.checkpoint.optimizer import VALUE, flaw
 from pipeshard.checkpoint.safetensors_files import Source, check_shards, join, read_shards, write_shards
 from pipeshard.errors import CheckpointError
 from tests.checkpoint.test_training_state import Training

@@ -9,13 +9,13 @@ from unittest import mock
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from pipeshard.checkpoint import atomic as beside
+from pipeshard.checkpoint import files as beside
 from pipeshard.distributed import failures as alarm
 from pipeshard.distributed import failures as rollcall
 from pipeshard.distributed import watch
 from pipeshard.distributed.collectives import gather_objects
-from pipeshard.engine import nan_check as finite
 from pipeshard.engine import reader as agreement
+from pipeshard.engine import stage as finite
 from pipeshard.split import replay
 from tests.faults.plant import Case
 

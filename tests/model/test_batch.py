@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from pipeshard import trace
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.batch_dims import check_declared, refuse_unknown
-from pipeshard.batch.row_dims import RowDims
+from pipeshard.batch.read import RowDims
 from pipeshard.batch.tree import tensors_in
 from pipeshard.engine.reader import digest
 from pipeshard.errors import BatchError, ConfigurationError

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.media import read_batch
+from pipeshard.batch.read import read_batch
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.errors import ConfigurationError, PipeshardError
 from tests.parity.build import batch, build

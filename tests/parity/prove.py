@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from pipeshard import PipelinePlugin
-from pipeshard.batch.media import read_batch
+from pipeshard.batch.read import read_batch
+from pipeshard.verify.compare import EXACT, UNPROVEN, Proof, alone
 from pipeshard.verify.proof import prove as prove_model
-from pipeshard.verify.result import EXACT, UNPROVEN, Proof, alone
 from tests.parity.build import batch, build
 from tests.parity.check import Verdict
 from tests.parity.entries import Entry

@@ -10,10 +10,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from pipeshard.batch.media import read_batch
+from pipeshard.batch.read import read_batch
 from pipeshard.errors import TraceError
 from pipeshard.graph.meter import Meter
-from pipeshard.planner.costs import estimated, metered
+from pipeshard.planner.candidate import estimated, metered
 from tests import zoo
 from tests.planner.saved import saved_bytes
 

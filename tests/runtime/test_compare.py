@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pipeshard import PipelinePlugin
-from pipeshard.distributed import consistency as compare
+from pipeshard.distributed import collectives as compare
 from pipeshard.errors import BatchError, ConfigurationError, PipeshardError, RankError, UsageError
 from tests import zoo
 from tests.pool import Pool

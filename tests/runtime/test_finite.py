@@ -68,7 +68,7 @@ def test_a_microbatch_without_labels_is_no_reason(pool: Pool) -> None:
 
 
 def test_overflow_of_a_norm_alone_is_none() -> None:
-    from pipeshard.engine.nan_check import Finite
+    from pipeshard.engine.stage import Finite
 
     parameter = torch.nn.Parameter(torch.ones(4))
     parameter.grad = torch.full((4,), 3e38)

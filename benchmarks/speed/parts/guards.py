@@ -18,13 +18,13 @@ from benchmarks.speed.parts import Effort
 from benchmarks.speed.parts.work import spread
 from benchmarks.speed.section import Bar, Section, Table
 from pipeshard import PipelinePlugin
-from pipeshard.batch.media import read_batch
+from pipeshard.batch.read import read_batch
 from pipeshard.engine import microbatches as planning
 from pipeshard.engine.stage import Stage
-from pipeshard.graph.flags import Flags
+from pipeshard.graph.snapshot import Flags
 from pipeshard.split.replay import Replay
+from pipeshard.verify.compare import alone
 from pipeshard.verify.proof import prove
-from pipeshard.verify.result import alone
 
 TEXT = """\
 One stage in one process, in CPU time of its thread. Every guard (what a unit returns, what gets a gradient, whether

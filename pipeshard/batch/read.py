@@ -1,0 +1,299 @@
+"""Read: how samples become a Batch: collated, with batch dims for every leaf and an owner for every image.
+
+Processors put the media of all samples one behind the other, so that a leaf's first dimension counts images, or patches
+of all of them, and nothing in its shape says where a sample's end. A leaf of counts does (`num_local_patches`), or each
+sample's number of placeholder tokens, with the sizes of the images. Where neither does, the batch cannot be cut.
+
+One batch may not tell: a table has as many rows as there are samples by chance, and a (s, b) leaf looks like one that
+every microbatch needs whole. So what a leaf was in one batch it has to be in all, and a leaf that may be cut either way
+is refused until `batch_dims` says which. Of the architectures in docs/parity.md one has such a leaf.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
+
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.batch_dims import BatchDims, refuse_unknown
+from pipeshard.errors import BatchError
+from pipeshard.hf import (
+    IDS,
+    LABELS,
+    MASK,
+    MEDIA,
+    PIXELS,
+    SIZES,
+    counts_items,
+    has_label_per_sample,
+    image_shape,
+    main_input,
+    media_kind,
+    placeholder_token,
+)
+
+Owners = dict[str, tuple[int, ...]]  # by path: how many entries each sample has, () where that is not known
+
+
+def read_batch(
+    model: nn.Module, data: Any, declared: BatchDims | None = None, lists: dict[str, bool] | None = None
+) -> Batch:
+    """A batch for `model` as a dataloader gives it, with the media of each sample.
+
+    `declared` has, by path, the dimension that counts the samples (None: every microbatch gets the leaf whole), and
+    `lists` which lists of tensors have one entry a sample, as far as known from earlier batches.
+    """
+    declared = declared or {}
+    batch = Batch.of(data, main_input(model), declared, lists)
+    owners = {path: counts for path, counts in _owners(model, batch).items() if path not in declared}
+    owners |= {path: several for path, dim in declared.items() if dim == 0 and (several := _several(batch, path))}
+    return batch.owned(owners)
+
+
+def _owners(model: nn.Module, batch: Batch) -> Owners:
+    ids = batch.by_sample(IDS) if IDS in batch.tensors else None
+    owners: Owners = {}
+    for kind in MEDIA:
+        leaves = {path: leaf for path, leaf in batch.tensors.items() if media_kind(path) == kind and leaf.ndim > 0}
+        token = placeholder_token(model, kind)
+        tokens = ids.eq(token).sum(1).tolist() if ids is not None and ids.ndim == 2 and token is not None else []
+        unknown: Owners = {p: () for p, t in leaves.items() if t.is_floating_point() and len(t) != batch.rows}
+        owners |= unknown | _by_tokens(leaves, tokens) | _by_counts(leaves, batch)
+    if LABELS in batch.tensors and batch.tensors[LABELS].ndim == 2 and (codebooks := _several(batch, LABELS)):
+        owners[LABELS] = codebooks  # one row for each codebook of a sample
+    return owners
+
+
+def _several(batch: Batch, path: str) -> tuple[int, ...]:
+    """As many entries for each sample, where a leaf has several times as many as there are samples; else ()."""
+    leaf = batch.tensors.get(path)
+    count, remainder = divmod(len(leaf) if leaf is not None and leaf.ndim else 0, batch.rows)
+    return (count,) * batch.rows if count > 1 and not remainder else ()
+
+
+def _by_counts(leaves: Mapping[str, Tensor], batch: Batch) -> Owners:
+    counts = [
+        tuple(leaf.tolist())
+        for path, leaf in batch.tensors.items()
+        if counts_items(path) and leaf.shape == (batch.rows,) and not leaf.is_floating_point()
+    ]
+    return {
+        path: next(count for count in counts if sum(count) == len(leaf))
+        for path, leaf in leaves.items()
+        if len(leaf) != batch.rows and any(sum(count) == len(leaf) for count in counts)
+    }
+
+
+def _by_tokens(leaves: Mapping[str, Tensor], tokens: Sequence[int]) -> Owners:
+    """For each leaf that is not one entry a sample: how many entries each sample has, as its tokens say."""
+    sizes = next((leaf for path, leaf in leaves.items() if path.endswith(SIZES) and leaf.ndim == 2), None)
+    values = next((leaf for leaf in leaves.values() if leaf.is_floating_point()), None)
+    if not tokens or values is None:
+        return {}
+    areas = [1] * len(values) if sizes is None else [int(area) for area in sizes.long().prod(1).tolist()]
+    items = _assign(areas, tokens) or _assign([1] * len(areas), tokens)
+    if items is None and len(areas) == len(tokens):
+        items = (1,) * len(tokens)
+    if items is None:
+        return {path: () for path, leaf in leaves.items() if len(leaf) in (len(areas), sum(areas))}
+    edges = [0, *itertools.accumulate(items)]
+    patches = tuple(sum(areas[a:b]) for a, b in itertools.pairwise(edges))
+    owners: Owners = {}
+    for path, leaf in leaves.items():
+        side, remainder = divmod(leaf.shape[-1], sum(areas))  # (1, 3, p, patches x p): side by side
+        if len(leaf) == len(areas):
+            owners[path] = items
+        elif len(leaf) == sum(areas):
+            owners[path] = patches
+        elif len(leaf) == 1 and leaf.ndim == 4 and not remainder:
+            owners[path] = tuple(side * count for count in patches)
+    return {path: counts for path, counts in owners.items() if set(counts) != {1}}
+
+
+def _assign(areas: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...] | None:
+    """How many items in a row belong to each sample, if each item has as many tokens as its area says."""
+    area, total, counts, at = sum(areas), sum(tokens), [], 0
+    for of_sample in tokens:
+        first, covered = at, 0
+        while at < len(areas) and covered * total < of_sample * area:
+            covered += areas[at]
+            at += 1
+        if covered * total != of_sample * area:
+            return None
+        counts.append(at - first)
+    return tuple(counts) if at == len(areas) and total else None
+
+
+Kind = tuple[str, int]  # a leaf's path and its number of dimensions
+
+
+class RowDims:
+    """Reads batches for one model, and remembers of each leaf what earlier batches have shown."""
+
+    def __init__(self, model: nn.Module, declared: BatchDims | None = None) -> None:
+        self.model, self.declared = model, dict(declared or {})
+        self._lists: dict[str, bool] = {}
+        self._first: dict[Kind, tuple[int, int]] = {}  # the size of the first dimension, and the samples
+        self._other: dict[Kind, set[int]] = {}  # dimensions that once had a size which does not count the samples
+
+    def read(self, data: Any, is_cut: bool = True) -> Batch:
+        """A batch as a dataloader gives it; one that is not cut into microbatches may have leaves that are in doubt.
+
+        Raises BatchError for what cannot be read.
+        """
+        batch = read_batch(self.model, data, self.declared, self._lists)
+        return self.settle(batch) if is_cut else batch
+
+    def settle(self, batch: Batch) -> Batch:
+        """The batch with leaves whole that have as many entries as there are samples by chance.
+
+        Raises BatchError for leaves of which that, or another dimension that may count the samples, is in doubt.
+        """
+        if batch.rows == 1:
+            return batch
+        dims = dict(zip(batch.paths, batch.row_dims, strict=True))
+        leaves = {path: leaf for path, leaf in batch.tensors.items() if path not in self.declared}
+        whole: BatchDims = {
+            path: None
+            for path, leaf in leaves.items()
+            if path not in batch.owners and dims[path] in (0, None) and self._is_whole_as_before(path, leaf, batch.rows)
+        }
+        doubts = {
+            path: dim
+            for path, leaf in leaves.items()
+            if (dim := self._doubtful(path, leaf, batch)) is not None and (path in whole or dims[path] is None)
+        }
+        if doubts:
+            shapes = (f"dimension {dim} of {path} {tuple(leaves[path].shape)}" for path, dim in doubts.items())
+            raise BatchError(
+                f"there are {batch.rows} samples, and {', '.join(shapes)} may count them or not. Pass "
+                f"PipelinePlugin(batch_dims={doubts}) to cut it with the samples, or "
+                f"batch_dims={dict.fromkeys(doubts)} to give it whole to every microbatch"
+            )
+        return batch.counted(whole)
+
+    def _is_whole_as_before(self, path: str, leaf: Tensor, rows: int) -> bool:
+        """Whether the first dimension did not count the samples in the first batch, but seems to do so now."""
+        size = leaf.shape[0] if leaf.ndim else 1
+        if size == 1:
+            return False
+        size_before, rows_before = self._first.setdefault((path, leaf.ndim), (size, rows))
+        counted_before, counts_now = size_before == rows_before, size == rows
+        if counted_before == counts_now:
+            return False
+        if counted_before or size_before != size:
+            raise BatchError(
+                f"the first dimension of {path} was {size_before} in a batch of {rows_before} samples, and is {size} "
+                f"in one of {rows}: it counts the samples only by chance, or not always. Pass "
+                f"PipelinePlugin(batch_dims={{{path!r}: None}}) for what every microbatch gets whole, or "
+                f"{{{path!r}: 0}} for one entry a sample"
+            )
+        return True
+
+    def _doubtful(self, path: str, leaf: Tensor, batch: Batch) -> int | None:
+        """The dimension of a leaf that is not cut which may count the samples: the only one of as many entries, or
+        else the first one, where it has several times as many. None that once had another size is in doubt."""
+        if batch.owners.get(path) and path != LABELS:  # labels: (s, b), or one row for each codebook
+            return None
+        several = leaf.ndim > 0 and len(leaf) % batch.rows == 0
+        other = self._other.setdefault((path, leaf.ndim), set())
+        other |= {dim for dim, size in enumerate(leaf.shape) if size != batch.rows and (dim > 0 or not several)}
+        equal = [dim for dim, size in enumerate(leaf.shape) if size == batch.rows and dim not in other]
+        if equal:
+            return equal[0] if len(equal) == 1 else None
+        return 0 if several and 0 not in other and path not in batch.owners else None
+
+
+COLLATORS = "DataCollatorForSeq2Seq(tokenizer), DataCollatorWithPadding(tokenizer)"
+
+
+def collate(samples: list[Any]) -> Any:
+    """torch's default_collate, or, for mappings with lists of numbers (as a tokenizer leaves in a `datasets.Dataset`),
+    transformers' default_data_collator, as its Trainer does: `label` becomes `labels`, strings are left out.
+
+    Raises BatchError for lists of different lengths.
+    """
+    if not (isinstance(samples[0], Mapping) and any(map(_is_numbers, samples[0].values()))):
+        return default_collate(samples)
+    from transformers import default_data_collator
+
+    try:
+        return default_data_collator(samples, return_tensors="pt")
+    except ValueError as error:
+        raise BatchError(
+            f"the samples' lists do not make a tensor ({error}): pad them, by collate_fn=transformers.{COLLATORS} or "
+            "the like, or by padding='max_length' where they are tokenized"
+        ) from error
+
+
+def first_samples(dataloader: DataLoader[Any]) -> Any:
+    """What the dataloader would make of its dataset's first samples; nothing of its order or its state is used up.
+
+    Raises BatchError where it would take lists of tokens apart.
+    """
+    dataset: Any = getattr(dataloader, "dataset", None)
+    collate_fn = getattr(dataloader, "collate_fn", None)
+    if collate_fn is None or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        return None
+    size, sampler = getattr(dataloader, "batch_size", None), getattr(dataloader, "batch_sampler", None)
+    with torch.random.fork_rng(devices=[]):
+        if size is None and sampler is None:  # the dataset's entries are batches
+            return collate_fn(dataset[0])
+        size = size or getattr(sampler, "batch_size", None) or 1
+        samples = [dataset[k] for k in range(min(len(dataset), size))]
+        tokens = samples[0].get(IDS) if isinstance(samples[0], Mapping) else None
+        if collate_fn is default_collate and _is_numbers(tokens):
+            raise BatchError(
+                "the dataset's samples have lists of tokens, which torch's default_collate takes apart: use "
+                "plugin.prepare_dataloader(dataset, batch_size), pass collate_fn=transformers.default_data_collator "
+                f"(or {COLLATORS}, which pad) to the DataLoader, or call dataset.with_format('torch')"
+            )
+        return collate_fn(samples)
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether this is a list of numbers, or of such lists."""
+    return isinstance(value, list) and (not value or isinstance(value[0], int | float) or _is_numbers(value[0]))
+
+
+def made_up(model: nn.Module, rows: int = 2, length: int = 8) -> dict[str, Tensor]:
+    """Dummy inputs: `rows` samples, of `length` tokens each where the model takes tokens.
+
+    Raises BatchError for a model that takes something else than tokens or images of one size.
+    """
+    if main_input(model) == IDS:
+        ids = torch.zeros(rows, length, dtype=torch.int64)
+        return {IDS: ids, MASK: torch.ones_like(ids), LABELS: ids[:, 0] if has_label_per_sample(model) else ids}
+    if main_input(model) == PIXELS and (shape := image_shape(model)) is not None:
+        return {PIXELS: torch.zeros(rows, *shape), LABELS: torch.zeros(rows, dtype=torch.int64)}
+    raise BatchError(
+        f"what {type(model).__name__} takes (main input {main_input(model)!r}) cannot be made up: pass a batch "
+        "(PipelinePlugin(dry_run_input=...), pipeshard.plan(model, batch, ...)), or a dataloader over an indexable "
+        "dataset to booster.boost"
+    )
+
+
+def find_sample(
+    model: nn.Module,
+    dry_run_input: Any,
+    dataloader: DataLoader[Any] | None,
+    batch_dims: BatchDims,
+    size: int,
+    device: torch.device,
+) -> Batch:
+    """The user's `dry_run_input` (a batch, or a function `fn(size, device)` that makes one), the dataset's first
+    samples, or else dummy inputs for the model.
+
+    Raises BatchError for what cannot be read or made up, ConfigurationError for declared leaves that it has not.
+    """
+    is_function = callable(dry_run_input) and not isinstance(dry_run_input, Mapping)
+    data = dry_run_input(size, device) if is_function else dry_run_input
+    if data is None and dataloader is not None:
+        data = first_samples(dataloader)
+    batch = read_batch(model, made_up(model) if data is None else data, batch_dims)
+    if data is not None:
+        refuse_unknown(batch.paths, batch_dims)
+    return batch
