@@ -305,7 +305,7 @@ class PipelineConfig:
 
 def check_tp_plan(plan: Any) -> None:
     """Of tensor parallelism: styles by the names of modules, or None."""
-    if plan is not None and not (isinstance(plan, Mapping) and plan and {*map(type, plan.values())} == {str}):
+    if plan is not None and not (isinstance(plan, Mapping) and {*map(type, plan.values())} == {str}):
         raise ConfigurationError(f"tp_plan must be a dict of styles by the names of modules, got {plan!r}")
 
 
@@ -320,7 +320,7 @@ def check_replicas(zero_stage: int, fsdp: bool) -> None:
     if zero_stage not in (0, 1):
         raise ConfigurationError(f"zero_stage={zero_stage!r} is unknown: use 0 or 1")
     if fsdp and zero_stage:
-        raise ConfigurationError("zero_stage=1 and fsdp=True: fsdp shards the optimizer's state already, drop zero_stage")
+        raise ConfigurationError("zero_stage=1: fsdp=True shards the optimizer's state already, drop zero_stage")
 
 
 def check_precision(precision: str, autocast: bool) -> None:
