@@ -18,7 +18,7 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
-from pipeshard.batch.read import made_up
+from pipeshard.batch.read import dummy_inputs
 from pipeshard.distributed.watch import NOTE
 from pipeshard.engine.recording import Recording
 from pipeshard.errors import ConfigurationError, PipeshardError
@@ -161,7 +161,7 @@ def _rank(rank: int, trial: Trial, folder: str) -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // trial.pp_size))
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=trial.pp_size)
     model = build(trial.source, trial.fields, trial.dtype)
-    batch = made_up(model, trial.num_samples, trial.seq_len)
+    batch = dummy_inputs(model, trial.num_samples, trial.seq_len)
     booster = trial.make_booster(batch)
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
     for _ in range(trial.steps):
@@ -231,7 +231,7 @@ def drawn_batch(model: nn.Module, rows: int, length: int) -> dict[str, Tensor]:
         many = getattr(config, "num_labels", 2) if leaf.ndim == 1 else getattr(text, "vocab_size", 2)
         return torch.randint(many, leaf.shape, generator=generator)
 
-    batch = {name: drawn(name, leaf) for name, leaf in made_up(model, rows, length).items()}
+    batch = {name: drawn(name, leaf) for name, leaf in dummy_inputs(model, rows, length).items()}
     if (labels := batch.get(LABELS)) is not None and labels.ndim == 2:
         first = torch.arange(rows)[:, None] % max(1, length - 1)
         batch[LABELS] = labels.masked_fill(torch.arange(length) < first, IGNORED)

@@ -101,15 +101,15 @@ def test_what_does_not_fit_is_refused_and_recompute_counted() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["lama", *SIZES], "error: lama is no folder, no config.json and no model type of transformers (did you mean"),
+        (["lama", *SIZES], "error: lama is not a folder, a config.json or a model type of transformers (did you mean"),
         (["owner/name", *SIZES], "error: owner/name is not there: pass a folder, a config.json or a model type"),
         (["llama", "hidden=64", *SIZES], "error: LlamaConfig has no hidden: did you mean hidden_act or hidden_size?"),
-        (["llama", "hidden_size", *SIZES], "error: 'hidden_size' is no field of a config: write key=value"),
+        (["llama", "hidden_size", *SIZES], "error: 'hidden_size' is not a field of a config: write key=value"),
         ([*MODEL, *SIZES, "--schedule", "zbw"], "error: unknown schedule 'zbw': did you mean 'zbv'?"),
         ([*MODEL, *SIZES, "--dtype", "int8"], "error: dtype='int8' is unknown: use one of"),
         ([*MODEL, *SIZES, "--partition", "evenly"], "error: partition='evenly' is unknown: use one of"),
         ([*MODEL, "--pp", "9", "--microbatches", "4"], "error: "),
-        ([*MODEL, *SIZES, "--device-memory", "much"], "error: device_memory='much' is no size"),
+        ([*MODEL, *SIZES, "--device-memory", "much"], "error: device_memory='much' is not a size"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(arguments: list[str], message: str) -> None:

@@ -139,9 +139,9 @@ def test_legal_layouts(ranks: int, pp_size: int, microbatches: int, expected: li
     [
         ((5, 16, 1, 4), r"5 ranks .* pp_size=4 or less: .*\(5 of 1 stages\) do not divide the 16 microbatches"),
         ((6, 16, 4, 2), r"\(3 of 2 stages, 6 of 1 stages\) do not divide the 4 microbatches .*global_batch=16"),
-        ((4, 10, 4, 4), "global_batch=10 is no multiple of microbatch_size=4"),
-        ((4, 0, 1, 4), "global_batch=0 is no positive integer"),
-        ((4, 8, 1, "auto"), "pp_size='auto' is no positive integer"),
+        ((4, 10, 4, 4), "global_batch=10 must be a multiple of microbatch_size=4"),
+        ((4, 0, 1, 4), "global_batch must be a positive integer, got 0"),
+        ((4, 8, 1, "auto"), "pp_size must be a positive integer, got 'auto'"),
     ],
 )
 def test_where_no_layout_is_legal(arguments: Any, message: str) -> None:

@@ -111,7 +111,7 @@ def test_a_mutation_is_seen(pool: Pool, name: str, mutation: Callable[[], Any], 
 
 
 def own_labels_only() -> Any:
-    return mock.patch("pipeshard.engine.microbatches.StepPlanner._total", lambda self, count, rule: count)
+    return mock.patch("pipeshard.engine.microbatches.RouteCache._total", lambda self, count, rule: count)
 
 
 def replicas_not_reduced() -> Any:

@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "fsdp": (sharded, r"layers\.2 is wrapped in FSDPModule.*fsdp=True"),
     "layer.compile": (compiled_layer, r"layers\.1 \(Block\) was compiled by itself.*compile=True"),
     "compiled body": (compiled_body, r"net \(OptimizedModule\) was compiled by itself"),
-    "cuts in a list": (listed, "CutPoint is called that is no module of the model.*nn.ModuleList"),
+    "cuts in a list": (listed, "CutPoint is called that is not a module of the model.*nn.ModuleList"),
 }
 
 

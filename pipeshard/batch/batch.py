@@ -43,7 +43,7 @@ class Batch:
         `declared` has the dimension that does for the leaves of which it is another one. `lists` has which lists of
         tensors have one entry a sample, as far as known, and learns it.
 
-        Raises BatchError when there is no tensor in it, or a declared dimension does not count the samples.
+        Raises BatchError without a tensor in it, or a declared dimension does not count the samples.
         """
         paths, leaves, tree = read_leaves(data, main_input, declared or {}, {} if lists is None else lists)
         # What was made in inference mode has no version counter, by which writes in place are seen.
@@ -71,7 +71,7 @@ class Batch:
 
     @property
     def others(self) -> tuple[tuple[str, str], ...]:
-        """What is no tensor, by path, as text; of what has one entry a sample only that it does."""
+        """What is not a tensor, by path, as text; of what has one entry a sample only that it does."""
         leaves = zip(self.paths, self.leaves, self.row_dims, strict=True)
         return tuple(
             (path, "one entry a sample" if is_entries(leaf, dim) else text(leaf))

@@ -70,7 +70,7 @@ def count_rows(
 
     The main input's first dimension counts the samples, or the one that is declared for it. Of other tensors the first
     dimension does if it has their number; of lists without tensors, and tuples with strings, the entries do likewise.
-    Raises BatchError where there is no tensor, no sample, or a declared dimension that has another size.
+    Raises BatchError without a tensor or a sample, and for a declared dimension that has another size.
     """
     declared = declared or {}
     named = dict(zip(paths, leaves, strict=True))

@@ -259,7 +259,7 @@ def _is_numbers(value: Any) -> bool:
     return isinstance(value, list) and (not value or isinstance(value[0], int | float) or _is_numbers(value[0]))
 
 
-def made_up(model: nn.Module, rows: int = 2, length: int = 8) -> dict[str, Tensor]:
+def dummy_inputs(model: nn.Module, rows: int = 2, length: int = 8) -> dict[str, Tensor]:
     """Dummy inputs: `rows` samples, of `length` tokens each where the model takes tokens.
 
     Raises BatchError for a model that takes something else than tokens or images of one size.
@@ -293,7 +293,7 @@ def find_sample(
     data = dry_run_input(size, device) if is_function else dry_run_input
     if data is None and dataloader is not None:
         data = first_samples(dataloader)
-    batch = read_batch(model, made_up(model) if data is None else data, batch_dims)
+    batch = read_batch(model, dummy_inputs(model) if data is None else data, batch_dims)
     if data is not None:
         refuse_unknown(batch.paths, batch_dims)
     return batch

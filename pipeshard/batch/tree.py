@@ -54,9 +54,9 @@ def flatten(
 ) -> tuple[tuple[str, ...], tuple[Any, ...], Tree]:
     """The leaves of what a dataloader gives, their paths, and the Tree that puts them together again.
 
-    What is no mapping, tuple or list becomes a tuple of that one thing. A leaf is a tensor, a list or tuple without
+    What is not a mapping, tuple or list becomes a tuple of that one thing. A leaf is a tensor, a list or tuple without
     any tensor in it (of strings, of one number a sample), or one with tensors of which `by_sample(path, list)` says
-    that it has one entry a sample, or whatever else is no container. Dataclasses, namespaces and objects that have
+    that it has one entry a sample, or whatever else is not a container. Dataclasses, namespaces and objects that have
     tensors as attributes are put together again in their own class, without calling `__init__` or `__post_init__`.
 
     The path of an entry of the mapping, or a field of the dataclass, that the batch is, is its name; anything deeper
@@ -109,12 +109,12 @@ def has_tensors(node: Any) -> bool:
 
 
 def is_entries(leaf: Any, dim: int | None = 0) -> bool:
-    """Whether a leaf that is no tensor is a list or tuple that may have one entry a sample."""
+    """Whether a leaf that is not a tensor is a list or tuple that may have one entry a sample."""
     return type(leaf) in (list, tuple) and dim is not None
 
 
 def text(leaf: Any) -> str:
-    """What is no tensor, the same text in every process: without addresses, and sets in one order."""
+    """What is not a tensor, as the same text in every process: without addresses, and sets in one order."""
     shown = sorted(map(repr, leaf)) if isinstance(leaf, set | frozenset) else leaf
     return f"{type(leaf).__name__} {re.sub(r' at 0x[0-9a-f]+', '', repr(shown))}"
 
@@ -127,7 +127,7 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
 
 
 def field_of(name: str) -> str:
-    """The field of a model's output that the leaf of this name belongs to; "" where the output is no mapping."""
+    """The field of a model's output that the leaf of this name belongs to; "" where the output is not a mapping."""
     match = re.match(r"\['(.*?)'\]", name)
     return match[1] if match else ""
 

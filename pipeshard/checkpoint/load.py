@@ -16,7 +16,7 @@ from pipeshard.checkpoint.files import together
 from pipeshard.checkpoint.hf_keys import Conversion, Piece
 from pipeshard.checkpoint.safetensors_files import Source
 from pipeshard.engine.model import PipelineModel
-from pipeshard.engine.parameters import Holdings
+from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import CheckpointError, ConfigurationError, listed
 from pipeshard.split.ties import first_names
 
@@ -87,7 +87,7 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
 class _Plan:
     """What of a checkpoint becomes what of the whole model, known without reading it."""
 
-    def __init__(self, model: nn.Module, source: Source, holdings: Holdings) -> None:
+    def __init__(self, model: nn.Module, source: Source, holdings: HeldParameters) -> None:
         self.model, self.source, self.holdings = model, source, holdings
         state = model.state_dict(keep_vars=True)  # Ghosts have shapes
         self.shapes = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}

@@ -243,7 +243,7 @@ def _in_files(tensors: Mapping[tuple[str, str], Tensor]) -> dict[str, Tensor]:
 def _read_content(source: Path) -> Content:
     """What a folder says of itself, or all of a file; nothing that it says is larger than it is."""
     if not source.exists():
-        raise CheckpointError(f"{source} cannot be read: there is no such file or folder")
+        raise CheckpointError(f"{source} cannot be read: it does not exist")
     described = source.is_dir()
     advice = "pass what booster.save_optimizer wrote"
     content = load_plain(source / DESCRIPTION if described else source, "an optimizer checkpoint", advice)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeshard.distributed.collectives import broadcast_bytes, gather_objects, whole
 from pipeshard.engine.engine import Pipeline
-from pipeshard.engine.fsdp import additions, own_classes, remove_additions
+from pipeshard.engine.fsdp import fsdp_additions, remove_fsdp, unsharded_classes
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import Guarded, inside_pipeshard
@@ -76,7 +76,7 @@ class Entry(NamedTuple):
 def _copied(pipeline: Pipeline, device: torch.device) -> nn.Module:
     """The model of this stage, ghosts and all, with memory for every parameter, and as it was before it was cut."""
     model, memo = pipeline.model, _memo(pipeline.model, device)
-    with own_classes(model):
+    with unsharded_classes(model):
         copied = copy.deepcopy(model, memo)
     for module, new in zip(model.modules(), copied.modules(), strict=True):
         for key, value in module.__dict__.items():
@@ -90,7 +90,7 @@ def _copied(pipeline: Pipeline, device: torch.device) -> nn.Module:
             elif isinstance(value, Recomputation):
                 new.__dict__[key] = copy.deepcopy(value.checkpoint, memo)
     for module in copied.modules():
-        remove_additions(module)
+        remove_fsdp(module)
     enable_caches(memo[id(config)] for config in pipeline.cached if id(config) in memo)
     for module in skeletons(copied):  # of other stages; their parameters and buffers get the trained values
         build(module, pipeline.seed)
@@ -111,7 +111,7 @@ def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
             if id(tensor) not in memo:  # buffers, and what a forward has left, with its graph
                 memo[id(tensor)] = tensor if tensor.is_meta else tensor.detach().to(device, copy=True)
         memo.update((id(hook), hook) for hook in _hooks(module) if not _is_bound(hook))
-        memo.update((id(addition), addition) for addition in additions(module))
+        memo.update((id(addition), addition) for addition in fsdp_additions(module))
     return memo
 
 

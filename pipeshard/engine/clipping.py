@@ -18,7 +18,7 @@ from pipeshard.distributed.collectives import device_of, gather_objects, local_g
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import NOW
 from pipeshard.engine.mixed_precision import LossScale
-from pipeshard.engine.parameters import Holdings
+from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import ConfigurationError, UsageError, listed
 
 logger = logging.getLogger("pipeshard")
@@ -38,7 +38,7 @@ class ModelGradients:
 
     def __init__(
         self,
-        holdings: Holdings,
+        holdings: HeldParameters,
         names: MutableMapping[Any, str],
         grid: Grid,
         max_norm: float,

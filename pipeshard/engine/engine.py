@@ -28,15 +28,15 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import NOW
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.interpreter import Interpreter, make_p2p
-from pipeshard.engine.microbatches import StepPlanner
+from pipeshard.engine.microbatches import RouteCache
 from pipeshard.engine.mixed_precision import LossScale, Precision
 from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
-from pipeshard.engine.parameters import Holdings, Places
+from pipeshard.engine.parameters import HeldParameters, Places
 from pipeshard.engine.reader import Reader
 from pipeshard.engine.recording import Recording
 from pipeshard.engine.refusals import refuse_compiled, refuse_recomputed
 from pipeshard.engine.running_state import Carry, deferred
-from pipeshard.engine.stage import Finite, Stage
+from pipeshard.engine.stage import NaNCheck, Stage
 from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import TraceError, UsageError
 from pipeshard.graph.dataflow import Dataflow
@@ -91,7 +91,7 @@ class Pipeline:
         self.containers = containers(model, self.policy.units)
         self.called = [*self.containers, *self.policy.units.values()]
         replicas = grid.replicas if grid.dp_size > 1 else None
-        self.planner = StepPlanner(model, self.policy, recompute, replicas)
+        self.planner = RouteCache(model, self.policy, recompute, replicas)
         self._shard()
         if config.compile:
             compile_units(self.policy.held_units, **config.compile_options)
@@ -142,7 +142,7 @@ class Pipeline:
         init_weights: InitWeights = False if getattr(model, "_pretrained", None) else config.init_weights
         on_meta = shard(model, self.policy, self.device, init_weights, self.seed)
         self.blank = set() if init_weights else on_meta  # on all stages: names without values so far
-        self.holdings = Holdings(model, self.policy, grid, self.precision, config.fsdp, plan)
+        self.holdings = HeldParameters(model, self.policy, grid, self.precision, config.fsdp, plan)
         self.places = Places(model, parameters=self.holdings.sharded is None)
         self.sync = self.holdings.sync
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -239,7 +239,7 @@ class Pipeline:
         for microbatch in planned[-1]:
             outputs.check(microbatch.route.flow, len(batches) > 1)
         if train and flow.loss is None:
-            raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
+            raise UsageError("nothing gives a loss to train on: give the batch labels, or pass a criterion")
         if train and not self.trainable:
             raise UsageError(
                 "there is nothing to train: every parameter was frozen when the model was boosted (a PeftModel that "
@@ -300,10 +300,10 @@ class Pipeline:
         """Around a step's actions: running statistics wait for its end."""
         return deferred(self.policy.held_units.values()) if self.config.deferred_batch_norm else nullcontext()
 
-    def finite(self, stage: int, names: Collection[str]) -> Finite | None:
+    def finite(self, stage: int, names: Collection[str]) -> NaNCheck | None:
         """What looks at these of the held parameters, if the plugin is asked to."""
         held = {name: parameter for name, parameter in self.holdings.held.items() if name in names}
-        return Finite(stage, held, gradients=self.scaling is None) if self.config.check_finite else None
+        return NaNCheck(stage, held, gradients=self.scaling is None) if self.config.check_finite else None
 
     def _program(self, num_microbatches: int, train: bool) -> Program:
         program = self.config.program(num_microbatches)

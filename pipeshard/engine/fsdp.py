@@ -154,7 +154,7 @@ def _sharing(units: Mapping[str, nn.Module]) -> list[list[str]]:
 
 
 @contextmanager
-def own_classes(model: nn.Module) -> Iterator[None]:
+def unsharded_classes(model: nn.Module) -> Iterator[None]:
     """Inside, sharded modules are of the class that they were of, which can be copied."""
     sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     for module, kind in sharded:
@@ -166,12 +166,12 @@ def own_classes(model: nn.Module) -> Iterator[None]:
             module.__class__ = kind
 
 
-def additions(module: nn.Module) -> list[Any]:
+def fsdp_additions(module: nn.Module) -> list[Any]:
     """What fully_shard has put on a module, which is not to be copied with it."""
     return [values[key] for values, key in _additions(module)]
 
 
-def remove_additions(module: nn.Module) -> None:
+def remove_fsdp(module: nn.Module) -> None:
     """Make a copy of a sharded module an ordinary one."""
     for values, key in _additions(module):
         del values[key]

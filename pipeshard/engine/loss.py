@@ -131,7 +131,7 @@ def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Cr
     results and with labels, weights and masks that are drawn anew. A part of the loss that is made of side outputs of
     units (router logits) may follow no rule, which is warned of.
 
-    Raises ConfigurationError where there is no such rule.
+    Raises ConfigurationError where none can be proven.
     """
     search = _Search(model, flow, batch, criterion)
     rule, is_approximate = search.rule(), search.has_side_outputs
@@ -152,8 +152,8 @@ def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Cr
         ) from search.failure
     if is_approximate:
         logger.warning(
-            "the loss of %s has an auxiliary part (router logits, or a second kind of labels?), which is no sum over "
-            "samples: it is computed for each microbatch, as in gradient accumulation, and averaged like the rest",
+            "the loss of %s has an auxiliary part (router logits, or a second kind of labels?), which is not a sum "
+            "over samples: it is computed for each microbatch, as in gradient accumulation, and averaged like the rest",
             type(model).__name__,
         )
     return rule

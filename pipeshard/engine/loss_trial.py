@@ -19,7 +19,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.graph.preserve import untouched
+from pipeshard.graph.preserve import preserving
 from pipeshard.graph.rng import Randomness
 from pipeshard.graph.shapes import Count, TensorSpec
 from pipeshard.graph.taint import Value
@@ -193,7 +193,7 @@ class Glue:
             return answer(self.units[unit], call.parts, leaves, arguments)
 
         with ExitStack() as stack:
-            stack.enter_context(untouched(self.model, self.criterion))
+            stack.enter_context(preserving(self.model, self.criterion))
             stack.enter_context(randomness.step(0, 0))
             randomness.at(0)
             stack.enter_context(torch.no_grad())

@@ -33,7 +33,7 @@ FLOWS = 128  # Dataflows that are kept: batches may hold something that differs 
 Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and how a batch's sizes differ from those it was traced with
 
 
-class StepPlanner:
+class RouteCache:
     """The routes of all batches so far, and the rules of their losses."""
 
     def __init__(

@@ -21,7 +21,7 @@ from pipeshard.distributed.collectives import local, local_grad, slice_like
 from pipeshard.errors import ConfigurationError
 from pipeshard.ghost import Ghost
 from pipeshard.hf import is_target
-from pipeshard.split.materialize import storageless, twins
+from pipeshard.split.materialize import rebuilt_models, storageless
 
 LEAST, MOST = 1.0, 2.0**32
 
@@ -190,7 +190,7 @@ class Precision:
         """The dtypes that transformers' constructors give to tensors where this type is the default."""
         dtypes: dict[str, torch.dtype] = {}
         with contextlib.suppress(ConfigurationError):  # a model that cannot be constructed again
-            for path, twin in twins(model, self.dtype):
+            for path, twin in rebuilt_models(model, self.dtype):
                 tensors = *twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False)
                 dtypes |= {path + name: tensor.dtype for name, tensor in tensors}
         return dtypes

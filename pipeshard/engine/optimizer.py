@@ -23,7 +23,7 @@ from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.grad_sync import bundled
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.outputs import BACKWARD
-from pipeshard.engine.stage import Finite
+from pipeshard.engine.stage import NaNCheck
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 
 
@@ -46,7 +46,7 @@ class PipelineOptimizer(OptimizerWrapper, Optimizer):
         optim: Optimizer,
         gradients: ModelGradients,
         zero: bool = False,
-        finite: Finite | None = None,
+        finite: NaNCheck | None = None,
         backward: Callable[[Tensor], None] | None = None,
     ) -> None:
         OptimizerWrapper.__init__(self, optim)

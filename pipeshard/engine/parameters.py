@@ -19,7 +19,7 @@ from pipeshard.split.tensor_parallel import slice_parameters
 from pipeshard.split.ties import kept_tied, put_parameter
 
 
-class Holdings:
+class HeldParameters:
     """Brings the parameters that a sharded `model` holds into their form here; made by every rank at the same time.
 
     Their values are broadcast from one holder to the others. Then they are cast to 16 bits where `precision` says so,

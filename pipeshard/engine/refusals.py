@@ -96,7 +96,7 @@ def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module]) -> None:
         )
 
 
-SIZE, SCALES, SPARED = 4, (1.0, 100.0, 0.01), 0.02  # of a tiny parameter; of gradients in its steps; what is no gap
+SIZE, SCALES, SPARED = 4, (1.0, 100.0, 0.01), 0.02  # of tiny parameters; of gradients; a gap that counts
 OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # which schedulers, or an earlier boost, have put on an optimizer
 WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch's own that look at whole matrices
 Place = tuple[int, int]  # of a parameter: its group, and its place in it

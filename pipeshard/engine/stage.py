@@ -29,7 +29,7 @@ from pipeshard.split.replay import Replay
 from pipeshard.split.route import Route
 
 
-class Finite:
+class NaNCheck:
     """Checks what stage `stage`, which holds `parameters` by name, computes; `gradients` too, unless a loss scale makes
     them overflow now and then.
 
@@ -132,7 +132,7 @@ class Stage:
         is_last: bool,
         deferral: Deferral,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
-        finite: Finite | None = None,
+        finite: NaNCheck | None = None,
         carry: Callable[[Route], AbstractContextManager[object]] = lambda route: nullcontext(),
     ) -> None:
         self.model, self.replay, self.index, self.is_last, self.deferral = model, replay, index, is_last, deferral
@@ -245,7 +245,7 @@ class Stage:
         loss = loss if microbatch.summed else mean
         if loss is None:
             if self.train:
-                raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
+                raise UsageError("nothing gives a loss to train on: give the batch labels, or pass a criterion")
             return None
         share = microbatch.share
         part = loss.detach() * share if share != 0 else torch.zeros_like(loss)  # 0/0 without labels

@@ -89,7 +89,7 @@ class Deferral:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.layers = {module: kind for module in modules if (kind := kind_of(module)) is not None}
+        self.layers = {module: kind for module in modules if (kind := deferring_function(module)) is not None}
         self.whole = False
         self._pending: list[Gradients] | None = None
         self._within: Node | None = None  # a node of the pass that fills the list, and of no pass inside of it
@@ -290,7 +290,7 @@ class _Embedding(torch.autograd.Function):
 _KINDS: dict[Any, Any] = {nn.Linear.forward: _Linear, Conv1D.forward: _Linear, nn.Embedding.forward: _Embedding}
 
 
-def kind_of(module: nn.Module) -> Any:
+def deferring_function(module: nn.Module) -> Any:
     """The Function that defers the dW of this layer, or None."""
     special = [getattr(module, option, None) for option in ("max_norm", "sparse", "scale_grad_by_freq")]
     return None if any(special) else _KINDS.get(type(module).forward)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
-from pipeshard.graph.dataflow import Carried, Dataflow, Use
+from pipeshard.graph.dataflow import Carried, Dataflow, Reads
 from pipeshard.graph.places import (
     COLLECTIONS,
     MISSING,
@@ -83,7 +83,7 @@ class _Record:
         self.until: int | None = None
         self.writers: set[int] = set()
         self.readers: set[int] = set()
-        self.uses = Use()
+        self.uses = Reads()
         self.kind = ""
         self.is_read_early = True  # by the next forward, before its last call, as far as that is known
         self._take()
@@ -108,7 +108,7 @@ class _Record:
     def end_first(self, tracer: Tracer) -> None:
         """The forward that was watched has ended."""
         self._take()
-        self.uses = Use.of(tracer.taint.of(self.held.tensors))
+        self.uses = Reads.of(tracer.taint.of(self.held.tensors))
         value = self.held.value
         if isinstance(value, nn.Parameter):
             self.kind = "parameter"
@@ -119,7 +119,7 @@ class _Record:
 
     def end_second(self, tracer: Tracer) -> None:
         """The forward after it has ended."""
-        self.uses = self.uses.joined(Use.of(tracer.taint.of(self.place.take().tensors)))
+        self.uses = self.uses.joined(Reads.of(tracer.taint.of(self.place.take().tensors)))
         if isinstance(self.held.value, int | float) and not self.place.has(self.held):
             self.kind = "number"
         if self.kind == "parameter" and not self.is_written:
@@ -221,7 +221,7 @@ def _noting_early(records: Sequence[_Record], is_early: Callable[[], bool]) -> I
         yield
 
 
-def _readers(flow: Dataflow, uses: Mapping[str, Use]) -> dict[str, set[int]]:
+def _readers(flow: Dataflow, uses: Mapping[str, Reads]) -> dict[str, set[int]]:
     """What depends on each place, by others too that are made of it."""
     ends = [use for use in (flow.loss, *(use for _, use, _ in flow.outputs)) if use is not None]
     reads = [*enumerate(call.reads for call in flow.calls), *((-1, use) for use in ends)]

@@ -19,7 +19,7 @@ Wanted = bool | frozenset[str]  # of the model's output: all of it, nothing but 
 
 
 @dataclass(frozen=True)
-class Use:
+class Reads:
     """What something depends on: unit results, parameters glue reads itself, leaves of the batch, calls whose hidden
     state it sees, tensors to whose gradient glue listens, and places in which something is since an earlier forward."""
 
@@ -65,7 +65,7 @@ class Call:
     """
 
     unit: str
-    reads: Use
+    reads: Reads
     differentiated: tuple[frozenset[Value], ...]
     parts: tuple[Part, ...]
     leaves: tuple[Any, ...]
@@ -96,7 +96,7 @@ class Carried:
     path: Path
     writers: frozenset[int]
     until: int | None
-    uses: Use
+    uses: Reads
     readers: frozenset[int]
     kind: str = ""
 
@@ -123,8 +123,8 @@ class Dataflow:
     """
 
     calls: tuple[Call, ...]
-    loss: Use | None
-    outputs: tuple[tuple[str, Use, TensorSpec], ...]
+    loss: Reads | None
+    outputs: tuple[tuple[str, Reads, TensorSpec], ...]
     written: frozenset[Value]
     decisions: tuple[str, ...]
     consulted: frozenset[str]
@@ -182,18 +182,18 @@ class Dataflow:
         """Whether the value leaves its unit other than by the unit's result."""
         return value.leaf >= self.calls[value.call].parts[0].tree.num_leaves
 
-    def uses(self) -> list[Use]:
+    def uses(self) -> list[Reads]:
         """All that units, the loss and the outputs depend on."""
         return [*(call.reads for call in self.calls), self.needed(True)]
 
-    def needed(self, outputs: Wanted = False) -> Use:
-        """What the last stage needs: for the loss, and for the outputs asked for, or all where there is no loss."""
+    def needed(self, outputs: Wanted = False) -> Reads:
+        """What the last stage needs: for the loss, and for the outputs asked for, or all without a loss."""
         if isinstance(outputs, frozenset):
             uses = [use for path, use, _ in self.outputs if field_of(path) in outputs]
         else:
             uses = [use for _, use, _ in self.outputs] if outputs or self.loss is None else []
         uses += [self.loss] if self.loss is not None else []
-        return replace(Use().joined(*uses), kept=frozenset())  # what is left to the next forward has its own readers
+        return replace(Reads().joined(*uses), kept=frozenset())  # what is left to the next forward has its own readers
 
 
 @dataclass(frozen=True)

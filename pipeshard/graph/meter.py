@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from pipeshard.errors import TraceError
-from pipeshard.graph.shapes import TensorSpec, stand_in
+from pipeshard.graph.shapes import TensorSpec, placeholder
 from pipeshard.graph.taint import SHAPED, Hidden, Taint, Value, storage_of
 
 aten = torch.ops.aten
@@ -171,7 +171,7 @@ class Meter(TorchDispatchMode):
 
     @staticmethod
     def end(visit: Visit, leaves: Sequence[Any]) -> None:
-        """The unit has returned these leaves: what it keeps of them is no longer its own."""
+        """The unit has returned these leaves: what it keeps of them is not its own any more."""
         made = {storage_of(t): k for k, t in enumerate(leaves) if isinstance(t, Tensor)}
         visit.passed = {k: visit.given[key] for key, k in made.items() if key in visit.given}
         visit.results = {made[key] for key in visit.own if key in made}
@@ -211,7 +211,7 @@ class Meter(TorchDispatchMode):
         if kwargs.get("device") is not None:
             meta_kwargs["device"] = torch.device("meta")
         result = func(*on_meta, **meta_kwargs)
-        return tree_map_only(Tensor, lambda t: stand_in(TensorSpec.of(t), self.taint.device), result)
+        return tree_map_only(Tensor, lambda t: placeholder(TensorSpec.of(t), self.taint.device), result)
 
     def _count(self, visit: Visit, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if not _is_view(func) and func._overloadpacket not in NO_WORK:

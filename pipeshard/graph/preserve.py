@@ -19,7 +19,9 @@ from pipeshard.hf import disable_caches, enable_caches
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module, criterion: Callable[..., Any] | None = None, timed: bool = False) -> Iterator["Before"]:
+def preserving(
+    model: nn.Module, criterion: Callable[..., Any] | None = None, timed: bool = False
+) -> Iterator["Before"]:
     """Undo what runs leave in the modules and in all that their code, or the criterion, reaches: cached tensors,
     counters, statistics, generators, hooks, and tensors that are written to, parameters too. No caches inside.
 

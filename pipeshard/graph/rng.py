@@ -135,7 +135,7 @@ def own_checkpoint() -> object:
     return hooks[0] if hooks and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.") else None
 
 
-class Groups:
+class CheckpointSpans:
     """The calls that such checkpoints run again, the first and the last of each."""
 
     def __init__(self) -> None:

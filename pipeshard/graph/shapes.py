@@ -173,7 +173,7 @@ def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=spec.dtype).set_(untouched.untyped_storage()).resize_(spec.shape)
 
 
-def stand_in(spec: TensorSpec, device: torch.device) -> Tensor:
+def placeholder(spec: TensorSpec, device: torch.device) -> Tensor:
     """Zeros of this kind."""
     if spec.requires_grad:
         return _StandIn.apply(torch.zeros((), requires_grad=True), spec, device)
@@ -182,7 +182,7 @@ def stand_in(spec: TensorSpec, device: torch.device) -> Tensor:
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     """The same kind of tensor there, with its values: masks and positions that no unit made have their true ones."""
-    copied = stand_in(TensorSpec.of(tensor), device)
+    copied = placeholder(TensorSpec.of(tensor), device)
     copied.data.copy_(tensor)
     return copied
 

@@ -1,7 +1,7 @@
 """Snapshot: what code can reach from some objects and change, and what has become of it since.
 
 What a unit or the glue leaves behind is found by difference: everything within reach is walked before, and compared
-after. So there is no list of the ways in which models do that. Copies would not do: hooks, generators and shared
+after. So it takes no list of the ways in which models do that. Copies would not do: hooks, generators and shared
 objects have to stay the same objects.
 
 A Dataflow is good for the flags it was traced with. torch.compile guards what its trace has read; here what glue and

@@ -17,7 +17,7 @@ from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.carried import carrying, informed
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.places import is_comparable
-from pipeshard.graph.preserve import untouched
+from pipeshard.graph.preserve import preserving
 from pipeshard.graph.question import Question, general_questions
 from pipeshard.graph.shapes import Axes, Count, TensorSpec
 from pipeshard.graph.tracer import Tracer
@@ -41,7 +41,7 @@ def trace(
     with `exact` it is run once, on the batch as it is, and holds for its sizes alone. Works for a model on meta.
     Modules named in `cuts` are units, whatever they are inside of.
 
-    Raises TraceError naming the unit or the line that fails, PartitionError for a name that is no module's.
+    Raises TraceError naming the unit or the line that fails, PartitionError for a name that no module has.
     """
     sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
     encoder_decoder = is_encoder_decoder(model)
@@ -51,7 +51,7 @@ def trace(
             return _trace_any(model, sample, criterion, encoder_decoder, cuts)
         except (TraceError, BatchError) as error:  # its samples cannot be told apart, or not so few of them
             logger.debug("%s is traced with the whole batch: %s", type(model).__name__, error)
-    with untouched(model, criterion) as before:
+    with preserving(model, criterion) as before:
         tracer = Tracer(model, criterion, sample, cuts=cuts)
         flow = carrying(tracer, sample, None, before, tracer.run(sample))
     return _pinned(replace(informed(flow), axes=Axes.of(sample, encoder_decoder)), 0)
@@ -64,7 +64,7 @@ def _trace_any(
     real, sample = sample, sample.take(torch.arange(ROWS) % sample.rows)
     tracer = Tracer(model, criterion, sample, cuts=cuts)
     short = Axes.of(sample, encoder_decoder).shortened(sample, LENGTH)
-    with untouched(model, criterion) as before:
+    with preserving(model, criterion) as before:
         try:
             flow = tracer.run(short, real)
         except TraceError:

@@ -19,12 +19,12 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.batch.tree import flatten_with_names
 from pipeshard.errors import TraceError
-from pipeshard.graph.dataflow import Call, Dataflow, Use
+from pipeshard.graph.dataflow import Call, Dataflow, Reads
 from pipeshard.graph.kinds import Kind, Kinds, UnitCall
 from pipeshard.graph.meter import Meter
 from pipeshard.graph.question import Recipes
-from pipeshard.graph.rng import Groups, Randomness, python_state
-from pipeshard.graph.shapes import Axes, TensorSpec, as_trained, stand_in
+from pipeshard.graph.rng import CheckpointSpans, Randomness, python_state
+from pipeshard.graph.shapes import Axes, TensorSpec, as_trained, placeholder
 from pipeshard.graph.taint import Hidden, Input, Kept, Reading, Tag, Taint, Used, Value
 from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import CutPoint, check_aliases, check_call, find_units, handled
@@ -79,7 +79,7 @@ class Tracer:
         batch = batch.copied(batch.tensors)  # glue may write to it
         self.taint = Taint(self.device, Recipes(self.device, batch, real))
         self.calls: list[Call] = []
-        self.groups = Groups()
+        self.groups = CheckpointSpans()
         self.rows = batch.rows
         self._mark_inputs(batch)
         with (
@@ -196,26 +196,26 @@ class Tracer:
         self.listen(index, True)
         return answered
 
-    def _use(self, tensors: Sequence[Any], others: frozenset[Tag] = frozenset()) -> Use:
+    def _use(self, tensors: Sequence[Any], others: frozenset[Tag] = frozenset()) -> Reads:
         """What tensors, and what has `others` as tags, depend on."""
-        use = Use.of(self.taint.of(tensors) | others)
+        use = Reads.of(self.taint.of(tensors) | others)
         if use.hidden and self.kinds.reuse:
             raise _SeenOutside
         return use
 
     def _differentiated(self, kind: Kind, leaves: Sequence[Any]) -> tuple[frozenset[Value], ...]:
         """For each leaf of a call, the values that get a gradient if it does."""
-        met = Use.of(kind.met).values
+        met = Reads.of(kind.met).values
         if not torch.is_grad_enabled():  # inside a function with a backward of its own, which may be of anything
-            every = met | Use.of(self.taint.of(t for t in leaves if _is_tensor(t) and t.requires_grad)).values
+            every = met | Reads.of(self.taint.of(t for t in leaves if _is_tensor(t) and t.requires_grad)).values
             return (every,) * len(kind.leaves)
-        inputs = {k: Use.of(self.taint.of([leaves[k]])).values for positions in kind.reached for k in positions}
+        inputs = {k: Reads.of(self.taint.of([leaves[k]])).values for positions in kind.reached for k in positions}
         return tuple(met.union(*(inputs[k] for k in positions)) for positions in kind.reached)
 
     def _stand_in(self, leaf: Any, value: Value) -> Any:
         if not isinstance(leaf, TensorSpec):
             return leaf
-        tensor = stand_in(leaf, self.device)
+        tensor = placeholder(leaf, self.device)
         self.taint.mark(tensor, frozenset({value}), home=value)
         return tensor
 

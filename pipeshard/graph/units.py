@@ -13,7 +13,7 @@ from pipeshard.errors import PartitionError, TraceError, UsageError, unknown
 from pipeshard.hf import full_name, recomputes, without_adapters
 
 if TYPE_CHECKING:
-    from pipeshard.graph.dataflow import Call, Use
+    from pipeshard.graph.dataflow import Call, Reads
     from pipeshard.graph.taint import Value
 
 
@@ -41,15 +41,15 @@ class CutPoint(nn.Module):
     or dict of anything that has tensors. Other values that are used on both sides of a cut (skip connections, numbers,
     masks) need no mark: they are found.
 
-    Raises UsageError for a value without a tensor. One that is no module of the model is a TraceError at boost.
+    Raises UsageError for a value without a tensor. One that is not a module of the model is a TraceError at boost.
     """
 
     def forward(self, value: T) -> T:
         """The value itself."""
         if _tracing and "forward" not in self.__dict__:  # no Interception has found it
             raise TraceError(
-                "a CutPoint is called that is no module of the model (one of a plain list or dict?), so that nothing "
-                "would be cut there: make it an attribute, and several of them an nn.ModuleList"
+                "a CutPoint is called that is not a module of the model (one of a plain list or dict?), so that "
+                "nothing would be cut there: make it an attribute, and several of them an nn.ModuleList"
             )
         if not isinstance(value, Tensor) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
             raise UsageError(
@@ -74,7 +74,7 @@ def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: in
         )
 
 
-def check_aliases(calls: Sequence["Call"], written: Set["Value"], final: Sequence["Use"]) -> None:
+def check_aliases(calls: Sequence["Call"], written: Set["Value"], final: Sequence["Reads"]) -> None:
     """Refuse writing to what a CutPoint returned where what it was given may be used further on: where it is a cut, the
     one is a copy of the other. `written` is what is changed in place, `final` what the loss and the outputs need."""
     changed = {value.call for value in written}
@@ -140,7 +140,7 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
 def paths_of(model: nn.Module, names: Iterable[str]) -> list[str]:
     """The full names of modules, of which those inside a PeftModel may be named as the model inside names them.
 
-    Raises PartitionError, with names that come close, for what is no module of the model, and for the model itself.
+    Raises PartitionError, with names that come close, for what is not a module of the model, and for the model itself.
     """
     known = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
     full = [full_name(model, name) for name in names]
@@ -263,7 +263,7 @@ def intercept(units: Mapping[str, nn.Module]) -> list[Interception]:
 def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
     """Let `handler` answer the units' calls inside this context; afterwards everything is as it was.
 
-    Compiled units run as they were written: tracing shapes is no reason to compile for them.
+    Compiled units run as they were written: tracing shapes does not compile for them.
     """
     before = {name: module.__dict__.get("forward") for name, module in units.items()}
     interceptions = intercept(units)

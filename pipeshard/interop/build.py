@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
-from pipeshard.batch.read import made_up, read_batch
+from pipeshard.batch.read import dummy_inputs, read_batch
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
@@ -129,7 +129,7 @@ def build(
     model that cannot be cut.
     """
     chosen = find_target(target, options)
-    sample = read_batch(model, made_up(model) if batch is None else batch)
+    sample = read_batch(model, dummy_inputs(model) if batch is None else batch)
     flow, policy = partition(model, cuts, sample, criterion, chosen, torch.device(device))
     ties = analyze_ties(model, policy)
     if not chosen.shards_itself:

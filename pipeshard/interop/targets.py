@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.grad_sync import GradientSync
 from pipeshard.engine.mixed_precision import Precision
-from pipeshard.engine.parameters import Holdings
+from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import BatchError, ConfigurationError, TraceError, UsageError
 from pipeshard.interop.build import Split, Target, register_target
 from pipeshard.interop.stage_module import StageModule, as_keywords
@@ -92,8 +92,8 @@ class Torch(Target):
     def take(self, split: Split) -> TorchStages:
         if split.flow.loss is None:
             raise UsageError(
-                "there is no loss to train on, and gradients return for one that the last stage makes alone: give the "
-                "batch labels, or pass criterion= to build. The schedule's loss_fn is built.loss_fn then"
+                "nothing gives a loss to train on, and gradients return for one that the last stage makes alone: give "
+                "the batch labels, or pass criterion= to build. The schedule's loss_fn is built.loss_fn then"
             )
         if taken := STEP & set(as_keywords(split.model, split.sample.data)):
             raise BatchError(
@@ -101,7 +101,7 @@ class Torch(Target):
                 "the model's argument otherwise"
             )
         device = split.policy.replay.device
-        holdings = Holdings(split.model, split.policy, self.grid, Precision("fp32", False, device), fsdp=False)
+        holdings = HeldParameters(split.model, split.policy, self.grid, Precision("fp32", False, device), fsdp=False)
         batch = as_keywords(split.model, split.sample.data)
         group = self.grid.stages
         kind = _stage_class(split.stages.values())
@@ -203,7 +203,7 @@ class Deepspeed(Target):
         from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # type: ignore[import-not-found]
 
         if split.flow.loss is None:
-            raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
+            raise UsageError("nothing gives a loss to train on: give the batch labels, or pass a criterion")
         batch = as_keywords(split.model, split.sample.data)
         _refuse_unsendable(split, batch)
         tied = split.policy.ownership.shared()

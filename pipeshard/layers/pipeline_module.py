@@ -36,7 +36,7 @@ class PipelineModule(nn.Module):
         num_stages: refuse a pipeline of another number of stages (times the chunks on each process).
         topology, activation_checkpoint_func: None. The plugin says which rank does what; recompute is pipeshard's own.
         loss_fn: `loss_fn(output, labels)`, a scalar; the criterion where `boost` gets none. Batches are then
-            `(inputs, labels)`; there is no loss of `(inputs,)`.
+            `(inputs, labels)`; `(inputs,)` has none.
         seed_layers: layer k of a spec is built after `seed_fn(base_seed + k)` instead, by default torch.manual_seed.
         partition_method: as the `partition` of PipelinePlugin, which wins unless it is "auto".
         activation_checkpoint_interval: k > 0: every k layers keep what the first of them got, and run again in the
@@ -44,8 +44,8 @@ class PipelineModule(nn.Module):
         checkpointable_layers: names of classes: with the interval, only layers of these run again.
         dynamic_shape: taken either way; batches of any shape always run.
 
-    Raises ConfigurationError for what is no layer, a constructor that does not run on meta, parameters that cannot be
-    tied, or any other argument that cannot work.
+    Raises ConfigurationError for what is not a layer, a constructor that does not run on meta, parameters that cannot
+    be tied, or any other argument that cannot work.
     """
 
     def __init__(

@@ -77,15 +77,15 @@ def layouts(
     sizes |= {"tp_size": tp_size}
     for name, value in sizes.items():
         if not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"{name}={value!r} is no positive integer")
+            raise ConfigurationError(f"{name} must be a positive integer, got {value!r}")
     ranks, alone = divmod(ranks, tp_size)
     if alone:
         raise ConfigurationError(f"tp_size={tp_size} does not divide the {sizes['ranks']} ranks: choose one that does")
     microbatches, rest = divmod(global_batch, microbatch_size)
     if rest:
         raise ConfigurationError(
-            f"global_batch={global_batch} is no multiple of microbatch_size={microbatch_size}: the microbatches of a "
-            "step, which are dealt out to the replicas, have to be whole"
+            f"global_batch={global_batch} must be a multiple of microbatch_size={microbatch_size}: the microbatches of "
+            "a step, which are dealt out to the replicas, have to be whole"
         )
     stages = [p for p in range(min(ranks, most), 0, -1) if ranks % p == 0]
     legal = [p for p in stages if microbatches % (ranks // p) == 0]

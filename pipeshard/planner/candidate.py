@@ -11,11 +11,11 @@ from torch import nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
-from pipeshard.engine.weight_grad import kind_of
+from pipeshard.engine.weight_grad import deferring_function
 from pipeshard.errors import PartitionError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.meter import Meter, Work
-from pipeshard.graph.preserve import untouched
+from pipeshard.graph.preserve import preserving
 from pipeshard.graph.shapes import Axes, is_trainable
 from pipeshard.graph.tracer import Tracer
 from pipeshard.graph.units import paths_of
@@ -43,7 +43,7 @@ def metered(
     are taken as if they were not. Modules named in `cuts` are units.
     """
     meter = meter or Meter()
-    with untouched(model, criterion):
+    with preserving(model, criterion):
         if not model.training:
             model.train()
         for module in model.modules() if not recompute else ():
@@ -62,7 +62,7 @@ def estimated(model: nn.Module, microbatch: Batch, criterion: Criterion | None =
 
 def unit_cost(unit: nn.Module, work: Work) -> Cost:
     """The relative time of a call of `unit` that is this much work."""
-    layers = {path: layer for path, layer in unit.named_modules() if kind_of(layer) is not None}
+    layers = {path: layer for path, layer in unit.named_modules() if deferring_function(layer) is not None}
     waiting = {
         f"{path}.{name}".lstrip("."): parameter
         for path, layer in layers.items()

@@ -27,7 +27,7 @@ def parse_bytes(size: str | int) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE)
     unit = found[2].lower() if found else ""
     if found is None or (unit or "b") not in UNITS or float(found[1]) <= 0:
-        raise ConfigurationError(f"device_memory={size!r} is no size: write 80GB, 40GiB, or a number of bytes")
+        raise ConfigurationError(f"device_memory={size!r} is not a size: write 80GB, 40GiB, or a number of bytes")
     return int(float(found[1]) * UNITS[unit or "b"])
 
 

@@ -96,13 +96,13 @@ def _what(source: str, path: Path, error: Exception) -> str:
         return f"{source} cannot have these fields: {type(error).__name__}: {error}"
     close = difflib.get_close_matches(source, types, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else "llama, gpt2, t5, vit, ..."
-    return f"{source} is no folder, no config.json and no model type of transformers ({hint})"
+    return f"{source} is not a folder, a config.json or a model type of transformers ({hint})"
 
 
 def _field(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
-        raise ConfigurationError(f"{text!r} is no field of a config: write key=value, such as hidden_size=4096")
+        raise ConfigurationError(f"{text!r} is not a field of a config: write key=value, such as hidden_size=4096")
     try:
         return key, json.loads(value)
     except ValueError:
@@ -128,7 +128,7 @@ def _class_of(config: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' remarks on what is no matter here."""
+    """Without transformers' remarks on what does not matter here."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -9,7 +9,7 @@ from torch import nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
-from pipeshard.batch.read import made_up, read_batch
+from pipeshard.batch.read import dummy_inputs, read_batch
 from pipeshard.config import check_tp_plan
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.errors import ConfigurationError, PartitionError, UsageError
@@ -180,7 +180,7 @@ def study(
     with precision.seeming(model):
         flow, meter = metered(model, microbatch, criterion, cuts=cuts)
         if flow.loss is None:
-            raise UsageError("there is no loss to train on: give the batch labels, or pass a criterion")
+            raise UsageError("nothing gives a loss to train on: give the batch labels, or pass a criterion")
         units = [model.get_submodule(call.unit) for call in flow.calls]
         recomputed = any(map(recomputes, units))
         plain = metered(model, microbatch, criterion, recompute=False, cuts=cuts)[1] if recomputed else None
@@ -236,13 +236,13 @@ def first_microbatch(
     sizes = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size, "seq_len": seq_len}
     for name, value in sizes.items():
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigurationError(f"{name}={value!r} is no positive integer")
+            raise ConfigurationError(f"{name} must be a positive integer, got {value!r}")
     if batch is None:
         if num_microbatches is None:
             raise ConfigurationError("without a batch, num_microbatches says how many microbatches a step has")
         config = getattr(model, "config", None)
         length = seq_len or min(getattr(config, "max_position_embeddings", None) or LENGTH, LENGTH)
-        return read_batch(model, made_up(model, microbatch_size or 1, length)), num_microbatches
+        return read_batch(model, dummy_inputs(model, microbatch_size or 1, length)), num_microbatches
     if (num_microbatches is None) == (microbatch_size is None):
         raise ConfigurationError(
             f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size}: with a batch, give exactly "

@@ -23,7 +23,7 @@ from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.meter import Meter, Visit
-from pipeshard.graph.preserve import untouched
+from pipeshard.graph.preserve import preserving
 from pipeshard.graph.rng import Randomness
 from pipeshard.graph.shapes import blank_state
 from pipeshard.graph.taint import Value
@@ -184,7 +184,7 @@ class Profile:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(
-                f"{path} is no profile ({type(error).__name__}: {error}): make one with "
+                f"{path} is not a profile ({type(error).__name__}: {error}): make one with "
                 "pipeshard.planner.profile_units(...).save(path)"
             ) from error
 
@@ -215,7 +215,7 @@ def profile_units(
     captures = Captures()
     now, _ = metered(model, microbatch, meter=captures)
     units = [model.get_submodule(call.unit) for call in now.calls]
-    with untouched(model, timed=True), Randomness(device).step(0, 0):
+    with preserving(model, timed=True), Randomness(device).step(0, 0):
         if not model.training:
             model.train()
         times: dict[int, Cost | None] = {}

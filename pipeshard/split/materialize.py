@@ -91,7 +91,7 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
     for name in names:
         give(parameters[name], torch.empty_like(parameters[name], device=device))
     blank = {name: b for name, b in model.named_buffers(remove_duplicate=False) if b.is_meta}
-    rebuilt = list(twins(model)) if blank else []
+    rebuilt = list(rebuilt_models(model)) if blank else []
     values = {path + key: b for path, twin in rebuilt for key, b in twin.named_buffers(remove_duplicate=False)}
     known = {}
     for name, buffer in blank.items():
@@ -103,7 +103,7 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
     return known
 
 
-def twins(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, nn.Module]]:
+def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, nn.Module]]:
     """Models newly built from the configurations of the outermost PreTrainedModels in `model`, and what the names of
     each begin with; parameters take no memory and no time. As of this dtype, if one is given."""
     from accelerate import init_empty_weights

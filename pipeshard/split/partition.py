@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 from torch import nn
 
 from pipeshard.errors import ConfigurationError, PartitionError, TraceError
-from pipeshard.graph.dataflow import Dataflow, Use, Wanted
+from pipeshard.graph.dataflow import Dataflow, Reads, Wanted
 from pipeshard.graph.taint import Value
 from pipeshard.graph.units import CutPoint
 from pipeshard.hf import recomputes
@@ -109,7 +109,7 @@ def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
         allowed = {k + 1 for k in flow.cut_points}
         forbidden.update((k, reason) for k in range(1, len(flow.calls) + 1) if k not in allowed)
 
-    def keep_together(use: Use, reader: int, name: str) -> None:
+    def keep_together(use: Reads, reader: int, name: str) -> None:
         for maker in use.hidden:
             reason = f"{name} uses a value that leaves unit {flow.calls[maker].unit} by a way that cannot be followed"
             forbidden.update(dict.fromkeys(range(maker + 1, min(reader, len(flow.calls) - 1) + 1), reason))
@@ -242,7 +242,7 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
     return [Boundary(tuple(sorted(live[s])), tuple(sorted(returning[s]))) for s in range(num_stages)]
 
 
-def _alive(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Use) -> list[set[Value]]:
+def _alive(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Reads) -> list[set[Value]]:
     live: list[set[Value]] = [set() for _ in range(num_stages)]
     readers = [(call.reads.values, stage) for call, stage in zip(flow.calls, stages, strict=True)]
     for values, reader in [*readers, (final.values, num_stages - 1)]:

@@ -114,7 +114,7 @@ class Comparison:
             self.count(kind)
 
     def values(self, split: Any, unsplit: Any, kind: str, what: str) -> None:
-        """Numbers and tensors in nested values; what is poison (nan) in the split is no silent difference."""
+        """Numbers and tensors in nested values; what is poison (nan) in the split is a difference."""
         theirs, mine = dict(_leaves(unsplit)), dict(_leaves(split))
         for name, expected in theirs.items():
             if name in mine and not _poison(mine[name]) and not self.same(mine[name], expected):

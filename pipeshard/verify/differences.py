@@ -168,7 +168,7 @@ Evaluated = tuple[Tensor, list[Tensor]] | None
 
 
 def evaluated(own: Copies, criterion: Criterion | None, batch: Batch) -> Evaluated:
-    """The loss and the output's tensors in evaluation mode, where nothing is drawn; None where there is no loss."""
+    """The loss and the output's tensors in evaluation mode, where nothing is drawn; None without a loss."""
     own.model.eval()
     with torch.no_grad():
         output = batch.call(own.model)

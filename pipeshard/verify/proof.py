@@ -161,7 +161,7 @@ class _Proving:
         try:
             loss, _ = reference.step([self.rows(own.sample, 0)], [1.0], (SEED, 0), self.tick)
         except NoLoss:
-            raise Unproven("there is no loss to train on") from None
+            raise Unproven("nothing gives a loss to train on") from None
         except Exception as error:
             raise Unproven(f"the unsplit model does not run on its batch: {type(error).__name__}: {error}") from error
         return own.model, loss

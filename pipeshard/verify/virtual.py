@@ -14,7 +14,7 @@ from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.grad_sync import GradientSync
-from pipeshard.engine.microbatches import StepPlanner
+from pipeshard.engine.microbatches import RouteCache
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.outputs import Outputs
@@ -54,7 +54,7 @@ class VirtualRank:
         self.policy = kind(
             model, self.flow, rank, config.pp_size, partition, device=device, placement=config.placement
         )
-        self.planner = StepPlanner(model, self.policy, recompute)
+        self.planner = RouteCache(model, self.policy, recompute)
         self.planner.remember(self.flow, self.criterion)
         self.foreign = own.foreign()  # before anything is replaced
         self.names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}

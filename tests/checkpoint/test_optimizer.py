@@ -264,7 +264,7 @@ def test_what_does_not_fit_is_refused_alike_on_every_rank(pool: Pool, tmp_path: 
         "good does not fit this optimizer: transformer.ln_f.bias is unexpected; transformer.ln_f.weight is unexpected$",
         "it has 3 parameter groups, the optimizer 1; .*h.0.ln_1.weight is in group 2, in the optimizer in group 0",
         r"transformer.wpe.weight has shape \(65, 32\), in the optimizer \(64, 32\)$",
-        "nowhere cannot be read: there is no such file or folder",
+        "nowhere cannot be read: it does not exist",
         "else/optimizer.pt is not an optimizer checkpoint .*does not exist.*: pass what booster.save_optimizer wrote",
         "junk.pt is not an optimizer checkpoint",
         "torch.pt is not in the format 'pipeshard optimizer 2'",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipeshard.graph.preserve import untouched
+from pipeshard.graph.preserve import preserving
 from pipeshard.graph.units import find_units
 
 
@@ -38,7 +38,7 @@ def saved_bytes(model: nn.Module, batch: dict[str, Any]) -> Callable[[int, int],
         nonlocal current
         current += 1
 
-    with untouched(model, timed=True), saved_tensors_hooks(keep, lambda entry: torch.empty(0)):
+    with preserving(model, timed=True), saved_tensors_hooks(keep, lambda entry: torch.empty(0)):
         for unit in find_units(model).values():
             unit.register_forward_hook(done)
         output = model(**batch)

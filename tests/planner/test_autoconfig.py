@@ -114,7 +114,7 @@ def test_several_microbatch_sizes_are_compared_in_one_unit() -> None:
         ({"ranks": 5, "pp_size": 3}, ConfigurationError, "5 ranks cannot train with pp_size=3 or less"),
         ({"schedules": ["1f1v"]}, ConfigurationError, r"schedules=\['1f1v'\]: name one or more of gpipe"),
         ({"schedules": []}, ConfigurationError, "name one or more"),
-        ({"microbatch_size": 5}, ConfigurationError, "global_batch=12 is no multiple of microbatch_size=5"),
+        ({"microbatch_size": 5}, ConfigurationError, "global_batch=12 must be a multiple of microbatch_size=5"),
         ({"microbatch_size": 12, "ranks": 1}, ConfigurationError, "microbatch_size=12: the batch has 8 samples only"),
         ({"ranks": 3, "pp_size": 3, "device_memory": "much"}, ConfigurationError, "no size"),
     ],

@@ -163,7 +163,7 @@ def test_a_profile_survives_its_file_and_is_refused_for_something_else(tmp_path:
     with pytest.raises(ConfigurationError, match=r"microbatches differ .input_ids is \(4, 12\), not \(8, 12\)"):
         plan(model, data, 2, num_microbatches=2, profile=loaded)
     (tmp_path / "other.json").write_text('{"model": 3}')
-    with pytest.raises(ConfigurationError, match="is no profile"):
+    with pytest.raises(ConfigurationError, match="is not a profile"):
         Profile.load(tmp_path / "other.json")
 
 

@@ -68,11 +68,11 @@ def test_a_microbatch_without_labels_is_no_reason(pool: Pool) -> None:
 
 
 def test_overflow_of_a_norm_alone_is_none() -> None:
-    from pipeshard.engine.stage import Finite
+    from pipeshard.engine.stage import NaNCheck
 
     parameter = torch.nn.Parameter(torch.ones(4))
     parameter.grad = torch.full((4,), 3e38)
-    Finite(0, {"weight": parameter}).before_update()
+    NaNCheck(0, {"weight": parameter}).before_update()
     parameter.grad[2] = torch.inf
     with pytest.raises(NonFiniteError, match="the gradient of weight is not finite when the optimizer is to use it"):
-        Finite(0, {"weight": parameter}).before_update()
+        NaNCheck(0, {"weight": parameter}).before_update()
