@@ -4,21 +4,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeshard.checkpoint.to_sequential import to_sequential
-    from pipeshard.checkpoint.training_state import load_training_state, save_training_state
-    from pipeshard.elastic import ElasticJob
-    from pipeshard.engine.interpreter import P2P
-    from pipeshard.graph.trace import trace
-    from pipeshard.graph.units import CutPoint
-    from pipeshard.interop.build import Target, build, register_target
-    from pipeshard.layers.pipeline_module import PipelineModule
-    from pipeshard.layers.specs import LayerSpec, TiedLayerSpec
-    from pipeshard.planner.autoconfig import AutoConfig
-    from pipeshard.planner.planner import plan
-    from pipeshard.plugin import PipelinePlugin
-    from pipeshard.schedule.simulate import simulate
-    from pipeshard.split.policy import Policy, register_policy
-    from pipeshard.split.ties import analyze_tied_weights
+    from pipeshard.checkpoint.to_sequential import to_sequential as to_sequential
+    from pipeshard.checkpoint.training_state import load_training_state as load_training_state
+    from pipeshard.checkpoint.training_state import save_training_state as save_training_state
+    from pipeshard.elastic import ElasticJob as ElasticJob
+    from pipeshard.engine.interpreter import P2P as P2P
+    from pipeshard.graph.trace import trace as trace
+    from pipeshard.graph.units import CutPoint as CutPoint
+    from pipeshard.interop.build import Target as Target
+    from pipeshard.interop.build import build as build
+    from pipeshard.interop.build import register_target as register_target
+    from pipeshard.layers.pipeline_module import PipelineModule as PipelineModule
+    from pipeshard.layers.specs import LayerSpec as LayerSpec
+    from pipeshard.layers.specs import TiedLayerSpec as TiedLayerSpec
+    from pipeshard.planner.autoconfig import AutoConfig as AutoConfig
+    from pipeshard.planner.planner import plan as plan
+    from pipeshard.plugin import PipelinePlugin as PipelinePlugin
+    from pipeshard.schedule.simulate import simulate as simulate
+    from pipeshard.split.policy import Policy as Policy
+    from pipeshard.split.policy import register_policy as register_policy
+    from pipeshard.split.ties import analyze_tied_weights as analyze_tied_weights
 
 MISSING = (
     "pipeshard needs colossalai 0.5.0 ({}). Its own pins are stale, so install it without its dependencies, "
@@ -27,28 +32,6 @@ MISSING = (
     "    pip install psutil peft einops galore_torch rich click packaging"
 )
 __version__ = "0.1.0"
-__all__ = [
-    "P2P",
-    "AutoConfig",
-    "CutPoint",
-    "ElasticJob",
-    "LayerSpec",
-    "PipelineModule",
-    "PipelinePlugin",
-    "Policy",
-    "Target",
-    "TiedLayerSpec",
-    "analyze_tied_weights",
-    "build",
-    "load_training_state",
-    "plan",
-    "register_policy",
-    "register_target",
-    "save_training_state",
-    "simulate",
-    "to_sequential",
-    "trace",
-]
 _MODULES = {
     "AutoConfig": "pipeshard.planner.autoconfig",
     "CutPoint": "pipeshard.graph.units",
@@ -71,6 +54,12 @@ _MODULES = {
     "to_sequential": "pipeshard.checkpoint.to_sequential",
     "trace": "pipeshard.graph.trace",
 }
+
+__all__ = [*_MODULES]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.errors import UsageError
+from pipeshard.private import DisableTorchFunctionSubclass
 
 # Functions and attributes that tell, or set, nothing of the values; `is_...` beside them.
 KNOWN = {"__len__", "_backward_hooks", "_base", "_grad", "_has_compatible_shallow_copy_type", "_is_view", "_version"}
@@ -74,7 +75,7 @@ class Ghost(nn.Parameter):
         sets = func.__name__ == "__set__"
         name = getattr(func.__self__, "__name__", "") if sets or func.__name__ == "__get__" else func.__name__
         asks = name == "type" and len(args) + len(kwargs) == 1
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if name in KNOWN or asks or (name.startswith("is_") and name != "is_nonzero"):
                 return func(*args, **kwargs)
             if name in CONVERTING and isinstance(args[0], Ghost):
@@ -93,7 +94,7 @@ class Ghost(nn.Parameter):
 
     def lower(self, dtype: torch.dtype | None) -> None:
         """Become one of this dtype."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             self.data = _blank(self.shape, dtype, self.device)
 
     def __deepcopy__(self, memo: Any) -> "Ghost":

@@ -14,8 +14,7 @@ PACKAGE = ROOT / "pipeshard"
 PAGE = ROOT / "docs" / "design.md"
 # From the bottom to the top; what stands in one row may not import each other.
 LAYERS = (
-    ("errors", "hf"),
-    ("torch_private",),
+    ("errors", "hf", "private"),
     ("ghost",),
     ("schedule", "batch"),
     ("distributed",),
@@ -82,7 +81,7 @@ def picture() -> str:
             path = PACKAGE / name / "__init__.py" if (PACKAGE / name).is_dir() else PACKAGE / f"{name}.py"
             noun = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0].partition(": ")[2]
             below = {other.split(".")[0] for module in inside for other in edges[module]} - {name, "errors"}
-            under = ", ".join(sorted(below, key=lambda other: -LEVEL[other]))
+            under = ", ".join(sorted(below, key=lambda other: (-LEVEL[other], other)))
             title = f"{name}/ ({len(inside)})" if path.name == "__init__.py" else name
             rows.append(f"{title:<17} {noun}\n{'':<17} -> {under}" if under else f"{title:<17} {noun}")
     return "\n".join(rows)

@@ -14,7 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import (
+
+from pipeshard.errors import BatchError
+from pipeshard.private import (
     GetAttrKey,
     MappingKey,
     SequenceKey,
@@ -25,8 +27,6 @@ from torch.utils._pytree import (
     tree_map,
     tree_unflatten,
 )
-
-from pipeshard.errors import BatchError
 
 Decide = Callable[[str, Sequence[Any]], bool]
 Key = MappingKey[Any, Any] | SequenceKey[Any] | GetAttrKey

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from pipeshard.distributed.collectives import broadcast_bytes, gather_objects, whole
 from pipeshard.engine.engine import Pipeline
@@ -17,6 +16,7 @@ from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import Guarded, inside_pipeshard
 from pipeshard.graph.units import Interception, Recomputation, Sliced
 from pipeshard.hf import enable_caches
+from pipeshard.private import tree_leaves
 from pipeshard.split.initialize import build, skeletons
 
 

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
 from pipeshard.distributed.progress import NOW, Progress
 from pipeshard.distributed.watching import calling, named
 from pipeshard.errors import ConfigurationError, MessageError, UsageError
+from pipeshard.private import StridedShard
 from pipeshard.schedule.program import Program
 
 
@@ -164,7 +164,7 @@ def whole(tensor: Tensor) -> Tensor:
 def is_packed(tensor: Tensor) -> bool:
     """Whether this rank's slice is made of one part of each of several blocks, so that it is not in one place."""
     placements = tensor.placements if isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 1 else ()
-    return any(isinstance(placement, _StridedShard) for placement in placements)
+    return any(isinstance(placement, StridedShard) for placement in placements)
 
 
 def slice_like(value: Tensor, tensor: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed import PrefixStore
 
 from pipeshard.distributed.progress import NOW, main_stack
+from pipeshard.private import default_store
 
 RAISED, GONE, STALLED, ENDED = "raised", "gone", "stalled", "ended"  # kinds
 
@@ -67,7 +68,7 @@ class Alarm:
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        store: Any = PrefixStore("pipeshard.watch", _get_default_store())
+        store: Any = PrefixStore("pipeshard.watch", default_store())
         self.store = store.clone()  # a connection of its own
         self.rank, self.size, self.gone, self.asked = rank, size, False, False
 

@@ -20,6 +20,7 @@ from pipeshard.distributed.progress import NOW
 from pipeshard.engine.mixed_precision import LossScale
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import ConfigurationError, UsageError, listed
+from pipeshard.private import foreach_mul_
 
 logger = logging.getLogger("pipeshard")
 
@@ -106,7 +107,7 @@ class ModelGradients:
 
     def _multiply(self, factor: float | Tensor) -> None:
         if gradients := [gradient for p in self._holders if (gradient := local_grad(p)) is not None]:
-            torch._foreach_mul_(gradients, factor)
+            foreach_mul_(gradients, factor)
 
     def _refuse_untrained(self) -> None:
         """It is unknown whether the norm is to count what no optimizer trains."""

@@ -26,6 +26,7 @@ from pipeshard.distributed.collectives import gather_objects
 from pipeshard.distributed.progress import NOW
 from pipeshard.engine.stage import Stage
 from pipeshard.errors import ConfigurationError
+from pipeshard.private import profiler_is_enabled
 from pipeshard.schedule.program import Action, Kind
 from pipeshard.schedule.simulate import Span
 
@@ -158,7 +159,7 @@ class Interpreter:
         """Run all of them; `stage_done(s)` is called as soon as the last backward of stage s is done."""
         self.spans, self.waited = [], defaultdict(float)
         ends = {action.stage: action for action in actions if action.kind in (Kind.B, Kind.W)} if stage_done else {}
-        profiled = torch._C._autograd._profiler_enabled()
+        profiled = profiler_is_enabled()
         try:
             for action in actions:
                 NOW.start(action)

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, sum_and_count
@@ -27,6 +25,7 @@ from pipeshard.graph.trace import trace
 from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import find_units, handled
 from pipeshard.hf import MASK, is_target, special_tokens
+from pipeshard.private import TorchDispatchMode, tree_leaves
 from pipeshard.split.materialize import is_released
 
 logger = logging.getLogger("pipeshard")

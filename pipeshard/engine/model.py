@@ -6,13 +6,13 @@ import torch
 from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import ModelWrapper
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from pipeshard.batch.read import read_batch
 from pipeshard.distributed.collectives import together_in
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import UsageError
 from pipeshard.ghost import guard
+from pipeshard.private import tree_leaves
 
 
 class Whole:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.tree import field_of, flatten_with_names
@@ -19,6 +18,7 @@ from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.errors import UsageError
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.shapes import TensorSpec
+from pipeshard.private import disabled_torch_function, tree_flatten, tree_map_only, tree_unflatten
 
 ReturnOutputs = bool | str | Collection[str] | Callable[[Any, Any], Any]
 BACKWARD = (
@@ -31,7 +31,7 @@ class StepLoss(Tensor):
     """The loss of a step: a tensor without a graph, whose `backward` says so. What is computed of it, copied or saved
     is a plain tensor."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         raise UsageError(BACKWARD)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeshard.graph.carried import Held, Place
 from pipeshard.graph.dataflow import Carried
+from pipeshard.private import BatchNorm
 from pipeshard.split.route import Route
 
 
@@ -111,10 +111,10 @@ def deferred(units: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _tracks(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.training and module.running_mean is not None
+    return isinstance(module, BatchNorm) and module.training and module.running_mean is not None
 
 
-def _statistics(module: _BatchNorm) -> list[Tensor]:
+def _statistics(module: BatchNorm) -> list[Tensor]:
     buffers = (module.running_mean, module.running_var, module.num_batches_tracked)
     return [buffer for buffer in buffers if buffer is not None]
 

@@ -25,6 +25,7 @@ from pipeshard.engine.outputs import Outputs
 from pipeshard.engine.weight_grad import Deferral, Gradients
 from pipeshard.errors import NonFiniteError, TraceError, UsageError
 from pipeshard.graph.taint import Value, casting
+from pipeshard.private import foreach_norm
 from pipeshard.split.replay import Replay
 from pipeshard.split.route import Route
 
@@ -66,7 +67,7 @@ class NaNCheck:
         named = {name: grad for name, p in self.parameters.items() if (grad := local_grad(p)) is not None}
         if not (self.gradients and named):
             return
-        if not bool(torch.isfinite(torch.stack(torch._foreach_norm(list(named.values())))).all()):
+        if not bool(torch.isfinite(torch.stack(foreach_norm(list(named.values())))).all()):
             broken = [name for name, grad in named.items() if not _is_finite(grad)]
             if broken:  # and not a norm alone that overflows; backward computes the last one first
                 self._stop(f"the gradient of {broken[-1]} is not finite {when}")

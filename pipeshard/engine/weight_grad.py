@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pipeshard.engine.grad_sync import grad_dtype, has_hooks
 from pipeshard.graph.units import Interception
+from pipeshard.private import functorch_is_active, will_execute
 
 LARGE = 2**17  # elements of a weight from which on it pays not to materialise dW
 
@@ -136,7 +137,7 @@ class Deferral:
         if sys.getrefcount(node) > _references():  # somebody keeps it, and may have put hooks on it
             return False
         try:
-            if not all(torch._C._will_engine_execute_node(n) for n in (node, self._within) if n is not None):
+            if not all(will_execute(n) for n in (node, self._within) if n is not None):
                 return False
         except RuntimeError:  # autograd.grad, of this parameter
             return False
@@ -182,7 +183,7 @@ class _Deferred:
         if self.deferral.whole and not self.is_large_lookup:
             return self.plain(*args, **kwargs)
         (x,) = *args, *kwargs.values()  # layers call it by different names
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not self._may_defer(x):
+        if torch.compiler.is_compiling() or functorch_is_active() or not self._may_defer(x):
             return self.plain(x)
         weight, bias = map(self.module._parameters.get, ("weight", "bias"))
         return self.kind.apply(x, weight, bias, self.module, self.deferral)

@@ -16,9 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import stateless
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from pipeshard.errors import TraceError
 from pipeshard.graph.meter import Meter, Visit
@@ -28,6 +25,15 @@ from pipeshard.graph.snapshot import Snapshot, flagged
 from pipeshard.graph.taint import CASTING, Hidden, Tag, Taint, casting, storage_of
 from pipeshard.graph.unit_outputs import ARGUMENTS, LISTS, RESULT, UNIT, Part, changed, listened, opened, run_collecting
 from pipeshard.graph.units import unsliced
+from pipeshard.private import (
+    TreeSpec,
+    disable_current_modes,
+    reparametrized,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 Place = tuple[Path, Any]  # the path of a holder, and the key there
 
@@ -152,7 +158,7 @@ class Kinds:
 
     def _visit_on(self, device: torch.device, call: UnitCall, taint: Taint, settings: Settings) -> Kind:
         module = call.module
-        with _disable_current_modes():
+        with disable_current_modes():
             inputs = [_lent(leaf, device, taint) for leaf in call.leaves]
             state = blank_state(module, device)
         for name, buffer in module.named_buffers():  # one that another unit has moved
@@ -166,7 +172,7 @@ class Kinds:
         def note(module: nn.Module, name: str) -> None:
             read.add((settings.modules[id(module)][1], name))
 
-        with taint.inside_call(positions) as written, unsliced(), stateless._reparametrize_module(module, state):
+        with taint.inside_call(positions) as written, unsliced(), reparametrized(module, state):
             before = Snapshot({UNIT: module, ARGUMENTS: arguments})
             try:
                 with (

@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from pipeshard.errors import TraceError
 from pipeshard.graph.shapes import TensorSpec, placeholder
 from pipeshard.graph.taint import SHAPED, Hidden, Taint, Value, storage_of
+from pipeshard.private import TorchDispatchMode, TreeSpec, tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeshard.graph.places import HOOKS, Path, Step
 from pipeshard.graph.snapshot import Change, Snapshot
 from pipeshard.graph.taint import mutated, storage_of
 from pipeshard.hf import disable_caches, enable_caches
+from pipeshard.private import TorchDispatchMode
 
 
 @contextlib.contextmanager

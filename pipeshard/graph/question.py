@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pipeshard.batch.batch import Batch
+from pipeshard.private import TreeSpec, tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeshard.private import saved_tensors_hooks
+
 
 class Randomness:
     """Seeds all generators by (seed, step, microbatch, place in the forward), so that a mask is the same for every p.
@@ -131,7 +133,7 @@ MOST = 1 << 16  # calls that are kept where no step has an end: under another ru
 
 def own_checkpoint() -> object:
     """What stands for the torch.utils.checkpoint (without use_reentrant) that runs now, if there is one."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = saved_tensors_hooks(False)
     return hooks[0] if hooks and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.") else None
 
 

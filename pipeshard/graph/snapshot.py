@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import FunctionType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from pipeshard.graph.places import (
@@ -34,6 +33,7 @@ from pipeshard.graph.places import (
     put_content,
     ways_to_hold,
 )
+from pipeshard.private import DisableTorchFunction
 
 MOST = 200_000  # objects that are walked
 
@@ -78,7 +78,7 @@ class Snapshot:
         self.paths: dict[int, Path] = {}
         self.tensors: list[tuple[Path, Any, Any, Tensor, int]] = []
         self._seen: dict[int, Any] = {}  # kept alive: another object would get the address
-        with torch._C.DisableTorchFunction():  # nothing here is an operator, and hundreds of tensors are looked at
+        with DisableTorchFunction():  # nothing here is an operator, and hundreds of tensors are looked at
             self._walk(deque(((Step("root", name),), root) for name, root in roots.items()))
         self._empty = [holder.live for holder in self.holders if holder.live is not None and not holder.values]
         self._full = [holder for holder in self.holders if holder.live is None or holder.values]

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from pipeshard.graph.question import Recipes
+from pipeshard.private import TorchDispatchMode, tree_map_only
 
 
 class Value(NamedTuple):

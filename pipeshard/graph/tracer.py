@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, loss_of
@@ -28,6 +27,7 @@ from pipeshard.graph.shapes import Axes, TensorSpec, as_trained, placeholder
 from pipeshard.graph.taint import Hidden, Input, Kept, Reading, Tag, Taint, Used, Value
 from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import CutPoint, check_aliases, check_call, find_units, handled
+from pipeshard.private import tree_flatten
 
 SMALL = 4  # numbers per sample, at most, in an input of sizes (of images, patches, ...)
 

@@ -16,7 +16,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._pytree import (
+
+from pipeshard.errors import TraceError
+from pipeshard.graph.places import MISSING, Path, content_of, is_object, put, put_content, resolve
+from pipeshard.graph.snapshot import Change, Snapshot
+from pipeshard.private import (
     SUPPORTED_NODES,
     TreeSpec,
     is_namedtuple_instance,
@@ -25,10 +29,6 @@ from torch.utils._pytree import (
     tree_map,
     tree_unflatten,
 )
-
-from pipeshard.errors import TraceError
-from pipeshard.graph.places import MISSING, Path, content_of, is_object, put, put_content, resolve
-from pipeshard.graph.snapshot import Change, Snapshot
 
 UNIT, ARGUMENTS = "unit", "arguments"  # the roots of places
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from pipeshard.errors import PartitionError, TraceError, UsageError, unknown
 from pipeshard.hf import full_name, recomputes, without_adapters
+from pipeshard.private import tree_leaves
 
 if TYPE_CHECKING:
     from pipeshard.graph.dataflow import Call, Reads

@@ -13,8 +13,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import stateless
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only, tree_unflatten
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.read import read_batch
@@ -28,6 +26,7 @@ from pipeshard.graph.rng import Randomness
 from pipeshard.graph.shapes import blank_state
 from pipeshard.graph.taint import Value
 from pipeshard.planner.candidate import metered, unit_cost
+from pipeshard.private import TreeSpec, reparametrized, tree_leaves, tree_map_only, tree_unflatten
 from pipeshard.split.partition import Cost
 
 SPREAD = 0.02  # the standard deviation of made-up parameters
@@ -92,7 +91,7 @@ class Stopwatch:
         arguments = [self._placed(leaf, k in self.capture.made_up) for k, leaf in enumerate(self.capture.leaves)]
         self.cold = torch.empty(COLD, dtype=torch.uint8, device=self.device)
         deferral = Deferral(self.unit.modules())
-        with stateless._reparametrize_module(self.unit, state), deferral.installed(), torch.enable_grad():
+        with reparametrized(self.unit, state), deferral.installed(), torch.enable_grad():
             runs = [self._run(arguments, deferral) for _ in range(WARM_UPS + repeats)]
         return Cost(*(statistics.median(part) for part in zip(*runs[WARM_UPS:], strict=True)))
 

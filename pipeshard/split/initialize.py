@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.rng import Randomness
 from pipeshard.graph.taint import mutated, storage_of
+from pipeshard.private import TorchDispatchMode
 from pipeshard.split.ties import kept_tied
 
 # True: by the architecture's own rule; False: not at all; else fn(module) or fn(module, name) for each module that has

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from pipeshard.errors import TraceError, UsageError
 from pipeshard.graph.places import format_path, is_comparable
@@ -33,6 +32,7 @@ from pipeshard.graph.unit_outputs import (
     resolve_from,
     run_collecting,
 )
+from pipeshard.private import tree_leaves
 from pipeshard.split.route import Blank, Route, Step, recomputes_itself, run_again
 
 UNFROZEN = (

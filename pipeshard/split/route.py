@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from pipeshard.batch.batch import Batch
@@ -30,6 +29,7 @@ from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import Value
 from pipeshard.graph.unit_outputs import Known, Part, Source
 from pipeshard.hf import recomputes
+from pipeshard.private import tree_leaves
 from pipeshard.split.partition import Boundary
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from pipeshard.errors import ConfigurationError, hint
 from pipeshard.graph.units import Interception, Sliced
 from pipeshard.hf import DROPOUTS, HEADS, without_adapters
+from pipeshard.private import StridedShard
 from pipeshard.split.ties import kept_tied, names_of
 
 DIVIDE = "divide:"  # and names of attributes: numbers of heads or features that a forward takes from its module
@@ -165,7 +165,7 @@ class Conv1DSlice:
         whole = module.get_parameter(key)
         dim = whole.ndim - 1 if self.by == "outputs" else whole.ndim - 2
         if dim >= 0:  # the bias is of the outputs
-            place = _StridedShard(dim, split_factor=self.blocks) if self.blocks > 1 else Shard(dim)
+            place = StridedShard(dim, split_factor=self.blocks) if self.blocks > 1 else Shard(dim)
             sliced = distribute_tensor(whole, mesh, [place], src_data_rank=None)
             module._parameters[key] = nn.Parameter(sliced, requires_grad=whole.requires_grad)
 

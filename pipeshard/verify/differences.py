@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.graph.units import Interception
+from pipeshard.private import tree_leaves
 from pipeshard.split.ties import first_names
 from pipeshard.verify.compare import LOSS, Comparison, Different, attributes
 from pipeshard.verify.reference import Copies, Reference

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.graph.rng import Randomness, python_state
 from pipeshard.hf import disable_caches
+from pipeshard.private import tree_map_only
 from pipeshard.split.initialize import InitWeights, build, initialize, skeletons
 from pipeshard.split.materialize import allocate
 

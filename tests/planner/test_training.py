@@ -51,7 +51,7 @@ def held(options: dict[str, Any]) -> tuple[Memory, dict[str, int]]:
     optimizer.step()
     states = [value for state in optimizer.optim.state.values() for value in state.values()]
     weights = optimizer.weights.values()
-    values = [v for w in weights for v in (w.full, w.master) if v is not None and v.dtype != w.parameter.dtype]
+    values = [w.master for w in weights if w.master.dtype != w.parameter.dtype]
     found = {
         "parameters": sum(local(w.parameter).nbytes for w in weights),
         "gradients": gradients,

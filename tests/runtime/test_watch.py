@@ -38,7 +38,7 @@ def fail_at_a_silent_store(call: str, error: Exception, silent: float) -> tuple[
     try:
         assert server.stdout is not None
         store: Any = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), timeout=timedelta(seconds=30))
-        with mock.patch.object(alarm, "_get_default_store", lambda: store):
+        with mock.patch.object(alarm, "default_store", lambda: store):
             watch = Watch(timeout=None, named="rank {} of 1".format)
         time.sleep(3 * PERIOD)
         os.kill(server.pid, signal.SIGSTOP)

@@ -1,0 +1,105 @@
+"""Private: what torch hides behind an underscore, and pipeshard cannot do without.
+
+A release of torch may rename these without a word. So functions and classes are imported here, under names of their
+own, and nowhere else; what is an attribute stands in `ATTRIBUTES`, by the class that has it. `tests/test_private.py`
+tests each meaning that is relied on, and refuses any other private name in the package: an upgrade of torch is one red
+file.
+"""
+
+import torch
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.utils.stateless import _reparametrize_module as reparametrized
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    GetAttrKey,
+    MappingKey,
+    SequenceKey,
+    TreeSpec,
+    is_namedtuple_instance,
+    keystr,
+    register_pytree_node,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
+
+DisableTorchFunction = torch._C.DisableTorchFunction
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+disabled_torch_function = torch._C._disabled_torch_function_impl
+functorch_is_active = torch._C._are_functorch_transforms_active
+profiler_is_enabled = torch._C._autograd._profiler_enabled
+saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+will_execute = torch._C._will_engine_execute_node
+foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
+
+# Attributes that the package reads or writes, by the class (or module) that has them.
+ATTRIBUTES = {
+    "torch.Tensor": ("_version", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    "torch.UntypedStorage": ("_cdata",),
+    "torch.nn.Module": (
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "_non_persistent_buffers_set",
+        "_forward_hooks",
+        "_forward_hooks_with_kwargs",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_compiled_call_impl",
+    ),
+    "torch.optim.Optimizer": ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    "torch.distributed.ProcessGroup": ("_device_types", "_get_backend"),
+    "torch.distributed.distributed_c10d": ("_world",),
+    "torch.distributed.tensor.DTensor": ("_local_tensor",),
+    "torch.ops.aten": (
+        "_local_scalar_dense",
+        "_unique2",
+        "_unsafe_view",
+        "_grouped_mm",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    ),
+    "torch._ops.OpOverload": ("_schema", "_overloadpacket"),
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": ("_lazy_init", "_root_post_backward_final_callback"),
+    "transformers.PreTrainedModel": ("_init_weights", "_from_config", "_keys_to_ignore_on_save", "_tied_weights_keys"),
+    "transformers.AutoModel": ("_model_mapping",),
+}
+
+__all__ = [
+    "ATTRIBUTES",
+    "SUPPORTED_NODES",
+    "BatchNorm",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "GetAttrKey",
+    "MappingKey",
+    "SequenceKey",
+    "StridedShard",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "default_store",
+    "disable_current_modes",
+    "disabled_torch_function",
+    "foreach_mul_",
+    "foreach_norm",
+    "functorch_is_active",
+    "is_namedtuple_instance",
+    "keystr",
+    "profiler_is_enabled",
+    "register_pytree_node",
+    "reparametrized",
+    "saved_tensors_hooks",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "will_execute",
+]

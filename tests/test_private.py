@@ -1,0 +1,146 @@
+"""Private: every name that torch and transformers hide is in one module, exists, and means what is assumed."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeshard import private
+from tests.house import PACKAGE
+
+# What Python, numpy and ColossalAI call so, and what the Booster puts on a model that it is to load.
+OTHERS = {"_pretrained", "_orig_mod", "_exit", "_current_frames", "_inst", "_rand", "_op_impls", "_destroy"}
+OTHERS |= {"_replace", "_apply"}  # of NamedTuple, and of modules as users override it
+# Of instances of FSDP's classes, in engine/fsdp.py alone.
+FSDP = {"_fsdp_param_groups", "_pre_forward_hook_handle", "_post_forward_hook_handle", "_unsharded_param"}
+OF_TRANSFORMERS = {"_weight_conversions"}  # put on a model by `from_pretrained`, and read by `save_pretrained`
+
+
+def found(path: str) -> Any:
+    """The module or class of this name."""
+    parts = path.split(".")
+    for k in range(len(parts), 0, -1):
+        try:
+            owner = importlib.import_module(".".join(parts[:k]))
+        except ImportError:
+            continue
+        for part in parts[k:]:
+            owner = getattr(owner, part)
+        return owner
+    raise ImportError(path)
+
+
+@pytest.mark.parametrize("owner", private.ATTRIBUTES)
+def test_attributes_are_there(owner: str) -> None:
+    kind = found(owner)
+    made = {"torch.nn.Module": nn.Module, "torch.Tensor": lambda: torch.zeros(1)}
+    made |= {"torch.optim.Optimizer": lambda: torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)}
+    made |= {"torch._ops.OpOverload": lambda: torch.ops.aten.add.Tensor}
+    value = made.get(owner, lambda: kind)()
+    assert [name for name in private.ATTRIBUTES[owner] if not hasattr(value, name)] == []
+
+
+def test_no_other_private_name_is_used() -> None:
+    own: set[str] = set()
+    used: dict[str, str] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+                own.add(node.attr)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                own.add(node.target.id)
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                used[node.attr] = path.name
+    known = OTHERS | FSDP | OF_TRANSFORMERS | {name for names in private.ATTRIBUTES.values() for name in names}
+    elsewhere = {name: path for name, path in used.items() if name not in known | own and path != "private.py"}
+    assert elsewhere == {}, "add them to pipeshard/private.py, with a test of what they mean"
+
+
+def test_a_version_counts_writes_in_place() -> None:
+    tensor = torch.zeros(2)
+    before = tensor._version
+    tensor.add_(1)
+    assert tensor._version == before + 1
+    assert tensor[:1]._is_view() and not tensor._is_view()
+
+
+def test_views_share_the_handle_of_their_storage() -> None:
+    tensor = torch.zeros(4)
+    assert tensor.untyped_storage()._cdata == tensor[2:].untyped_storage()._cdata
+    assert tensor.untyped_storage()._cdata != tensor.clone().untyped_storage()._cdata
+
+
+def test_modules_keep_their_tensors_in_dicts() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("kept", torch.zeros(1), persistent=False)
+    assert [*module._parameters] == ["weight", "bias"] and "running_mean" in module._buffers
+    assert module._non_persistent_buffers_set == {"kept"} and module._compiled_call_impl is None
+    assert isinstance(module, private.BatchNorm)
+    handle = module.register_forward_hook(lambda *args, **kwargs: None, with_kwargs=True)
+    assert [*module._forward_hooks] == [*module._forward_hooks_with_kwargs] == [handle.id]
+
+
+def test_a_dispatch_mode_sees_every_operator_with_its_schema() -> None:
+    seen: list[Any] = []
+
+    class Mode(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.zeros(2).add_(1)
+        with private.disable_current_modes():
+            torch.ones(2)
+    assert [func._overloadpacket for func in seen] == [torch.ops.aten.zeros, torch.ops.aten.add_]
+    assert seen[1]._schema.arguments[0].alias_info.is_write
+
+
+def test_functions_are_seen_unless_that_is_disabled() -> None:
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(func)
+
+    tensor = torch.zeros(2).as_subclass(Loud)
+    for quiet in (private.DisableTorchFunction, private.DisableTorchFunctionSubclass):
+        with quiet():
+            assert tensor.shape == (2,)
+    with pytest.raises(AssertionError):
+        tensor.add(1)
+
+
+def test_a_module_runs_with_other_tensors() -> None:
+    module = nn.Linear(2, 1, bias=False)
+    with private.reparametrized(module, {"weight": torch.ones(1, 2)}):
+        assert module(torch.ones(2)).item() == 2
+
+
+def test_engine_and_hooks_tell_what_they_do() -> None:
+    assert not private.profiler_is_enabled() and not private.functorch_is_active()
+    with torch.autograd.profiler.profile():
+        assert private.profiler_is_enabled()
+    assert private.saved_tensors_hooks(False) is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert private.saved_tensors_hooks(False) is not None
+
+
+def test_trees_come_back() -> None:
+    tree = {"a": [1, (2, None)], "b": 3}
+    leaves, spec = private.tree_flatten(tree)
+    assert leaves == private.tree_leaves(tree) and private.tree_unflatten(leaves, spec) == tree
+    assert private.tree_map_only(int, lambda x: -x, tree) == {"a": [-1, (-2, None)], "b": -3}
+
+
+def test_all_at_once_is_each_by_itself() -> None:
+    tensors = [torch.arange(3.0), torch.ones(2)]
+    assert [float(norm) for norm in private.foreach_norm(tensors)] == [float(tensor.norm()) for tensor in tensors]
+    private.foreach_mul_(tensors, 2.0)
+    assert tensors[1].tolist() == [2, 2]
