@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from pipeshard.distributed.progress import NOW, main_stack
 from pipeshard.private import default_store

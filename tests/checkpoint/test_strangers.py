@@ -187,10 +187,10 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
         refused(index_of(folder, {"a": name}), "which is not a file of its own folder")
     refused(index_of(folder, {"a": "a" * 300}), "is not an index of a checkpoint: OSError: .*name too long")
     refused(index_of(folder, {"a": "\ud800"}), r"refers to '\\ud800', which is missing: the checkpoint is incomplete")
-    refused(index_of(folder, {"a": "snapshot"}), "which is not there")
+    refused(index_of(folder, {"a": "snapshot"}), "which is missing")
     for weights in (None, [], True, 3):
         refused(index_of(folder, weights), "its weight_map must be an object")
-    for text, what in (("[]", "no object, but a list"), ("[" * 10**5, "nested too deeply"), ("{}", "KeyError")):
+    for text, what in (("[]", "must be an object, not a list"), ("[" * 10**5, "nested too deeply"), ("{}", "KeyError")):
         refused(index_of(folder, text), f"is not an index of a checkpoint: .*{what}")
     refused(index_of(folder, '{"weight_map": ' + "1" * 5000 + "}"), "is not an index of a checkpoint: ValueError")
     (folder / "model.safetensors.index.json").unlink()

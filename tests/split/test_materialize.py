@@ -17,10 +17,10 @@ from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.split.initialize import initialize
 from pipeshard.split.materialize import allocate
 from tests import zoo
+from tests.batch.test_made_up import MadeUp
 from tests.parity.build import build
 from tests.parity.entries import find
 from tests.pool import Pool
-from tests.test_made_up import MadeUp
 from tests.unsplit import Split, Unsplit, differences
 
 SEED = 7

@@ -23,10 +23,10 @@ from pipeshard.split.policy import find_policy
 from pipeshard.split.tensor_parallel import plan_of, style_of
 from tests import zoo
 from tests.covering import covering
+from tests.graph.test_randomness import with_dropout
 from tests.parity.build import batch, build
 from tests.parity.entries import find
 from tests.pool import Pool, WorkerError
-from tests.test_randomness import with_dropout
 from tests.unsplit import Split, Unsplit, compared, gradient_error, parameter_error
 
 CHUNKS = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "interleaved": 2, "zbv": 2}

@@ -17,8 +17,8 @@ from pipeshard import PipelinePlugin
 from pipeshard.engine.refusals import SPARED, gap
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.split.materialize import is_released
+from tests.engine.test_gradients_hooks import Net, data
 from tests.pool import Pool
-from tests.test_gradients_hooks import Net, data
 
 
 class Sam(torch.optim.Optimizer):

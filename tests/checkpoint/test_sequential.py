@@ -22,13 +22,13 @@ from pipeshard.graph.units import Interception, Recomputation
 from pipeshard.split.materialize import is_released
 from pipeshard.split.ties import names_of
 from tests import zoo
+from tests.batch.test_made_up import MadeUp
 from tests.covering import covering
 from tests.parity.build import batch as make_batch
 from tests.parity.build import build
 from tests.parity.entries import find
 from tests.parity.tiny import OLD
 from tests.pool import Pool
-from tests.test_made_up import MadeUp
 from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences
 
 NAMES = ("llama-tied", "llama", "gpt2", "t5")

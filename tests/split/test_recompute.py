@@ -26,10 +26,10 @@ from pipeshard.split.route import Recompute
 from tests import zoo
 from tests.covering import covering
 from tests.families import AUXILIARY, build_with
+from tests.graph.test_randomness import with_dropout
 from tests.parity.build import batch
 from tests.parity.entries import find
 from tests.pool import Pool
-from tests.test_randomness import with_dropout
 from tests.unsplit import Split, refusal
 
 M = 4

@@ -296,7 +296,7 @@ import torch, torch.distributed as dist
 from colossalai.booster import Booster
 from pipeshard import PipelinePlugin
 from unittest import mock
-from tests.test_verify import BROKEN, data, made
+from tests.verify.test_verify import BROKEN, data, made
 
 dist.init_process_group("gloo")
 if "--wrong" in sys.argv:

@@ -23,7 +23,7 @@ from pipeshard.graph.dataflow import Chain, layers
 from pipeshard.split import policy as registry
 from pipeshard.split.policy import find_policy
 from tests import zoo
-from tests.model.test_chain import Ladder, traced
+from tests.graph.test_chain import Ladder, traced
 
 FAMILIES = {family.__name__.rpartition(".")[2]: family for family in pipeshard.policies.FAMILIES}
 # Model types that transformers 5.23 knows and 4.57 does not.
@@ -236,7 +236,7 @@ def test_a_partition_by_unknown_names_is_refused_with_those_that_are_close() -> 
 
 
 def test_the_documented_policy_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parent.parent / "docs" / "policies.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
     (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.S)
     scope: dict[str, Any] = {"__name__": "documented"}
     exec(snippet, scope)
@@ -245,7 +245,7 @@ def test_the_documented_policy_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_documented_refusal_is_what_is_said() -> None:
-    text = " ".join((Path(__file__).parent.parent / "docs" / "policies.md").read_text().split())
+    text = " ".join((Path(__file__).parents[2] / "docs" / "policies.md").read_text().split())
     assert str(Chain(("hidden states",))) in text
     for name in FAMILIES:
         assert f"policies/{name}.py" in text

@@ -20,8 +20,8 @@ from pipeshard import LayerSpec, PipelineModule, TiedLayerSpec
 from pipeshard.batch.read import read_batch
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.split.ties import Ownership, names_of
+from tests.checkpoint.test_sequential import sequential
 from tests.pool import Pool, WorkerError
-from tests.test_sequential import sequential
 from tests.unsplit import LEARNING_RATE, Split, gradient_error, parameter_error
 
 V, H = 17, 8
