@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeshard.interop import build
+from pipeshard import build
 from tests import zoo
 
 MODELS = {"gpt2": [f"transformer.h.{k}" for k in range(3)], "llama": [f"model.layers.{k}" for k in range(3)]}

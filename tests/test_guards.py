@@ -88,7 +88,8 @@ def verdict(name: str) -> str:
     with alone():
         plugin = PipelinePlugin(pp_size=2, **{"num_microbatches": 1, **case.options})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return prove(plugin, model, optimizer, None, read_batch(model, dict(case.batches[0]))).kind
+    sample = read_batch(model, dict(case.batches[0]))
+    return prove(plugin.config, plugin.device, model, optimizer, None, sample).kind
 
 
 def verdicts(mutation: str) -> list[str]:

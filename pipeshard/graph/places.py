@@ -6,10 +6,10 @@ and replaced, and a place is the path of steps that leads to one entry of it.
 """
 
 import functools
-import pickle
 import random
 import sys
 from argparse import Namespace
+from ast import literal_eval
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
 from contextlib import ExitStack, contextmanager
 from enum import Enum
@@ -229,18 +229,31 @@ def _state(generator: Any) -> bytes:
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, np.random.Generator):
-        return pickle.dumps(generator.bit_generator.state)
-    return pickle.dumps(generator.getstate() if isinstance(generator, random.Random) else generator.get_state())
+        return _text(generator.bit_generator.state)
+    return _text(generator.getstate() if isinstance(generator, random.Random) else generator.get_state())
+
+
+def _text(state: Any) -> bytes:
+    """Nested plain values as Python would read them; arrays become lists."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(entry) for key, entry in value.items()}
+        if isinstance(value, tuple):
+            return tuple(map(plain, value))
+        return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+    return repr(plain(state)).encode()
 
 
 def _set_state(generator: Any, state: bytes) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = pickle.loads(state)
+        generator.bit_generator.state = literal_eval(state.decode())
     else:
         set_state = generator.setstate if isinstance(generator, random.Random) else generator.set_state
-        set_state(pickle.loads(state))
+        set_state(literal_eval(state.decode()))
 
 
 def is_object(value: Any) -> bool:

@@ -79,7 +79,7 @@ class PipelineModule(nn.Module):
         entries = _entries(layers)
         modules = nn.ModuleList()
         for place, entry in enumerate(entries):
-            seed = functools.partial(seed_fn or torch.manual_seed, base_seed + place) if seed_layers else None
+            seed = functools.partial(seed_fn or _seed, base_seed + place) if seed_layers else None
             modules.append(_layer(place, entry, seed))
         tie(modules, {place: spec for place, spec in enumerate(entries) if isinstance(spec, TiedLayerSpec)})
         self.layers = _Uncut(
@@ -220,3 +220,8 @@ def _layer(place: int, entry: Any, seed: Callable[[], Any] | None) -> nn.Module:
             f"layer {place} is a {type(entry).__name__}: give a module, a LayerSpec, or a function of one argument"
         )
     return Function(entry, place)
+
+
+def _seed(number: int) -> None:
+    """torch's own is put in another function's place by torch.compile, and cannot be pickled then."""
+    torch.manual_seed(number)

@@ -18,9 +18,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, 
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 import pipeshard
-from pipeshard import Target, analyze_tied_weights, register_target
+from pipeshard import Target, analyze_tied_weights, build, register_target
 from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError, UsageError
-from pipeshard.interop import build
 from pipeshard.interop.build import Split as Parts
 from tests import zoo
 from tests.pool import Pool
@@ -229,7 +228,7 @@ def test_a_user_s_own_target() -> None:
         (2, {"target": "torch"}, ConfigurationError, "no process group"),
         (2, {"target": "deepspeed"}, ConfigurationError, "a world of 0 processes"),
         ("model", {}, ConfigurationError, "cuts='model': give the names"),
-        (["modle.norm"], {}, PartitionError, "names modle.norm, which is none of the modules.*did you mean model.norm"),
+        (["modle.norm"], {}, PartitionError, "names modle.norm, which is not one of the modules.*did you mean model.norm"),
         ([""], {}, PartitionError, "names the whole LlamaForCausalLM"),
     ],
 )
