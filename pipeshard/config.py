@@ -238,7 +238,7 @@ class PipelineConfig:
         for name, what in parts.items():
             size = getattr(self, name)
             if not _is_positive(size) and (name, size) != ("dp_size", None):
-                raise ConfigurationError(f"{name}={size!r}: the number of {what} must be {POSITIVE}")
+                raise ConfigurationError(f"{name}, the number of {what}, must be {POSITIVE}, got {size!r}")
 
     def _check_microbatches(self) -> None:
         if self.pp_size == 1 and self.num_microbatches is self.microbatch_size is None:

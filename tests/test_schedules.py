@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeshard.engine.engine import Pipeline
+from pipeshard.config import PipelineConfig
 from pipeshard.engine.interpreter import MAX_PENDING_SENDS, Interpreter
 from pipeshard.engine.stage import Stage
 from pipeshard.engine.weight_grad import Deferral, Product
@@ -39,7 +39,7 @@ def split_of(name: str, schedule: str, m: int = M, **options: Any) -> Split:
 
 def gradients(name: str, schedule: str, defers: bool) -> tuple[dict[str, Tensor | None], list[str]]:
     """Of what this rank holds, and what it did."""
-    with contextlib.nullcontext() if defers else mock.patch.object(Pipeline, "_defers", False):
+    with contextlib.nullcontext() if defers else mock.patch.object(PipelineConfig, "defers", False):
         split = split_of(name, schedule)
         split.backward(zoo.batch(name))
         did = [str(span.action) for span in split.plugin.recording().spans[dist.get_rank()]]

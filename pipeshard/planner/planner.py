@@ -118,7 +118,7 @@ def plan(
     ConfigurationError for arguments that cannot work; TraceError for a model that cannot be cut.
     """
     if not isinstance(pp_size, int) or pp_size < 1:
-        raise ConfigurationError(f"pp_size={pp_size!r}: the number of stages is a positive integer")
+        raise ConfigurationError(f"pp_size, the number of stages, must be a positive integer, got {pp_size!r}")
     chosen = None if schedule is None else (schedule, num_chunks(schedule, num_model_chunks))
     limit = None if device_memory is None else parse_bytes(device_memory)
     microbatch, m = first_microbatch(model, batch, num_microbatches, microbatch_size, seq_len)
