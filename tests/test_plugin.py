@@ -39,7 +39,7 @@ def test_more_stages_than_processes(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ({"pp_size": 0}, "pp_size=0"),
+        ({"pp_size": 0}, "pp_size, the number of stages, must be a positive integer, got 0"),
         ({"num_microbatches": None}, "num_microbatches=None and microbatch_size=None: give exactly one"),
         ({"microbatch_size": 2}, "num_microbatches=2 and microbatch_size=2: give exactly one"),
         ({"num_microbatches": 0}, "num_microbatches must be a positive integer, got 0"),

@@ -228,7 +228,7 @@ def test_a_user_s_own_target() -> None:
         (2, {"target": "torch"}, ConfigurationError, "no process group"),
         (2, {"target": "deepspeed"}, ConfigurationError, "a world of 0 processes"),
         ("model", {}, ConfigurationError, "cuts='model': give the names"),
-        (["modle.norm"], {}, PartitionError, "names modle.norm, which is not one of the modules.*did you mean model.norm"),
+        (["modle.norm"], {}, PartitionError, "modle.norm, which is not one of the modules.*did you mean model.norm"),
         ([""], {}, PartitionError, "names the whole LlamaForCausalLM"),
     ],
 )

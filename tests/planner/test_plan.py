@@ -184,7 +184,7 @@ def test_batches_are_cut_as_the_plugin_does_or_made_up() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"pp_size": 0}, ConfigurationError, "pp_size=0"),
+        ({"pp_size": 0}, ConfigurationError, "must be a positive integer, got 0"),
         ({"num_microbatches": None}, ConfigurationError, "exactly one of the two"),
         ({"microbatch_size": 2}, ConfigurationError, "exactly one of the two"),
         ({"num_microbatches": 0}, ConfigurationError, "no positive integer"),
