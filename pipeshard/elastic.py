@@ -70,7 +70,7 @@ class ElasticJob:
         timeout: float = 1800,
     ) -> None:
         if not isinstance(every, int) or every < 1:
-            raise ConfigurationError(f"every, the steps from one save to the next, must be a positive integer, got {every!r}")
+            raise ConfigurationError(f"every, in steps, must be a positive integer, got {every!r}")
         self.directory, self.every, self.keep = Path(directory), every, keep
         self.step = 0  # steps done
         self._parts: tuple[Any, Any, Any, Any] | None = None

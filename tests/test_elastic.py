@@ -183,7 +183,7 @@ def test_the_layout_may_be_planned(pool: Pool, tmp_path: Path) -> None:
 
 def test_jobs_that_cannot_work_are_refused_alike_on_every_rank(pool: Pool, tmp_path: Path) -> None:
     expected = [
-        "every=0: ",
+        "every, in steps, must be a positive integer, got 0",
         "2 ranks cannot train with pp_size=1",
         "for 2 ranks, the function pp_size gave no Layout, but: ValueError: nothing for 2",
         "chosen for 2 ranks and global_batch=4 is for 2 ranks and global_batch=8",

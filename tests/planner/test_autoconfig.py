@@ -116,7 +116,7 @@ def test_several_microbatch_sizes_are_compared_in_one_unit() -> None:
         ({"schedules": []}, ConfigurationError, "name one or more"),
         ({"microbatch_size": 5}, ConfigurationError, "global_batch=12 must be a multiple of microbatch_size=5"),
         ({"microbatch_size": 12, "ranks": 1}, ConfigurationError, "microbatch_size=12: the batch has 8 samples only"),
-        ({"ranks": 3, "pp_size": 3, "device_memory": "much"}, ConfigurationError, "no size"),
+        ({"ranks": 3, "pp_size": 3, "device_memory": "much"}, ConfigurationError, "is not a size"),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -127,7 +127,7 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], error: type[Except
 def test_a_model_that_cannot_be_cut_so_is_told() -> None:
     with pytest.raises(PartitionError, match="the model cannot be cut for any of them: "):
         AutoConfig.choose(zoo.build("llama"), zoo.batch("llama"), 11, 1)
-    with pytest.raises(UsageError, match="no loss to train on"):
+    with pytest.raises(UsageError, match="nothing gives a loss to train on"):
         AutoConfig.choose(zoo.build("llama"), {"input_ids": torch.zeros(2, 6, dtype=torch.int64)}, 2, 4)
 
 
