@@ -50,6 +50,12 @@ def test_the_reading_list_takes_an_evening() -> None:
     assert len(paths) > 4 and sum(len(path.read_text().splitlines()) for path in paths) <= READING_LIST
 
 
+def test_files_that_the_pages_name_are_there() -> None:
+    for page in (PAGE, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        paths = set(re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text()))
+        assert [path for path in paths if not (PACKAGE / path).exists() and not (ROOT / path).exists()] == [], page
+
+
 def test_english_is_plain() -> None:
     pages = [*PACKAGE.rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     quaint = [f"{page.name}: {found[0]}" for page in pages for found in re.finditer(QUAINT, page.read_text())]
