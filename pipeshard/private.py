@@ -39,6 +39,15 @@ saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 will_execute = torch._C._will_engine_execute_node
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
 
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that sees every operator; nothing in it is compiled."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler (seconds) to keep the mode out of it
+
+
 # Attributes that the package reads or writes, by the class (or module) that has them.
 ATTRIBUTES = {
     "torch.Tensor": ("_version", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
@@ -77,11 +86,11 @@ __all__ = [
     "BatchNorm",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
+    "DispatchMode",
     "GetAttrKey",
     "MappingKey",
     "SequenceKey",
     "StridedShard",
-    "TorchDispatchMode",
     "TreeSpec",
     "default_store",
     "disable_current_modes",

@@ -90,7 +90,7 @@ def test_modules_keep_their_tensors_in_dicts() -> None:
 def test_a_dispatch_mode_sees_every_operator_with_its_schema() -> None:
     seen: list[Any] = []
 
-    class Mode(private.TorchDispatchMode):
+    class Mode(private.DispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(func)
             return func(*args, **(kwargs or {}))

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -195,7 +196,7 @@ PATIENCE = 1800.0  # seconds the first stage waits in the background for the oth
 
 
 @dataclass
-class Save:
+class Save(ABC):
     """A save that every stage writes its part of, of which the first one makes the checkpoint, once all have written.
 
     A subclass has `write` and `commit`, `abandon`, which removes what this stage has written, and `beside`, hidden
@@ -209,17 +210,17 @@ class Save:
     failed: Exception | None = field(default=None, init=False)
     thread: threading.Thread | None = field(default=None, init=False, repr=False)
 
-    def write(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def write(self) -> None: ...
 
-    def commit(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def commit(self) -> None: ...
 
-    def abandon(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def abandon(self) -> None: ...
 
-    def beside(self, name: str) -> Path:
-        raise NotImplementedError
+    @abstractmethod
+    def beside(self, name: str) -> Path: ...
 
     def start(self) -> None:
         """Write in the background; at its end Python waits for it."""

@@ -215,9 +215,7 @@ def together_in(name: str) -> Iterator[None]:
     """A call of the user's that every rank has to make, as the same one after the same others; also a decorator."""
     with calling(name) as is_call:
         if is_call:
-            world = dist.group.WORLD
-            assert world is not None
-            meet(world, named)
+            meet_in_world()
         yield
 
 

@@ -25,7 +25,7 @@ from pipeshard.graph.trace import trace
 from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import find_units, handled
 from pipeshard.hf import MASK, is_target, special_tokens
-from pipeshard.private import TorchDispatchMode, tree_leaves
+from pipeshard.private import DispatchMode, tree_leaves
 from pipeshard.split.materialize import is_released
 
 logger = logging.getLogger("pipeshard")
@@ -290,17 +290,13 @@ class Trial:
         return results
 
 
-class Draws(TorchDispatchMode):
+class Draws(DispatchMode):
     """Random numbers that glue draws: a part of the samples gets its own of those that all of them got."""
 
     def __init__(self) -> None:
         super().__init__()
         self.whole: list[Tensor] = []
         self.rows = range(0)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in Taint: torch would import its compiler
 
     @contextmanager
     def of(self, rows: range) -> Iterator[None]:

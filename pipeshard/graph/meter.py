@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from pipeshard.errors import TraceError
 from pipeshard.graph.shapes import TensorSpec, placeholder
 from pipeshard.graph.taint import SHAPED, Hidden, Taint, Value, storage_of
-from pipeshard.private import TorchDispatchMode, TreeSpec, tree_leaves, tree_map_only
+from pipeshard.private import DispatchMode, TreeSpec, tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 
@@ -113,7 +113,7 @@ class Visit:
     parameters: dict[int, str] = field(default_factory=dict)
 
 
-class Meter(TorchDispatchMode):
+class Meter(DispatchMode):
     """Listens to a Tracer, below its Taint.
 
     Glue that works on results of units runs by shape alone, because there are no values to compute with: so a batch of
@@ -131,10 +131,6 @@ class Meter(TorchDispatchMode):
         self.tail: Mapping[Hashable, int] = {}
         self.same: dict[Value, Hashable] = {}
         self.visiting: Visit | None = None
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in Taint
 
     @contextmanager
     def running(self, taint: Taint) -> Iterator[None]:

@@ -15,7 +15,7 @@ from pipeshard.graph.places import HOOKS, Path, Step
 from pipeshard.graph.snapshot import Change, Snapshot
 from pipeshard.graph.taint import mutated, storage_of
 from pipeshard.hf import disable_caches, enable_caches
-from pipeshard.private import TorchDispatchMode
+from pipeshard.private import DispatchMode
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ class Before:
                 hooks.update(content)
 
 
-class Writes(TorchDispatchMode):
+class Writes(DispatchMode):
     """Keeps the bytes of each of these storages as they were before the first operator that writes to it.
 
     Attributes:
@@ -86,10 +86,6 @@ class Writes(TorchDispatchMode):
         self.storages = storages
         self.times: Counter[int] = Counter()
         self._kept: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # see Taint
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from pipeshard.graph.question import Recipes
-from pipeshard.private import TorchDispatchMode, tree_map_only
+from pipeshard.private import DispatchMode, tree_map_only
 
 
 class Value(NamedTuple):
@@ -78,7 +78,7 @@ class Hook(NamedTuple):
     line: str
 
 
-class Taint(TorchDispatchMode):
+class Taint(DispatchMode):
     """Carries tags from tensor to tensor through every operator: integers, views and in-place writes too.
 
     Outside units (`inside is None`) results carry the tags of what they were computed from. Inside unit call c every
@@ -111,10 +111,6 @@ class Taint(TorchDispatchMode):
         self.hooks: list[Hook] = []
         self.aliases: dict[int, list[tuple[Tensor, frozenset[Tag]]]] = {}
         self._alive: list[Any] = []  # storages: a freed one's address would be used again
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler (seconds) to keep this mode out of it; nothing here compiles
 
     def of(self, tensors: Iterable[Any]) -> frozenset[Tag]:
         """All tags of these tensors; what is not a tensor has none."""

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.rng import Randomness
 from pipeshard.graph.taint import mutated, storage_of
-from pipeshard.private import TorchDispatchMode
+from pipeshard.private import DispatchMode
 from pipeshard.split.ties import kept_tied
 
 # True: by the architecture's own rule; False: not at all; else fn(module) or fn(module, name) for each module that has
@@ -114,7 +114,7 @@ def _by_function(
         ) from error
 
 
-class _SeededWrites(TorchDispatchMode):
+class _SeededWrites(DispatchMode):
     """Lets writes through to the named tensors only, and random ones draw from a generator of that name.
 
     A parameter with several names is written to by the module of its first name: the others would draw it again.
@@ -237,7 +237,7 @@ def build(module: nn.Module, seed: int) -> None:
     del module.__dict__[BLUEPRINT]
 
 
-class _Unread(TorchDispatchMode):
+class _Unread(DispatchMode):
     """Reading a number on meta is an error, which it is not everywhere: ColossalAI makes torch return 0."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
