@@ -87,7 +87,9 @@ class Pipeline:
         self.cached = disable_caches(model)  # configs to be given their cache back
         self.reader = Reader(RowDims(model, config.batch_dims), lambda: self.config.cut, grid, self.precision)
         sample, flow = self._trace(sample, named(partition))
-        self.policy = self._partition(flow, sample, partition, costs(flow, sample))
+        with self.precision.seeming(model), self.precision.running():
+            measured = costs(flow, sample)
+        self.policy = self._partition(flow, sample, partition, measured)
         self.containers = containers(model, self.policy.units)
         self.called = [*self.containers, *self.policy.units.values()]
         replicas = grid.replicas if grid.dp_size > 1 else None

@@ -16,11 +16,14 @@ from torch.utils._pytree import tree_structure
 
 from pipeshard import plan, trace
 from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.graph.shapes import blank_state
 from pipeshard.planner import Profile, profile_units
 from pipeshard.planner.profile import Capture, Stopwatch
 from pipeshard.split.partition import Cost
 from pipeshard.split.policy import Policy
 from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import Split
 
 H = 16
 
@@ -180,3 +183,22 @@ def test_plans_and_policies_go_by_measured_times(tmp_path: Path) -> None:
     again = plan(model, batch(8), 2, num_microbatches=4, partition=f"profile:{path}", schedule="1f1b")
     assert again == made and kept.microbatch["input_ids"] == (2, 6)
     assert plan(model, batch(8), 2, num_microbatches=4, profile=str(path)).unit == "seconds"
+
+
+def dtypes_timed(precision: str) -> set[torch.dtype]:
+    """Those of the parameters with which boost has timed the units of a model, to cut it by their times."""
+    seen: set[torch.dtype] = set()
+
+    def median(stopwatch: Stopwatch, repeats: int) -> Cost:
+        seen.update(p.dtype for p in blank_state(stopwatch.unit, stopwatch.device).values())
+        return Cost(1.0, 1.0, 1.0)
+
+    with mock.patch.object(Stopwatch, "median", median):
+        Split(zoo.build("llama"), 2, zoo.batch("llama"), precision=precision, partition="profile", num_microbatches=2)
+    return seen
+
+
+def test_boost_times_units_as_they_will_run(pool: Pool) -> None:
+    """partition="profile" was measured before the model was lowered. Stages in bf16 were balanced by fp32's times."""
+    assert pool.run(dtypes_timed, 2, "bf16") == [{torch.bfloat16}] * 2
+    assert pool.run(dtypes_timed, 2, "fp32") == [{torch.float32}] * 2
