@@ -41,6 +41,7 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/installed
 PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+COVERING = $(shell grep -lrwE "covering|sampled|ALL" tests --include="test_*.py")
 PIP    = $(@D)/bin/python -m pip --disable-pip-version-check install -qq
 
 # The oldest transformers that is supported has an environment of its own.
@@ -131,8 +132,7 @@ selftest: setup
 	@$(PYTEST) -m 'slow or not slow' $(addprefix tests/test_,pool.py fuzz.py soak.py faults.py benchmarks.py parity.py)
 
 exact: setup
-	@EXACT=all $(PYTEST) -m 'slow or not slow' tests/checkpoint/test_real_weights.py $(addprefix tests/test_,exact.py \
-	  families.py schedules.py recompute.py sequential.py randomness.py media.py precision.py data_parallel.py lora.py parity.py)
+	@EXACT=all $(PYTEST) -m 'slow or not slow' tests/checkpoint/test_real_weights.py $(COVERING)
 
 hunt: setup
 	@$(BIN)/python -m pytest tests/test_hunt.py tests/test_guards.py

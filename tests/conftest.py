@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # sums that do not depend on where in memory the numbers are
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at a time
 
+from tests.covering import ALL, SEED, drawn
 from tests.pool import Pool
 
 _pool = Pool()
@@ -18,6 +20,24 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """The first test that needs workers makes them import while the other tests are still being collected."""
     if "pool" in getattr(item, "fixturenames", ()):
         _pool.prepare()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep as many cases of a test as `@pytest.mark.sampled(n)` says, unless they are asked for by name."""
+    if config.option.keyword or any("[" in argument for argument in config.args):
+        return
+    cases = defaultdict(list)
+    for item in items:
+        if marker := item.get_closest_marker("sampled"):
+            cases[item.nodeid.partition("[")[0], *marker.args].append(item)
+    kept = {item for (_, count), of_test in cases.items() for item in drawn(of_test, count)}
+    left = [item for of_test in cases.values() for item in of_test if item not in kept]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
+
+
+def pytest_report_header() -> str:
+    return "every case of every test" if ALL else f"sampled tests: cases of seed {SEED} (SAMPLE_SEED=N draws others)"
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,25 @@
-"""Covering: few cases of a product of values, in which each value, or each pair of two factors, still occurs."""
+"""Covering: few cases of many: of a product those in which each value or pair still occurs, or some drawn by a seed."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import random
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 ALL = os.environ.get("EXACT") == "all"  # as in `make exact`
+SEED = int(os.environ.get("SAMPLE_SEED", 202648))  # another one draws other cases
+
+
+def drawn(cases: Sequence[T], count: int, seed: int = SEED) -> list[T]:
+    """So many of the cases, in their order. In `make exact`: all of them."""
+    if ALL or count >= len(cases):
+        return list(cases)
+    return [cases[k] for k in sorted(random.Random(seed).sample(range(len(cases)), count))]
 
 
 def covering(*factors: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import pytest
 from rich.progress import Progress
 
 from benchmarks.speed.contender import Contender
@@ -19,6 +20,7 @@ from benchmarks.speed.work import Work
 WORK = Work("gpt2", hidden=32, heads=4, layers=4, vocabulary=64, length=16, microbatches=4)
 
 
+@pytest.mark.slow
 def test_contenders_train_to_the_same_losses(tmp_path: Path) -> None:
     missing = Contender("nobody", "torch", environment=".venv-nobody")
     lanes = [Lane(contender, lambda k: batches(k, 2)) for contender in (ours("zbv"), TORCH, LIMIT, missing)]

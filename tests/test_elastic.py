@@ -87,6 +87,7 @@ def test_a_rank_goes_and_comes_back(tmp_path: Path, losses: list[float], ranks: 
     assert 0 <= fewer <= every if event == signal.SIGKILL else fewer == 0
 
 
+@pytest.mark.slow
 def test_signals_save_at_a_step_boundary(pool: Pool, tmp_path: Path, losses: list[float]) -> None:
     arguments = ["--steps", str(STEPS), "--every", "1000"]
     state = tmp_path / "state"

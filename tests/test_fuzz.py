@@ -22,12 +22,13 @@ from pipeshard.checkpoint import safetensors_files as shards
 from pipeshard.checkpoint import safetensors_files as source
 from pipeshard.checkpoint import training_state as manifest
 from pipeshard.errors import CheckpointError
+from tests.covering import ALL
 from tests.fuzz.__main__ import save
 from tests.fuzz.campaign import Tally, Unnamed, attempt, campaign, trial
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.parsers import PARSERS, Parser
 
-SAMPLE = 3000
+SAMPLE = 3000 if ALL else 1000
 few = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -69,6 +70,7 @@ FAULTS: dict[str, tuple[str, Any, str, Any, str, int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, module, attribute, value, what, tries = FAULTS[fault]

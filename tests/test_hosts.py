@@ -21,7 +21,7 @@ PORT = 29500
 PATIENCE = 150.0  # seconds for what takes a few, on a machine that has nothing else to do
 DOWN = TIMEOUT + 10  # seconds after the cut in which both hosts have ended, on such a machine
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 
 @pytest.fixture
@@ -113,9 +113,7 @@ class Run:
         return self.folder / f"host{host}.txt"
 
 
-@pytest.mark.parametrize(
-    ("rendezvous", "ranks", "end"), [("c10d", 1, 0), pytest.param("static", 2, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("rendezvous", "ranks", "end"), [("c10d", 1, 0), ("static", 2, 1)])
 def test_a_cut_ends_both_by_name_and_the_next_run_goes_on(
     pool: Pool, tmp_path: Path, hosts: Hosts, rendezvous: str, ranks: int, end: int
 ) -> None:
@@ -140,7 +138,6 @@ def test_a_cut_ends_both_by_name_and_the_next_run_goes_on(
     assert digests == pool.run(alone, 2 * ranks, other)
 
 
-@pytest.mark.slow
 def test_what_listens_and_that_nothing_ends_without_the_watch(tmp_path: Path, hosts: Hosts) -> None:
     run = Run(hosts, tmp_path, "static", timeout=None)
     run.start()

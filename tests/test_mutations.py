@@ -41,8 +41,7 @@ def ties_averaged() -> Any:
 def tie_counted_twice() -> Any:
     norm = clipping.grad_norm
     return mock.patch(
-        "pipeshard.engine.clipping.grad_norm",
-        lambda holders, *rest: norm(dict.fromkeys(holders, 1), *rest),
+        "pipeshard.engine.clipping.grad_norm", lambda holders, *rest: norm(dict.fromkeys(holders, 1), *rest)
     )
 
 

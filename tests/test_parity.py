@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeshard.errors import TraceError
-from tests.covering import ALL
+from tests.covering import ALL, SEED
 from tests.families import FAMILIES
 from tests.parity.check import CLOSE
 from tests.parity.entries import Entry, all_entries
@@ -34,8 +34,7 @@ KINDS = {
 }
 FIXED = [f"{task}/{name}" for task, names in (kind.split(": ") for kind in KINDS.values()) for name in names.split()]
 ENTRIES = {str(entry): entry for entry in all_entries()}
-SEED = int(os.environ.get("PARITY_SEED", 202648))  # another one draws another sample
-DRAWN = sample([entry for name, entry in ENTRIES.items() if name not in FIXED], 8, SEED)
+DRAWN = sample([entry for name, entry in ENTRIES.items() if name not in FIXED], 8 if ALL else 4, SEED)
 TABLE = Path(__file__).parents[1] / "docs" / "parity.md"
 
 
@@ -43,6 +42,7 @@ TABLE = Path(__file__).parents[1] / "docs" / "parity.md"
 ELSEWHERE = set() if ALL else {f"{task}/{name}" for name in FAMILIES for task in ("causal-lm", "seq2seq-lm")}
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("name", "p"), [(name, 2 + k % 2) for k, name in enumerate(FIXED) if name in ENTRIES.keys() - ELSEWHERE]
 )
@@ -52,8 +52,7 @@ def test_architecture(pool: Pool, name: str, p: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "p"),
-    [pytest.param(entry, 2 + k % 2, id=f"{entry}-seed {SEED}") for k, entry in enumerate(DRAWN)],
+    ("entry", "p"), [pytest.param(entry, 2 + k % 2, id=f"{entry}-seed {SEED}") for k, entry in enumerate(DRAWN)]
 )
 def test_drawn_architecture(pool: Pool, entry: Entry, p: int) -> None:
     known = verdicts(TABLE.read_text()) if TABLE.exists() else {}
@@ -70,6 +69,7 @@ IN_16_BITS = {
 LOW = [(name, precision) for precision, names in IN_16_BITS.items() for name in names.split() if name in ENTRIES]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name,precision", LOW)
 def test_architecture_in_16_bits(pool: Pool, name: str, precision: str) -> None:
     row = row_of(pool, ENTRIES[name], 2, precision=precision)

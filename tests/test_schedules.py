@@ -155,6 +155,7 @@ def added_up_in_place(name: str, schedule: str) -> list[str]:
         ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "schedule"), covering(sorted(zoo.MODELS), ["1f1b", "interleaved", "zb-h1", "zbv"], strength=1)
 )

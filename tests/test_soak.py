@@ -28,6 +28,7 @@ def test_nothing_is_left_behind_or_lost(tmp_path: Path) -> None:
     assert "</svg>" in plot.read_text()
 
 
+@pytest.mark.slow
 def test_what_is_planted_is_found() -> None:
     plants = ("batches:2", "memory:1", "files:1", "threads:2", "groups:0", "restart")
     result = soak("--steps", "60", "--plant", *plants)

@@ -60,6 +60,7 @@ def run(layout: str, folder: str, first: int, steps: int, precision: str = "fp32
     return parameter_error(split, unsplit.model)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layouts",
     [
@@ -97,6 +98,7 @@ def lowered(layout: str, folder: str, interrupted: bool) -> list[torch.Tensor]:
     return [q.detach().clone() for group in split.optimizer.param_groups for q in group["params"]]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["stages", "zero"])
 def test_values_in_full_precision_are_saved(pool: Pool, tmp_path: Path, layout: str) -> None:
     world = LAYOUTS[layout][0]

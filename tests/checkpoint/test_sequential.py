@@ -123,12 +123,14 @@ def boosted_again(model: nn.Module, name: str) -> None:
     assert all(torch.allclose(p, expected[key], rtol=0, atol=1e-5) for key, p in again.named_parameters())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "p"), covering(NAMES, [2, 3, 1], strength=1))
 def test_the_whole_model_is_the_split_one_and_can_be_split_again(pool: Pool, name: str, p: int) -> None:
     model = pool.run(whole, p, name)[0]
     pool.run(boosted_again, {1: 2, 2: 3, 3: 2}[p], model, name)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
 def test_it_trains_in_plain_torch(pool: Pool, name: str) -> None:
     (model, *_) = pool.run(whole, 2, name)
@@ -175,6 +177,7 @@ def sharded(name: str, how: str) -> None:
         assert (ours - theirs).abs().max() < LEARNING_RATE / 10
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "how"), covering(["llama", "llama-tied"], ["zero", "fsdp"], strength=1))
 def test_it_trains_with_sharded_states(pool: Pool, name: str, how: str) -> None:
     pool.run(sharded, 2, name, how)
@@ -208,6 +211,7 @@ def recomputing(name: str, reentrant: bool, before: bool) -> Counter[str]:
     return runs
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "reentrant"),
     covering([("llama-tied", True), ("llama-tied", False), ("t5", True)], [True, False], strength=1),
@@ -292,6 +296,7 @@ def made_up() -> None:
     assert not differences_of_made_up(again, sequential(again), data(7))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p", [1, 2, 3])
 def test_a_made_up_module(pool: Pool, p: int) -> None:
     pool.run(made_up, p)
@@ -404,6 +409,7 @@ def peculiar() -> None:
         assert layer.calls == 1 and recorder.heard == [layer.linear] and len(heard) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("p", [1, 2, 3])
 def test_nothing_that_a_module_may_have_is_lost(pool: Pool, p: int) -> None:
     pool.run(peculiar, p)

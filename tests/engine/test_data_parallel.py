@@ -61,6 +61,7 @@ def replicas(name: str, p: int, schedule: str = "1f1b", steps: int = 5, **option
     assert parameter_error(split, unsplit.model) < 1e-5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "schedule"), covering(["llama-tied", "gpt2"], ["1f1b", "interleaved", "zbv"], strength=1)
 )
@@ -107,6 +108,7 @@ def owners() -> tuple[list[str], list[str]]:
     split = Split(zoo.build("llama"), 1, data, num_microbatches=2, precision="bf16", zero_stage=1)
     split.backward(data)
     split.step()
+
     def with_master() -> dict[str, Any]:
         return {name: w for name, w in split.optimizer.weights.items() if w.master is not w.parameter}
 
@@ -133,6 +135,7 @@ def test_fp32_values_stay_with_their_owner(pool: Pool) -> None:
     assert len(first) + len(second) == len([*zoo.build("llama").parameters()])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "world"), [("llama", 4), ("llama-tied", 4), ("llama-tied", 8), ("qwen3", 4)])
 def test_sliced_stages(pool: Pool, name: str, world: int) -> None:
     pool.run(replicas, world, name, 2, "1f1b", tp_size=2, timeout=120)
@@ -160,6 +163,7 @@ def sliced(name: str, pp: int, **options: Any) -> str:
     return str(next(p.placements[0] for p in split.held.values() if isinstance(p, DTensor)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "t5", "speech-seq2seq/whisper"])
 def test_plans_of_policies(pool: Pool, name: str) -> None:
     """Architectures of which transformers has no plan were refused; their policies slice them, exactly."""
@@ -276,6 +280,7 @@ def accumulating(name: str, options: dict[str, Any]) -> list[list[int]]:
     return reduced
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"zero_stage": 1}, {"fsdp": True}], ids=["plain", "zero", "fsdp"])
 def test_nothing_is_reduced_under_no_sync(pool: Pool, options: dict[str, Any]) -> None:
     for first, second, synced, third, later, last in pool.run(accumulating, 4, "gpt2", options):
@@ -304,6 +309,7 @@ def test_dropout_does_not_depend_on_the_replicas(pool: Pool) -> None:
             assert torch.allclose(gradient, two[rank % 2][name], rtol=1e-4, atol=1e-7), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [

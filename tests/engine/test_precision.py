@@ -94,6 +94,7 @@ def bf16(name: str, dp: int, options: dict[str, Any]) -> tuple[list[float], list
     return losses, expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "dp", "world", "options"),
     [
@@ -172,12 +173,11 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "layout"), covering(["causal-lm/deepseek_v3", "image-classification/resnet"], LAYOUTS, strength=1)
 )
-def test_bf16_is_that_of_one_process_in_every_layout(
-    pool: Pool, name: str, layout: tuple[int, dict[str, Any]]
-) -> None:
+def test_bf16_is_that_of_one_process_in_every_layout(pool: Pool, name: str, layout: tuple[int, dict[str, Any]]) -> None:
     """Floating buffers beside parameters (routing biases, statistics of batch norms), and layers that return what a
     convolution made, once ended boost; what autocast had cast of a received value was summed in 16 bits."""
     world, options = layout

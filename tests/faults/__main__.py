@@ -79,9 +79,10 @@ def run(arguments: argparse.Namespace, folder: Path, console: Console) -> int:
 def chosen(arguments: argparse.Namespace) -> list[tuple[Case, str | None]]:
     """The cases, and what is disabled in each."""
     cases = [case for case in all_cases() if all(part in str(case) for part in arguments.only)]
-    if arguments.sample:  # of each kind one, on all stages and at all moments in turn
+    if arguments.sample:  # of some kinds one, on all stages and at all moments in turn
         kinds = [[case for case in cases if case.kind == kind] for kind in KINDS]
         cases = [of_kind[(7 * k + 4) % len(of_kind)] for k, of_kind in enumerate(kinds) if of_kind]
+        cases = spread(cases, arguments.sample)
     if not arguments.disable:
         return [(case, None) for case in cases]
     return [
@@ -100,7 +101,7 @@ def spread(cases: list[Case], number: int) -> list[Case]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("only", nargs="*", help="parts of the names of the cases that are run, as 'hang' or 'middle'")
-    parser.add_argument("--sample", action="store_true", help="one case of each kind")
+    parser.add_argument("--sample", type=int, metavar="N", help="one case each of N kinds")
     parser.add_argument("--output", type=Path, help="the page whose table of results is written")
     parser.add_argument(
         "--disable", type=int, metavar="N", help="run N cases of each mechanism without it: all of them are to fail"

@@ -83,6 +83,7 @@ def compared_with_unsplit(p: int, **options: Any) -> list[str]:
     return []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
 def test_any_number_of_stages_is_exact(pool: Pool, p: int) -> None:
     assert pool.run(compared_with_unsplit, p, p) == [[]] * p

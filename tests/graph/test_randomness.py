@@ -49,9 +49,9 @@ def with_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("name", "recompute"),
-    covering(["gpt2", "llama", "bert", "t5"], ["reentrant", "non-reentrant", ""], strength=1),
+    ("name", "recompute"), covering(["gpt2", "llama", "bert", "t5"], ["reentrant", "non-reentrant", ""], strength=1)
 )
 def test_dropout_is_the_same_for_every_number_of_stages(pool: Pool, name: str, recompute: str) -> None:
     expected, whole = pool.run(losses, 1, name, recompute)[0]

@@ -31,6 +31,7 @@ INSIDE = {"gpt2": ["transformer.h.1.attn", "transformer.h.2.mlp.act"], "llama": 
 STEPS = 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama-tied", "t5", "vit", "mixtral"])
 def test_all_stages_in_one_process_are_the_model(name: str) -> None:
     model, data = zoo.build(name), zoo.batch(name)

@@ -46,6 +46,7 @@ def held_by_stages(name: str, empty: bool, **arguments: Any) -> dict[str, Tensor
     return {key: p.detach() for key, p in split.held.items()} | dict(split.model.unwrap().named_buffers())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("empty", [False, True], ids=["meta", "empty-weights"])
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2", "t5", "mixtral", "vit", "bert"])
 def test_the_same_for_every_p(pool: Pool, name: str, empty: bool) -> None:
@@ -70,6 +71,7 @@ def trained_from_meta(name: str) -> list[str]:
     return differences(split, unsplit, zoo.batch(name), num_microbatches=2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama-tied", "t5", "gpt2"])
 def test_a_step_from_meta(pool: Pool, name: str) -> None:
     assert not [what for found in pool.run(trained_from_meta, 2, name) for what in found]

@@ -108,6 +108,7 @@ def from_zoo(name: str, recompute: Any = True, **options: Any) -> str:
     return compared(with_dropout(zoo.build(name)), zoo.batch(name), recompute, **options)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("schedule", "name", "p"), covering(["1f1b", "gpipe", "interleaved", "zb-h1", "zbv"], ["llama", "gpt2"], [1, 2])
 )
@@ -115,11 +116,13 @@ def test_no_bit_differs_with_any_schedule(pool: Pool, schedule: str, name: str, 
     assert pool.run(from_zoo, p, name, schedule=schedule) == [""] * p
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["bert", "t5", "gemma2", "vit"])
 def test_no_bit_differs_with_any_model(pool: Pool, name: str) -> None:
     assert pool.run(from_zoo, 2, name) == ["", ""]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", [0.5, [0.0, 0.7]])
 def test_no_bit_differs_with_a_share(pool: Pool, recompute: Any) -> None:
     assert pool.run(from_zoo, 2, "llama", recompute) == ["", ""]
@@ -277,6 +280,7 @@ def checkpointed(reentrant: bool) -> tuple[list[str], Counter[str]]:
     return [key for key, gradient in gradients.items() if not torch.equal(gradient, others[key])], again
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_transformers_recomputes_is_not_recomputed_twice(pool: Pool, reentrant: bool) -> None:
     for wrong, runs in pool.run(checkpointed, 2, reentrant):
