@@ -300,7 +300,7 @@ def is_whole(folder: Path, seed: int) -> bool:
 def test_killed_at_any_moment(pool: Pool, tmp_path: Path, p: int) -> None:
     """From one file or shards to shards or one file; whoever is killed, the folder holds one whole model."""
     kinds = [(1, 1), (0, 1), (1, 0), (0, 0)] if p == 1 else [(1, 1), (0, 0)]
-    seen, moments, step = set(), 0, 2 if ALL else 7
+    seen, moments, step = set(), 0, 2 if ALL else 4
     for kind in kinds:
         for victim, touches in enumerate(pool.run(saving_twice, p, str(tmp_path / f"whole{kind}"), kind)):
             assert is_whole(tmp_path / f"whole{kind}", 1)
