@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeshard.checkpoint import files as document
+from pipeshard.checkpoint import manifest
 from pipeshard.checkpoint import safetensors_files as shards
 from pipeshard.checkpoint import safetensors_files as source
-from pipeshard.checkpoint import training_state as manifest
 from pipeshard.errors import CheckpointError
 from tests.covering import ALL
 from tests.fuzz.__main__ import save

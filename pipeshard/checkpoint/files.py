@@ -1,8 +1,11 @@
 """Files: written atomically, by all ranks together, and read without running code."""
 
+import contextlib
 import json
 import logging
 import os
+import pickletools
+import re
 import shutil
 import threading
 import time
@@ -12,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeGuard
+from typing import IO, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -34,6 +37,7 @@ def load_plain(file: Path, kind: str, advice: str) -> Any:
         zipped = zipfile.is_zipfile(file)
         if zipped:
             _refuse_compressed(file)
+        _refuse_bombs(file, zipped)
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:
         raise CheckpointError(f"{file} is not {kind} ({reason(error)}): {advice}") from error
@@ -50,6 +54,63 @@ def _refuse_compressed(file: Path) -> None:
         packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
     if packed:
         raise ValueError(f"{packed[0]!r} in it is compressed, which torch.save does not do")
+
+
+MOST = 4_000_000  # steps to unpickle a file, and values in what it makes: an optimizer of 100,000 tensors takes as many
+MADE_OF = re.compile(
+    r"collections (OrderedDict|Counter)|_codecs encode|torch\._utils _rebuild_(tensor(_v2)?|parameter|meta_tensor_no_storage)"
+    r"|torch Size|torch (\w+Storage|[a-z0-9_]+)|torch\.storage (Untyped|Typed)Storage|torch\._tensor _rebuild_from_type_v2"
+)
+
+
+def _refuse_bombs(file: Path, zipped: bool) -> None:
+    """A pickle of a few bytes can make gigabytes (`bytearray(2**40)`), or a tuple of tuples that is never hashed to its
+    end, in C, where nothing interrupts it. What `torch.save` writes of plain values needs neither."""
+    if zipped:
+        with zipfile.ZipFile(file) as archive:
+            (name,) = (name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl"))
+            with archive.open(name) as content:
+                _measure(content)
+        return
+    with file.open("rb") as content:  # as torch wrote before 1.6: a magic number, versions, the object, its storages
+        for _ in range(5):
+            _measure(content)
+
+
+def _measure(content: IO[bytes]) -> None:
+    """Go through a pickle without making anything; ValueError for what `torch.save` makes of no plain value, or where
+    the values in it, counted as often as they are referred to, are too many."""
+    stack: list[
+        list[int] | None
+    ] = []  # how many values are in each, in a list, as pickles refer to them; None is a mark
+    memo: dict[Any, list[int]] = {}
+    for k, (code, argument, _) in enumerate(pickletools.genops(content)):
+        if k > MOST:
+            raise ValueError(f"it takes more than {MOST} steps to unpickle: use safetensors")
+        if code.name == "GLOBAL" and not MADE_OF.fullmatch(str(argument)):
+            raise ValueError(f"Unsupported global: GLOBAL {str(argument).replace(' ', '.')} is not of plain values")
+        if code.name == "MARK":
+            stack.append(None)
+        elif code.name.endswith("PUT"):
+            memo[argument] = stack[-1] or [1]
+        elif code.name.endswith("GET"):
+            stack.append(memo[argument])
+        else:
+            taken = []
+            before = [each is pickletools.markobject for each in code.stack_before]
+            if any(before):
+                while (top := stack.pop()) is not None:
+                    taken.append(top)
+            for _ in range(before.index(True) if any(before) else len(before)):
+                taken.append(stack.pop() or [1])
+            total = 1 + sum(count for (count,) in taken)
+            if total > MOST:
+                raise ValueError(f"it unfolds to more than {MOST} values")
+            if code.name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"):
+                taken[-1][0] = total  # the object itself, below what is put into it
+                stack.append(taken[-1])
+            elif code.stack_after:
+                stack.append([total])
 
 
 LARGEST = 64 << 20  # bytes; an index of a hundred thousand tensors has a tenth of it
@@ -183,7 +244,9 @@ def sync(*paths: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    if folder.exists():
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    elif folder.exists():
         shutil.rmtree(folder)
 
 
@@ -192,7 +255,7 @@ def _hidden(target: Path, what: str) -> Path:
 
 
 logger = logging.getLogger("pipeshard")
-PATIENCE = 1800.0  # seconds the first stage waits in the background for the others to have written
+BEAT, SILENT = 1.0, 8.0  # seconds between signs of life of a save in the background, and after which it has ended
 
 
 @dataclass
@@ -222,35 +285,55 @@ class Save(ABC):
     @abstractmethod
     def beside(self, name: str) -> Path: ...
 
+    @property
+    def _room(self) -> Path:
+        """For what this stage is writing."""
+        return self.beside(f"stage{self.stage}.writing")
+
     def start(self) -> None:
         """Write in the background; at its end Python waits for it."""
         self.thread = threading.Thread(target=self._in_background, name="pipeshard-save")
         self.thread.start()
 
     def _in_background(self) -> None:
+        over = threading.Event()
+        threading.Thread(target=self._beat, args=[over], daemon=True).start()
         try:
             self.write()
-            self._mark(self.stage).write_text("")
+            self._mark(self.stage, "done").touch()
             if self.stage == 0:
                 self._await_others()
                 self.commit()
         except Exception as error:
             self.failed = error
             self.abandon()
-            self._mark(self.stage).with_suffix(".failed").touch()
+            self._mark(self.stage, "failed").touch()
             logger.error("saving %s failed on stage %d: %s", self.target, self.stage, error)
+        finally:
+            over.set()
+
+    def _beat(self, over: threading.Event) -> None:
+        """Say that this process is still there, so that the first stage does not wait for one that was killed."""
+        beats = 0
+        while not over.wait(BEAT):
+            beats += 1
+            with contextlib.suppress(OSError):
+                self._mark(self.stage, "alive").write_text(f"{beats}\n")
 
     def _await_others(self) -> None:
-        deadline = time.monotonic() + PATIENCE
-        waiting = set(range(self.stages))
-        while waiting:
-            waiting = {stage for stage in waiting if not self._mark(stage).exists()}
-            failed = [stage for stage in waiting if self._mark(stage).with_suffix(".failed").exists()]
-            if failed or time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"stages {failed or sorted(waiting)} have not written their part; it is kept as it was"
-                )
+        heard = {stage: ("", time.monotonic()) for stage in range(self.stages)}  # the last sign of life, and its time
+        while heard:
+            heard = {stage: last for stage, last in heard.items() if not self._mark(stage, "done").exists()}
+            failed = [stage for stage in heard if self._mark(stage, "failed").exists()]
+            for stage, (said, _) in heard.items():
+                with contextlib.suppress(OSError):
+                    if (now := self._mark(stage, "alive").read_text()) != said:
+                        heard[stage] = now, time.monotonic()
+            silent = [stage for stage, (_, at) in heard.items() if time.monotonic() > at + SILENT]
+            if failed or silent:
+                why = "failed to write" if failed else "ended before they had written"
+                raise CheckpointError(f"stages {failed or silent} {why} their part; {self.target} is kept as it was")
             time.sleep(0.02)
 
-    def _mark(self, stage: int) -> Path:
-        return self.beside(f"stage{stage}.done")
+    def _mark(self, stage: int, what: str) -> Path:
+        return self.beside(f"stage{stage}.{what}")

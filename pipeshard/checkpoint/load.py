@@ -27,7 +27,8 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     if gguf_file is not None and not (path / gguf_file).is_file():
         raise CheckpointError(f"{path / gguf_file} is not there: pass a folder that has it")
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
-    extra = {"gguf_file": gguf_file} if gguf_file else {}
+    extra: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
+    extra["trust_remote_code"] = options.pop("trust_remote_code", False)  # None asks on the terminal
     try:
         config, unknown = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **extra, **options)
     except Exception as error:

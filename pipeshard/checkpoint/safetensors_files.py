@@ -6,6 +6,7 @@ tensor each one begins. No rank has to hear of another one to write or read them
 
 import json
 import math
+import os
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from pipeshard.checkpoint.files import has_content, is_inside, load_plain, read_document
+from pipeshard.checkpoint.files import has_content, is_inside, load_plain, read_document, sync
 from pipeshard.distributed.collectives import local, reason
 from pipeshard.errors import CheckpointError, listed
 
@@ -195,6 +196,20 @@ def join(parts: Sequence[Path], target: Path) -> None:
                 shutil.copyfileobj(content, whole, 1 << 20)
 
 
+def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata: dict[str, str] | None = None) -> None:
+    """`save_file`, which may be killed at any moment: what it leaves is in the folder `room`, and anybody who could
+    read another new file may read this one."""
+    room.mkdir(exist_ok=True)
+    path = room / target.name
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata)
+    path.chmod(mode)
+    sync(path)
+    os.replace(path, target)
+    room.rmdir()
+
+
 LARGEST = 1 << 30  # bytes of a file, and so of what is copied at a time; a larger tensor is alone in its file
 
 
@@ -204,7 +219,7 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> None
         parts = {name: _copy(local(tensors[name].detach())) for name in names}
         begins = {name: {"saved_offsets": _begin(tensors[name])} for name in names}
         metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(begins)}
-        save_file(parts, folder / f"rank-{rank:05d}-{k:05d}.safetensors", metadata)
+        write_file(parts, folder / f"rank-{rank:05d}-{k:05d}.safetensors", folder / f".rank-{rank:05d}", metadata)
 
 
 def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pipeshard.checkpoint.files import Save, sync, together
+from pipeshard.checkpoint.files import Save, remove, sync, together
 from pipeshard.checkpoint.hf_keys import copied_names, revert, saved_names
-from pipeshard.checkpoint.safetensors_files import INDICES, PICKLED, WEIGHTS, join
+from pipeshard.checkpoint.safetensors_files import INDICES, PICKLED, WEIGHTS, join, write_file
 from pipeshard.distributed.collectives import gather_objects, whole
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
@@ -95,8 +95,8 @@ class FolderSave(Save):
         """This stage's shards, and on the first the configs and the index, under hidden names."""
         for file, tensors in self.parts.items():
             path = self._path(file)
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
-            sync(path)
+            ready = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            write_file(ready, path, self._room, {"format": "pt"})
         if self.stage == 0:
             (configs := self.beside("configs")).mkdir()
             for config in self.configs:
@@ -119,10 +119,11 @@ class FolderSave(Save):
             (self.target / SINGLE).unlink(missing_ok=True)  # a reader prefers it to the index
         sync(self.target)
         for path in self._leftovers():
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            remove(path)
 
     def abandon(self) -> None:
         """Remove what this stage has written."""
+        shutil.rmtree(self._room, ignore_errors=True)
         for file in self.parts:
             self._path(file).unlink(missing_ok=True)
         if self.stage == 0:
@@ -168,7 +169,7 @@ class FileSave(Save):
         return cls(target, pipeline.rank, pipeline.num_stages, token, state, also)
 
     def write(self) -> None:
-        save_file(self.part, self.beside(f"stage{self.stage}"))
+        write_file(self.part, self.beside(f"stage{self.stage}"), self._room)
 
     def commit(self) -> None:
         joined = self.beside("whole")
@@ -180,9 +181,10 @@ class FileSave(Save):
         os.replace(joined, self.target)
         for path in self.target.parent.iterdir():
             if path.name.startswith(f".{self.target.name}.pipeshard-"):
-                path.unlink(missing_ok=True)
+                remove(path)
 
     def abandon(self) -> None:
+        shutil.rmtree(self._room, ignore_errors=True)
         for name in (f"stage{self.stage}", "whole", "pickled"):
             self.beside(name).unlink(missing_ok=True)
 

@@ -1,14 +1,11 @@
 """Training state: all that a run needs to go on as if it had never stopped, with any number of stages."""
 
-import json
 import logging
 import os
 import random
 import re
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
-from reprlib import repr as short
 from typing import Any
 
 import numpy as np
@@ -17,51 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeshard.checkpoint.files import (
-    existing,
-    is_inside,
-    load_plain,
-    new_folder,
-    read_document,
-    remove,
-    restore,
-    together,
-)
+from pipeshard.checkpoint.files import existing, load_plain, new_folder, remove, restore, together
 from pipeshard.checkpoint.io import boosted_model, io_of
+from pipeshard.checkpoint.manifest import MANIFEST, damage, flaw, lock, sums_of, write_manifest
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import CheckpointError
-
-FORMAT = 1
-MANIFEST = "manifest.json"
-
-
-def write_manifest(folder: Path, step: int, stages: int) -> None:
-    """Of all files that are in the folder now."""
-    files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-    versions = {name: version(name) for name in ("pipeshard", "torch", "transformers", "colossalai")}
-    manifest = {"format": FORMAT, "step": step, "stages": stages, "versions": versions, "files": files}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-
-
-def flaw(folder: Path) -> str:
-    """Why the folder is not a complete training state; "" if it is. Raises nothing, whatever is there."""
-    try:
-        manifest = read_document(folder / MANIFEST)
-        if manifest.get("format") != FORMAT:
-            return f"its format is {short(manifest.get('format'))}, not {FORMAT}"
-        files = manifest.get("files")
-        if not isinstance(files, dict):
-            return f"{MANIFEST} lists no files"
-        for name, size in files.items():
-            if not is_inside(name):
-                return f"{MANIFEST} names {short(name)}, which is not a file of its folder"
-            if type(size) is not int or (folder / name).stat().st_size != size:
-                return f"{short(name)} has not the size {short(size)} that {MANIFEST} says"
-    except (OSError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def random_state() -> dict[str, Any]:
@@ -112,8 +71,8 @@ def save_training_state(
     are there as a whole or not at all; when it is complete, all but the last `keep` are removed. A save of
     `save_model(use_async=True)` that still runs is waited for, and its error is raised.
 
-    Raises CheckpointError, on every rank, for what is not boosted, a dataloader that does not know its position, and
-    a `directory` that holds a later step, which would be taken for the newest.
+    Raises CheckpointError, on every rank, for what is not boosted, a dataloader that does not know its position, a
+    `directory` that holds a later step, which would be taken for the newest, and one that another job saves into.
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
     with together(pipeline.grid.world):
@@ -122,8 +81,10 @@ def save_training_state(
     _same(step, pipeline, "step")
     checkpoints = io_of(model)
     checkpoints.wait()
-    if pipeline.grid.first:
-        _remove_leftovers(parent)
+    with together(pipeline.grid.world):
+        if pipeline.grid.first:
+            lock(parent, model)
+            _remove_leftovers(parent)
     with new_folder(_folder(parent, step), pipeline.grid.world, mark=MANIFEST) as folder:
         checkpoints.save_folder(model, folder / MODEL)
         if optimizer is not None:
@@ -137,7 +98,10 @@ def save_training_state(
                 "dataloader": None if dataloader is None else dataloader.state_dict(),
             }
             torch.save(rest, folder / REST)
-            write_manifest(folder, step, pipeline.num_stages)
+        with together(pipeline.grid.world):
+            sums = sums_of(folder, pipeline.grid.world)
+            if pipeline.grid.first:
+                write_manifest(folder, step, pipeline.num_stages, sums)
     with together(pipeline.grid.world):
         if pipeline.grid.first:
             for old in sorted(_saved(parent))[:-keep]:
@@ -152,24 +116,36 @@ def load_training_state(
     lr_scheduler: LRScheduler | None = None,
     dataloader: Any = None,
     step: int | None = None,
+    verify: bool = True,
 ) -> int:
-    """Put everything given back to where it was at `step`, by default the newest complete one, and return that step.
+    """Put everything given back to where it was at `step`, by default the newest whole one, and return that step.
 
     Every rank calls it, with the model as `booster.boost` returned it, on any number of stages. What is not given is
-    not loaded; the random numbers always are.
+    not loaded; the random numbers always are. With `verify` every file is compared with the sum that was saved of it;
+    where the newest state has changed, an older one is taken, with a warning.
 
-    Raises CheckpointError, on every rank, where a complete step is missing, where it lacks what is given, and for what
+    Raises CheckpointError, on every rank, where a whole step is missing, where it lacks what is given, and for what
     does not fit.
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
     with together(pipeline.grid.world):
         _check_loader(dataloader)
-        chosen = _choose(parent, step)
-    _same(chosen, pipeline, "newest step")
+        steps = _choose(parent, step)
+    _same(steps[0], pipeline, "newest step")
+    damaged: dict[Path, str] = {}
+    for chosen in steps:
+        folder = existing(_folder(parent, chosen))
+        with together(pipeline.grid.world):
+            why = damage(folder, pipeline.grid.world) if verify else ""
+        if not why:
+            break
+        damaged[folder] = why
+    else:
+        what = "; ".join(f"{folder.name} has changed ({why})" for folder, why in damaged.items())
+        raise CheckpointError(f"{parent} holds no whole step{'' if step is None else f' {step}'}: {what}")
     if step is None and pipeline.grid.first:
-        for path, why in _incomplete(parent):
+        for path, why in [*_incomplete(parent), *damaged.items()]:
             logger.warning("%s is not complete (%s): going on from step %d", path, why, chosen)
-    folder = existing(_folder(parent, chosen))
     with together(pipeline.grid.world):
         rest = _rest(folder / REST)
         missing = [
@@ -240,21 +216,23 @@ def _saved(parent: Path) -> Iterator[int]:
     """The steps whose folders are complete."""
     names = {path.name.removeprefix(".").removesuffix(".old") for path in parent.glob("*step-*")}
     steps = {int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d{8,})", name))}
-    return (step for step in steps if not flaw(existing(_folder(parent, step))))
+    return (step for step in steps if not flaw(existing(_folder(parent, step)), step))
 
 
 def _incomplete(parent: Path) -> list[tuple[Path, str]]:
-    return [(path, why) for path in sorted(parent.glob("step-*")) if (why := flaw(path))]
+    found = {path: re.fullmatch(r"step-(\d{8,})", path.name) for path in sorted(parent.glob("step-*"))}
+    return [(path, why) for path, match in found.items() if (why := flaw(path, int(match[1]) if match else None))]
 
 
-def _choose(parent: Path, step: int | None) -> int:
-    steps = sorted(_saved(parent))
+def _choose(parent: Path, step: int | None) -> list[int]:
+    """The complete steps that may be loaded, the newest first."""
+    steps = sorted(_saved(parent), reverse=True)
     if step is None and steps:
-        return steps[-1]
+        return steps
     if step in steps:
-        return step
+        return [step]
     flaws = [f"; {path.name} is not complete ({why})" for path, why in _incomplete(parent)]
-    what = "no complete step" if step is None else f"no complete step {step}, only {steps}"
+    what = "no complete step" if step is None else f"no complete step {step}, only {steps[::-1]}"
     raise CheckpointError(f"{parent} holds {what}{''.join(flaws[-3:])}: pass what save_training_state wrote to")
 
 
@@ -283,7 +261,11 @@ def _remove(folder: Path) -> None:
 
 def _remove_leftovers(parent: Path) -> None:
     """What saves left that were killed."""
-    for old in parent.glob(".step-*.old"):
-        restore(parent / old.name.removeprefix(".").removesuffix(".old"))
-    for hidden in parent.glob(".step-*.*"):
-        remove(hidden)
+    hidden = [
+        path for path in parent.glob(".step-*") if re.fullmatch(r"\.step-\d{8,}\.(old|writing|removed)", path.name)
+    ]
+    for path in hidden:
+        if path.suffix == ".old":
+            restore(parent / path.name.removeprefix(".").removesuffix(".old"))
+    for path in hidden:
+        remove(path)

@@ -6,6 +6,8 @@ import json
 import os
 import resource
 import signal
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin
+from pipeshard.checkpoint import files, safetensors_files
 from pipeshard.checkpoint import save as saving
+from pipeshard.checkpoint.files import Save
 from pipeshard.checkpoint.load import load_weights
 from pipeshard.errors import CheckpointError, ConfigurationError
 from tests import zoo
@@ -258,7 +262,7 @@ def saving_twice(folder: str, sizes: tuple[int, int], victim: int = -1, moment: 
             for owner, name in (
                 (os, "replace"),
                 (os, "fsync"),
-                (saving, "save_file"),
+                (safetensors_files, "save_file"),
                 (Path, "unlink"),
                 (Path, "write_text"),
             ):
@@ -304,7 +308,7 @@ def test_killed_at_any_moment(pool: Pool, tmp_path: Path, p: int) -> None:
     for kind in kinds:
         for victim, touches in enumerate(pool.run(saving_twice, p, str(tmp_path / f"whole{kind}"), kind)):
             assert is_whole(tmp_path / f"whole{kind}", 1)
-            for moment in range(moments % step, touches, step):
+            for moment in range(touches - 1 - moments % 2, -1, -step):
                 folder = tmp_path / f"{kind}{victim}{moment}"
                 with pytest.raises(WorkerError):
                     pool.run(saving_twice, p, str(folder), kind, victim, moment, timeout=20)
@@ -319,6 +323,8 @@ def test_what_a_killed_save_left_is_removed(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(WorkerError):
         pool.run(saving_twice, 2, str(tmp_path), (0, 0), 0, 4, timeout=20)
     assert len(list(tmp_path.glob("*.safetensors"))) > 4
+    (left := tmp_path / ".pipeshard-1234-stage0.writing").mkdir()
+    (left / ".tmpAbCdEf").touch()  # safetensors' own, where a save is killed amid a file
     (tmp_path / "tokenizer.json").write_text("mine")
     pool.run(saving_twice, 2, str(tmp_path), (0, 0))
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -388,6 +394,56 @@ def test_a_failure_in_the_background_is_told(pool: Pool, tmp_path: Path) -> None
     for message in pool.run_expecting(CheckpointError, failing_in_the_background, 2, str(tmp_path)):
         assert "in the background failed" in message and ("File too large" in message or "stages [1]" in message)
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+@dataclass
+class Slow(Save):
+    """A save of a stage that takes so many seconds to write."""
+
+    seconds: float = 0.0
+    committed: bool = False
+
+    def write(self) -> None:
+        time.sleep(self.seconds)
+
+    def commit(self) -> None:
+        self.committed = True
+
+    def abandon(self) -> None: ...
+
+    def beside(self, name: str) -> Path:
+        return self.target / name
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_save_does_not_wait_for_a_stage_that_is_gone(
+    alive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After kill -9 of a rank in a save in the background the first one waited half an hour, beyond its own end."""
+    monkeypatch.setattr(files, "BEAT", 0.1)
+    monkeypatch.setattr(files, "SILENT", 1.0)
+    first, second = Slow(tmp_path, 0, 2, "a"), Slow(tmp_path, 1, 2, "a", seconds=3.0)
+    first.start()
+    if alive:
+        second.start()
+    assert first.thread is not None
+    first.thread.join(10)
+    assert not first.thread.is_alive() and first.committed == alive
+    assert alive or "stages [1] ended before they had written their part" in str(first.failed)
+
+
+def modes(folder: str) -> None:
+    os.umask(0o027)
+    split = Split(zoo.build("llama"), dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+    split.booster.save_model(split.model, folder, shard=True)
+    split.booster.save_model(split.model, f"{folder}/one.safetensors")
+    os.umask(0o022)
+
+
+def test_files_may_be_read_by_whom_the_umask_says(pool: Pool, tmp_path: Path) -> None:
+    """Safetensors writes files that the user alone can read, whatever the umask: nobody else could load an export."""
+    pool.run(modes, 2, str(tmp_path))
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("*.*")} == {0o640}
 
 
 def wrongly(folder: str, what: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import pickle
@@ -14,14 +16,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipeshard import load_training_state, save_training_state
+from pipeshard import PipelinePlugin, load_training_state, save_training_state
 from pipeshard.checkpoint import files as document
+from pipeshard.checkpoint import manifest
 from pipeshard.checkpoint import safetensors_files as shards
-from pipeshard.checkpoint import training_state as manifest
 from pipeshard.checkpoint.files import load_plain
 from pipeshard.checkpoint.optimizer import VALUE, flaw
 from pipeshard.checkpoint.safetensors_files import Source, check_shards, join, read_shards, write_shards
@@ -51,7 +54,9 @@ def plant(file: Path, mark: Path) -> None:
 
 def complete(place: Path) -> None:
     (place / manifest.MANIFEST).unlink()
-    manifest.write_manifest(place, 1, 2)
+    files = [path for path in place.rglob("*") if path.is_file()]
+    sums = {str(path.relative_to(place)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    manifest.write_manifest(place, 1, 2, sums)
 
 
 def stranger(folder: Path) -> list[str]:
@@ -120,8 +125,8 @@ def test_a_stranger_s_training_state_runs_no_code(pool: Pool, tmp_path: Path) ->
     ranks = pool.run(stranger, 2, tmp_path)
     assert ranks[0] == ranks[1]
     expected = [
-        r"is not the rest of a training state \(UnpicklingError: .*GLOBAL posix.mkdir.*\): load another step",
-        r"is not an optimizer checkpoint \(UnpicklingError: .*GLOBAL posix.mkdir.*\): pass what booster.save",
+        r"is not the rest of a training state \(ValueError: .*GLOBAL posix.mkdir.*\): load another step",
+        r"is not an optimizer checkpoint \(ValueError: .*GLOBAL posix.mkdir.*\): pass what booster.save",
         r"pytorch_model.bin is not a checkpoint that weights_only=True reads .*posix.mkdir.*convert the checkpoint to",
         "training.pt is damaged .TypeError: ",
         "training.pt is damaged .KeyError: 'steps'",
@@ -144,7 +149,7 @@ def test_a_stranger_s_training_state_runs_no_code(pool: Pool, tmp_path: Path) ->
             assert safe_open(file, "pt").keys() is not None
         elif file.suffix == ".json":
             assert json.loads(file.read_text())
-        else:
+        elif file.name != manifest.LOCK:
             assert file.suffix == ".pt" and torch.load(file, weights_only=True)
 
 
@@ -156,9 +161,11 @@ def refused(parse: Callable[[], Any], what: str) -> None:
 def test_files_that_claim_more_than_they_have_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.bin"
     wide = torch.as_strided(torch.zeros(1), (2**30, 2**20), (0, 0))
-    for tensor in (wide, torch.empty(2**40, 2**20, device="meta"), torch.eye(2).to_sparse()):
+    for tensor in (wide, torch.empty(2**40, 2**20, device="meta")):
         torch.save({"a": tensor}, file)
         refused(lambda: Source(file), "has no values for 'a': pass the weights of a model")
+    torch.save({"a": torch.eye(2).to_sparse()}, file)
+    refused(lambda: Source(file), "_rebuild_sparse_tensor is not of plain values")
     torch.save({"a": torch.zeros(9)}, file)
     with zipfile.ZipFile(file) as whole, zipfile.ZipFile(tmp_path / "packed.bin", "w", zipfile.ZIP_DEFLATED) as packed:
         for entry in whole.infolist():
@@ -196,6 +203,64 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
     os.mkfifo(folder / "model.safetensors.index.json")  # of which a reader would wait for a writer
     refused(lambda: Source(folder), "it does not exist")
+
+
+class Gigabytes:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bytearray, (6 << 30,)
+
+
+def doubled(times: int) -> bytes:
+    """The pickle of a dict, of which a key is a tuple of itself twice, and so on."""
+    key: Any = (1,)
+    for _ in range(times):
+        key = (key, key)
+    pickle._Pickler(file := io.BytesIO(), 2).dump([key, 2])  # type: ignore[attr-defined]
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_pickle_takes_no_more_than_its_file_says(tmp_path: Path, legacy: bool) -> None:
+    """900 bytes made 6 GiB (a bytearray), 1,200 a tuple that is hashed for ever, in C, which only SIGKILL ends."""
+    file = tmp_path / "a.pt"
+
+    def refused(what: str) -> None:
+        with pytest.raises(CheckpointError, match=what):
+            load_plain(file, "a state", "load another")
+
+    torch.save({"a": Gigabytes()}, file, _use_new_zipfile_serialization=not legacy)
+    refused("GLOBAL __builtin__.bytearray is not of plain values")
+    torch.save({"a": 1}, file, _use_new_zipfile_serialization=not legacy)
+    content = file.read_bytes()
+    if legacy:
+        file.write_bytes(content.replace(pickle.dumps({"a": 1}, 2), doubled(60)))
+    else:
+        with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(file, "w") as new:
+            for name in old.namelist():
+                new.writestr(name, doubled(60) if name.endswith("data.pkl") else old.read(name))
+    refused("it unfolds to more than 4000000 values")
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], momentum=0.9)
+    steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 2])
+    honest = {
+        "steps": steps.state_dict(),
+        "dtype": torch.bfloat16,
+        "size": torch.Size([2]),
+        "bytes": b"1",
+        "t": (1, (2,)),
+    }
+    torch.save(honest, file, _use_new_zipfile_serialization=not legacy)
+    assert load_plain(file, "a state", "load another") == honest
+
+
+def test_a_stranger_s_code_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config that names code of its own had the terminal asked whether to run it, on every rank, and `yes |` ran it."""
+    config = {"model_type": "strange", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nclass Config: ...\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(CheckpointError, match="trust_remote_code=True"):
+        PipelinePlugin.from_pretrained(transformers.AutoModelForCausalLM, tmp_path)
+    assert not (tmp_path / "mark").exists()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "manifest.json"])

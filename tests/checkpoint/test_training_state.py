@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipeshard import PipelinePlugin, load_training_state, save_training_state
 from pipeshard.checkpoint import safetensors_files as shards
-from pipeshard.checkpoint import save
+from pipeshard.checkpoint.manifest import lock
+from pipeshard.checkpoint.training_state import newest_step
 from pipeshard.errors import CheckpointError
 from tests import zoo
 from tests.messages import assert_told
@@ -189,7 +192,7 @@ def keeping(folder: Path) -> None:
     training = Training("llama", 0)
     for step in range(1, 7):
         save_training_state(folder, step, **training.parts, keep=2)
-        assert len(list(folder.iterdir())) == min(step, 2)
+        assert len(list(folder.glob("*step*"))) == min(step, 2)
     save_training_state(folder, 6, training.model)  # in the place of the one that has all
     assert load_training_state(folder, training.model) == 6
     assert load_training_state(folder, **training.parts, step=5) == 5
@@ -256,7 +259,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused_alike_on_every_rank(pool: Poo
     ranks = pool.run(wrong, 2, tmp_path)
     assert ranks[0] == ranks[1]
     assert_told(ranks[0], expected)
-    assert not list((tmp_path / "new").iterdir())
+    assert not list((tmp_path / "new").glob("*step*"))
 
 
 SAVED = "safetensors.saved"  # which writes files by itself
@@ -268,7 +271,7 @@ class Moments:
 
     def __init__(self, fatal: int | None = None) -> None:
         self.count, self.fatal, self.on = 0, fatal, True
-        save.save_file = shards.save_file = self._save
+        shards.save_file = self._save
         sys.addaudithook(self._hear)
 
     @staticmethod
@@ -321,7 +324,7 @@ def survivors(folders: list[Path]) -> list[Any]:
         step = load_training_state(folder, **training.parts)
         found.append((step, training.loader.batches, training.values))
         save_training_state(folder, 8, **training.parts, keep=1)
-        assert [path.name for path in folder.iterdir()] == ["step-00000008"], folder
+        assert {path.name for path in folder.iterdir()} == {"step-00000008", ".writer"}, folder
     return found
 
 
@@ -352,3 +355,126 @@ def test_a_rank_killed_while_it_saves_leaves_the_previous_or_the_new_state(pool:
     moments = [(2, 0, 0), (2, 0, 12), (2, 1, 1), (2, 0, -9), (2, 0, -1), (1, 0, -12)]
     steps = killings(pool, tmp_path, moments)
     assert steps[:3] == [1, 1, 1] and steps[4] == 2
+
+
+def flipped(file: Path, bit: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+def spoiling(folder: Path, flips: int) -> tuple[list[str], int]:
+    """What is said of the newest of two states after each bit that a disk flips in it, and the files that were hit."""
+    training, rank = Training("llama", 0), dist.get_rank()
+    save_training_state(folder, 1, **training.parts)
+    training.run(1)
+    save_training_state(folder, 2, **training.parts)
+    newest, chance, messages, hit = folder / "step-00000002", random.Random(0), [], set()
+    files = [path for path in sorted(newest.rglob("*")) if path.is_file() and path.stat().st_size]
+    files.remove(newest / "manifest.json")
+    sizes = {file: file.stat().st_size for file in files}
+    dist.barrier()
+    for k in range(flips):
+        file = files[k % len(files)]
+        bit = chance.randrange(8 * sizes[file])
+        if rank == 0:
+            flipped(file, bit)
+        dist.barrier()
+        with pytest.raises(CheckpointError) as caught:
+            load_training_state(folder, **training.parts, step=2)
+        messages.append(str(caught.value))
+        assert str(file.relative_to(newest)) in messages[-1], (file, messages[-1])
+        assert load_training_state(folder, **training.parts) == 1  # the newest that is whole
+        hit.add(file)
+        dist.barrier()
+        if rank == 0:
+            flipped(file, bit)
+        dist.barrier()
+    assert load_training_state(folder, **training.parts) == 2
+    return messages, len(hit) - len(files)
+
+
+def test_a_bit_that_a_disk_has_flipped_is_found(pool: Pool, tmp_path: Path) -> None:
+    """The manifest knew sizes alone: 10 of 20 flipped bits were loaded as weights, moments or random numbers, and a
+    newest state that could not be read ended the job, with good ones beside it."""
+    for messages, missed in pool.run(spoiling, 2, tmp_path, 20):
+        assert len(messages) == 20 and not missed
+        assert all("holds no whole step 2: step-00000002 has changed" in message for message in messages)
+
+
+def mixing(folder: Path) -> list[str]:
+    training, rank = Training("llama", 0), dist.get_rank()
+    for step in (1, 2):
+        save_training_state(folder, step, **training.parts)
+        training.run(1)
+    one, two = (folder / f"step-{step:08d}" for step in (1, 2))
+    dist.barrier()
+    if rank == 0:
+        shutil.copy(next((one / "model").glob("*.safetensors")), two / "model")
+        shutil.copytree(one, folder / "step-00000005")
+        (folder / "step-00000006").mkdir()
+        (folder / "step-00000006" / "manifest.json").write_text('{"format": 1, "step": 6, "files": {}}')
+        (folder / ".step-00000002.swp").touch()  # of an editor
+    dist.barrier()
+    assert load_training_state(folder, **training.parts) == 1
+    (messages := []).append(load_training_state(folder, **training.parts, verify=False))
+    for step in (2, 5, 6):
+        with pytest.raises(CheckpointError) as caught:
+            load_training_state(folder, **training.parts, step=step)
+        messages.append(str(caught.value))
+    dist.barrier()
+    save_training_state(folder, 7, **training.parts)
+    return messages
+
+
+def test_states_that_are_mixed_or_renamed_are_refused(pool: Pool, tmp_path: Path) -> None:
+    """A shard of step 1 in the folder of step 2 was loaded as a mixture of both, step 2 renamed was step 5, and a
+    manifest that lists nothing was complete."""
+    for unchecked, *messages in pool.run(mixing, 2, tmp_path):
+        assert unchecked == 2
+        assert_told(
+            messages, ["step-00000002 has changed .model.model", "manifest.json is of step 1", "lists no files"]
+        )
+
+
+class Owner:
+    pass
+
+
+def saving_once(folder: Path, step: int) -> None:
+    training = Training("llama", 0)
+    if step > 1:
+        assert load_training_state(folder, **training.parts) == 1  # reading is free
+    save_training_state(folder, step, **training.parts)
+    del training
+    gc.collect()
+
+
+HOLDS = """
+import pathlib, sys, time
+from pipeshard.checkpoint.manifest import lock
+lock(pathlib.Path(sys.argv[1]), lock)
+print("holds", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_job_is_kept_out_of_a_folder(pool: Pool, tmp_path: Path) -> None:
+    """Each of two jobs that saved into one folder removed what the other was writing, and left states without weights
+    that counted as complete."""
+    owner = Owner()
+    pool.run(saving_once, 2, tmp_path, 1)
+    pool.run(saving_once, 2, tmp_path, 1)
+    lock(tmp_path, owner)
+    lock(tmp_path, owner)
+    for message in pool.run_expecting(CheckpointError, saving_once, 2, tmp_path, 2):
+        assert f"is being written to by process {os.getpid()} of" in message and "save elsewhere" in message
+    assert newest_step(tmp_path) == 1
+    del owner
+    with subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "holds\n"
+        with pytest.raises(CheckpointError, match=f"by process {other.pid} of"):
+            lock(tmp_path, pool)
+        other.kill()
+    pool.run(saving_once, 2, tmp_path, 2)
+    assert newest_step(tmp_path) == 2

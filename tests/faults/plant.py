@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeshard.checkpoint import save as saving
+from pipeshard.checkpoint import safetensors_files as saving
 from pipeshard.distributed.watch import OTHERS
 from tests.faults.job import MICROBATCHES, SIZE, TIMEOUT, Job
 

@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 import torch
 from safetensors.torch import save, save_file
 
+from pipeshard.checkpoint.manifest import MANIFEST, flaw
 from pipeshard.checkpoint.safetensors_files import INDICES, WEIGHTS, Source, check_shards, join, read_shards
-from pipeshard.checkpoint.training_state import MANIFEST, flaw
 from pipeshard.errors import CheckpointError
 from tests.fuzz.mutation import Seed
 

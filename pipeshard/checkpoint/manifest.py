@@ -1,0 +1,127 @@
+"""Manifest: what a complete training state consists of, by size and content, and who may write beside it.
+
+A folder is complete when its manifest is there and every file in it has the size that the manifest says. Disks flip
+bits and people mix folders, so each file's SHA-256 is there too; `sha256sum` prints the same. To read what has just
+been written costs little, as it is still in the page cache; the ranks share it out.
+
+Two jobs that save into one folder (a requeued one beside its zombie) would remove each other's saves under way, so the
+first rank locks the folder for as long as its model lives. The kernel gives such a lock back when a process ends,
+however it ends; forked children do not have it, and it holds over NFS.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import weakref
+from importlib.metadata import version
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any
+
+import torch.distributed as dist
+
+from pipeshard.checkpoint.files import is_inside, read_document
+from pipeshard.distributed.collectives import gather_objects
+from pipeshard.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST, LOCK = "manifest.json", ".writer"
+
+
+def sums_of(folder: Path, group: dist.ProcessGroup) -> dict[str, str]:
+    """The SHA-256 of all files that the first rank finds in the folder; every rank calls it, and reads some of them."""
+    here = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return _shared_out(folder, gather_objects(here, group)[0], group)
+
+
+def write_manifest(folder: Path, step: int, stages: int, sums: dict[str, str]) -> None:
+    versions = {name: version(name) for name in ("pipeshard", "torch", "transformers", "colossalai")}
+    files = {name: (folder / name).stat().st_size for name in sums}
+    manifest = {"format": FORMAT, "step": step, "stages": stages, "versions": versions, "files": files, "sha256": sums}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def flaw(folder: Path, step: int | None = None) -> str:
+    """Why the folder is not a complete training state (of that step); "" if it is, by the names and sizes of its files.
+    Raises nothing, whatever is there."""
+    try:
+        manifest = read_document(folder / MANIFEST)
+        if manifest.get("format") != FORMAT:
+            return f"its format is {short(manifest.get('format'))}, not {FORMAT}"
+        files = manifest.get("files")
+        if not isinstance(files, dict) or not files:
+            return f"{MANIFEST} lists no files"
+        if not isinstance(manifest.get("sha256", {}), dict):
+            return f"{MANIFEST} has no sums by file"
+        if step not in (None, manifest.get("step")):
+            return f"{MANIFEST} is of step {short(manifest.get('step'))}"
+        for name, size in files.items():
+            if not is_inside(name):
+                return f"{MANIFEST} names {short(name)}, which is not a file of its folder"
+            if type(size) is not int or (folder / name).stat().st_size != size:
+                return f"{short(name)} has not the size {short(size)} that {MANIFEST} says"
+    except (OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def damage(folder: Path, group: dist.ProcessGroup) -> str:
+    """Which files of a complete state are not those that were saved; "" if all are. Every rank calls it, and reads its
+    share. States of before 0.2 have no sums, and pass."""
+    manifest = read_document(folder / MANIFEST)
+    expected = manifest.get("sha256", {})
+    names = sorted(manifest["files"].keys() & expected.keys())
+    found = _shared_out(folder, names, group)
+    changed = [name for name in names if found[name] != expected[name]]
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return f"{', '.join(changed[:3])}{more}: not what was saved, by SHA-256" if changed else ""
+
+
+def _shared_out(folder: Path, names: list[str], group: dist.ProcessGroup) -> dict[str, str]:
+    """The SHA-256 of each file, or why it cannot be read; each rank reads some."""
+    own = {name: _sum(folder / name) for name in names[group.rank() :: group.size()]}
+    return {name: value for of_rank in gather_objects(own, group) for name, value in of_rank.items()}
+
+
+def _sum(file: Path) -> str:
+    try:
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def lock(parent: Path, owner: Any) -> None:
+    """Let no other process save into `parent` until `owner` is gone; CheckpointError if one already may.
+
+    A file system without locks lets everybody write, as before.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    key = str(parent.resolve())
+    if key in _held:
+        return
+    handle = os.open(parent / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        who = os.pread(handle, 200, 0).decode(errors="replace").strip()
+        os.close(handle)
+        raise CheckpointError(
+            f"{parent} is being written to by {who or 'another process'}: two jobs that save into one folder would "
+            "remove each other's states. End that one first, or save elsewhere"
+        ) from error
+    except OSError:  # no locks here
+        pass
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"process {os.getpid()} of {socket.gethostname()}\n".encode(), 0)
+    _held[key] = handle
+    weakref.finalize(owner, _unlock, key)
+
+
+_held: dict[str, int] = {}  # of this process, by folder: to close any other handle of the file would give the lock back
+
+
+def _unlock(key: str) -> None:
+    os.close(_held.pop(key))
