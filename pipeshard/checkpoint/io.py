@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeshard.checkpoint.files import Save, load_plain, new_file, together
+from pipeshard.checkpoint.files import Save, new_file, together
 from pipeshard.checkpoint.load import load_weights
 from pipeshard.checkpoint.lora import save_lora
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
+from pipeshard.checkpoint.pickles import load_plain
 from pipeshard.checkpoint.safetensors_files import PICKLED
 from pipeshard.checkpoint.save import FileSave, FolderSave, owned
 from pipeshard.distributed.collectives import together_in

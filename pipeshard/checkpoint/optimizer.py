@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from pipeshard.checkpoint.files import existing, has_content, load_plain, new_file, new_folder, together
+from pipeshard.checkpoint.files import existing, new_file, new_folder, together
+from pipeshard.checkpoint.pickles import has_content, load_plain
 from pipeshard.checkpoint.safetensors_files import check_shards, read_shards, write_shards
 from pipeshard.distributed.collectives import encode, gather_objects, is_packed, like, local, slice_like, whole
 from pipeshard.engine.optimizer import PipelineOptimizer

@@ -14,10 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeshard.checkpoint.files import existing, load_plain, new_folder, remove, restore, together
+from pipeshard.checkpoint.files import existing, new_folder, remove, restore, together
 from pipeshard.checkpoint.io import boosted_model, io_of
 from pipeshard.checkpoint.manifest import MANIFEST, damage, flaw, lock, sums_of, write_manifest
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
+from pipeshard.checkpoint.pickles import load_plain
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import CheckpointError

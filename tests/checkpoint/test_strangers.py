@@ -25,8 +25,8 @@ from pipeshard import PipelinePlugin, load_training_state, save_training_state
 from pipeshard.checkpoint import files as document
 from pipeshard.checkpoint import manifest
 from pipeshard.checkpoint import safetensors_files as shards
-from pipeshard.checkpoint.files import load_plain
 from pipeshard.checkpoint.optimizer import VALUE, flaw
+from pipeshard.checkpoint.pickles import load_plain
 from pipeshard.checkpoint.safetensors_files import Source, check_shards, join, read_shards, write_shards
 from pipeshard.errors import CheckpointError
 from tests.checkpoint.test_training_state import Training
@@ -172,7 +172,9 @@ def test_files_that_claim_more_than_they_have_are_refused(tmp_path: Path) -> Non
             packed.writestr(entry.filename, whole.read(entry))
     refused(lambda: Source(tmp_path / "packed.bin"), "data.pkl' in it is compressed, which torch.save does not do")
     file.write_bytes(b"")
-    refused(lambda: load_plain(file, "what", "do that"), r"x.bin is not what \(EOFError: .*\): do that")
+    refused(
+        lambda: load_plain(file, "what", "do that"), r"x.bin is not what \(ValueError: pickle exhausted.*\): do that"
+    )
     file.write_bytes(b"\x80\x02]q\x01." + b"1" * 99)
     refused(lambda: Source(file), "x.bin ")
 
