@@ -173,7 +173,7 @@ def test_files_that_claim_more_than_they_have_are_refused(tmp_path: Path) -> Non
     refused(lambda: Source(tmp_path / "packed.bin"), "data.pkl' in it is compressed, which torch.save does not do")
     file.write_bytes(b"")
     refused(
-        lambda: load_plain(file, "what", "do that"), r"x.bin is not what \(ValueError: pickle exhausted.*\): do that"
+        lambda: load_plain(file, "what", "do that"), r"x.bin is not what \(ValueError: pickle exhausted.*\): do"
     )
     file.write_bytes(b"\x80\x02]q\x01." + b"1" * 99)
     refused(lambda: Source(file), "x.bin ")
@@ -255,7 +255,7 @@ def test_a_pickle_takes_no_more_than_its_file_says(tmp_path: Path, legacy: bool)
 
 
 def test_a_stranger_s_code_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A config that names code of its own had the terminal asked whether to run it, on every rank, and `yes |` ran it."""
+    """A config that names code of its own had the terminal asked whether to run it, and `yes |` ran it."""
     config = {"model_type": "strange", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nclass Config: ...\n")
