@@ -69,7 +69,26 @@ def test_receives_that_are_early_end_by_their_own_streams_until_something_waits_
         program = add_communication(bare(name, p, m, v))
         for lanes, device in itertools.product((BROADCAST, ISEND), (PLAIN, Device(in_order=True), Device(resident=3))):
             check_streams(program, lanes, device)
-        assert not ends(program, BROADCAST, SYNCHRONIZED)
+        assert not ends(program, BROADCAST, SYNCHRONIZED) and not ends(program, BROADCAST, Device(resident=1))
+
+
+def late(program: Program) -> Program:
+    """With each receive right before the compute action that takes it, as others have it."""
+    ranks: list[list[Action]] = []
+    for actions in add_communication(program).ranks:
+        ranks.append([])
+        for action in actions:
+            taken = action._replace(kind=RECEIVE.get(action.kind, action.kind))
+            ranks[-1] += [taken] * (taken != action and taken in actions) + [action] * (not action.kind.is_receive)
+    return dataclasses.replace(program, ranks=tuple(map(tuple, ranks)))
+
+
+def test_late_receives_would_do_for_schedules_with_one_stage_a_rank_alone() -> None:
+    for name, m in itertools.product(("gpipe", "1f1b", "zb-h1"), (1, 2, 8)):
+        check_streams(late(bare(name, 3, m)), BROADCAST, SYNCHRONIZED)
+    program = late(bare("interleaved", 2, 4, 2))
+    check_streams(program, BROADCAST)
+    assert not ends(program, BROADCAST, Device(in_order=True)) and not ends(program, BROADCAST, SYNCHRONIZED)
 
 
 def test_what_a_pair_shares_is_found_and_both_ends_are_named() -> None:
