@@ -46,7 +46,7 @@ class Device(NamedTuple):
 
     Attributes:
         in_order: kernels start in the order in which the host handed them over, whatever their streams
-            (CUDA_DEVICE_MAX_CONNECTIONS=1). Of messages that says all: nothing waits for what is computed but by one.
+            (CUDA_DEVICE_MAX_CONNECTIONS=1).
         resident: so many kernels of messages have room at a time: each takes the place of the so many-th before it.
         synchronizes: the host waits for the whole device in each compute action.
     """
@@ -138,7 +138,7 @@ def _graph(program: Program, lanes: Lanes, device: Device) -> dict[Node, list[No
             if kind.is_compute:
                 if (kind, stage) in receive:
                     needs.append(("ends", Action(receive[kind, stage], i, stage).partner))
-                if device.synchronizes:
+                if device.synchronizes:  # (in order, too, others wait for what is computed by later messages alone)
                     needs += [ends for _, ends in messages[synchronized:]]
                     synchronized = len(messages)
                 computed = [("ends", action)]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipeshard.distributed.collectives import carrier, control, gather, gather_objects, share_scalar, sum_scalar
+from pipeshard.distributed.failures import _abort
 from pipeshard.distributed.mesh import Grid, own_index
 from pipeshard.distributed.p2p import BroadcastP2P, ISendP2P, nccl_options
 from pipeshard.engine.clipping import grad_norm
@@ -147,3 +148,21 @@ def test_nccl_s_own_clock_does_not_end_a_process() -> None:
         options = nccl_options()
     nccl.Options.assert_called_once_with(is_high_priority_stream=True)
     assert options["timeout"] == options["pg_options"]._timeout == timedelta(days=1) and options["backend"] == "nccl"
+
+
+def test_communicators_of_nccl_are_aborted_as_one() -> None:
+    """One after the other they wait for each other: a rank aborts one while its neighbour aborts another."""
+    did: list[str] = []
+
+    def backend(name: str, kind: str) -> mock.Mock:
+        made = mock.Mock()
+        made.name.return_value = kind
+        for method in ("_group_start", "_group_end", "abort"):
+            getattr(made, method).side_effect = lambda method=method: did.append(f"{method} {name}")
+        return made
+
+    first, second, other = backend("a", "nccl"), backend("b", "nccl"), backend("c", "ucc")
+    first.abort.side_effect = RuntimeError("it is gone")
+    _abort([first, second, other])
+    assert did == ["_group_start a", "abort b", "abort c", "_group_end a"]
+    _abort([])
