@@ -23,6 +23,7 @@
 # make targets trains GPT-2 and llama by torch's pipelining, DeepSpeed (in an environment of its own) and Booster, from the
 #               same stages, and compares the losses
 # make curves  fine-tunes SmolLM2 for 100 steps by one process and by 2 replicas of 2 stages, and draws docs/curves.svg
+# make gpu-check compares steps on GPUs, by NCCL, with the unsplit model; DEVICE=cpu runs the same code on the CPU
 # make clean    removes outputs and caches; .venv and .venv-4.57 stay
 
 PYTHON       ?= python3
@@ -35,6 +36,7 @@ DP           ?= 1
 ROUNDS       ?= 9
 INPUTS       ?= 1000000
 JOBS         ?= 3
+DEVICE       ?= cuda
 PART         ?= work overhead lengths memory partition replay
 
 VENV  := .venv
@@ -53,7 +55,7 @@ EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 bench curves targets clean $(EXAMPLES)
+.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 bench curves targets gpu-check clean $(EXAMPLES)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -164,6 +166,9 @@ curves: setup
 
 targets: setup .venv-deepspeed/installed
 	@$(BIN)/python -W ignore -m tests.targets $(BIN)/python .venv-deepspeed/bin/python
+
+gpu-check: setup
+	@$(BIN)/python -W ignore -m benchmarks.gpu --device $(DEVICE)
 
 bench: setup setup-peers
 	@$(BIN)/python -W ignore -m benchmarks.speed --rounds $(ROUNDS) --part $(PART)

@@ -134,8 +134,9 @@ def _join(args: argparse.Namespace, run: Run) -> int:
     from pipeshard.errors import PipeshardError
 
     store, rank, world_size = next(rendezvous("env://"))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    backend = None if torch.cuda.device_count() >= local_ranks else "gloo"  # NCCL has no two ranks on one GPU
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
     transformers.set_seed(0)
     try:

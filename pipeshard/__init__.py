@@ -7,8 +7,8 @@ if TYPE_CHECKING:
     from pipeshard.checkpoint.to_sequential import to_sequential as to_sequential
     from pipeshard.checkpoint.training_state import load_training_state as load_training_state
     from pipeshard.checkpoint.training_state import save_training_state as save_training_state
+    from pipeshard.distributed.p2p import P2P as P2P
     from pipeshard.elastic import ElasticJob as ElasticJob
-    from pipeshard.engine.interpreter import P2P as P2P
     from pipeshard.graph.trace import trace as trace
     from pipeshard.graph.units import CutPoint as CutPoint
     from pipeshard.interop.build import Target as Target
@@ -37,7 +37,7 @@ _MODULES = {
     "CutPoint": "pipeshard.graph.units",
     "ElasticJob": "pipeshard.elastic",
     "LayerSpec": "pipeshard.layers.specs",
-    "P2P": "pipeshard.engine.interpreter",
+    "P2P": "pipeshard.distributed.p2p",
     "PipelineModule": "pipeshard.layers.pipeline_module",
     "PipelinePlugin": "pipeshard.plugin",
     "Policy": "pipeshard.split.policy",

@@ -65,6 +65,7 @@ def boost_model(
         return measured_costs(partition, model, flow, batch, config.cut, grid.device, grid.world)
 
     boosted = PipelineModel(model, Pipeline(config, grid, model, sample, called, costs))
+    grid.mesh.warm_up(grid.device)
     if called is None and criterion is not None:
         boosted.pipeline.criterion = criterion
     return boosted, boosted.pipeline.criterion

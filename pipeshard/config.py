@@ -18,6 +18,7 @@ from pipeshard.schedule.program import Program
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.partition import Cuts
 from pipeshard.split.policy import Policy
+from pipeshard.split.refusals import refuse_compile_options
 from pipeshard.split.route import Recompute
 
 POSITIVE = "a positive integer"
@@ -150,7 +151,7 @@ class PipelineConfig:
         self._check_kinds()
         self._check_schedule()
         check_replicas(self.zero_stage, self.fsdp)
-        self._check_compile()
+        refuse_compile_options(self.compile_options, self.pp_size, bool(self.compile) and self.deferred_batch_norm)
         check_precision(self.precision, self.autocast)
         check_declared(self.batch_dims)
         self._settle(batch_dims=dict(self.batch_dims or {}))
@@ -289,17 +290,6 @@ class PipelineConfig:
             raise ConfigurationError(
                 f"fsdp=True does not go with schedule={program.name!r}: deferred weight gradients would miss the "
                 "gathered parameters. Use '1f1b', 'interleaved' or 'gpipe', or zero_stage=1"
-            )
-
-    def _check_compile(self) -> None:
-        if self.compile and self.deferred_batch_norm:
-            raise ConfigurationError(
-                "deferred_batch_norm=True does not go with compile: what a compiled unit normalizes is not seen"
-            )
-        if "units" in self.compile_options:
-            raise ConfigurationError(
-                f'compile={self.compile!r}: consecutive units are no longer compiled as one function. Drop "units", '
-                "and make layers that should be fused one module of the model"
             )
 
 

@@ -31,9 +31,9 @@ from pipeshard.config import PRECISIONS, PipelineConfig
 from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.distributed.collectives import compare_ranks, texts_of, together_in, versions
 from pipeshard.distributed.mesh import DP, PP, TP, Grid, num_replicas
+from pipeshard.distributed.p2p import P2P, check_p2p
 from pipeshard.distributed.watching import calling, constructing, name_ranks, named, watch_world
 from pipeshard.engine.engine import Pipeline
-from pipeshard.engine.interpreter import P2P, check_p2p
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.outputs import ReturnOutputs

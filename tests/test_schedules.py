@@ -302,6 +302,8 @@ def test_compiled_units_have_the_same_gradients(pool: Pool) -> None:
         ({"schedule": "zb-h1", "compile": True}, "does not go with schedule='zb-h1'"),
         ({"compile": "inductor"}, "compile must be True, False or a dict"),
         ({"compile": {"units": 4}}, "make layers that should be fused one module"),
+        ({"pp_size": 2, "compile": {"mode": "reduce-overhead"}}, "CUDA graphs write the results of each microbatch"),
+        ({"pp_size": 2, "compile": {"options": {"triton.cudagraphs": True}}}, "CUDA graphs write the results"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -62,18 +63,33 @@ T = TypeVar("T")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where small messages of a group live: gloo gathers and reduces on the CPU only."""
-    on_cpu = "cpu:" in dist.get_backend_config(group)
-    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """The backend of a group, or of the world, that moves the tensors of a device; "" if it has none."""
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    return backends.get(device.type, "")
+
+
+CPU = torch.device("cpu")
+_on_cpu: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group that moves tensors of the CPU among these ranks: what they tell each other neither uses a GPU nor waits
+    for one. That is this one or, where it has NCCL alone, another, which they make when it is first asked for."""
+    if carrier(CPU, group):
+        return group
+    if group not in _on_cpu:
+        ranks = dist.get_process_group_ranks(group)
+        _on_cpu[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _on_cpu[group]
 
 
 def gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The numbers of every rank of `group`, one row each: shape (ranks, *numbers.shape)."""
-    sent = numbers.to(device_of(group))
+    group, sent = control(group), numbers.cpu()
     gathered = [torch.empty_like(sent) for _ in range(group.size())]
     NOW.wait_in(group, dist.all_gather(gathered, sent, group=group, async_op=True))
-    return torch.stack(gathered).cpu()
+    return torch.stack(gathered)
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
@@ -98,7 +114,7 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
 def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor | None:
     """The scalar (or None) that global rank `source` has, on every rank of `group`, with its dtype."""
     content = (0.0, 0.0) if value is None else (float(value), 1.0 + DTYPES.index(value.dtype))
-    message = torch.tensor(content, dtype=torch.float64, device=device_of(group))
+    message, group = torch.tensor(content, dtype=torch.float64), control(group)
     NOW.wait_in(group, dist.broadcast(message, source, group=group, async_op=True))
     number, code = message.tolist()
     return torch.tensor(number, dtype=DTYPES[int(code) - 1], device=device) if code else None
@@ -106,7 +122,7 @@ def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, de
 
 def sum_scalar(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of a scalar over the ranks of `group`, in its own dtype or fp32, whichever is finer."""
-    total = value.detach().to(device_of(group), torch.promote_types(value.dtype, torch.float32))
+    total, group = value.detach().to(CPU, torch.promote_types(value.dtype, torch.float32)), control(group)
     NOW.wait_in(group, dist.all_reduce(total, group=group, async_op=True))
     return total.to(value)
 
@@ -124,6 +140,7 @@ def broadcast_bytes(tensor: Tensor, source: int, group: dist.ProcessGroup) -> No
     """Fill a contiguous tensor with that of global rank `source`; no backend knows every dtype."""
     if tensor.numel():
         content = tensor.view(-1).view(torch.uint8)
+        group = group if tensor.is_cuda else control(group)
         NOW.wait_in(group, dist.broadcast(content, source, group=group, async_op=True))
 
 

@@ -217,22 +217,30 @@ def abort_groups() -> None:
     with them all that is on its way there; one over a connection that is broken already does not. Without this a
     process whose messages nobody takes would not even end: the threads that carry them are joined at its end.
     """
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if isinstance(group, dist.ProcessGroup) and group.size() > 1:
-            _abort(group)
+    groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
+    backends: list[tuple[dist.ProcessGroup, Any]] = [
+        (group, group._get_backend(torch.device(device)))
+        for group in groups
+        for device in sorted({str(device) for device in group._device_types})
+        if group.size() > 1
+    ]
+    _abort([backend for _, backend in backends if backend.name() != "gloo"])
+    for group, backend in backends:
+        if backend.name() == "gloo":
+            others = (other for other in range(group.size()) if other != group.rank())
+            next((other for other in others if _gives_up(backend, other)), None)
 
 
-def _abort(group: dist.ProcessGroup) -> None:
-    devices = {str(device) for device in group._device_types}
-    for device in sorted(devices):
-        backend: Any = group._get_backend(torch.device(device))
-        if backend.name() != "gloo":
-            with contextlib.suppress(RuntimeError):
-                backend.abort()
-            continue
-        for other in range(group.size()):
-            if other != group.rank() and _gives_up(backend, other):
-                break
+def _abort(backends: Sequence[Any]) -> None:
+    """All as one for NCCL, whose communicators would wait for each other here, too."""
+    nccl = [backend for backend in backends if backend.name() == "nccl"][:1]
+    for first in nccl:
+        first._group_start()
+    for backend in backends:
+        with contextlib.suppress(RuntimeError):
+            backend.abort()
+    for first in nccl:
+        first._group_end()
 
 
 def _gives_up(backend: Any, other: int) -> bool:

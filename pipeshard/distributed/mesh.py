@@ -1,6 +1,7 @@
 """Mesh: ranks as replicas, stages and slices of a model, with a process group along each axis."""
 
 import itertools
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -13,11 +14,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from pipeshard.distributed.collectives import carrier, gather
+from pipeshard.distributed.progress import NOW
 from pipeshard.errors import ConfigurationError
 
 Coordinate = tuple[int, ...]
 Axes = int | Sequence[int]
 Indices = Sequence[int] | Sequence[Sequence[int]]
+logger = logging.getLogger("pipeshard")
 
 
 class ProcessGroupMesh:
@@ -47,11 +51,8 @@ class ProcessGroupMesh:
             raise ConfigurationError(f"{size}: choose sizes whose product is {dist.get_world_size()}, the world size.")
         self.shape: Coordinate = size
         self.rank = dist.get_rank()
-        # Of the configuration, which is like "cpu:gloo,cuda:gloo" or "cuda:nccl", the first device is for messages of
-        # the mesh itself: gloo gathers on the CPU alone. The tensors that others put on the mesh are on a GPU.
-        config = dist.get_backend_config()
-        self._messages = config.split(":")[0]
-        kind = "cuda" if "cuda:" in config and torch.cuda.is_available() else self._messages
+        on_gpu = torch.cuda.is_available() and carrier(torch.device("cuda"))  # where tensors on the mesh are
+        kind = "cuda" if on_gpu else "cpu"
         names = tuple(map(axis_name, range(len(size))))
         self._device_mesh = init_device_mesh(kind, size, mesh_dim_names=names)
         # By ranks and backend. The keys are the same on every rank, so that all agree on what is yet to be made.
@@ -133,12 +134,11 @@ class ProcessGroupMesh:
             ConfigurationError: an axis or index the mesh does not have.
         """
         wanted = self._ranks_along(axis, indices_at_axis)[self.rank]
-        mask = torch.zeros(math.prod(self.shape), dtype=torch.int8, device=self._messages)
+        mask = torch.zeros(math.prod(self.shape), dtype=torch.int8)
         mask[list(wanted)] = 1
-        masks = mask.repeat(len(mask), 1)
-        dist.all_gather(list(masks), mask)
+        world: Any = dist.group.WORLD
         # A set's order differs between processes; new_group must be called in one order.
-        for ranks in sorted({tuple(row.nonzero().flatten().tolist()) for row in masks}):
+        for ranks in sorted({tuple(row.nonzero().flatten().tolist()) for row in gather(mask, world)}):
             if (ranks, backend) not in self._groups:
                 group = dist.new_group(list(ranks), backend=backend)
                 self._groups[ranks, backend] = group if self.rank in ranks else None
@@ -161,6 +161,13 @@ class ProcessGroupMesh:
     def get_ranks_in_group(self, group: dist.ProcessGroup | None) -> list[int]:
         """The world ranks of a group that this mesh returned, ascending; none of None."""
         return [] if group is None else list(dist.get_process_group_ranks(group))
+
+    def warm_up(self, device: torch.device) -> None:
+        """Use every group once, in one order on all ranks: amid a step, the connections that a first use makes would
+        have hosts wait for each other, and GPUs for all that was handed to them."""
+        for (_, backend), group in sorted(self._groups.items(), key=lambda item: item[0][0]):
+            if group is not None and backend is None and group.size() > 1:
+                NOW.wait_in(group, dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True))
 
     def destroy_mesh_process_groups(self) -> None:
         """Destroy every group made by this mesh, never the world's own; the mesh has no groups afterwards."""
@@ -211,11 +218,16 @@ class Grid:
 
     def __init__(self, pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> None:
         self.dp_size, self.pp_size, self.tp_size = num_replicas(pp_size, dp_size, tp_size), pp_size, tp_size
+        self.device = own_device()  # before any group is used, as NCCL makes communicators on the current GPU
         self.mesh = ProcessGroupMesh(self.dp_size, pp_size, tp_size)
         self.replica, self.stage, self.slice = self.mesh.unravel(self.mesh.rank, self.mesh.shape)
         self.replicas, self.stages, self.slices = (self._group([axis]) for axis in (DP, PP, TP))
         self.world = self._group([DP, PP, TP])
-        self.device = own_device()
+        if self.first and self.device.type == "cuda" and carrier(self.device) == "gloo":
+            logger.warning(
+                "messages and gradients go from GPU to GPU through the memory of the host, as the process group has "
+                "gloo for them: use init_process_group() without a backend, or 'cpu:gloo,cuda:nccl'"
+            )
 
     @property
     def size(self) -> int:
@@ -292,9 +304,20 @@ def num_replicas(pp_size: int, dp_size: int | None, tp_size: int) -> int:
 
 
 def own_device() -> torch.device:
-    """The GPU of this rank's number on its machine, which becomes the current one, or the CPU if there is none."""
+    """The GPU on which this process computes, which becomes the current one, or the CPU if there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", dist.get_rank())) % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)  # init_process_group(device_id=...)
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    local = int(os.environ.get("LOCAL_RANK", dist.get_rank())) % torch.cuda.device_count()
+    device = torch.device("cuda", own_index(bound, current, local))
+    torch.cuda.set_device(device)
+    return device
+
+
+def own_index(bound: torch.device | None, current: int, local: int) -> int:
+    """That of the GPU to which the process group is bound; else the one that is current, if it was chosen (it is 0 if
+    not); else that of this rank's number on its machine."""
+    if bound is not None and bound.type == "cuda" and bound.index is not None:
+        return bound.index
+    return current or local

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeshard.distributed.collectives import device_of, gather_objects, local_grad
+from pipeshard.distributed.collectives import CPU, control, gather_objects, local_grad
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import NOW
 from pipeshard.engine.mixed_precision import LossScale
@@ -141,7 +141,7 @@ class ModelGradients:
 def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients of the model, over all ranks of `group`; `holders` says of this rank's parameters how
     many ranks have the same gradient, each of which counts for its part."""
-    is_max, device = math.isinf(norm_type), device_of(group)
+    is_max, group = math.isinf(norm_type), control(group)
     dtype, terms = torch.float32, []
     for parameter, count in holders.items():
         gradient = local_grad(parameter)
@@ -151,9 +151,9 @@ def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, nor
         if gradient.dtype is torch.float64:
             dtype = torch.float64
         finer = torch.promote_types(gradient.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(gradient.to(finer), norm_type).to(device).double()
+        norm = torch.linalg.vector_norm(gradient.to(finer), norm_type).to(CPU).double()
         terms.append(norm if is_max else norm**norm_type / count)
-    every = torch.stack([*terms, torch.zeros((), dtype=torch.float64, device=device)])
+    every = torch.stack([*terms, torch.zeros((), dtype=torch.float64)])
     total = every.max() if is_max else every.sum()
     operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
     NOW.wait_in(group, dist.all_reduce(total, operation, group=group, async_op=True))

@@ -25,9 +25,10 @@ from pipeshard.distributed.collectives import (
     together_in,
 )
 from pipeshard.distributed.mesh import Grid
+from pipeshard.distributed.p2p import make_p2p, with_messages
 from pipeshard.distributed.progress import NOW
 from pipeshard.engine.clipping import ModelGradients
-from pipeshard.engine.interpreter import Interpreter, make_p2p
+from pipeshard.engine.interpreter import Interpreter
 from pipeshard.engine.microbatches import RouteCache
 from pipeshard.engine.mixed_precision import LossScale, Precision
 from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
@@ -43,7 +44,6 @@ from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
 from pipeshard.graph.units import containers, find_units, paths_of
 from pipeshard.hf import disable_caches
-from pipeshard.schedule.passes import add_communication
 from pipeshard.schedule.program import Program, forward_only
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.materialize import compile_units, shard
@@ -309,7 +309,7 @@ class Pipeline:
 
     def _program(self, num_microbatches: int, train: bool) -> Program:
         program = self.config.program(num_microbatches)
-        return add_communication(program if train else forward_only(program))
+        return with_messages(program if train else forward_only(program), self.interpreter.p2p)
 
     def draw(self, names: Sequence[str]) -> None:
         """Give the blank parameters of these names what `init_weights` draws; every rank names the same."""

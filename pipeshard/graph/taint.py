@@ -245,7 +245,8 @@ class Taint(DispatchMode):
 class Reading(TorchFunctionMode):
     """Tells a Taint when a tensor is read past all operators: by `tolist`, `numpy`, `np.asarray`, or as a number in a
     sequence that becomes a tensor or an index; when one is only checked, which decides nothing; and when somebody
-    listens to its gradient. Inside a unit on meta it ends what torch would cast, which on meta it does not."""
+    listens to its gradient. Inside a unit on meta it ends what torch would cast, which on meta it does not, and what
+    takes the address of a tensor, which is 0 there: a kernel that is given it (Triton's) would read and write there."""
 
     READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
     BUILDERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
@@ -259,6 +260,8 @@ class Reading(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.LISTENERS:
             self.taint.hook(args[0])
+        elif func is Tensor.data_ptr and args[0].is_meta:
+            raise RuntimeError("a tensor on meta has no address")
         elif func in self.READERS:
             self.taint.decide(self.taint.of(args[:1]))
         elif func in self.BUILDERS or func in self.INDEXERS:

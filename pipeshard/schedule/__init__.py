@@ -2,6 +2,7 @@
 
 A schedule is a pure function from (p ranks, m microbatches, v chunks a rank) to a `Program`; `add_communication` adds
 its messages, `simulate` proves that it ends and says how long it takes, `draw_text` and `draw_timeline` show it.
+Where messages are kernels on GPUs, `add_ordered_communication` adds them, and `check_streams` proves that it ends.
 """
 
 from pipeshard.schedule.draw import draw_text, draw_timeline
@@ -22,7 +23,9 @@ from pipeshard.schedule.program import (
     zbv,
 )
 from pipeshard.schedule.simulate import Simulation, Span, simulate, simulate_parts
+from pipeshard.schedule.streams import Device, Lanes, add_ordered_communication, check_streams
 
 __all__ = ["SCHEDULES", "Action", "Kind", "Program", "forward_only", "gpipe", "interleaved", "make_program"]
 __all__ += ["num_chunks", "one_f_one_b", "program_of", "shorten_cooldown", "zb_h1", "zbv"]
+__all__ += ["Device", "Lanes", "add_ordered_communication", "check_streams"]
 __all__ += ["Simulation", "Span", "add_communication", "draw_text", "draw_timeline", "simulate", "simulate_parts"]

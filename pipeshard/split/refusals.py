@@ -6,10 +6,11 @@ All of this is visible in the Dataflow, at boost and for every new kind of batch
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
-from pipeshard.errors import TraceError, UsageError
+from pipeshard.errors import ConfigurationError, TraceError, UsageError
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.split.partition import Partition, boundaries
 
@@ -95,3 +96,24 @@ def refuse_backward_hooks(
                 f"register_full_backward_pre_hook), but {where}, so no stage has all the gradients that it is about: "
                 "put the hook on a module inside of a unit, or cut elsewhere (the partition argument of PipelinePlugin)"
             )
+
+
+def refuse_compile_options(options: Mapping[str, Any], pp_size: int, by_whole_batch: bool) -> None:
+    """Refuse what torch.compile is asked for, and cannot do for units of a pipeline; `by_whole_batch`: it compiles, and
+    batch norm is to wait for the whole batch."""
+    if by_whole_batch:
+        raise ConfigurationError(
+            "deferred_batch_norm=True does not go with compile: what a compiled unit normalizes is not seen"
+        )
+    if "units" in options:
+        raise ConfigurationError(
+            f'compile={options!r}: consecutive units are no longer compiled as one function. Drop "units", '
+            "and make layers that should be fused one module of the model"
+        )
+    modes = ("reduce-overhead", "max-autotune")
+    graphs = options.get("mode") in modes or "triton.cudagraphs" in options.get("options", {})
+    if graphs and pp_size > 1:
+        raise ConfigurationError(
+            f"compile={options!r}: CUDA graphs write the results of each microbatch where those of the one before are, "
+            "which is still to go backward. Drop them, or use mode='max-autotune-no-cudagraphs'"
+        )

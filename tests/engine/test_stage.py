@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from pipeshard import P2P
 from pipeshard.batch.batch import Batch
-from pipeshard.engine.interpreter import BroadcastP2P, Interpreter
+from pipeshard.distributed.p2p import BroadcastP2P
+from pipeshard.engine.interpreter import Interpreter
 from pipeshard.engine.stage import Stage
 from pipeshard.schedule import Action, Kind, add_communication, one_f_one_b
 from pipeshard.split.materialize import is_released

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -323,3 +324,23 @@ def test_balance_is_as_good_as_trying_every_cut() -> None:
 
 def _batch(data: Any) -> Any:
     return Batch.of(data)
+
+
+class Addressed(nn.Linear):
+    """As a kernel of Triton's is launched, which takes 0 for an address like any other."""
+
+    log: Path
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.log.open("a") as file:
+            print(x.data_ptr(), getattr(self.weight, "data_ptr")(), file=file)  # noqa: B009
+        return super().forward(x)
+
+
+def test_no_unit_gets_the_address_of_a_tensor_on_meta(tmp_path: Path) -> None:
+    """It would have read and written around address 0, and on a GPU all of the process would have been lost."""
+    Addressed.log, model = tmp_path / "addresses", Glued()
+    model.layers = nn.ModuleList(Addressed(H, H) for _ in range(3))
+    assert [call.unit for call in trace(model, batch()).calls] == ["embed", "layers.0", "layers.1", "layers.2", "head"]
+    taken = Addressed.log.read_text().split()
+    assert taken and "0" not in taken

@@ -1,0 +1,242 @@
+"""GPU check: the first thing to run on a machine with GPUs. Real steps, compared with the unsplit model, as a table.
+
+`python -m benchmarks.gpu [--device cpu] [--json FILE]`: every schedule by every transport, 16 bits, replicas. Each case
+also runs a step inside `plugin.measuring()`, which waits for the whole device in every action. Where there are fewer
+GPUs than ranks, several share one: NCCL takes them for several hosts. A case that hangs is a result, and the next one
+gets new processes. With `--device cpu` the same code runs on the CPU, by gloo. Without a GPU it says so, and is done.
+"""
+
+import argparse
+import copy
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # of the gradients, relative to the norm of each
+BACKENDS = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "cpu:gloo,cuda:gloo"}
+LIMIT = 120.0  # seconds for a case, the start of its processes included
+SHARED = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
+SHARED |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}  # of ranks on one GPU
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some steps of a small llama."""
+
+    schedule: str = "1f1b"
+    p2p: str = "broadcast"
+    backend: str = "nccl"
+    precision: str = "fp32"
+    autocast: bool = False
+    pp: int = 2
+    dp: int = 1
+    microbatches: int = 4
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.dp
+
+    def __str__(self) -> str:
+        autocast = " autocast" * self.autocast
+        sizes = f"pp={self.pp} dp={self.dp} m={self.microbatches}"
+        return f"{self.schedule} {sizes} {self.p2p}/{self.backend} {self.precision}{autocast}"
+
+
+@dataclass
+class Result:
+    """`error` is the largest one of the loss and of a gradient; `problem` says what happened instead of steps."""
+
+    error: float = 0.0
+    milliseconds: float = 0.0
+    megabytes: float = 0.0
+    problem: str = ""
+
+
+def cases() -> list[Case]:
+    """By number of ranks, since these share processes."""
+    transports = [("broadcast", "gloo"), ("broadcast", "nccl"), ("isend", "nccl")]
+    of_one = [Case(pp=1), Case(pp=1, precision="bf16"), Case(pp=1, precision="bf16", autocast=True)]
+    of_two = [Case(schedule, *transport) for transport, schedule in itertools.product(transports, SCHEDULES)]
+    of_two += [Case(precision="bf16"), Case(precision="bf16", autocast=True), Case(pp=1, dp=2), Case(microbatches=1)]
+    return [*of_one, *of_two, Case(dp=2), *(Case(schedule, pp=4) for schedule in ("1f1b", "interleaved", "zbv"))]
+
+
+def steps(case: Case, device: torch.device) -> Result:
+    """What this rank's part of a split model makes, beside the unsplit one on the same device."""
+    from colossalai.booster import Booster
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from pipeshard import PipelinePlugin
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "vocab_size": 128}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False)).train()
+    rows = 2 * case.microbatches
+    ids = torch.randint(0, 128, (case.dp * rows, 32), generator=torch.Generator().manual_seed(0))
+    whole = copy.deepcopy(model).to(device, torch.bfloat16 if case.precision == "bf16" and not case.autocast else None)
+    with torch.autocast(device.type, torch.bfloat16, enabled=case.autocast):
+        expected = whole(input_ids=ids.to(device), labels=ids.to(device)).loss
+    expected.backward()
+
+    plugin = PipelinePlugin(
+        case.pp,
+        num_microbatches=case.microbatches,
+        schedule=case.schedule,
+        num_model_chunks=2 if case.schedule == "interleaved" else 1,
+        p2p=case.p2p,
+        precision=case.precision,
+        autocast=case.autocast,
+        timeout=LIMIT / 3,
+    )
+    booster = Booster(plugin=plugin)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    replica = dist.get_rank() // case.pp
+    own = ids[replica * rows : (replica + 1) * rows]
+
+    def step() -> Any:
+        optimizer.zero_grad()
+        out = booster.execute_pipeline(iter([{"input_ids": own, "labels": own}]), boosted, None, optimizer)
+        return out["loss"]
+
+    def error(loss: Any) -> float:
+        held = {name: p for name, p in boosted.unwrap().named_parameters() if p.grad is not None}
+        whole_gradients = {name: p.grad.float() for name, p in whole.named_parameters() if p.grad is not None}
+        floor = 1e-3 * max(float(g.norm()) for g in whole_gradients.values())
+        errors = [
+            float((p.grad.float() - whole_gradients[name]).norm()) / max(float(whole_gradients[name].norm()), floor)
+            for name, p in held.items()
+        ]
+        assert errors, "this rank has no gradient"
+        return max(*errors, abs(float(loss - expected)) / abs(float(expected)))
+
+    worst = error(step())
+    with plugin.measuring():
+        worst = max(worst, error(step()))
+    began = time.perf_counter()
+    worst = max(worst, error(step()))  # which waits for the device
+    seconds = time.perf_counter() - began
+    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return Result(worst, 1e3 * seconds, memory / 1e6)
+
+
+def serve(rank: int, ranks: int, todo: Sequence[Case], device: str, folder: str, results: Connection) -> None:
+    """One rank's process: the cases one after the other, each in a world of its own, until one fails."""
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    os.environ["LOCAL_RANK"] = str(rank)
+    if device == "cuda" and ranks > torch.cuda.device_count():
+        os.environ |= SHARED | {"NCCL_HOSTID": f"rank{rank}"}
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for number, case in enumerate(todo):
+        try:
+            backend = BACKENDS[case.backend] if device == "cuda" else "gloo"
+            dist.init_process_group(backend, f"file://{folder}/{number}", rank=rank, world_size=ranks)
+            index = rank % torch.cuda.device_count() if device == "cuda" else None
+            results.send(steps(case, torch.device(device, index) if index is not None else torch.device(device)))
+            dist.destroy_process_group()
+        except BaseException as error:  # whatever it is, it is this case's result
+            text = (str(error).strip() or "without a message").splitlines()[0]
+            results.send(Result(problem=f"{type(error).__name__}: {text}"[:200]))
+            results.close()
+            os._exit(1)
+
+
+def attempt(todo: Sequence[Case], device: str) -> list[Result]:
+    """The results of these cases, of as many ranks, up to the first that fails."""
+    context, ranks, found = multiprocessing.get_context("spawn"), todo[0].ranks, []
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+        processes = [
+            context.Process(target=serve, args=(rank, ranks, todo, device, folder, pipes[rank][1]), daemon=True)
+            for rank in range(ranks)
+        ]
+        for process, (_, theirs) in zip(processes, pipes):
+            process.start()
+            theirs.close()
+        for _ in todo:
+            until = time.monotonic() + LIMIT
+            found.append(merged([answer(ours, until) for ours, _ in pipes]))
+            if found[-1].problem:
+                break
+        for process in processes:
+            process.join(0 if found[-1].problem else 10)
+            process.kill()
+            process.join()
+    return found
+
+
+def answer(results: Connection, until: float) -> Result:
+    try:
+        if results.poll(max(0.0, until - time.monotonic())):
+            return results.recv()
+    except EOFError:
+        return Result(problem="its process ended")
+    return Result(problem=f"hung for {LIMIT:.0f} s")
+
+
+def merged(of_ranks: Sequence[Result]) -> Result:
+    """The worst of each; of problems, one that an error tells of comes before what the others say for it."""
+    problems = sorted(filter(None, (r.problem for r in of_ranks)), key=lambda text: "Error: " not in text)
+    error, milliseconds = max(r.error for r in of_ranks), max(r.milliseconds for r in of_ranks)
+    return Result(error, milliseconds, max(r.megabytes for r in of_ranks), problems[0] if problems else "")
+
+
+def check(todo: Sequence[Case], device: str, console: Console) -> dict[Case, Result]:
+    found: dict[Case, Result] = {}
+    for _, group in itertools.groupby(todo, key=lambda case: case.ranks):
+        left = list(group)
+        while left:
+            with console.status(f"{left[0].ranks} ranks, {len(left)} cases from {left[0]}"):
+                results = attempt(left, device)
+            found |= zip(left, results)
+            left = left[len(results) :]
+    return found
+
+
+def passes(case: Case, result: Result) -> bool:
+    return not result.problem and result.error <= TOLERANCE[case.precision]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", default="", help="cases with this in their names")
+    parser.add_argument("--json", type=Path, help="write the results there")
+    args = parser.parse_args(arguments)
+    console = Console()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        console.print("gpu-check: there is no GPU here (make gpu-check DEVICE=cpu runs the same code on the CPU)")
+        return 0
+    found = check([case for case in cases() if args.only in str(case)], args.device, console)
+    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, by gloo whatever the case says"
+    table = Table("case", "error", "ms a step", "MB", "", title=f"torch {torch.__version__}, {where}")
+    for case, result in found.items():
+        said = "ok" if passes(case, result) else result.problem or f"more than {TOLERANCE[case.precision]:g}"
+        numbers = (f"{result.error:.1e}", f"{result.milliseconds:.0f}", f"{result.megabytes:.0f}")
+        table.add_row(str(case), *numbers, said)
+    console.print(table)
+    if args.json:
+        rows = [asdict(case) | asdict(result) | {"where": where} for case, result in found.items()]
+        args.json.write_text(json.dumps(rows, indent=1))
+    return 0 if all(itertools.starmap(passes, found.items())) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

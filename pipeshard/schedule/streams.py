@@ -1,0 +1,172 @@
+"""Streams: whether a program ends where its messages are kernels on the streams of GPUs, and an order in which it does.
+
+A host hands all actions of a step to its GPU and does not wait. With NCCL a message is a kernel at each end: it waits
+on its communicator's stream for those before it, then for its other end. So ranks that post messages in different
+orders may wait for each other without end, though no host does. And what waits for the whole device (`cudaFree`, a
+kernel that is loaded late, an autotuner) waits for messages whose other ends may come only after it.
+torch.distributed.pipelining and Megatron-LM order messages by hand, schedule by schedule; here all that a GPU waits for
+is a graph, made of the program, and a program ends if its graph has no circle.
+"""
+
+import dataclasses
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise, zip_longest
+from typing import NamedTuple
+
+from pipeshard.errors import ConfigurationError, DeadlockError
+from pipeshard.schedule.program import RECEIVE, SEND, Action, Program
+from pipeshard.schedule.simulate import simulate
+
+Node = tuple[str, Action]  # "starts" or "ends"; of a message, which both ends end together, "ends" is its send's
+
+
+class Lanes(NamedTuple):
+    """Which messages share a communicator, and so a stream on each rank.
+
+    Attributes:
+        per: "edge" (those from one rank to another), "pair" (those between two ranks) or "world" (all).
+        numbered: the ends of a message find each other by its number in the communicator, as those of a broadcast do,
+            and not by its number among the messages in the same direction.
+    """
+
+    per: str = "world"
+    numbered: bool = False
+
+    def of(self, source: int, target: int) -> tuple[int, ...]:
+        return {"edge": (source, target), "pair": (min(source, target), max(source, target)), "world": ()}[self.per]
+
+    def __str__(self) -> str:
+        what = {"edge": "direction between two ranks", "pair": "pair of ranks", "world": "rank"}[self.per]
+        return f"one stream for each {what}"
+
+
+class Device(NamedTuple):
+    """What else a GPU may wait for.
+
+    Attributes:
+        in_order: kernels start in the order in which the host handed them over, whatever their streams
+            (CUDA_DEVICE_MAX_CONNECTIONS=1).
+        resident: so many kernels of messages have room at a time: each takes the place of the so many-th before it.
+        synchronizes: the host waits for the whole device in each compute action.
+    """
+
+    in_order: bool = False
+    resident: int | None = None
+    synchronizes: bool = False
+
+
+PLAIN, WORST = Device(), Device(in_order=True, resident=1, synchronizes=True)
+
+
+def check_streams(program: Program, lanes: Lanes, device: Device = PLAIN) -> None:
+    """Raise DeadlockError where a program with messages does not end on streams, in words of who waits for what; or
+    where the ends of its messages do not belong together. How long anything takes does not matter."""
+    _check_ends(program, lanes)
+    try:
+        TopologicalSorter(_graph(program, lanes, device)).prepare()
+    except CycleError as error:
+        lines = _described(program, error.args[1])
+        raise DeadlockError(f"program {program.name!r} never ends with {lanes}:\n  " + "\n  ".join(lines)) from None
+
+
+def add_ordered_communication(program: Program) -> Program:
+    """`program` with messages at whose place in one order of all ranks' actions both ends are posted.
+
+    Of that order each rank has its part. So whatever lanes there are and whatever waits for the device, the earliest
+    action that is left can always end, which `add_communication` does not grant: it posts receives early, and what then
+    waits for the device waits for them. The order is that of time, where F = B = W and messages take none: a receive
+    stands where its message is sent, behind what its rank computes then. Rank 1 of 1F1B, p=3:
+
+        RecvF0 F0 RecvF1 SendF0 F1 RecvF2 SendF1 RecvB0 B0 SendB0 F2 SendF2 RecvB1 B1 ...
+
+    Raises ConfigurationError if the program has communication already, DeadlockError if it cannot finish.
+    """
+    if program.has_communication:
+        raise ConfigurationError(f"program {program.name!r} has communication already")
+    events: list[tuple[float, bool, int, Action]] = []  # messages before what is computed from the same time on
+    for rank, row in enumerate(simulate(program, 1, 1, 1).spans):
+        for action, start, end in row:
+            kind, i, stage = action
+            events.append((start, True, rank, action))
+            if kind in SEND and program.crosses(SEND[kind], stage):
+                events.append((end, False, rank, Action(SEND[kind], i, stage)))
+    ranks: list[list[Action]] = [[] for _ in program.ranks]
+    for _, is_compute, rank, action in sorted(events, key=lambda event: event[:3]):
+        ranks[rank].append(action)
+        if not is_compute:
+            ranks[program.placement[action.partner.stage]].append(action.partner)
+    return dataclasses.replace(program, ranks=tuple(map(tuple, ranks)))
+
+
+def _ends(message: Action) -> tuple[Action, Action]:
+    """Its send, and its receive."""
+    return (message.partner, message) if message.kind.is_receive else (message, message.partner)
+
+
+def _check_ends(program: Program, lanes: Lanes) -> None:
+    place = program.placement
+    posted: defaultdict[tuple[tuple[int, ...], ...], dict[int, list[Action]]] = defaultdict(lambda: defaultdict(list))
+    for rank, actions in enumerate(program.ranks):
+        for action in actions:
+            if not action.kind.is_compute:
+                source, target = (place[end.stage] for end in _ends(action))
+                among = tuple(sorted((source, target))) if lanes.numbered else (source, target)
+                posted[lanes.of(source, target), among][rank].append(action)
+    for (_, (a, b)), ends in posted.items():
+        for number, (here, there) in enumerate(zip_longest(ends[a], ends[b])):
+            if here is None or there is None or here.partner != there:
+                raise DeadlockError(
+                    f"program {program.name!r} with {lanes}: message {number} between ranks {a} and {b} is "
+                    f"{here or 'none'} on rank {a}, but {there or 'none'} on rank {b}, which do not belong together"
+                )
+
+
+def _graph(program: Program, lanes: Lanes, device: Device) -> dict[Node, list[Node]]:
+    """What each end of a message, each message and each compute action waits for."""
+    place = program.placement
+    receive = {(k, s): kind for k, kind in RECEIVE.items() for s in range(len(place)) if program.crosses(kind, s)}
+    graph: defaultdict[Node, list[Node]] = defaultdict(list)
+    for actions in program.ranks:
+        computed: list[Node] = []  # the last of each, if there is one
+        streams: dict[tuple[int, ...], Node] = {}
+        messages: list[tuple[Node, Node]] = []
+        synchronized = 0  # of these
+        for action in actions:
+            kind, i, stage = action
+            needs = list(computed)
+            if kind.is_compute:
+                if (kind, stage) in receive:
+                    needs.append(("ends", Action(receive[kind, stage], i, stage).partner))
+                if device.synchronizes:  # (in order, too, others wait for what is computed by later messages alone)
+                    needs += [ends for _, ends in messages[synchronized:]]
+                    synchronized = len(messages)
+                computed = [("ends", action)]
+                graph["ends", action] = needs
+                continue
+            send, taken = _ends(action)
+            lane = lanes.of(place[send.stage], place[taken.stage])
+            starts, ends = ("starts", action), ("ends", send)
+            if lane in streams:
+                needs.append(streams[lane])
+            if messages and (device.in_order or device.resident):
+                needs.append(messages[-1][0])
+            if device.resident and len(messages) >= device.resident:
+                needs.append(messages[-device.resident][1])
+            graph[starts] = needs
+            graph[ends].append(starts)
+            streams[lane] = ends
+            messages.append((starts, ends))
+    return graph
+
+
+def _described(program: Program, circle: list[Node]) -> list[str]:
+    """Each that waits in a circle, in which a node comes after what it waits for; of a message, its two ends do."""
+    lines, place = [], program.placement
+    for (what, before), (state, action) in pairwise(circle):
+        if state == "starts" or action.kind.is_compute:
+            rank = place[action.stage]
+            if what == "ends" and not before.kind.is_compute and place[before.stage] != rank:
+                before = before.partner
+            lines.append(f"rank {rank} {state[:-1]}s {action} only after {before} {what}")
+    return lines

@@ -1,0 +1,168 @@
+"""Which device a rank has, and which groups carry what: decided before anything is sent, as far as a CPU can tell."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeshard.distributed.collectives import carrier, control, gather, gather_objects, share_scalar, sum_scalar
+from pipeshard.distributed.failures import _abort
+from pipeshard.distributed.mesh import Grid, own_index
+from pipeshard.distributed.p2p import BroadcastP2P, ISendP2P, nccl_options
+from pipeshard.engine.clipping import grad_norm
+from pipeshard.errors import ConfigurationError
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import Split
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("bound", "current", "index"),
+    [
+        (torch.device("cuda", 2), 1, 2),
+        (torch.device("cuda"), 1, 1),
+        (torch.device("cpu"), 0, 3),
+        (None, 1, 1),
+        (None, 0, 3),
+    ],
+)
+def test_a_bound_gpu_comes_before_one_that_was_set_and_that_before_the_rank_s(
+    bound: torch.device | None, current: int, index: int
+) -> None:
+    assert own_index(bound, current, local=3) == index
+
+
+def told_without_a_cpu() -> list[Any]:
+    """What ranks tell each other in a group that has no backend for the CPU, as with NCCL alone."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(backend="cuda:gloo")
+    assert (carrier(torch.device("cpu"), group), carrier(GPU, group)) == ("", "gloo")
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.full((2,), float(rank))
+    told = [
+        gather(torch.tensor([rank]), group).tolist(),
+        gather_objects({"rank": rank}, group),
+        share_scalar(torch.tensor(0.5) if rank == 1 else None, 1, group, torch.device("cpu")).item(),  # type: ignore[union-attr]
+        sum_scalar(torch.tensor(rank, dtype=torch.bfloat16), group).item(),
+        grad_norm({parameter: 1}, group).item(),
+    ]
+    assert control(group) is control(group) is not group and control(group).size() == size
+    assert control(dist.group.WORLD) is dist.group.WORLD  # type: ignore[arg-type]
+    return told
+
+
+def test_what_ranks_tell_each_other_needs_no_gpu(pool: Pool) -> None:
+    """All of it went through the first GPU of each machine where the process group was NCCL's alone."""
+    told = [[[0], [1], [2]], [{"rank": 0}, {"rank": 1}, {"rank": 2}], 0.5, 3.0, pytest.approx(10**0.5)]
+    assert pool.run(told_without_a_cpu, 3) == [told] * 3
+
+
+def used_at_boost() -> list[tuple[int, ...]]:
+    """The groups of which boost has used all connections by a sum, in order."""
+    used: list[tuple[int, ...]] = []
+    all_reduce = dist.all_reduce
+
+    def recording(tensor: Any, *arguments: Any, group: Any = None, **options: Any) -> Any:
+        used.append(tuple(dist.get_process_group_ranks(group)))
+        return all_reduce(tensor, *arguments, group=group, **options)
+
+    with mock.patch.object(dist, "all_reduce", recording):
+        split = Split(zoo.build("gpt2"), 2, zoo.batch("gpt2", rows=4), num_microbatches=2)
+    groups = split.plugin.grid.mesh._groups.values()
+    assert set(used) == {tuple(dist.get_process_group_ranks(g)) for g in groups if g is not None and g.size() > 1}
+    return used
+
+
+def test_every_group_is_used_at_boost_in_one_order(pool: Pool) -> None:
+    used = pool.run(used_at_boost, 4)
+    assert used[0] == [(0, 1), (0, 1, 2, 3), (0, 2)]
+    for groups in used:
+        assert groups == sorted(groups)
+
+
+def warnings_of_a_gpu(backend: str) -> list[str]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("pipeshard").addHandler(handler)
+    with (
+        mock.patch("pipeshard.distributed.mesh.own_device", lambda: GPU),
+        mock.patch("pipeshard.distributed.mesh.carrier", lambda device, group=None: backend),
+    ):
+        Grid(dist.get_world_size())
+    logging.getLogger("pipeshard").removeHandler(handler)
+    return [record.getMessage() for record in records]
+
+
+def test_gpus_that_talk_through_the_host_are_warned_of_once(pool: Pool) -> None:
+    (warning,), other = pool.run(warnings_of_a_gpu, 2, "gloo")
+    assert "through the memory of the host" in warning and "cpu:gloo,cuda:nccl" in warning and other == []
+    assert pool.run(warnings_of_a_gpu, 2, "nccl") == [[], []]
+
+
+def isend_on_a_gpu_by_gloo() -> None:
+    ISendP2P([0], [], GPU)
+
+
+def test_isend_on_a_gpu_needs_nccl(pool: Pool) -> None:
+    (message,) = pool.run_expecting(ConfigurationError, isend_on_a_gpu_by_gloo, 1)
+    assert "p2p='isend' sends no CUDA tensors by gloo" in message
+
+
+def groups_of_messages(backend: str) -> list[tuple[list[int], dict[str, Any]]]:
+    """The groups of two that are made for messages, with their options."""
+    made: list[tuple[list[int], dict[str, Any]]] = []
+    new_group = dist.new_group
+
+    def recording(ranks: list[int], **options: Any) -> Any:
+        made.append((ranks, options))
+        return new_group(ranks)
+
+    with (
+        mock.patch.object(dist, "new_group", recording),
+        mock.patch("pipeshard.distributed.p2p.carrier", lambda device: backend),
+        mock.patch("pipeshard.distributed.p2p.nccl_options", lambda: {"backend": "nccl"}),
+    ):
+        first = dist.get_rank() // 2 * 2  # two pipelines side by side
+        p2p = BroadcastP2P([first, first + 1], [(0, 1), (1, 0)], torch.device("cpu"))
+    assert p2p.kernels is (backend == "nccl") and len({*map(id, p2p.groups.values())}) == 2
+    return made
+
+
+@pytest.mark.parametrize(("backend", "options"), [("gloo", {}), ("nccl", {"backend": "nccl"})])
+def test_each_direction_has_a_group_of_its_own(pool: Pool, backend: str, options: dict[str, Any]) -> None:
+    expected = [([0, 1], options), ([2, 3], options)] * 2
+    assert pool.run(groups_of_messages, 4, backend) == [expected] * 4
+
+
+def test_nccl_s_own_clock_does_not_end_a_process() -> None:
+    with mock.patch.object(dist, "ProcessGroupNCCL", mock.Mock(), create=True) as nccl:
+        options = nccl_options()
+    nccl.Options.assert_called_once_with(is_high_priority_stream=True)
+    assert options["timeout"] == options["pg_options"]._timeout == timedelta(days=1) and options["backend"] == "nccl"
+
+
+def test_communicators_of_nccl_are_aborted_as_one() -> None:
+    """One after the other they wait for each other: a rank aborts one while its neighbour aborts another."""
+    did: list[str] = []
+
+    def backend(name: str, kind: str) -> mock.Mock:
+        made = mock.Mock()
+        made.name.return_value = kind
+        for method in ("_group_start", "_group_end", "abort"):
+            getattr(made, method).side_effect = lambda method=method: did.append(f"{method} {name}")
+        return made
+
+    first, second, other = backend("a", "nccl"), backend("b", "nccl"), backend("c", "ucc")
+    first.abort.side_effect = RuntimeError("it is gone")
+    _abort([first, second, other])
+    assert did == ["_group_start a", "abort b", "abort c", "_group_end a"]
+    _abort([])
