@@ -37,6 +37,7 @@ def boost_model(
     dataloader: Any,
 ) -> tuple[PipelineModel, Criterion | None]:
     """This rank's stages of a whole model, and what gives its loss. A model that is boosted already stays as it is."""
+    config.refuse_uncut()
     fresh = None if isinstance(optimizer, PipelineOptimizer) else optimizer
     if isinstance(model, PipelineModel):
         if fresh is not None:

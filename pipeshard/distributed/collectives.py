@@ -76,6 +76,11 @@ def gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.stack(gathered).cpu()
 
 
+def first_seed(group: dist.ProcessGroup) -> int:
+    """That of the generator of the group's first rank."""
+    return int(gather(torch.tensor([torch.initial_seed() % 2**63]), group)[0])
+
+
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     """What every rank of `group` has, in their order; nothing that comes from another rank is run.
 
@@ -93,6 +98,32 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
         if flawed:
             raise MessageError(f"rank {rank} of {len(heads)} cannot tell the others what it has: {content.decode()}")
     return [decode(content) for content in contents]
+
+
+def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
+    """What global rank `source` has, on every rank of `group`, on the CPU; nothing that it sends is run.
+
+    Raises MessageError, on every rank, where that is not made of tensors, numbers and strings alone.
+    """
+    content, flaw = b"", ""
+    if dist.get_rank() == source:
+        try:
+            content = encode(value)
+        except MessageError as error:  # which the others have to learn instead
+            flaw = str(error)
+            content = flaw.encode(errors="backslashreplace")
+    head = torch.tensor([len(content), bool(flaw)], device=device_of(group))
+    broadcast_bytes(head, source, group)
+    length, flawed = head.tolist()
+    sent = torch.zeros(length, dtype=torch.uint8)
+    if content:
+        sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    sent = sent.to(device_of(group))
+    broadcast_bytes(sent, source, group)
+    received = sent.cpu().numpy().tobytes()
+    if flawed:
+        raise MessageError(f"rank {source} cannot tell the others what it has: {received.decode()}")
+    return decode(received)
 
 
 def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor | None:
