@@ -37,12 +37,12 @@ def boost_model(
     dataloader: Any,
 ) -> tuple[PipelineModel, Criterion | None]:
     """This rank's stages of a whole model, and what gives its loss. A model that is boosted already stays as it is."""
-    config.refuse_uncut()
     fresh = None if isinstance(optimizer, PipelineOptimizer) else optimizer
     if isinstance(model, PipelineModel):
         if fresh is not None:
             check_separable(fresh, model.pipeline.model, config, grid)
         return model, criterion
+    config.refuse_uncut()
     model = plain(model, warns=grid.first)
     refuse_criterion(criterion, model)
     # One of the outputs alone is for the script to call, as ColossalAI's scripts do, or for execute_pipeline.
