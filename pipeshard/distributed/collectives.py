@@ -137,7 +137,7 @@ def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, de
 
 def sum_scalar(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of a scalar over the ranks of `group`, in its own dtype or fp32, whichever is finer."""
-    total = value.detach().to(device_of(group), torch.promote_types(value.dtype, torch.float32))
+    total = value.detach().to(device_of(group), torch.promote_types(value.dtype, torch.float32), copy=True)
     NOW.wait_in(group, dist.all_reduce(total, group=group, async_op=True))
     return total.to(value)
 

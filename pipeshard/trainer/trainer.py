@@ -76,6 +76,8 @@ class Loop(Trainer):
     def _own_stages(self) -> Stages:
         if self._stages is None or self._stages.module is not self.model:
             self._objective = Objective(self) if self._makes_loss() else None
+            if self._objective is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
+                self._objective.num_items = torch.tensor(1)  # while it is traced
             self._stages = self._boosted(self.model, self._objective)
         return self._stages
 
