@@ -20,7 +20,7 @@ from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.lora import load_lora, save_lora
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.checkpoint.training_state import OPTIMIZER, REST, read_rest, rest_of, restore_rest, set_random_state
-from pipeshard.distributed.collectives import gather_objects
+from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError
@@ -28,6 +28,7 @@ from pipeshard.errors import CheckpointError
 FOLDER, STATE = "pipeline", "trainer_state.json"
 
 
+@together_in("trainer.save_model")
 def save_weights(model: PipelineModel, folder: Path) -> None:
     """A folder that `from_pretrained` reads, of the model or of its adapters; every rank calls it."""
     grid = model.pipeline.grid
@@ -46,6 +47,7 @@ def save_weights(model: PipelineModel, folder: Path) -> None:
             made.rmdir()
 
 
+@together_in("trainer.load_weights")
 def load_weights(model: PipelineModel, folder: Path) -> None:
     if isinstance(model.unwrap(), PeftModel):
         load_lora(model, folder)
