@@ -43,13 +43,14 @@ class PipelineAccelerator(Accelerator):
     grid: Grid
     trainer: Boosts
     is_alone: bool
+    is_muted: bool  # what is gathered is of no use, and not to be waited for: all of it is ones
 
     @classmethod
     def of(cls, accelerator: Accelerator, grid: Grid, trainer: Boosts) -> "PipelineAccelerator":
         """One that takes over all that another one has."""
         new = cls.__new__(cls)
         new.__dict__.update(vars(accelerator))
-        new.grid, new.trainer, new.is_alone = grid, trainer, False
+        new.grid, new.trainer, new.is_alone, new.is_muted = grid, trainer, False, False
         new.scaler = None  # of the loss in fp16: the pipeline has one
         new.dataloader_config.dispatch_batches = False  # by rank 0: every rank reads for itself
         return new
@@ -94,6 +95,8 @@ class PipelineAccelerator(Accelerator):
         return loader
 
     def gather(self, tensor: Any) -> Any:
+        if self.is_muted:
+            return recursively_apply(_ones, tensor, error_on_other_type=True)
         if self.num_processes == 1:
             return tensor
         return recursively_apply(self._gathered, tensor, error_on_other_type=True)
@@ -104,6 +107,8 @@ class PipelineAccelerator(Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """With objects among them, a list; what was read twice at the end of an epoch is left out."""
+        if self.is_muted:
+            return recursively_apply(_ones, input_data)
         try:
             recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
         except TypeError:
@@ -126,6 +131,8 @@ class PipelineAccelerator(Accelerator):
         return recursively_apply(padded, tensor, error_on_other_type=True)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        if self.is_muted:
+            return recursively_apply(_ones, tensor, error_on_other_type=True)
         if self.num_processes == 1:
             return tensor
 
@@ -158,3 +165,8 @@ class PipelineAccelerator(Accelerator):
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         return model.unwrap() if isinstance(model, PipelineModel) else self.trainer.unwrapped(model)
+
+
+def _ones(tensor: Tensor) -> Tensor:
+    """As many, which nothing depends on."""
+    return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -48,10 +48,21 @@ class Stages:
         self.optimizer = made
         return made
 
-    def step(self, window: Sequence[dict[str, Any]], criterion: Criterion | None, weight: float) -> Tensor:
-        """Add the gradients of several batches, and return the sum of their losses; each times `weight`."""
+    def step(
+        self, window: Sequence[dict[str, Any]], criterion: Criterion | None, weight: float, note: Any = False
+    ) -> Tensor:
+        """Add the gradients of several batches, and return the sum of their losses; each times `weight`.
+
+        `note(output, batch)` is called on the last stage, after each.
+        """
         out = self.plugin.execute_pipeline(
-            iter(window), self.boosted, criterion, self.optimizer, num_batches=len(window), weight=weight
+            iter(window),
+            self.boosted,
+            criterion,
+            self.optimizer,
+            return_outputs=note,
+            num_batches=len(window),
+            weight=weight,
         )
         loss: Tensor = out["loss"]
         return loss.as_subclass(Tensor)

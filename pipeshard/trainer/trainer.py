@@ -33,7 +33,7 @@ from pipeshard.trainer.checkpoint import (
     save_state,
     save_weights,
 )
-from pipeshard.trainer.objective import ITEMS, Answer, Objective
+from pipeshard.trainer.objective import ITEMS, Asking, Objective
 from pipeshard.trainer.refusals import cut, refuse
 from pipeshard.trainer.stages import Stages, configured
 
@@ -83,8 +83,11 @@ class Loop(Trainer):
 
     def _makes_loss(self) -> bool:
         """Whether anything but the model itself makes the loss."""
-        own = type(self).compute_loss is not Trainer.compute_loss
-        return own or self.label_smoother is not None or self.compute_loss_func is not None
+        return self._overrides_loss or self.label_smoother is not None or self.compute_loss_func is not None
+
+    @property
+    def _overrides_loss(self) -> bool:
+        return type(self).compute_loss is not Trainer.compute_loss
 
     def _boosted(self, model: nn.Module, objective: Objective | None) -> Stages:
         config, args = self.pipeline.config, self.args
@@ -110,7 +113,9 @@ class Loop(Trainer):
             sample = None if self._loader is None else first_samples(self._loader)
         finally:
             set_random_state(before)
-        return self._given(sample, torch.tensor(1)) if isinstance(sample, dict) and "labels" in sample else sample
+        if not isinstance(sample, dict):
+            return sample
+        return self._given(sample, torch.tensor(1) if "labels" in sample else None)
 
     def boosted_model(self, model: Any) -> Any:
         """`model`, or one of the user's beside it, as stages."""
@@ -125,7 +130,7 @@ class Loop(Trainer):
         return made
 
     def unwrapped(self, model: Any) -> Any:
-        return model.module if isinstance(model, Stages | Answer) else model
+        return model.module if isinstance(model, Stages | Asking) else model
 
     # data
 
@@ -165,6 +170,8 @@ class Loop(Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep the batch until its window is complete, and then take one step with all of it."""
         assert self._stages is not None
+        if self._objective is not None:
+            self._objective.num_items = num_items_in_batch
         self._held += (self._given(inputs, num_items_in_batch),)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -173,12 +180,16 @@ class Loop(Trainer):
             self.optimizer.train()
         window, self._held = self._held, ()
         weight = self._weight(num_items_in_batch)
-        if self._objective is not None:
-            self._objective.num_items = num_items_in_batch
-        return self._stages.step(window, self._objective, weight).to(self.args.device)
+        note = self._objective.note if self._objective is not None and self._overrides_loss else False
+        loss = self._stages.step(window, self._objective, weight, note)
+        if note and self._objective is not None:
+            self._objective.share(self._stages.boosted.pipeline)
+        return loss.to(self.args.device)
 
     def _given(self, inputs: Any, num_items: Any) -> dict[str, Any]:
         """What the model is called with."""
+        if self._objective is not None and self._overrides_loss:
+            return self._objective.called_with(inputs)
         accepts = self.model_accepts_loss_kwargs and num_items is not None
         return {**inputs, ITEMS: torch.as_tensor(num_items)} if accepts else dict(inputs)
 
