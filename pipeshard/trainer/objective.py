@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pipeshard.batch.batch import FOR_CRITERION
 from pipeshard.distributed.collectives import share_value
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import UsageError
@@ -53,14 +54,15 @@ class Objective:
         return trainer
 
     def called_with(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """What the model is called with, and what of the batch the loss may read beside it."""
+        """What the model is called with, and what of the batch the loss may read beside it, under names of its own."""
         trainer = self.trainer
         try:
             with self._muted():
                 trainer.compute_loss(Asking(trainer.model), dict(inputs), num_items_in_batch=self.num_items)
         except Called as called:
             self.added = frozenset(called.inputs.keys() - inputs.keys())
-            return {**inputs, **called.inputs}
+            beside = {FOR_CRITERION + name: inputs[name] for name in inputs.keys() - called.inputs.keys()}
+            return {**called.inputs, **{name: beside[name] for name in sorted(beside)}}
         raise UsageError(
             f"compute_loss of {type(trainer).__name__} has not called the model that it was given: let it call "
             "model(**inputs), and make the loss of what that returns"
@@ -81,8 +83,9 @@ class Objective:
 
     def _loss(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         trainer = self.trainer
-        answer = Answer(trainer.model, outputs, inputs)
+        answer = Answer(trainer.model, outputs, {name: inputs[name] for name in inputs if name not in self.added})
         given = {name: value for name, value in inputs.items() if name not in self.added and name != ITEMS}
+        given = {name.removeprefix(FOR_CRITERION): value for name, value in given.items()}
         loss = trainer.compute_loss(answer, given, num_items_in_batch=self.num_items)
         if not isinstance(loss, Tensor):
             raise UsageError(f"compute_loss of {type(trainer).__name__} returned a {type(loss).__name__}, not a tensor")
@@ -127,10 +130,10 @@ class Answer(Asking):
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         if self.was_called:
             raise UsageError("compute_loss calls the model twice, but a pipeline runs it once on each batch")
-        if other := [name for name in inputs if name != ITEMS and not _same(inputs[name], self.inputs.get(name))]:
+        if other := [name for name in self.inputs.keys() & inputs.keys() if not _same(inputs[name], self.inputs[name])]:
             raise UsageError(
-                f"compute_loss calls the model with {', '.join(other)}, which it makes anew from the batch, or which "
-                "differs from batch to batch: let the data collator put it into the batch"
+                f"compute_loss gives the model another {', '.join(sorted(other))} than the batch has: let the data "
+                "collator make it what it is to be"
             )
         self.was_called = True
         return self.outputs

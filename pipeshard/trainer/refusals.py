@@ -80,6 +80,19 @@ def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
         raise ConfigurationError(f"PipelinePlugin(loss_reduction='microbatch') is not the loss of {name}: leave it out")
 
 
+OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
+
+
+def refuse_class(kind: type) -> None:
+    """Raise ConfigurationError for a Trainer of TRL that generates, or runs several models in a step."""
+    trl = [one.__name__ for one in kind.__mro__ if one.__module__.startswith("trl.") and "Trainer" in one.__name__]
+    if trl and not set(trl) & set(OF_TRL):
+        raise ConfigurationError(
+            f"{trl[0]} generates, or runs several models in one step, which is not known to a pipeline. Of TRL's "
+            f"trainers {', '.join(OF_TRL)} are"
+        )
+
+
 def cut(config: PipelineConfig, window: int) -> dict[str, int | None]:
     """How each batch of a window of so many is cut: so that the window has as many microbatches as were asked for."""
     if config.microbatch_size is not None:

@@ -34,7 +34,8 @@ from pipeshard.trainer.checkpoint import (
     save_weights,
 )
 from pipeshard.trainer.objective import ITEMS, Asking, Objective
-from pipeshard.trainer.refusals import cut, refuse
+from pipeshard.trainer.preferences import Preferences
+from pipeshard.trainer.refusals import cut, refuse, refuse_class
 from pipeshard.trainer.stages import Stages, configured
 
 # The private names of transformers.Trainer that are overridden here; none is called. Nothing else of it is taken for
@@ -60,6 +61,7 @@ class Loop(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        refuse_class(type(self))
         refuse(self.args, self.pipeline.config, type(self).__name__)
         cut(self.pipeline.config, self.args.gradient_accumulation_steps)
         self.accelerator = PipelineAccelerator.of(self.accelerator, self.pipeline.grid, self)
@@ -188,10 +190,14 @@ class Loop(Trainer):
 
     def _given(self, inputs: Any, num_items: Any) -> dict[str, Any]:
         """What the model is called with."""
-        if self._objective is not None and self._overrides_loss:
-            return self._objective.called_with(inputs)
+        if self._objective is not None:
+            return self._objective.called_with(self.with_reference(inputs))
         accepts = self.model_accepts_loss_kwargs and num_items is not None
         return {**inputs, ITEMS: torch.as_tensor(num_items)} if accepts else dict(inputs)
+
+    def with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The batch and what the loss reads of another model, if it does."""
+        return inputs
 
     def _weight(self, num_items: Any) -> float:
         """What the loss of a batch is multiplied with, as Trainer's training_step and compute_loss do."""
@@ -291,7 +297,8 @@ def pipelined(trainer: type[Trainer]) -> Any:
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise ConfigurationError(f"pipelined takes a subclass of transformers.Trainer, got {trainer!r}")
-    bases = (Front, Loop) if trainer is Trainer else (Front, trainer, Loop)
+    fronts = (Front, Preferences) if hasattr(trainer, "compute_ref_log_probs") else (Front,)
+    bases = (*fronts, Loop) if trainer is Trainer else (*fronts, trainer, Loop)
     return type(f"Pipelined{trainer.__name__}", bases, {"__doc__": trainer.__doc__, "__module__": __name__})
 
 
