@@ -178,7 +178,7 @@ class Other(Trainer):
     """One whose loss cannot be that of a pipeline."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        return model(**inputs, output_hidden_states=True).loss
+        return model(**{**inputs, "input_ids": inputs["input_ids"].flip(1)}).loss
 
 
 class Twice(Trainer):
@@ -196,7 +196,7 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
     (ConfigurationError, "num_microbatches=4.*gradient_accumulation_steps=3", {}, {"num_microbatches": 4}),
     (ConfigurationError, "loss_reduction='microbatch'", {}, {"loss_reduction": "microbatch"}),
     (CheckpointError, "is not a checkpoint of a PipelineTrainer", {"resume": "nowhere"}, {}),
-    (UsageError, "output_hidden_states", {"kind": Other}, {}),
+    (UsageError, "another input_ids than the batch has", {"kind": Other}, {}),
     (UsageError, "calls the model twice", {"kind": Twice}, {}),
 ]
 

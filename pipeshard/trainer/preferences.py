@@ -15,7 +15,7 @@ CHOSEN, REJECTED, BOTH = "ref_chosen_logps", "ref_rejected_logps", "ref_logps"  
 
 
 class Preferences:
-    """Above a DPOTrainer, of whose public names it uses `precompute_ref_logps`, `ref_model`, `compute_ref_log_probs`."""
+    """Above a DPOTrainer, of whose public names are `precompute_ref_logps`, `ref_model` and `compute_ref_log_probs`."""
 
     precompute_ref_logps: bool
     ref_model: Any
@@ -28,17 +28,20 @@ class Preferences:
             )
         super().__init__(*args, **kwargs)
 
-    def with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The batch with the reference's log-probabilities, a row of them for each of its own; every rank calls it."""
+    def with_reference(self, inputs: dict[str, Any], is_sample: bool = False) -> dict[str, Any]:
+        """The batch with the reference's log-probabilities, one for each of its rows; every rank calls it. A sample,
+        by which the stages are yet to be made, gets zeros."""
         if BOTH in inputs:
             return inputs
         inputs = dict(inputs)
         if CHOSEN in inputs:
-            pair = inputs.pop(CHOSEN), inputs.pop(REJECTED)
+            chosen, rejected = inputs.pop(CHOSEN), inputs.pop(REJECTED)
+        elif is_sample:
+            chosen, rejected = torch.zeros(len(inputs["input_ids"])).chunk(2)
         else:
             model = self.ref_model if self.ref_model is not None else self._own_stages()  # type: ignore[attr-defined]
-            pair = self.compute_ref_log_probs(model, inputs)  # type: ignore[attr-defined]
-        return inputs | {BOTH: torch.cat(pair)}
+            chosen, rejected = self.compute_ref_log_probs(model, inputs)  # type: ignore[attr-defined]
+        return inputs | {BOTH: torch.cat([chosen, rejected])}
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         inputs = self.with_reference(inputs) if not isinstance(model, Asking) else dict(inputs)

@@ -117,7 +117,7 @@ class Loop(Trainer):
             set_random_state(before)
         if not isinstance(sample, dict):
             return sample
-        return self._given(sample, torch.tensor(1) if "labels" in sample else None)
+        return self._given(sample, torch.tensor(1) if "labels" in sample else None, is_sample=True)
 
     def boosted_model(self, model: Any) -> Any:
         """`model`, or one of the user's beside it, as stages."""
@@ -188,15 +188,15 @@ class Loop(Trainer):
             self._objective.share(self._stages.boosted.pipeline)
         return loss.to(self.args.device)
 
-    def _given(self, inputs: Any, num_items: Any) -> dict[str, Any]:
+    def _given(self, inputs: Any, num_items: Any, is_sample: bool = False) -> dict[str, Any]:
         """What the model is called with."""
         if self._objective is not None:
-            return self._objective.called_with(self.with_reference(inputs))
+            return self._objective.called_with(self.with_reference(inputs, is_sample))
         accepts = self.model_accepts_loss_kwargs and num_items is not None
         return {**inputs, ITEMS: torch.as_tensor(num_items)} if accepts else dict(inputs)
 
-    def with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The batch and what the loss reads of another model, if it does."""
+    def with_reference(self, inputs: dict[str, Any], is_sample: bool = False) -> dict[str, Any]:
+        """The batch and what the loss reads of another model, if it does; of a sample shapes are enough."""
         return inputs
 
     def _weight(self, num_items: Any) -> float:
