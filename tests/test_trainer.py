@@ -22,6 +22,7 @@ from pipeshard.trainer.accelerator import PipelineAccelerator
 from pipeshard.trainer.trainer import PRIVATE, Loop
 from tests.house import PACKAGE
 from tests.pool import Pool
+from tests.trainer_features import BEGIN, END, FEATURES, LEAST, PAGE, verdict
 from tests.trainers import TASKS, differences, forget, launched, run, run_pipeline, trainer
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
@@ -187,7 +188,7 @@ class Twice(Trainer):
 
 
 REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
-    (ConfigurationError, "auto_find_batch_size=True.*pipeshard plan", {"auto_find_batch_size": True}, {}),
+    (ConfigurationError, "auto_find_batch_size=True, since.*pipeshard plan", {"auto_find_batch_size": True}, {}),
     (ConfigurationError, "bf16_full_eval=True.*bf16=True", {"bf16_full_eval": True}, {}),
     (ConfigurationError, "optim=.*backward", {"optim": "lomo"}, {}),
     (ConfigurationError, "debug=.*check_finite", {"debug": "underflow_overflow"}, {}),
@@ -296,3 +297,24 @@ def mutated(mutation: str, folder: str, plugin: dict[str, Any], **others: Any) -
     }[mutation]
     with launched(), patch():
         return run("causal" if mutation == "items" else "smoothed", folder, plugin=plugin, **others)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "`PipelinePlugin.from_pretrained`, never whole in a process",
+        "`model_init`",
+        "`dataloader_num_workers`, `dataloader_prefetch_factor`",
+        "callbacks on every rank, in Trainer's order",
+        "`ignore_data_skip`",
+    ],
+)
+def test_features_work(pool: Pool, name: str) -> None:
+    assert verdict(pool, name) == "works"
+
+
+def test_the_table_of_features_is_that_of_the_features() -> None:
+    rows = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == [f"| {name}" for name in FEATURES]
+    works = sum(row.endswith("| works |") for row in rows)
+    assert works >= LEAST and works + sum("| refused: " in row for row in rows) == len(rows) >= 60

@@ -168,18 +168,30 @@ def forget() -> None:
     GradientState._reset_state()
 
 
-def trainer(name: str, folder: Path | str, plugin: dict[str, Any] | None = None, **others: Any) -> Any:
+def trainer(
+    name: str,
+    folder: Path | str,
+    plugin: dict[str, Any] | None = None,
+    more: dict[str, Any] | None = None,
+    **others: Any,
+) -> Any:
     """A Trainer of this task, through a pipeline where there are arguments for one."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
     task = TASKS[name]
     args = arguments(task, folder, **others)
     given: dict[str, Any] = {"train_dataset": task.data(60), "eval_dataset": task.data(13, seed=5)}
-    given |= {"data_collator": padded, "compute_metrics": task.metrics, **task.more}
+    given |= {
+        "model": task.model(),
+        "data_collator": padded,
+        "compute_metrics": task.metrics,
+        **task.more,
+        **(more or {}),
+    }
     if plugin is None:
-        return task.kind(task.model(), args, **given)
+        return task.kind(args=args, **given)
     kind = PipelineTrainer if task.kind is Trainer else pipelined(task.kind)
-    return kind(task.model(), args, pipeline=PipelinePlugin(**plugin), **given)
+    return kind(args=args, pipeline=PipelinePlugin(**plugin), **given)
 
 
 def logs(made: Any) -> list[dict[str, float]]:

@@ -9,7 +9,8 @@ from transformers import TrainingArguments
 from pipeshard.config import PipelineConfig
 from pipeshard.errors import ConfigurationError
 
-_FULL = "the stages' weights would be cast: evaluate with bf16=True or fp16=True, which casts what is computed"
+_DIVIDED = "the plugin divides what replicas keep: pass PipelinePlugin(zero_stage=1) or fsdp=True"
+_FULL = "it would cast the stages' weights: evaluate with bf16=True or fp16=True, which casts what is computed"
 _FUSED = "it updates weights inside of backward, before gradients are summed or clipped: use another optimizer"
 # What to look at in the arguments, and why it is not for a pipeline.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -17,8 +18,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda args: getattr(args, "predict_with_generate", False),
         "a pipeline does not generate: save the model, and generate with plain transformers",
     ),
-    "deepspeed": (lambda args: args.deepspeed, "pass PipelinePlugin(zero_stage=1) or fsdp=True instead"),
-    "fsdp": (lambda args: args.fsdp, "pass PipelinePlugin(fsdp=True) instead"),
+    "deepspeed": (lambda args: args.deepspeed, _DIVIDED),
+    "fsdp": (lambda args: args.fsdp, _DIVIDED),
     "parallelism_config": (
         lambda args: getattr(args, "parallelism_config", None),
         "replicas and slices are those of PipelinePlugin(dp_size=..., tp_size=...)",
@@ -66,7 +67,7 @@ def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
             holder: Any = args
             for part in argument.split("."):
                 holder = getattr(holder, part)
-            raise ConfigurationError(f"{name} is refused {argument}={holder!r}: {why}")
+            raise ConfigurationError(f"{name} is refused {argument}={holder!r}, since {why}")
     if dist.get_world_size() != args.world_size:
         raise ConfigurationError(
             f"torch.distributed has {dist.get_world_size()} ranks, but accelerate, and so {name}, sees "

@@ -67,6 +67,15 @@ class Loop(Trainer):
         self.accelerator = PipelineAccelerator.of(self.accelerator, self.pipeline.grid, self)
         self.gather_function = self.accelerator.gather_for_metrics
 
+    @property
+    def place_model_on_device(self) -> bool:
+        """Never: the whole of a model need not fit on one device, or is on meta. Its stages are placed."""
+        return False
+
+    @place_model_on_device.setter
+    def place_model_on_device(self, _: bool) -> None:
+        pass
+
     # models and optimizers become stages
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Stages:
