@@ -22,6 +22,8 @@
 #               writes docs/benchmarks.md; PART=work measures one part of: work overhead lengths memory partition replay guards
 # make targets trains GPT-2 and llama by torch's pipelining, DeepSpeed (in an environment of its own) and Booster, from the
 #               same stages, and compares the losses
+# make trainer tries 66 features of transformers' Trainer through two stages, against one process, and writes the table in
+#               docs/trainer.md
 # make curves  fine-tunes SmolLM2 for 100 steps by one process and by 2 replicas of 2 stages, and draws docs/curves.svg
 # make gpu-check compares steps on GPUs, by NCCL, with the unsplit model; DEVICE=cpu runs the same code on the CPU
 # make clean    removes outputs and caches; .venv and .venv-4.57 stay
@@ -55,7 +57,7 @@ EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 bench curves targets gpu-check clean $(EXAMPLES)
+.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 bench curves targets trainer gpu-check clean $(EXAMPLES)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -169,6 +171,9 @@ targets: setup .venv-deepspeed/installed
 
 gpu-check: setup
 	@$(BIN)/python -W ignore -m benchmarks.gpu --device $(DEVICE)
+
+trainer: setup
+	@$(BIN)/python -W ignore -m tests.trainer_features
 
 bench: setup setup-peers
 	@$(BIN)/python -W ignore -m benchmarks.speed --rounds $(ROUNDS) --part $(PART)

@@ -42,6 +42,7 @@ def boost_model(
         if fresh is not None:
             check_separable(fresh, model.pipeline.model, config, grid)
         return model, criterion
+    config.refuse_uncut()
     model = plain(model, warns=grid.first)
     refuse_criterion(criterion, model)
     # One of the outputs alone is for the script to call, as ColossalAI's scripts do, or for execute_pipeline.

@@ -21,6 +21,7 @@ from pipeshard.split.policy import Policy
 from pipeshard.split.refusals import refuse_compile_options
 from pipeshard.split.route import Recompute
 
+REDUCTIONS = ("token", "batch", "microbatch")
 POSITIVE = "a positive integer"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OF_ONE_RANK = ("dry_run_input", "timeout")  # arguments that may differ between ranks
@@ -59,7 +60,7 @@ class PipelineConfig:
     Args:
         pp_size: p, the number of stages.
         num_microbatches, microbatch_size: exactly one of the two; how each batch is cut along its samples. With
-            pp_size=1 both may be left out.
+            pp_size=1 both may be left out, and for a PipelineTrainer, which has gradient_accumulation_steps.
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1" or "zbv". With the last two, the weight gradients of linear
             and embedding layers are computed apart, while a stage would wait. Or a `pipeshard.schedule.Program`, or a
             function of (p, m, v) that returns one, which is run as it is, messages added.
@@ -78,7 +79,8 @@ class PipelineConfig:
         shared_weights: groups of names of parameters that are to be one, such as [("embed.weight", "head.weight")],
             which become so before the model is cut; the first one's values stay.
         max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`; 0 does not.
-        loss_reduction: "token" makes the loss that of the whole batch, the mean over its valid labels;
+        loss_reduction: "token" makes the loss that of the whole batch, the mean over its valid labels; "batch" does so
+            for each replica's batch by itself, and averages the replicas' losses, as DistributedDataParallel does;
             "microbatch" averages the microbatches' losses as they are.
         dp_size: the replicas; by default as many as the world has room for.
         tp_size: ranks that slice each stage, by the architecture's own `tp_plan` (transformers 5) or its policy's.
@@ -174,6 +176,12 @@ class PipelineConfig:
         """The number of microbatches in a batch, or the samples in each."""
         return self.num_microbatches, self.microbatch_size
 
+    def refuse_uncut(self) -> None:
+        """Raise ConfigurationError unless it is said in one of the two ways how batches are cut."""
+        if (self.num_microbatches is None) == (self.microbatch_size is None):
+            sizes = f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size}"
+            raise ConfigurationError(f"{sizes}: give exactly one of the two")
+
     @property
     def lowers(self) -> bool:
         """Whether parameters have 16 bits, with fp32 values beside them."""
@@ -244,26 +252,22 @@ class PipelineConfig:
     def _check_microbatches(self) -> None:
         if self.pp_size == 1 and self.num_microbatches is self.microbatch_size is None:
             self._settle(num_microbatches=1)
-        if (self.num_microbatches is None) == (self.microbatch_size is None):
-            raise ConfigurationError(
-                f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size}: give exactly "
-                "one of the two"
-            )
+        if None not in self.cut:
+            self.refuse_uncut()
 
     def _check_kinds(self) -> None:
-        self._check("loss_reduction", self.loss_reduction in ("token", "microbatch"), "'token' or 'microbatch'")
-        self._check("num_microbatches", self.num_microbatches is None or _is_positive(self.num_microbatches), POSITIVE)
-        self._check("microbatch_size", self.microbatch_size is None or _is_positive(self.microbatch_size), POSITIVE)
+        self._check("loss_reduction", self.loss_reduction in REDUCTIONS, "'token', 'batch' or 'microbatch'")
+        for name in ("num_microbatches", "microbatch_size"):
+            self._check(name, getattr(self, name) is None or _is_positive(getattr(self, name)), POSITIVE)
         self._check("num_model_chunks", _is_positive(self.num_model_chunks), POSITIVE)
-        policy: Any = self.policy
-        is_policy = policy is None or (isinstance(policy, type) and issubclass(policy, Policy))
+        is_policy = self.policy is None or (isinstance(self.policy, type) and issubclass(self.policy, Policy))
         self._check("policy", is_policy, "a subclass of pipeshard.Policy")
         draws = isinstance(self.init_weights, bool) or callable(self.init_weights)
         self._check("init_weights", draws, "True, False or a function")
         is_option = isinstance(self.compile, bool | dict)
         self._check("compile", is_option, "True, False or a dict of torch.compile's options")
         timeout: Any = self.timeout
-        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0
+        is_number = _is_positive(timeout) or (isinstance(timeout, float) and timeout > 0)
         self._check("timeout", is_number or timeout in (None, "adaptive"), "a number of seconds, 'adaptive' or None")
         self._check("verify", isinstance(self.verify, bool) or self.verify == "auto", "'auto', True or False")
         check_tp_plan(self.tp_plan)
@@ -281,16 +285,14 @@ class PipelineConfig:
         """What does not go with weight gradients that are computed apart."""
         if not program.has_weight:
             return
+        within = f"does not go with schedule={program.name!r}"
+        others = "Use '1f1b', 'interleaved' or 'gpipe'"
         if self.compile:
-            raise ConfigurationError(
-                f"compile={self.compile!r} does not go with schedule={program.name!r}: a compiled backward cannot "
-                "leave out its weight gradients. Use '1f1b', 'interleaved' or 'gpipe'"
-            )
+            why = "a compiled backward cannot leave out its weight gradients"
+            raise ConfigurationError(f"compile={self.compile!r} {within}: {why}. {others}")
         if self.fsdp:
-            raise ConfigurationError(
-                f"fsdp=True does not go with schedule={program.name!r}: deferred weight gradients would miss the "
-                "gathered parameters. Use '1f1b', 'interleaved' or 'gpipe', or zero_stage=1"
-            )
+            why = "deferred weight gradients would miss the gathered parameters"
+            raise ConfigurationError(f"fsdp=True {within}: {why}. {others}, or zero_stage=1")
 
 
 def check_tp_plan(plan: Any) -> None:

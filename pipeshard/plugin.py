@@ -209,6 +209,8 @@ class PipelinePlugin(PipelinePluginBase):
         optimizer: Optimizer | None = None,
         return_loss: bool = True,
         return_outputs: ReturnOutputs = False,
+        num_batches: int = 1,
+        weight: float = 1.0,
     ) -> dict[str, Any]:
         """Run one batch of `data_iter` through the pipeline; every rank calls it with the same batch.
 
@@ -219,13 +221,17 @@ class PipelinePlugin(PipelinePluginBase):
         with these only, with "loss" the losses of the microbatches, shape (m,), and with a function
         `fn(output, microbatch)`, called under no_grad right after each forward of the last stage, the list of its
         results, one for each microbatch in order. Nothing else of the outputs is kept.
+
+        With `num_batches` k, the next k batches are run as one step, of which the pipeline fills once: losses and
+        gradients are the sums of what k calls would give, each batch having its own loss, and shapes of its own. They
+        are multiplied by `weight`.
         """
         pipeline = self._pipeline_of(model, "execute_pipeline")
         train = torch.is_grad_enabled() and optimizer is not None
         if train:
             check_optimizer(optimizer, pipeline)
         with calling("execute_pipeline"), torch.set_grad_enabled(train):
-            return pipeline.step(data_iter, criterion, train, return_loss, return_outputs)
+            return pipeline.step(data_iter, criterion, train, return_loss, return_outputs, num_batches, weight)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> Iterator[None]:

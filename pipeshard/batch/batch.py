@@ -12,6 +12,8 @@ from pipeshard.batch.batch_dims import BatchDims, count_rows, read_leaves
 from pipeshard.batch.tree import Tree, has_tensors, is_entries, map_tensors, text
 from pipeshard.errors import BatchError
 
+FOR_CRITERION = "criterion."  # begins the names of what the model is not called with
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -80,9 +82,11 @@ class Batch:
         )
 
     def call(self, model: nn.Module | Callable[..., Any]) -> Any:
-        """`model` called with this batch."""
+        """`model` called with this batch, but for what is for the criterion alone."""
         data = self.data
-        return model(**data) if isinstance(data, dict) else model(*data)
+        if not isinstance(data, dict):
+            return model(*data)
+        return model(**{name: value for name, value in data.items() if not str(name).startswith(FOR_CRITERION)})
 
     def for_criterion(self) -> Any:
         """The batch as a criterion gets it: a tensor that came alone is alone again."""

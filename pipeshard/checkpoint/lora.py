@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, load_peft_weights
 from torch import Tensor, nn
 
 from pipeshard.checkpoint.files import existing, new_folder, together
 from pipeshard.distributed.collectives import broadcast_bytes, gather_objects, whole
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
-from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
+from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, listed
 from pipeshard.hf import ADAPTER_CONFIG
 from pipeshard.split.ties import first_names
 
@@ -104,6 +104,32 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
                 with together(model.pipeline.group):
                     if model.pipeline.rank == 0:
                         module.save_pretrained(str(folder), state_dict=state)
+
+
+def load_lora(model: PipelineModel, folder: Path) -> None:
+    """Fill the adapters of a boosted PeftModel with what `save_lora`, or peft, wrote; every rank calls it.
+
+    Raises CheckpointError, on every rank, for a folder that lacks one of them, or has others.
+    """
+    module, holdings = model.unwrap(), model.pipeline.holdings
+    assert isinstance(module, PeftModel)
+    with together(model.pipeline.grid.world):
+        state = nn.Module.state_dict(module)
+        names, first = {id(tensor): name for name, tensor in state.items()}, first_names(module)
+        values: dict[str, Tensor] = {}
+        for adapter in module.peft_config:
+            within = folder if adapter == "default" else folder / adapter
+            saved = load_peft_weights(str(within), device="cpu")
+            own = get_peft_model_state_dict(module, state, adapter)
+            if differing := sorted(own.keys() ^ saved.keys()):
+                raise CheckpointError(f"{within} and the adapter {adapter} differ in {listed(differing, 3)}")
+            if any(own[key].shape != value.shape for key, value in saved.items()):
+                raise CheckpointError(f"{within} has tensors of other shapes than the adapter {adapter}")
+            values |= {names[id(own[key])]: value for key, value in saved.items() if id(own[key]) in names}
+        with torch.no_grad():
+            for name, value in values.items():
+                if (weight := holdings.weights.get(first.get(name, name))) is not None:
+                    weight.set(value.to(weight.parameter.device))
 
 
 def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], pipeline: Pipeline) -> None:

@@ -91,14 +91,7 @@ def save_training_state(
         if optimizer is not None:
             save_optimizer(optimizer, folder / OPTIMIZER, shard=True)
         if pipeline.grid.first:
-            rest = {
-                "steps": pipeline.steps,
-                "random": random_state(),
-                "loss_scale": None if pipeline.scaling is None else pipeline.scaling.state_dict(),
-                "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
-                "dataloader": None if dataloader is None else dataloader.state_dict(),
-            }
-            torch.save(rest, folder / REST)
+            torch.save(rest_of(pipeline, lr_scheduler, dataloader), folder / REST)
         with together(pipeline.grid.world):
             sums = sums_of(folder, pipeline.grid.world)
             if pipeline.grid.first:
@@ -148,7 +141,7 @@ def load_training_state(
         for path, why in [*_incomplete(parent), *damaged.items()]:
             logger.warning("%s is not complete (%s): going on from step %d", path, why, chosen)
     with together(pipeline.grid.world):
-        rest = _rest(folder / REST)
+        rest = read_rest(folder / REST)
         missing = [
             name
             for name, given, saved in (
@@ -166,11 +159,7 @@ def load_training_state(
     if optimizer is not None:
         load_optimizer(optimizer, folder / OPTIMIZER)
     with together(pipeline.grid.world):
-        if lr_scheduler is not None:
-            lr_scheduler.load_state_dict(rest["lr_scheduler"])
-        pipeline.steps = rest["steps"]
-        if pipeline.scaling is not None and rest.get("loss_scale"):
-            pipeline.scaling.load_state_dict(rest["loss_scale"])
+        restore_rest(pipeline, rest, lr_scheduler)
         set_random_state(rest["random"])
     return chosen
 
@@ -237,8 +226,28 @@ def _choose(parent: Path, step: int | None) -> list[int]:
     raise CheckpointError(f"{parent} holds {what}{''.join(flaws[-3:])}: pass what save_training_state wrote to")
 
 
-def _rest(file: Path) -> dict[str, Any]:
-    """What of a state is neither of the model nor of the optimizer; that it can be given back is known by now."""
+def rest_of(pipeline: Pipeline, lr_scheduler: LRScheduler | None, dataloader: Any = None) -> dict[str, Any]:
+    """What of a state is neither of the model nor of the optimizer."""
+    return {
+        "steps": pipeline.steps,
+        "random": random_state(),
+        "loss_scale": None if pipeline.scaling is None else pipeline.scaling.state_dict(),
+        "lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
+        "dataloader": None if dataloader is None else dataloader.state_dict(),
+    }
+
+
+def restore_rest(pipeline: Pipeline, rest: dict[str, Any], lr_scheduler: LRScheduler | None) -> None:
+    """Give it back, but for the random numbers."""
+    if lr_scheduler is not None:
+        lr_scheduler.load_state_dict(rest["lr_scheduler"])
+    pipeline.steps = rest["steps"]
+    if pipeline.scaling is not None and rest.get("loss_scale"):
+        pipeline.scaling.load_state_dict(rest["loss_scale"])
+
+
+def read_rest(file: Path) -> dict[str, Any]:
+    """What `rest_of` has made; that it can be given back is known by now."""
     advice = "load another step (step=...)"
     rest = load_plain(file, "the rest of a training state", advice)
     try:

@@ -92,6 +92,11 @@ def gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.stack(gathered)
 
 
+def first_seed(group: dist.ProcessGroup) -> int:
+    """That of the generator of the group's first rank."""
+    return int(gather(torch.tensor([torch.initial_seed() % 2**63]), group)[0])
+
+
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     """What every rank of `group` has, in their order; nothing that comes from another rank is run.
 
@@ -111,6 +116,31 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     return [decode(content) for content in contents]
 
 
+def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
+    """What global rank `source` has, on every rank of `group`, on the CPU; nothing that it sends is run.
+
+    Raises MessageError, on every rank, where that is not made of tensors, numbers and strings alone.
+    """
+    content, flaw = b"", ""
+    if dist.get_rank() == source:
+        try:
+            content = encode(value)
+        except MessageError as error:  # which the others have to learn instead
+            flaw = str(error)
+            content = flaw.encode(errors="backslashreplace")
+    group, head = control(group), torch.tensor([len(content), bool(flaw)])
+    broadcast_bytes(head, source, group)
+    length, flawed = head.tolist()
+    sent = torch.zeros(length, dtype=torch.uint8)
+    if content:
+        sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    broadcast_bytes(sent, source, group)
+    received = sent.numpy().tobytes()
+    if flawed:
+        raise MessageError(f"rank {source} cannot tell the others what it has: {received.decode()}")
+    return decode(received)
+
+
 def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor | None:
     """The scalar (or None) that global rank `source` has, on every rank of `group`, with its dtype."""
     content = (0.0, 0.0) if value is None else (float(value), 1.0 + DTYPES.index(value.dtype))
@@ -122,7 +152,8 @@ def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, de
 
 def sum_scalar(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of a scalar over the ranks of `group`, in its own dtype or fp32, whichever is finer."""
-    total, group = value.detach().to(CPU, torch.promote_types(value.dtype, torch.float32)), control(group)
+    total = value.detach().to(CPU, torch.promote_types(value.dtype, torch.float32), copy=True)
+    group = control(group)
     NOW.wait_in(group, dist.all_reduce(total, group=group, async_op=True))
     return total.to(value)
 

@@ -35,6 +35,7 @@ class ModelGradients:
         names: of every parameter of the whole model, as it was before boosting and as it is.
         trained: the names of those that an optimizer of the model has.
         norm: that which they were clipped by.
+        overflow: whether the last step is skipped since one of them overflowed.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ModelGradients:
         self._holders = {weight.parameter: weight.holders for weight in holdings.weights.values()}
         self._factor = self._scale  # that gradients are multiplied by now
         self._stepped: list[object] | None = None  # the optimizers that have, since gradients were made ready
-        self._overflow = False
+        self.overflow = False
         self._after_step: dict[nn.Parameter, tuple[Tensor, int]] = {}  # gradients and their versions
         self._warned = False
 
@@ -68,7 +69,7 @@ class ModelGradients:
     def ready(self, optimizer: object) -> bool:
         """Clip and unscale, unless another optimizer's step has; False if this step is to be skipped."""
         if self._stepped is None or optimizer in self._stepped:
-            self._stepped, self._overflow, self.norm = [], False, None
+            self._stepped, self.overflow, self.norm = [], False, None
             self._warn_of_clipping()
             if self.max_norm > 0:
                 self._refuse_untrained()
@@ -76,11 +77,11 @@ class ModelGradients:
             elif self.scaling is not None:
                 self.norm = self.total(2.0)
             if self.scaling is not None:
-                self._overflow = self.norm is not None and not bool(torch.isfinite(self.norm))
+                self.overflow = self.norm is not None and not bool(torch.isfinite(self.norm))
                 self._rescale(1.0)
-                self.scaling.update(self._overflow)
+                self.scaling.update(self.overflow)
         self._stepped.append(optimizer)
-        return not self._overflow
+        return not self.overflow
 
     def clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale the gradients so that their norm is `max_norm` at most, as torch.nn.utils.clip_grad_norm_ does."""

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pipeshard.batch.batch import Batch, split_sizes
+from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, refuse_criterion
 from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.collectives import (
     compare_ranks,
     compare_trained,
-    gather,
+    first_seed,
     gather_objects,
     share_scalar,
     sum_scalar,
@@ -93,7 +93,8 @@ class Pipeline:
         self.containers = containers(model, self.policy.units)
         self.called = [*self.containers, *self.policy.units.values()]
         replicas = grid.replicas if grid.dp_size > 1 else None
-        self.planner = RouteCache(model, self.policy, recompute, replicas)
+        weight = 1.0 / grid.dp_size if config.loss_reduction == "batch" else None
+        self.planner = RouteCache(model, self.policy, recompute, replicas, weight)
         self._shard()
         if config.compile:
             compile_units(self.policy.held_units, **config.compile_options)
@@ -138,7 +139,7 @@ class Pipeline:
         model, config, grid = self.model, self.config, self.grid
         size = grid.tp_size
         plan = plan_of(model, size, config.tp_plan, self.policy.tp_plan) if size > 1 else None
-        self.seed = self._first_seed()
+        self.seed = first_seed(self.grid.world)  # what is drawn must not depend on the rank
         before = dict(model.named_parameters())
         # What Booster loads right after `configure` is not drawn before.
         init_weights: InitWeights = False if getattr(model, "_pretrained", None) else config.init_weights
@@ -175,6 +176,11 @@ class Pipeline:
         p2p = make_p2p(self.config.p2p, self.ranks, placement, self.device)
         self.interpreter = Interpreter({stage.index: stage for stage in self.stages}, placement, p2p, self.device)
 
+    @property
+    def last_rank(self) -> int:
+        """The global rank that has the last stage, and so the outputs."""
+        return self.ranks[self.policy.placement[-1]]
+
     def held_parameters(self) -> dict[nn.Parameter, str]:
         """The parameters this rank holds, and their first names."""
         return {parameter: name for name, parameter in self.holdings.held.items()}
@@ -186,8 +192,10 @@ class Pipeline:
         train: bool,
         return_loss: bool,
         return_outputs: ReturnOutputs,
+        num_batches: int = 1,
+        weight: float = 1.0,
     ) -> dict[str, Any]:
-        """One batch, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
+        """One step, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
         NOW.model, NOW.chunks = self.model, self.policy.chunks
         criterion = criterion if criterion is not None else self.criterion
         refuse_criterion(criterion, self.model)
@@ -197,19 +205,18 @@ class Pipeline:
         if any(module._compiled_call_impl is not None for module in self.called):
             refuse_compiled(self.model, self.policy.units)
         self.policy.replace_forward()  # again: checkpointing may have been enabled since
-        outputs = Outputs(return_outputs)
+        outputs = Outputs(return_outputs, num_batches)
         problems = self.sync.problems() if train else []
         trained = self.sync.trained()
-        exact = self.config.loss_reduction == "token" and (train or return_loss or outputs.with_loss)
+        exact = self.config.loss_reduction != "microbatch" and (train or return_loss or outputs.with_loss)
 
-        def news(batch: Batch) -> int:
-            cut = len(split_sizes(batch.rows, *self.config.cut))
-            unproven = exact and self.planner.unproven(batch, cut, criterion)
+        def news(batches: Sequence[Batch]) -> int:
+            unproven = exact and self.planner.any_unproven(batches, self.config.cut, criterion)
             return TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven
 
         training = "train" if self.model.training else "eval"
         mode = f"{'training step' if train else 'forward only'}, return_outputs={outputs}, model.{training}()"
-        batch, agreed = self.reader.next(data_iter, mode, news)
+        batches, agreed = self.reader.next(data_iter, mode, news, num_batches)
         if agreed.news & TRAINED:
             if found := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
                 raise UsageError(found[0])
@@ -217,9 +224,9 @@ class Pipeline:
             self.trained = trained
         if agreed.news & UNPROVEN:
             with self.precision.running():
-                self.planner.prove(batch, batch.split(*self.config.cut)[0], criterion, self.grid.world)
+                self.planner.prove(batches, self.config.cut, criterion, self.grid.world)
         with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed)):
-            out = self._run(batch, criterion, train, return_loss, outputs, exact)
+            out = self._run(batches, criterion, train, return_loss, outputs, exact, weight)
         if train:
             self.gradients.added()
         return out
@@ -232,14 +239,14 @@ class Pipeline:
         self.gradients.added()
 
     def _run(
-        self, batch: Batch, criterion: Criterion | None, train: bool, return_loss: bool, outputs: Outputs, exact: bool
+        self, read: list[Batch], criterion: Criterion | None, train: bool, wanted: bool, outputs: Outputs, *how: Any
     ) -> dict[str, Any]:
-        batches = batch.split(*self.config.cut)
         with self.precision.running():
-            planned = self.planner.plan(batches, criterion, outputs.needed, exact)
+            cut = [batch.split(*self.config.cut) for batch in read]
+            planned = self.planner.plan_each(cut, criterion, outputs.needed, *how)
         flow = planned[-1][0].route.flow
         for microbatch in planned[-1]:
-            outputs.check(microbatch.route.flow, len(batches) > 1)
+            outputs.check(microbatch.route.flow, len(planned[-1]) > 1)
         if train and flow.loss is None:
             raise UsageError("nothing gives a loss to train on: give the batch labels, or pass a criterion")
         if train and not self.trainable:
@@ -248,11 +255,9 @@ class Pipeline:
                 "was loaded without is_trainable=True?). Evaluate under torch.no_grad()"
             )
         if train:
-            policy = self.policy
-            refuse_backward_hooks(
-                self.model, policy.units, self.containers, flow, policy.partition, outputs.needed
-            )
-        self.last = program = self.program(len(batches), train)
+            units, partition = self.policy.units, self.policy.partition
+            refuse_backward_hooks(self.model, units, self.containers, flow, partition, outputs.needed)
+        self.last = program = self.program(len(planned[-1]), train)
         for stage, microbatches in zip(self.stages, planned, strict=True):
             stage.begin(microbatches, criterion, train, outputs, self.scale, program.splits(stage.index))
         self.carry.begin([microbatch.route for microbatches in planned for microbatch in microbatches])
@@ -275,10 +280,10 @@ class Pipeline:
         if train or self.holdings.sharded is not None:
             self.sync.finish(train and self.synchronizes)
         NOW.in_flight = False
-        end, source = self.stages[-1], self.ranks[self.policy.placement[-1]]  # the last stage is the last of its rank
+        end, source = self.stages[-1], self.last_rank  # the last stage is the last of its rank
         loss = self._of_replicas(end)
-        total = share_scalar(loss, source, self.group, self.device) if return_loss else None
-        merged = outputs.merged(flow, loss) if end.is_last else None
+        total = share_scalar(loss, source, self.group, self.device) if wanted else None
+        merged = outputs.merged(flow, self.planner.own(end.loss, loss)) if end.is_last else None
         outputs.raise_failure(self.grid.world)
         return {"loss": None if total is None else total.as_subclass(StepLoss), "outputs": merged}
 
@@ -316,11 +321,6 @@ class Pipeline:
         if self.config.init_weights:
             self.holdings.draw(names, self.config.init_weights, self.seed)
             self.blank -= set(names)
-
-    def _first_seed(self) -> int:
-        """That of the first rank's generator: what is drawn must not depend on the rank."""
-        seed = torch.tensor([torch.initial_seed() % 2**63])
-        return int(gather(seed, self.grid.world)[0])
 
     def refuse_blank(self) -> None:
         if self.blank:

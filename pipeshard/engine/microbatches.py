@@ -6,13 +6,14 @@ only. Another trace is made where its structure, a flag of the model or an answe
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from pipeshard.batch.batch import Batch
+from pipeshard.batch.batch import Batch, split_sizes
 from pipeshard.batch.criterion import Criterion, key_of
 from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.engine.loss import EACH, SUM, LossRule, LossRules, find_loss_rule
@@ -30,6 +31,7 @@ from pipeshard.split.refusals import refuse_hooks, refuse_unsplittable
 from pipeshard.split.route import Recompute, Route
 
 FLOWS = 128  # Dataflows that are kept: batches may hold something that differs in each, and that a trace depends on
+Cut = tuple[int | None, int | None]  # the number of microbatches in a batch, or the samples in each
 Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and how a batch's sizes differ from those it was traced with
 
 
@@ -37,9 +39,16 @@ class RouteCache:
     """The routes of all batches so far, and the rules of their losses."""
 
     def __init__(
-        self, model: nn.Module, policy: Policy, recompute: Recompute, replicas: dist.ProcessGroup | None = None
+        self,
+        model: nn.Module,
+        policy: Policy,
+        recompute: Recompute,
+        replicas: dist.ProcessGroup | None = None,
+        weight: float | None = None,
     ) -> None:
-        self.model, self.policy, self.recompute, self.replicas = model, policy, recompute, replicas
+        self.model, self.policy, self.recompute = model, policy, recompute
+        self.replicas = replicas if weight is None else None  # which have a part of one batch each
+        self.weight = weight  # or: of this replica's loss in that of all, which have batches of their own
         self.flags, self.rules = Flags({"": model}), LossRules()
         self.is_last = policy.stage == policy.placement[-1]  # the loss is made on this rank
         self._flows: dict[Any, list[Dataflow]] = {}
@@ -53,13 +62,27 @@ class RouteCache:
             self._flows.setdefault(self._mode(criterion), []).append(flow)
         self._watched |= flow.watched
 
+    def plan_each(
+        self,
+        cut: Sequence[Sequence[Batch]],
+        criterion: Criterion | None,
+        outputs: Wanted,
+        exact_loss: bool,
+        weight: float = 1.0,
+    ) -> list[list[Microbatch]]:
+        """`plan` for several batches one behind the other, the losses of which are added, each times `weight`."""
+        weight *= 1.0 if self.weight is None else self.weight
+        plans = [self.plan(batches, criterion, outputs, exact_loss) for batches in cut]
+        stages = [[microbatch for plan in plans for microbatch in plan[k]] for k in range(len(plans[0]))]
+        return [[replace(part, share=part.share * weight) for part in parts] for parts in stages]
+
     def plan(
         self, batches: Sequence[Batch], criterion: Criterion | None, outputs: Wanted, exact_loss: bool
     ) -> list[list[Microbatch]]:
         """For each stage of this rank, the microbatches with their routes; `flags.stepped()` has to be called when they
         are done.
 
-        With `exact_loss` their shares make the whole batch's loss, of which all replicas have a part; `prove` has to
+        With `exact_loss` their shares make the whole batch's loss, of which all `replicas` have a part; `prove` has to
         come before where it is `unproven`. Without it they make the mean of the microbatches' losses.
         """
         self._state = self.flags.number()
@@ -138,19 +161,30 @@ class RouteCache:
         self._state = self.flags.number()
         return not self.rules.covers(self._kind(batch, criterion), batch)
 
-    def prove(self, batch: Batch, first: Batch, criterion: Criterion | None, world: dist.ProcessGroup) -> None:
-        """Find that out, on all ranks at the same time; `first` is the batch's first microbatch.
+    def any_unproven(self, batches: Sequence[Batch], cut: Cut, criterion: Criterion | None) -> bool:
+        return any(self.unproven(batch, len(split_sizes(batch.rows, *cut)), criterion) for batch in batches)
+
+    def own(self, part: Tensor | None, loss: Tensor | None) -> Tensor | None:
+        """The loss of this replica's outputs, of its `part` in the step's loss."""
+        return loss if self.weight is None or part is None else part / self.weight
+
+    def prove(
+        self, batches: Sequence[Batch], cut: Cut, criterion: Criterion | None, world: dist.ProcessGroup
+    ) -> None:
+        """Find that out, on all ranks at the same time; a rank may know it for its own batches.
 
         Raises ConfigurationError on all of them where one of them finds nothing.
         """
         failure: Exception | None = None
         try:
-            self.learn(batch, first, criterion)
+            for batch in batches:
+                self.learn(batch, batch.split(*cut)[0], criterion)
         except Exception as error:  # of the model too: the other ranks have to learn of it
             failure = error
         reasons = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}", world)
         if reason := next(filter(None, reasons), None):
-            self.rules.forget(self._kind(batch, criterion))
+            for batch in batches:
+                self.rules.forget(self._kind(batch, criterion))
             raise failure or ConfigurationError(reason.removeprefix("ConfigurationError: "))
 
     def learn(self, batch: Batch, first: Batch, criterion: Criterion | None) -> None:

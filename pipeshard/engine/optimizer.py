@@ -136,6 +136,11 @@ class PipelineOptimizer(OptimizerWrapper, Optimizer):
         return weight.owner in (None, self.grid.replica)
 
     @property
+    def skipped(self) -> bool:
+        """Whether the last step was, since a gradient overflowed."""
+        return self.gradients.overflow
+
+    @property
     def _meets(self) -> bool:
         """Whether the ranks do something together in a step."""
         return self.gradients.max_norm > 0 or self.gradients.scaling is not None or self.zero

@@ -59,7 +59,12 @@ class Outputs:
     Raises UsageError for what cannot be asked for.
     """
 
-    def __init__(self, asked: ReturnOutputs) -> None:
+    def __init__(self, asked: ReturnOutputs, num_batches: int = 1) -> None:
+        if num_batches > 1 and asked is not False and asked != "loss" and not callable(asked):
+            raise UsageError(
+                f"return_outputs={asked!r} puts together the outputs of one batch, but num_batches={num_batches}: pass "
+                "a function, 'loss' or False"
+            )
         self.function: Callable[[Any, Any], Any] | None = asked if callable(asked) else None
         self.each_loss = asked == "loss"
         self.needed: Wanted = asked if isinstance(asked, bool) else self.function is not None

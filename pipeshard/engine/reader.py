@@ -7,7 +7,7 @@ that is seeded otherwise on one rank, stages would silently train on different b
 import functools
 import hashlib
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,11 +48,13 @@ def _content(leaf: Any, is_sample: bool) -> bytes:
 
 class Report(NamedTuple):
     """What a rank tells the others of its step; the ranks of a replica have to have the same `digest` and `rows`, all
-    ranks the same `mode`. `news` are bits, `has_batch` is 0 where the data iterator gave no usable batch."""
+    ranks the same `mode`. `news` are bits, `has_batch` is 0 where the data iterator gave no usable batch, and `parts`
+    are the microbatches."""
 
     has_batch: int
     digest: int
     rows: int
+    parts: int
     mode: int
     news: int
     seed: int
@@ -60,25 +62,25 @@ class Report(NamedTuple):
 
 class Agreement(NamedTuple):
     """What the ranks have agreed on for a step: the seed of the first rank's generator, by which all draw random
-    numbers, the samples of each replica, and the `news` that any rank has."""
+    numbers, the microbatches of each replica, and the `news` that any rank has."""
 
     seed: int
-    rows: list[int]
+    parts: list[int]
     news: int
 
 
-def agree(grid: Grid, batch: Batch | Exception, mode: str, news: int) -> Agreement:
+def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: str, news: int) -> Agreement:
     """Compare this step over all ranks; every rank raises BatchError if they differ.
 
-    `batch` is the error on a rank that got none; `mode` describes the step: forward only, the outputs asked for, ...
+    `batches` is the error on a rank that got none; `mode` describes the step: forward only, the outputs asked for, ...
     """
-    has_batch, rows = isinstance(batch, Batch), batch.rows if isinstance(batch, Batch) else 0
-    number = digest(batch) if isinstance(batch, Batch) else 0
+    has_batch, read = not isinstance(batches, Exception), () if isinstance(batches, Exception) else batches
+    rows, number = sum(batch.rows for batch in read), _joined([digest(batch) for batch in read])
     code = int.from_bytes(hashlib.blake2b(mode.encode(), digest_size=7).digest(), "little")
-    report = Report(int(has_batch), number, rows, code, news, torch.initial_seed() % 2**63)
+    report = Report(int(has_batch), number, rows, parts, code, news, torch.initial_seed() % 2**63)
     reports = [Report(*numbers) for numbers in meet(grid.world, grid.named, report)]
     if not all(report.has_batch for report in reports):
-        reasons = gather_objects(f"{type(batch).__name__}: {batch}" if not has_batch else None, grid.world)
+        reasons = gather_objects(None if has_batch else f"{type(batches).__name__}: {batches}", grid.world)
         without = [f"{grid.named(r)}: {reason}" for r, reason in enumerate(reasons) if reason is not None]
         raise BatchError(
             f"{len(without)} of {len(reports)} ranks got no usable batch from the data iterator, so none ran this "
@@ -101,7 +103,14 @@ def agree(grid: Grid, batch: Batch | Exception, mode: str, news: int) -> Agreeme
             "transformers.set_seed(0)"
         )
     news = functools.reduce(operator.or_, (report.news for report in reports))
-    return Agreement(reports[0].seed, [replica[0].rows for replica in replicas], news)
+    return Agreement(reports[0].seed, [replica[0].parts for replica in replicas], news)
+
+
+def _joined(digests: Sequence[int]) -> int:
+    """One digest of those of several batches."""
+    if len(digests) == 1:
+        return digests[0]
+    return int.from_bytes(hashlib.blake2b(repr(digests).encode(), digest_size=7).digest(), "little")
 
 
 class Reader:
@@ -125,27 +134,29 @@ class Reader:
         self,
         data_iter: Iterator[Any],
         mode: str,
-        news: Callable[[Batch], int],
-    ) -> tuple[Batch, Agreement]:
-        """The next batch, compared over the ranks: all of them raise if one has none, or another one.
+        news: Callable[[Sequence[Batch]], int],
+        count: int = 1,
+    ) -> tuple[list[Batch], Agreement]:
+        """The next `count` batches, compared over the ranks: all of them raise if one has none, or others.
 
-        `mode` describes the step, and `news(batch)` are bits that the other ranks have to learn.
+        `mode` describes the step, and `news(batches)` are bits that the other ranks have to learn.
         """
-        batch: Batch | Exception
+        batches: list[Batch] | Exception
         try:
-            batch = self._read(data_iter)
+            batches = [self._read(data_iter) for _ in range(count)]
         except Exception as error:  # of the user's dataset too: the other ranks have to learn of it
-            batch = error
+            batches = error
+        read = () if isinstance(batches, Exception) else batches
+        parts = sum(len(split_sizes(batch.rows, *self.cut())) for batch in read)
         try:
-            agreement = agree(self.grid, batch, mode, news(batch) if isinstance(batch, Batch) else 0)
+            agreement = agree(self.grid, batches, parts, mode, news(read) if read else 0)
         except BatchError as disagreement:
-            raise (batch if isinstance(batch, Exception) else disagreement) from None
-        assert isinstance(batch, Batch)
-        return batch, agreement
+            raise (batches if isinstance(batches, Exception) else disagreement) from None
+        return list(read), agreement
 
     def first(self, agreement: Agreement) -> int:
         """The number of this replica's first microbatch among those of all replicas."""
-        return sum(len(split_sizes(rows, *self.cut())) for rows in agreement.rows[: self.grid.replica])
+        return sum(agreement.parts[: self.grid.replica])
 
     def _read(self, data_iter: Iterator[Any]) -> Batch:
         if not hasattr(data_iter, "__next__"):

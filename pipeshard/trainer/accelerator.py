@@ -1,0 +1,172 @@
+"""Accelerator: what a Trainer asks of accelerate, answered for the replicas of a pipeline.
+
+To a Trainer every process reads other data and holds all of the model. Here the stages of a replica read the same, so
+accelerate has to deal out data among replicas, and to gather numbers from them, not among processes; it wraps nothing,
+scales nothing and clips by the norm of the whole model.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.utils.data import DataLoader
+
+from pipeshard.distributed.collectives import gather, gather_objects
+from pipeshard.distributed.mesh import Grid
+from pipeshard.engine.model import PipelineModel
+from pipeshard.engine.optimizer import PipelineOptimizer
+from pipeshard.engine.outputs import BACKWARD
+from pipeshard.errors import UsageError
+
+REPLICAS = "shared_by"  # attribute of a loader that deals out its batches: among how many replicas
+
+
+class Boosts(Protocol):
+    """What makes stages of models and optimizers."""
+
+    def boosted_model(self, model: nn.Module) -> Any: ...
+
+    def boosted_optimizer(self, optimizer: Any) -> PipelineOptimizer: ...
+
+    def unwrapped(self, model: Any) -> Any: ...
+
+
+class PipelineAccelerator(Accelerator):
+    """An Accelerator of which the processes are the replicas of a pipeline, or just one inside `alone()`."""
+
+    grid: Grid
+    trainer: Boosts
+    is_alone: bool
+    is_muted: bool  # what is gathered is of no use, and not to be waited for: all of it is ones
+
+    @classmethod
+    def of(cls, accelerator: Accelerator, grid: Grid, trainer: Boosts) -> "PipelineAccelerator":
+        """One that takes over all that another one has."""
+        new = cls.__new__(cls)
+        new.__dict__.update(vars(accelerator))
+        new.grid, new.trainer, new.is_alone, new.is_muted = grid, trainer, False, False
+        new.scaler = None  # of the loss in fp16: the pipeline has one
+        new.dataloader_config.dispatch_batches = False  # by rank 0: every rank reads for itself
+        return new
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, every replica reads the same data, as one process does."""
+        before, self.is_alone = self.is_alone, True
+        try:
+            yield
+        finally:
+            self.is_alone = before
+
+    @property
+    def num_processes(self) -> int:
+        return 1 if self.is_alone else self.grid.dp_size
+
+    @property
+    def process_index(self) -> int:
+        return 0 if self.is_alone else self.grid.replica
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = tuple(map(self._prepared, args))
+        return prepared if len(prepared) > 1 else prepared[0]
+
+    def _prepared(self, thing: Any) -> Any:
+        if isinstance(thing, DataLoader):
+            return self.prepare_data_loader(thing)
+        if isinstance(thing, torch.optim.Optimizer):
+            return self.trainer.boosted_optimizer(thing)
+        return self.trainer.boosted_model(thing) if isinstance(thing, nn.Module) else thing
+
+    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.trainer.boosted_model(model)
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        seed = data_loader.worker_init_fn
+        if isinstance(seed, partial) and "rank" in seed.keywords:  # workers of all stages are to draw alike
+            data_loader.worker_init_fn = partial(seed.func, *seed.args, **seed.keywords | {"rank": self.process_index})
+        loader: DataLoader[Any] = super().prepare_data_loader(data_loader, *args, **kwargs)
+        setattr(loader, REPLICAS, self.num_processes)
+        return loader
+
+    def gather(self, tensor: Any) -> Any:
+        if self.is_muted:
+            return recursively_apply(_ones, tensor, error_on_other_type=True)
+        if self.num_processes == 1:
+            return tensor
+        return recursively_apply(self._gathered, tensor, error_on_other_type=True)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        rows = gather(tensor, self.grid.replicas).to(tensor.device)
+        return rows.flatten(0, 1) if tensor.ndim else rows
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """With objects among them, a list; what was read twice at the end of an epoch is left out."""
+        if self.is_muted:
+            return recursively_apply(_ones, input_data)
+        try:
+            recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
+        except TypeError:
+            every = gather_objects(input_data, self.grid.replicas) if self.num_processes > 1 else [input_data]
+            rest = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else -1
+            return [entry for one in every for entry in one][: rest if rest > 0 else None]
+        return super().gather_for_metrics(input_data)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        if self.num_processes == 1:
+            return tensor
+
+        def padded(one: Tensor) -> Tensor:
+            if dim >= one.ndim:
+                return one
+            more = int(gather(torch.tensor(one.shape[dim]), self.grid.replicas).max()) - one.shape[dim]
+            sizes = [0, 0] * (one.ndim - 1 - dim) + ([more, 0] if pad_first else [0, more])
+            return pad(one, sizes, value=pad_index)
+
+        return recursively_apply(padded, tensor, error_on_other_type=True)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        if self.is_muted:
+            return recursively_apply(_ones, tensor, error_on_other_type=True)
+        if self.num_processes == 1:
+            return tensor
+
+        def reduced(one: Tensor) -> Tensor:
+            rows = gather(one, self.grid.replicas)
+            total = rows.mean(0) if reduction == "mean" else rows.sum(0)
+            return (total * scale).to(one)
+
+        return recursively_apply(reduced, tensor, error_on_other_type=True)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        raise UsageError(BACKWARD)
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+        """Of the whole model, whichever parameters of this rank are given; without clipping where `max_norm` is inf."""
+        optimizer = self.trainer.boosted_optimizer(None)
+        if max_norm == float("inf"):
+            return optimizer.get_grad_norm(norm_type)
+        return optimizer.clip_grad_by_norm(max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        raise UsageError("clip_grad_value_ is not known to a pipeline: clip by max_grad_norm")
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        return self.trainer.boosted_optimizer(None).skipped
+
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return model.unwrap() if isinstance(model, PipelineModel) else self.trainer.unwrapped(model)
+
+
+def _ones(tensor: Tensor) -> Tensor:
+    """As many, which nothing depends on."""
+    return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -1,0 +1,109 @@
+"""Refusals: the arguments of a Trainer that have no meaning for a pipeline, by name, with what to do instead."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from transformers import TrainingArguments
+
+from pipeshard.config import PipelineConfig
+from pipeshard.errors import ConfigurationError
+
+_DIVIDED = "the plugin divides what replicas keep: pass PipelinePlugin(zero_stage=1) or fsdp=True"
+_FULL = "it would cast the stages' weights: evaluate with bf16=True or fp16=True, which casts what is computed"
+_FUSED = "it updates weights inside of backward, before gradients are summed or clipped: use another optimizer"
+# What to look at in the arguments, and why it is not for a pipeline.
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "predict_with_generate": (
+        lambda args: getattr(args, "predict_with_generate", False),
+        "a pipeline does not generate: save the model, and generate with plain transformers",
+    ),
+    "deepspeed": (lambda args: args.deepspeed, _DIVIDED),
+    "fsdp": (lambda args: args.fsdp, _DIVIDED),
+    "parallelism_config": (
+        lambda args: getattr(args, "parallelism_config", None),
+        "replicas and slices are those of PipelinePlugin(dp_size=..., tp_size=...)",
+    ),
+    "auto_find_batch_size": (
+        lambda args: args.auto_find_batch_size,
+        "one stage alone would run out of memory: `pipeshard plan` says which batch size fits",
+    ),
+    "fp16_full_eval": (lambda args: args.fp16_full_eval, _FULL),
+    "bf16_full_eval": (lambda args: args.bf16_full_eval, _FULL),
+    "optim": (lambda args: "lomo" in str(args.optim).lower() or "layerwise" in str(args.optim).lower(), _FUSED),
+    "use_liger_kernel": (
+        lambda args: args.use_liger_kernel,
+        "its kernels have not been compared under a pipeline: leave it out",
+    ),
+    "debug": (
+        lambda args: args.debug,
+        "its hooks decide on what a stage has not: PipelinePlugin(check_finite=True) finds what is not finite",
+    ),
+    "use_legacy_prediction_loop": (
+        lambda args: getattr(args, "use_legacy_prediction_loop", False),
+        "leave it out: evaluation_loop is the one that is known",
+    ),
+    "past_index": (lambda args: getattr(args, "past_index", -1) >= 0, "stages keep nothing from one batch to the next"),
+    "jit_mode_eval": (lambda args: getattr(args, "jit_mode_eval", False), "stages are not traced by torch.jit"),
+    "train_sampling_strategy": (
+        lambda args: getattr(args, "train_sampling_strategy", "") == "batch_rebalance",
+        "it deals batches out to processes, but the stages of a replica read the same: use group_by_length",
+    ),
+    "accelerator_config.dispatch_batches": (
+        lambda args: args.accelerator_config.dispatch_batches,
+        "every rank reads for itself: leave it out",
+    ),
+    "accelerator_config.gradient_accumulation_kwargs": (
+        lambda args: args.accelerator_config.gradient_accumulation_kwargs,
+        "a window is one step of the pipeline: give gradient_accumulation_steps",
+    ),
+}
+
+
+def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
+    """Raise ConfigurationError for what a pipelined Trainer called `name` cannot do."""
+    for argument, (is_given, why) in REFUSED.items():
+        if is_given(args):
+            holder: Any = args
+            for part in argument.split("."):
+                holder = getattr(holder, part)
+            raise ConfigurationError(f"{name} is refused {argument}={holder!r}, since {why}")
+    if dist.get_world_size() != args.world_size:
+        raise ConfigurationError(
+            f"torch.distributed has {dist.get_world_size()} ranks, but accelerate, and so {name}, sees "
+            f"{args.world_size}: start the script by torchrun, and make TrainingArguments before the plugin"
+        )
+    if config.max_norm:
+        raise ConfigurationError(
+            f"PipelinePlugin(max_norm={config.max_norm}) would clip what {name} clips already: give max_grad_norm"
+        )
+    if config.loss_reduction == "microbatch":
+        raise ConfigurationError(f"PipelinePlugin(loss_reduction='microbatch') is not the loss of {name}: leave it out")
+
+
+OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
+
+
+def refuse_class(kind: type) -> None:
+    """Raise ConfigurationError for a Trainer of TRL that generates, or runs several models in a step."""
+    trl = [one.__name__ for one in kind.__mro__ if one.__module__.startswith("trl.") and "Trainer" in one.__name__]
+    if trl and not set(trl) & set(OF_TRL):
+        raise ConfigurationError(
+            f"{trl[0]} generates, or runs several models in one step, which is not known to a pipeline. Of TRL's "
+            f"trainers {', '.join(OF_TRL)} are"
+        )
+
+
+def cut(config: PipelineConfig, window: int) -> dict[str, int | None]:
+    """How each batch of a window of so many is cut: so that the window has as many microbatches as were asked for."""
+    if config.microbatch_size is not None:
+        return {"microbatch_size": config.microbatch_size, "num_microbatches": None}
+    asked = config.num_microbatches
+    if asked is None or (asked == 1 and config.pp_size == 1):
+        return {"num_microbatches": 1}
+    if asked % window:
+        raise ConfigurationError(
+            f"num_microbatches={asked} is not a multiple of gradient_accumulation_steps={window}, of which each batch "
+            "is cut alike: leave it out, for a microbatch each, or give a multiple"
+        )
+    return {"num_microbatches": asked // window}

@@ -1,0 +1,318 @@
+"""PipelineTrainer: transformers' Trainer, of which a pipeline takes the steps.
+
+    class                 what it is for
+    Pipelined...          takes the plugin, and is what the user constructs
+    the user's Trainer    SFTTrainer, Seq2SeqTrainer, one of the user's own: as it is
+    Loop                  below it and above transformers.Trainer: what that does with a model is done by stages here
+
+So what the user's class overrides is called as ever, and what it asks of `super()` is asked of the pipeline. The loop,
+its callbacks, logs, schedules and files stay Trainer's own. An accumulation window is one step of the pipeline.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
+
+from pipeshard.batch.read import first_samples
+from pipeshard.checkpoint.training_state import random_state, set_random_state
+from pipeshard.engine.model import PipelineModel
+from pipeshard.engine.optimizer import PipelineOptimizer
+from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.plugin import PipelinePlugin
+from pipeshard.trainer.accelerator import REPLICAS, PipelineAccelerator
+from pipeshard.trainer.checkpoint import (
+    Randomness,
+    load_state,
+    load_weights,
+    newest,
+    refuse_incomplete,
+    save_state,
+    save_weights,
+)
+from pipeshard.trainer.objective import ITEMS, Asking, Objective
+from pipeshard.trainer.preferences import Preferences
+from pipeshard.trainer.refusals import cut, refuse, refuse_class
+from pipeshard.trainer.stages import Stages, configured
+
+# The private names of transformers.Trainer that are overridden here; none is called. Nothing else of it is taken for
+# granted but what it documents.
+PRIVATE = (
+    "_wrap_model",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_save_optimizer_and_scheduler",
+    "_load_best_model",
+)
+
+
+class Loop(Trainer):
+    """What of a Trainer's loop stages do."""
+
+    pipeline: PipelinePlugin
+    accelerator: PipelineAccelerator
+    _stages: Stages | None = None
+    _objective: Objective | None = None
+    _loader: Any = None  # the last one made: its samples are what a model is traced with
+    _held: tuple[dict[str, Any], ...] = ()  # the batches of a window that is not complete yet
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        refuse_class(type(self))
+        refuse(self.args, self.pipeline.config, type(self).__name__)
+        cut(self.pipeline.config, self.args.gradient_accumulation_steps)
+        self.accelerator = PipelineAccelerator.of(self.accelerator, self.pipeline.grid, self)
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Never: the whole of a model need not fit on one device, or is on meta. Its stages are placed."""
+        return False
+
+    @place_model_on_device.setter
+    def place_model_on_device(self, _: bool) -> None:
+        pass
+
+    # models and optimizers become stages
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Stages:
+        stages = self._own_stages()
+        if training:
+            stages.optimize(self.optimizer)
+        return stages
+
+    def _own_stages(self) -> Stages:
+        if self._stages is None or self._stages.module is not self.model:
+            self._objective = Objective(self) if self._makes_loss() else None
+            if self._objective is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
+                self._objective.num_items = torch.tensor(1)  # while it is traced
+            self._stages = self._boosted(self.model, self._objective)
+        return self._stages
+
+    def _makes_loss(self) -> bool:
+        """Whether anything but the model itself makes the loss."""
+        return self._overrides_loss or self.label_smoother is not None or self.compute_loss_func is not None
+
+    @property
+    def _overrides_loss(self) -> bool:
+        return type(self).compute_loss is not Trainer.compute_loss
+
+    def _boosted(self, model: nn.Module, objective: Objective | None) -> Stages:
+        config, args = self.pipeline.config, self.args
+        changes: dict[str, Any] = {"loss_reduction": "batch", **cut(config, args.gradient_accumulation_steps)}
+        if config.dry_run_input is None:
+            changes["dry_run_input"] = self._sample()
+        if config.precision == "fp32" and (args.bf16 or args.fp16):
+            changes |= {"precision": "bf16" if args.bf16 else "fp16", "autocast": True}
+        if args.torch_compile and not config.compile:
+            given = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+            changes["compile"] = {name: value for name, value in given.items() if value} or True
+        with configured(self.pipeline, **changes):
+            boosted, *_ = self.pipeline.configure(model, None, objective)
+        boosted.pipeline.criterion = None  # which belongs to training alone
+        if folder := getattr(model, "_pretrained", None):
+            load_weights(boosted, Path(folder))
+        return Stages(self.pipeline, model, boosted)
+
+    def _sample(self) -> Any:
+        """The first samples, as the training loop will give them to the model; no generator moves."""
+        before = random_state()
+        try:
+            sample = None if self._loader is None else first_samples(self._loader)
+        finally:
+            set_random_state(before)
+        if not isinstance(sample, dict):
+            return sample
+        return self._given(sample, torch.tensor(1) if "labels" in sample else None, is_sample=True)
+
+    def boosted_model(self, model: Any) -> Any:
+        """`model`, or one of the user's beside it, as stages."""
+        if isinstance(model, Stages):
+            return model
+        return self._own_stages() if model is self.model else self._boosted(model, None)
+
+    def boosted_optimizer(self, optimizer: Any) -> PipelineOptimizer:
+        made = None if self._stages is None else self._stages.optimizer
+        if made is None or (optimizer is not None and optimizer not in (made, made.optim)):
+            raise UsageError(f"this {type(optimizer).__name__} is not the optimizer of the model that is trained")
+        return made
+
+    def unwrapped(self, model: Any) -> Any:
+        return model.module if isinstance(model, Stages | Asking) else model
+
+    # data
+
+    def get_train_dataloader(self) -> Any:
+        self._loader = super().get_train_dataloader()
+        return self._loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        with self.accelerator.alone():
+            return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        with self.accelerator.alone():
+            return super().get_test_dataloader(test_dataset)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return int(super().get_total_train_batch_size(args)) // self._ranks_of_replica
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """This rank's share, as those of all ranks are added up."""
+        return float(super().floating_point_ops(inputs)) / self._ranks_of_replica
+
+    @property
+    def _ranks_of_replica(self) -> int:
+        return self.pipeline.grid.size // self.pipeline.grid.dp_size
+
+    # steps
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        if self._held:
+            raise UsageError(
+                f"{len(self._held)} batches of a window of gradient_accumulation_steps were left over: a callback has "
+                "ended the epoch in on_substep_end. Let it do so in on_step_end"
+            )
+        return super().get_batch_samples(*args, **kwargs)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Keep the batch until its window is complete, and then take one step with all of it."""
+        assert self._stages is not None
+        if self._objective is not None:
+            self._objective.num_items = num_items_in_batch
+        self._held += (self._given(inputs, num_items_in_batch),)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        self._stages.train()
+        if callable(getattr(self.optimizer, "train", None)):  # optimizers without a schedule
+            self.optimizer.train()
+        window, self._held = self._held, ()
+        weight = self._weight(num_items_in_batch)
+        note = self._objective.note if self._objective is not None and self._overrides_loss else False
+        loss = self._stages.step(window, self._objective, weight, note)
+        if note and self._objective is not None:
+            self._objective.share(self._stages.boosted.pipeline)
+        return loss.to(self.args.device)
+
+    def _given(self, inputs: Any, num_items: Any, is_sample: bool = False) -> dict[str, Any]:
+        """What the model is called with."""
+        if self._objective is not None:
+            return self._objective.called_with(self.with_reference(inputs, is_sample))
+        accepts = self.model_accepts_loss_kwargs and num_items is not None
+        return {**inputs, ITEMS: torch.as_tensor(num_items)} if accepts else dict(inputs)
+
+    def with_reference(self, inputs: dict[str, Any], is_sample: bool = False) -> dict[str, Any]:
+        """The batch and what the loss reads of another model, if it does; of a sample shapes are enough."""
+        return inputs
+
+    def _weight(self, num_items: Any) -> float:
+        """What the loss of a batch is multiplied with, as Trainer's training_step and compute_loss do."""
+        counted = self.model_accepts_loss_kwargs and num_items is not None
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        scaled = counted or self.compute_loss_func is not None if scaled is None else scaled
+        weight = 1.0 if scaled else 1.0 / self.current_gradient_accumulation_steps
+        if self._objective is None and counted and self.args.average_tokens_across_devices:
+            weight *= self.accelerator.num_processes
+        return weight
+
+    # evaluation
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Every replica evaluates all of the data, batch by batch, as one process does."""
+        if getattr(dataloader, REPLICAS, 1) != 1:
+            raise UsageError(
+                "this dataloader deals its batches out among replicas, and each is to evaluate all of them: make it by "
+                "get_eval_dataloader(dataset), or inside `with self.accelerator.alone():`"
+            )
+        self._loader = dataloader if self._loader is None else self._loader
+        with self.accelerator.alone():
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        stages = self._own_stages()
+        stages.loss_only = prediction_loss_only and not self._makes_loss() and "labels" in inputs
+        try:
+            return super().prediction_step(stages, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            stages.loss_only = False
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError("hyperparameter_search is not known to a pipeline: start a run for each trial")
+
+    # files
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest(Path(self.args.output_dir), self.pipeline.grid.world)
+        return super().train(resume_from_checkpoint or None, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """On every rank: each writes its part."""
+        folder = Path(output_dir or self.args.output_dir)
+        save_weights(self._own_stages().boosted, folder)
+        if self.pipeline.grid.first:
+            holder = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if holder is not None:
+                holder.save_pretrained(folder)
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        stages = self._own_stages()
+        assert stages.optimizer is not None
+        save_state(Path(output_dir), stages.boosted, stages.optimizer, self.lr_scheduler)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        refuse_incomplete(Path(resume_from_checkpoint))  # it is loaded once there are stages
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        stages = self._own_stages()
+        assert stages.optimizer is not None
+        random = load_state(Path(checkpoint), stages.boosted, stages.optimizer, self.lr_scheduler)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, Randomness):
+                callback.state = random
+
+    def _load_best_model(self) -> None:
+        load_weights(self._own_stages().boosted, Path(self.state.best_model_checkpoint))
+
+
+class Front:
+    """Takes the plugin, before the Trainer behind it is made."""
+
+    def __init__(self, *args: Any, pipeline: PipelinePlugin, **kwargs: Any) -> None:
+        if not isinstance(pipeline, PipelinePlugin):
+            raise ConfigurationError(f"pipeline must be a PipelinePlugin, got a {type(pipeline).__name__}")
+        model = args[0] if args else kwargs.get("model")
+        if isinstance(model, PipelineModel):
+            raise ConfigurationError(
+                f"{type(self).__name__} boosts the model itself: pass the model as it was before booster.boost"
+            )
+        self.pipeline = pipeline
+        super().__init__(*args, **kwargs)
+        self.add_callback(Randomness())  # type: ignore[attr-defined]
+
+
+def pipelined(trainer: type[Trainer]) -> Any:
+    """The same for any subclass of transformers' Trainer: `pipelined(SFTTrainer)(model, ..., pipeline=plugin)`.
+
+    What the subclass overrides is called as it is; see `pipeshard.trainer.trainer`.
+    """
+    if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
+        raise ConfigurationError(f"pipelined takes a subclass of transformers.Trainer, got {trainer!r}")
+    fronts = (Front, Preferences) if hasattr(trainer, "compute_ref_log_probs") else (Front,)
+    bases = (*fronts, Loop) if trainer is Trainer else (*fronts, trainer, Loop)
+    return type(f"Pipelined{trainer.__name__}", bases, {"__doc__": trainer.__doc__, "__module__": __name__})
+
+
+class PipelineTrainer(Front, Loop):
+    """transformers' Trainer with a pipeline: `PipelineTrainer(model, args, pipeline=PipelinePlugin(pp_size=2), ...)`.
+
+    All other arguments, and what they mean, are Trainer's.
+    """

@@ -1,0 +1,320 @@
+"""Trainer: what PipelineTrainer logs, evaluates and resumes is what transformers' Trainer does in one process."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer
+
+from pipeshard import PipelinePlugin
+from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
+from pipeshard.private import tree_leaves
+from pipeshard.trainer import PipelineTrainer, pipelined
+from pipeshard.trainer.accelerator import PipelineAccelerator
+from pipeshard.trainer.trainer import PRIVATE, Loop
+from tests.house import PACKAGE
+from tests.pool import Pool
+from tests.trainer_features import BEGIN, END, FEATURES, LEAST, PAGE, verdict
+from tests.trainers import TASKS, differences, forget, launched, run, run_pipeline, trainer
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "plugin", "others"),
+    [
+        ("causal", 2, {}, {"max_steps": 50, "num_train_epochs": 5}),
+        ("causal", 2, {"num_microbatches": 6}, {}),
+        ("classifier", 2, {}, {}),
+        ("seq2seq", 2, {}, {}),
+        ("smoothed", 2, {}, {}),
+        ("smoothed", 2, {"num_microbatches": 4}, {}),
+        ("lora", 2, {}, {}),
+        ("weighted", 2, {}, {}),
+        ("function", 2, {}, {}),
+    ],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_logs_are_those_of_one_process(
+    pool: Pool, tmp_path: Path, name: str, ranks: int, plugin: dict[str, Any], others: dict[str, Any]
+) -> None:
+    expected = run(name, tmp_path, **EVALUATED, **others)
+    plugin = {"pp_size": ranks, **plugin}
+    for found in pool.run(run_pipeline, ranks, name, str(tmp_path), plugin=plugin, **EVALUATED, **others):
+        assert differences(found, expected) == []
+
+
+@pytest.mark.parametrize("name", ["causal", "classifier"])
+def test_replicas_share_a_window(pool: Pool, tmp_path: Path, name: str) -> None:
+    expected = run(name, tmp_path, gradient_accumulation_steps=4, **EVALUATED)
+    options = {"plugin": {"pp_size": 2}, "gradient_accumulation_steps": 2}
+    for found in pool.run(run_pipeline, 4, name, str(tmp_path), **options, **EVALUATED):
+        assert differences(found, expected) == []
+
+
+STEPS = {"max_steps": 11, "save_strategy": "steps", "save_steps": 7, "per_device_train_batch_size": 2}
+
+
+def resumed(pool: Pool, name: str, folder: Path, ranks: int, plugin: dict[str, Any], **others: Any) -> list[Any]:
+    return pool.run(
+        run_pipeline, ranks, name, str(folder), True, plugin=plugin, **{**STEPS, "save_strategy": "no", **others}
+    )[0]
+
+
+@pytest.mark.parametrize("name", ["causal", "lora"])
+def test_a_run_goes_on_with_other_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
+    options = {"gradient_accumulation_steps": 2}
+    expected = run(name, tmp_path / "whole", **STEPS | options)
+    pool.run(run_pipeline, 2, name, str(tmp_path / "split"), plugin={"pp_size": 2}, **STEPS | options)
+    torn = tmp_path / "split" / "checkpoint-11" / "trainer_state.json"
+    torn.write_text(torn.read_text()[:-100])  # as a save that is killed leaves it
+    for ranks, plugin in ((1, {"pp_size": 1}), (3, {"pp_size": 3})):
+        found = resumed(pool, name, tmp_path / "split", ranks, plugin, **options)
+        assert differences(found[:-2], expected[:-2]) == [] and differences(found[-1:], expected[-1:]) == []
+    if name == "causal":
+        found = resumed(pool, name, tmp_path / "split", 4, {"pp_size": 2}, gradient_accumulation_steps=1)
+        assert differences(found[:-2], expected[:-2]) == [] and differences(found[-1:], expected[-1:]) == []
+
+
+def predict(name: str, folder: str, plugin: dict[str, Any] | None = None, **others: Any) -> list[Any]:
+    """Predictions before training, after it, and of the model that is saved then."""
+    with launched() if plugin else nullcontext():
+        made = trainer(name, folder, plugin, **others)
+        before = made.evaluate()
+        made.train()
+        predicted = made.predict(TASKS[name].data(7, seed=8))
+        made.save_model()
+        metrics = {key: before[key] for key in before if key in ("eval_loss", "eval_right", "eval_first")}
+        return [metrics | {"loss": predicted.metrics["test_loss"]}, predicted.predictions, predicted.label_ids]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(2, {}), (4, {"eval_accumulation_steps": 1}), (2, {"eval_do_concat_batches": False})],
+    ids=str,
+)
+def test_predictions_are_on_every_rank(pool: Pool, tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
+    short = {"max_steps": 3, "gradient_accumulation_steps": 4, **options}
+    name = "causal" if "eval_do_concat_batches" in options else "smoothed"
+    metrics, predictions, labels = predict(name, str(tmp_path / "whole"), **short)
+    split = {**short, "gradient_accumulation_steps": 8 // ranks}
+    for found in pool.run(predict, ranks, name, str(tmp_path / "split"), {"pp_size": 2}, **split):
+        assert differences([found[0]], [metrics]) == []
+        for mine, theirs in zip(tree_leaves(found[1:]), tree_leaves([predictions, labels]), strict=True):
+            assert np.allclose(mine, theirs, atol=1e-5)
+    saved, whole = (AutoModelForCausalLM.from_pretrained(tmp_path / which) for which in ("split", "whole"))
+    mine, theirs = saved.state_dict(), whole.state_dict()
+    assert mine.keys() == theirs.keys() and all(torch.allclose(mine[k], theirs[k], atol=1e-6) for k in mine)
+
+
+class Streaming:
+    """A compute_metrics that is told of every batch."""
+
+    def __init__(self) -> None:
+        self.right = self.all = 0
+
+    def __call__(self, predictions: Any, compute_result: bool) -> dict[str, float]:
+        valid = predictions.label_ids != -100
+        self.right += int((predictions.predictions == predictions.label_ids)[valid].sum())
+        self.all += int(valid.sum())
+        return {"right": self.right / self.all} if compute_result else {}
+
+
+def chosen(logits: Any, labels: Any) -> Any:
+    return logits.argmax(-1)
+
+
+def stream(folder: str, plugin: dict[str, Any] | None = None) -> list[Any]:
+    more = {"compute_metrics": Streaming(), "preprocess_logits_for_metrics": chosen}
+    with launched() if plugin else nullcontext(), mock.patch.dict(TASKS["causal"].more, more):
+        return run("causal", folder, plugin=plugin, max_steps=2, batch_eval_metrics=True)
+
+
+def test_metrics_may_be_streamed(pool: Pool, tmp_path: Path) -> None:
+    expected = stream(str(tmp_path))
+    assert "eval_right" in expected[-1]
+    for found in pool.run(stream, 2, str(tmp_path), {"pp_size": 2}):
+        assert differences(found, expected) == []
+
+
+class Worse:
+    """A compute_metrics by which the second evaluation is the best one."""
+
+    def __init__(self) -> None:
+        self.values = [0.5, 0.9, 0.4, 0.3, 0.2, 0.1, 0.1]
+
+    def __call__(self, predictions: Any) -> dict[str, float]:
+        return {"right": self.values.pop(0)}
+
+
+def keep_the_best(name: str, folder: str, plugin: dict[str, Any] | None = None) -> list[Any]:
+    kept = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "load_best_model_at_end": True}
+    judged = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "right", "max_steps": 20}
+    with launched() if plugin else nullcontext(), mock.patch.object(TASKS[name], "metrics", Worse()):
+        made = trainer(name, folder, plugin, **kept, **judged)
+        made.add_callback(EarlyStoppingCallback(2))
+        made.train()
+        folders = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+        with mock.patch.object(made, "compute_metrics", None):
+            return [folders, {"loss": made.evaluate()["eval_loss"], "step": made.state.global_step}]
+
+
+@pytest.mark.parametrize("name", ["causal", "lora"])
+def test_the_best_model_is_kept_and_loaded(pool: Pool, tmp_path: Path, name: str) -> None:
+    folders, metrics = keep_the_best(name, str(tmp_path / "whole"))
+    assert folders == ["checkpoint-4", "checkpoint-8"] and metrics["step"] == 8
+    for found in pool.run(keep_the_best, 2, name, str(tmp_path / "split"), {"pp_size": 2}):
+        assert found[0] == folders and differences([found[1]], [metrics]) == []
+
+
+class Other(Trainer):
+    """One whose loss cannot be that of a pipeline."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        return model(**{**inputs, "input_ids": inputs["input_ids"].flip(1)}).loss
+
+
+class Twice(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        return model(**inputs).loss + model(**inputs).loss
+
+
+REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
+    (ConfigurationError, "auto_find_batch_size=True, since.*pipeshard plan", {"auto_find_batch_size": True}, {}),
+    (ConfigurationError, "bf16_full_eval=True.*bf16=True", {"bf16_full_eval": True}, {}),
+    (ConfigurationError, "optim=.*backward", {"optim": "lomo"}, {}),
+    (ConfigurationError, "debug=.*check_finite", {"debug": "underflow_overflow"}, {}),
+    (ConfigurationError, "dispatch_batches=True", {"accelerator_config": {"dispatch_batches": True}}, {}),
+    (ConfigurationError, "max_norm=1.0.*max_grad_norm", {}, {"max_norm": 1.0}),
+    (ConfigurationError, "num_microbatches=4.*gradient_accumulation_steps=3", {}, {"num_microbatches": 4}),
+    (ConfigurationError, "loss_reduction='microbatch'", {}, {"loss_reduction": "microbatch"}),
+    (CheckpointError, "is not a checkpoint of a PipelineTrainer", {"resume": "nowhere"}, {}),
+    (UsageError, "another input_ids than the batch has", {"kind": Other}, {}),
+    (UsageError, "calls the model twice", {"kind": Twice}, {}),
+]
+
+
+def refused(folder: str, error: type[Exception], what: str, others: dict[str, Any], plugin: dict[str, Any]) -> None:
+    kind, resume = others.pop("kind", Trainer), others.pop("resume", None)
+    with launched(), mock.patch.object(TASKS["causal"], "kind", kind), pytest.raises(error, match=what):
+        trainer("causal", folder, {"pp_size": 2, **plugin}, **others).train(resume_from_checkpoint=resume)
+
+
+def all_refused(folder: str) -> None:
+    for error, what, others, plugin in REFUSED:
+        refused(folder, error, what, dict(others), plugin)
+    with launched(), pytest.raises(ConfigurationError, match=r"predict_with_generate=True.*generate with plain"):
+        trainer("seq2seq", folder, {"pp_size": 2}, predict_with_generate=True)
+    with pytest.raises(ConfigurationError, match=r"has 2 ranks, but accelerate.*sees 1: start the script by torchrun"):
+        trainer("causal", folder, {"pp_size": 2})
+    forget()
+    with launched():
+        made = trainer("causal", folder, {"pp_size": 2})
+        with pytest.raises(UsageError, match="hyperparameter_search is not known"):
+            made.hyperparameter_search()
+        with pytest.raises(UsageError, match=r"under torch.no_grad"):
+            made.accelerator.prepare(made.model)(input_ids=torch.ones(1, 4))
+
+
+def test_what_cannot_be_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    pool.run(all_refused, 2, str(tmp_path))
+    for wrong in (int, PipelinePlugin):
+        with pytest.raises(ConfigurationError, match=r"a subclass of transformers.Trainer"):
+            pipelined(wrong)
+    with pytest.raises(ConfigurationError, match="pipeline must be a PipelinePlugin, got a int"):
+        PipelineTrainer(None, pipeline=2)
+
+
+def test_private_names_of_trainer_mean_what_is_assumed() -> None:
+    """They are methods with these arguments, and Trainer itself calls them where it is assumed to."""
+    source = inspect.getsource(Trainer)
+    calls = {
+        "_wrap_model": ("model, training, dataloader", ["self._wrap_model(self.model_wrapped)"]),
+        "_load_from_checkpoint": (
+            "resume_from_checkpoint, model",
+            ["self._load_from_checkpoint(resume_from_checkpoint)"],
+        ),
+        "_load_optimizer_and_scheduler": ("checkpoint", ["self._load_optimizer_and_scheduler(resume_from_checkpoint)"]),
+        "_save_optimizer_and_scheduler": ("output_dir", ["self._save_optimizer_and_scheduler(output_dir)"]),
+        "_load_best_model": ("", ["self._load_best_model()"]),
+    }
+    calls["_wrap_model"][1].append("model = self._wrap_model(self.model, training=False")
+    assert sorted(calls) == sorted(PRIVATE) and len(PRIVATE) <= 5
+    for name, (parameters, uses) in calls.items():
+        assert ", ".join([*inspect.signature(getattr(Trainer, name)).parameters][1:]) == parameters
+        assert all(use in source for use in uses), name
+    own = {
+        node.attr
+        for path in (PACKAGE / "trainer").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in vars(Trainer) and node.attr.startswith("_")
+    }
+    overridden = {name for name in vars(Loop) if name.startswith("_") and name in vars(Trainer)} - {
+        "__doc__",
+        "__module__",
+    }
+    assert {name for name in own | overridden if not name.startswith("__")} == set(PRIVATE)
+
+
+def test_a_window_s_tokens_are_counted_together(pool: Pool, tmp_path: Path) -> None:
+    """A mutation: each batch by its own tokens, as if `num_items_in_batch` were not known."""
+    expected = run("causal", tmp_path, max_steps=2)
+    found = pool.run(mutated, 2, "items", str(tmp_path), {"pp_size": 2}, max_steps=2)[0]
+    assert differences(found, expected)
+
+
+def test_mutations_of_an_evaluation_are_seen(pool: Pool, tmp_path: Path) -> None:
+    """The loss averaged by batches, of which the last is smaller; metrics of the samples of one replica alone."""
+    expected = run("smoothed", tmp_path, max_steps=1)
+    told = pool.run_expecting(UsageError, mutated, 4, "replica", str(tmp_path), {"pp_size": 2}, max_steps=1)
+    assert all("deals its batches out among replicas" in line for line in told)
+    for mutation, key in (("batches", "eval_loss"), ("rows", "eval_first")):
+        found = pool.run(
+            mutated, 4, mutation, str(tmp_path), {"pp_size": 2}, max_steps=1, gradient_accumulation_steps=1
+        )
+        assert all(any(key in line for line in differences(one, expected)) for one in found), mutation
+
+
+def of_one_replica(loop: Any, *args: Any, **options: Any) -> Any:
+    loss, logits, labels = super(Loop, loop).prediction_step(*args, **options)
+    return loss, logits[::2], labels[::2]
+
+
+def mutated(mutation: str, folder: str, plugin: dict[str, Any], **others: Any) -> list[dict[str, float]]:
+    patch: Any = {
+        "items": lambda: mock.patch.object(Loop, "_given", lambda self, inputs, items: dict(inputs)),
+        "batches": lambda: mock.patch.object(PipelineAccelerator, "gather_for_metrics", lambda self, data, *_: data),
+        "replica": lambda: mock.patch.object(PipelineAccelerator, "alone", nullcontext),
+        "rows": lambda: mock.patch.object(Loop, "prediction_step", of_one_replica),
+    }[mutation]
+    with launched(), patch():
+        return run("causal" if mutation == "items" else "smoothed", folder, plugin=plugin, **others)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "`PipelinePlugin.from_pretrained`, never whole in a process",
+        "`model_init`",
+        "`dataloader_num_workers`, `dataloader_prefetch_factor`",
+        "callbacks on every rank, in Trainer's order",
+        "`ignore_data_skip`",
+    ],
+)
+def test_features_work(pool: Pool, name: str) -> None:
+    assert verdict(pool, name) == "works"
+
+
+def test_the_table_of_features_is_that_of_the_features() -> None:
+    rows = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == [f"| {name}" for name in FEATURES]
+    works = sum(row.endswith("| works |") for row in rows)
+    assert works >= LEAST and works + sum("| refused: " in row for row in rows) == len(rows) >= 60
