@@ -6,7 +6,13 @@ tests each meaning that is relied on, and refuses any other private name in the 
 file.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -80,6 +86,24 @@ ATTRIBUTES = {
     "transformers.AutoModel": ("_model_mapping",),
 }
 
+
+def nccl_options(timeout: timedelta) -> Any:
+    """Of a process group with NCCL, to be made with the same timeout: its streams come before others."""
+    options = getattr(dist, "ProcessGroupNCCL").Options(is_high_priority_stream=True)  # noqa: B009
+    options._timeout = timeout
+    return options
+
+
+@contextmanager
+def nccl_group(backend: Any) -> Iterator[None]:
+    """What communicators are asked for inside, they do as one."""
+    backend._group_start()
+    try:
+        yield
+    finally:
+        backend._group_end()
+
+
 __all__ = [
     "ATTRIBUTES",
     "SUPPORTED_NODES",
@@ -100,6 +124,8 @@ __all__ = [
     "functorch_is_active",
     "is_namedtuple_instance",
     "keystr",
+    "nccl_group",
+    "nccl_options",
     "profiler_is_enabled",
     "register_pytree_node",
     "reparametrized",

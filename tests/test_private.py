@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipeshard import private
@@ -144,3 +147,12 @@ def test_all_at_once_is_each_by_itself() -> None:
     assert [float(norm) for norm in private.foreach_norm(tensors)] == [float(tensor.norm()) for tensor in tensors]
     private.foreach_mul_(tensors, 2.0)
     assert tensors[1].tolist() == [2, 2]
+
+
+def test_torch_asks_nccl_in_the_same_words() -> None:
+    """There may be no NCCL here: then its own stubs and callers tell."""
+    stubs = (Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi").read_text()
+    options = stubs.partition("class ProcessGroupNCCL(Backend)")[2]
+    assert "is_high_priority_stream: bool" in options and "_group_start" in options and "_group_end" in options
+    torch_s_own = inspect.getsource(dist.distributed_c10d)
+    assert "backend_options._timeout != timeout" in torch_s_own and "backend._group_start()" in torch_s_own

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pipeshard.distributed.progress import NOW, main_stack
-from pipeshard.private import default_store
+from pipeshard.private import default_store, nccl_group
 
 RAISED, GONE, STALLED, ENDED = "raised", "gone", "stalled", "ended"  # kinds
 
@@ -233,14 +233,11 @@ def abort_groups() -> None:
 
 def _abort(backends: Sequence[Any]) -> None:
     """All as one for NCCL, whose communicators would wait for each other here, too."""
-    nccl = [backend for backend in backends if backend.name() == "nccl"][:1]
-    for first in nccl:
-        first._group_start()
-    for backend in backends:
-        with contextlib.suppress(RuntimeError):
-            backend.abort()
-    for first in nccl:
-        first._group_end()
+    nccl = next((backend for backend in backends if backend.name() == "nccl"), None)
+    with nccl_group(nccl) if nccl is not None else contextlib.nullcontext():
+        for backend in backends:
+            with contextlib.suppress(RuntimeError):
+                backend.abort()
 
 
 def _gives_up(backend: Any, other: int) -> bool:

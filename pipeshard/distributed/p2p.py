@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipeshard.distributed.collectives import carrier, gather_objects
 from pipeshard.errors import ConfigurationError
+from pipeshard.private import nccl_options
 from pipeshard.schedule.passes import add_communication
 from pipeshard.schedule.program import Program
 from pipeshard.schedule.streams import WORST, Lanes, add_ordered_communication, check_streams
@@ -57,7 +58,7 @@ class P2P(ABC):
     def new_groups(self, members: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
         """Several of them, each a group of its own; every rank of the world asks for as many."""
         world: Any = dist.group.WORLD
-        options = nccl_options() if self.kernels else {}
+        options = options_of_kernels() if self.kernels else {}
         groups: list[Any] = []
         for own, wanted in zip(members, zip(*gather_objects([list(ranks) for ranks in members], world))):
             made = {ranks: dist.new_group(list(ranks), **options) for ranks in sorted({*map(tuple, wanted)})}
@@ -163,11 +164,9 @@ def with_messages(program: Program, p2p: P2P | None) -> Program:
     return program
 
 
-def nccl_options() -> dict[str, Any]:
+def options_of_kernels() -> dict[str, Any]:
     """Of a group for messages alone, which has no gloo beside it. NCCL's own clock runs from the moment in which the
     host posts a message, and ends the process without a word: whether anything moves is the watch's to say. A message
     does not wait for room behind the next layer's kernels."""
     day = timedelta(days=1)
-    options = getattr(dist, "ProcessGroupNCCL").Options(is_high_priority_stream=True)  # noqa: B009
-    options._timeout = day
-    return {"backend": "nccl", "timeout": day, "pg_options": options}
+    return {"backend": "nccl", "timeout": day, "pg_options": nccl_options(day)}

@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -48,8 +48,12 @@ class Progress:
 
     def wait(self, work: Any, ranks: Sequence[int]) -> None:
         """`work.wait()`, which these ranks have a part in; if it raises, `waits` still tells them."""
+        self.wait_until(work.wait, ranks)
+
+    def wait_until(self, done: Callable[[], Any], ranks: Sequence[int]) -> None:
+        """The same for a function that returns when it is done."""
         self.waits, self.since = ranks, time.monotonic()
-        work.wait()
+        done()
         now = time.monotonic()
         if self.action is not None:
             self.longest = max(self.longest, now - self.since)

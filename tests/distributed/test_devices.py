@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pipeshard.distributed.collectives import carrier, control, gather, gather_objects, share_scalar, sum_scalar
 from pipeshard.distributed.failures import _abort
 from pipeshard.distributed.mesh import Grid, own_index
-from pipeshard.distributed.p2p import BroadcastP2P, ISendP2P, nccl_options
+from pipeshard.distributed.p2p import BroadcastP2P, ISendP2P, options_of_kernels
 from pipeshard.engine.clipping import grad_norm
 from pipeshard.errors import ConfigurationError
 from tests import zoo
@@ -129,7 +129,7 @@ def groups_of_messages(backend: str) -> list[tuple[list[int], dict[str, Any]]]:
     with (
         mock.patch.object(dist, "new_group", recording),
         mock.patch("pipeshard.distributed.p2p.carrier", lambda device: backend),
-        mock.patch("pipeshard.distributed.p2p.nccl_options", lambda: {"backend": "nccl"}),
+        mock.patch("pipeshard.distributed.p2p.options_of_kernels", lambda: {"backend": "nccl"}),
     ):
         first = dist.get_rank() // 2 * 2  # two pipelines side by side
         p2p = BroadcastP2P([first, first + 1], [(0, 1), (1, 0)], torch.device("cpu"))
@@ -145,7 +145,7 @@ def test_each_direction_has_a_group_of_its_own(pool: Pool, backend: str, options
 
 def test_nccl_s_own_clock_does_not_end_a_process() -> None:
     with mock.patch.object(dist, "ProcessGroupNCCL", mock.Mock(), create=True) as nccl:
-        options = nccl_options()
+        options = options_of_kernels()
     nccl.Options.assert_called_once_with(is_high_priority_stream=True)
     assert options["timeout"] == options["pg_options"]._timeout == timedelta(days=1) and options["backend"] == "nccl"
 
