@@ -290,7 +290,7 @@ def of_one_replica(loop: Any, *args: Any, **options: Any) -> Any:
 
 def mutated(mutation: str, folder: str, plugin: dict[str, Any], **others: Any) -> list[dict[str, float]]:
     patch: Any = {
-        "items": lambda: mock.patch.object(Loop, "_given", lambda self, inputs, items: dict(inputs)),
+        "items": lambda: mock.patch.object(Loop, "_given", lambda self, inputs, items, is_sample=False: dict(inputs)),
         "batches": lambda: mock.patch.object(PipelineAccelerator, "gather_for_metrics", lambda self, data, *_: data),
         "replica": lambda: mock.patch.object(PipelineAccelerator, "alone", nullcontext),
         "rows": lambda: mock.patch.object(Loop, "prediction_step", of_one_replica),
