@@ -13,7 +13,7 @@ from pipeshard.batch.criterion import Criterion, refuse_criterion, takes_outputs
 from pipeshard.batch.read import find_sample
 from pipeshard.checkpoint.lora import refuse_blank_adapters
 from pipeshard.config import PipelineConfig
-from pipeshard.distributed.collectives import compare_ranks, model_texts, optimizer_texts
+from pipeshard.distributed.agreement import compare_ranks, model_texts, optimizer_texts
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel

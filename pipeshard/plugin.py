@@ -29,7 +29,8 @@ from pipeshard.compat import (
 )
 from pipeshard.config import PRECISIONS, PipelineConfig
 from pipeshard.dataloader import ResumableDataLoader
-from pipeshard.distributed.collectives import compare_ranks, texts_of, together_in, versions
+from pipeshard.distributed.agreement import compare_ranks, texts_of, versions
+from pipeshard.distributed.collectives import together_in
 from pipeshard.distributed.mesh import DP, PP, TP, Grid, num_replicas
 from pipeshard.distributed.p2p import P2P, check_p2p
 from pipeshard.distributed.watching import calling, constructing, name_ranks, named, watch_world

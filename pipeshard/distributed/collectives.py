@@ -1,19 +1,14 @@
-"""Collectives: small values and tensors exchanged without pickle, and what has to be the same on all ranks.
+"""Collectives: small values and tensors exchanged without pickle, by ranks that make the same calls.
 
-A collective call that one rank does not make hangs the others, and one that it makes with another model computes
-nonsense. So every collective call begins with one small all-gather, in which ranks compare which call they are at; what
-else has to be the same is compared once, at boost, as digests, and shown line by line where it differs.
+A collective call that one rank does not make hangs the others. So every call of the user's begins with one small
+all-gather, in which ranks compare which call they are at.
 """
 
-import hashlib
 import io
-import platform
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
-from itertools import zip_longest
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -21,13 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
 
 from pipeshard.distributed.progress import NOW, Progress
 from pipeshard.distributed.watching import calling, named
-from pipeshard.errors import ConfigurationError, MessageError, UsageError
+from pipeshard.errors import MessageError, UsageError
 from pipeshard.private import StridedShard
-from pipeshard.schedule.program import Program
 
 
 def encode(value: Any) -> bytes:
@@ -265,87 +258,3 @@ def together_in(name: str) -> Iterator[None]:
         if is_call:
             meet_in_world()
         yield
-
-
-PACKAGES = ("pipeshard", "torch", "transformers", "colossalai", "peft", "accelerate")
-PLAIN = (bool, int, float, str, type(None))
-
-
-def compare_ranks(items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """Raise ConfigurationError, on every rank, where one of these texts is not the same on all ranks of the world.
-
-    Digests travel; the lines themselves do where they differ, and the first one that does is named.
-    """
-    digests = {name: hashlib.blake2b("\n".join(lines).encode()).hexdigest() for name, lines in items.items()}
-    ranks = gather_objects(digests, group)
-    differs = next((name for name in digests if len({other.get(name) for other in ranks}) > 1), None)
-    if differs is None:
-        return
-    texts = gather_objects(list(items[differs]), group)
-    other = next(rank for rank, lines in enumerate(texts) if lines != texts[0])
-    pairs = zip_longest(texts[0], texts[other], fillvalue="nothing")
-    first, second = next(pair for pair in pairs if pair[0] != pair[1])
-    raise ConfigurationError(
-        f"{differs} differs between ranks: {first} on {named(0)}, but {second} on {named(other)}. Start every "
-        "rank with the same program, arguments and packages"
-    )
-
-
-def texts_of(arguments: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Arguments as texts that are the same in every process, one item for each."""
-    return {name: [f"{name}={_text(value)}"] for name, value in arguments.items()}
-
-
-def versions() -> dict[str, list[str]]:
-    """Those of Python and of the packages that training depends on."""
-    lines = [f"Python {'.'.join(platform.python_version_tuple()[:2])}"]
-    for package in PACKAGES:
-        try:
-            lines.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            lines.append(f"no {package}")
-    return {"a version": lines}
-
-
-def model_texts(model: nn.Module) -> dict[str, list[str]]:
-    """The parameters of a whole model, and which of them are trained."""
-    named = list(model.named_parameters())
-    return {
-        "the model's class": [type(model).__qualname__],
-        "the model": [f"{name} of shape {tuple(p.shape)} and {p.dtype}" for name, p in named],
-        "what is trained": [f"{name}.requires_grad={p.requires_grad}" for name, p in named],
-    }
-
-
-def optimizer_texts(optimizer: Optimizer) -> dict[str, list[str]]:
-    """The options of an optimizer's groups."""
-    groups = [
-        ", ".join(f"{key}={_text(value)}" for key, value in group.items() if key not in ("params", "param_names"))
-        for group in optimizer.param_groups
-    ]
-    return {"the optimizer": [type(optimizer).__qualname__, *(f"group {k} with {g}" for k, g in enumerate(groups))]}
-
-
-def compare_trained(trained: Mapping[str, bool], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """Raise UsageError, on every rank, where ranks that share a parameter do not all train it, or all not."""
-    ranks = gather_objects(dict(trained), group)
-    for rank, of_rank in enumerate(ranks):
-        for name, flag in of_rank.items():
-            other = next((k for k, flags in enumerate(ranks) if flags.get(name, flag) != flag), None)
-            if other is not None:
-                raise UsageError(
-                    f"{name} is held by several ranks, and has requires_grad={flag} on {named(rank)}, but "
-                    f"{not flag} on {named(other)}: freeze it, or train it, on all of them"
-                )
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, PLAIN):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple | range):
-        return "[" + ", ".join(map(_text, value)) + "]"
-    if isinstance(value, Program):
-        return repr(value)
-    return getattr(value, "__qualname__", None) or type(value).__qualname__

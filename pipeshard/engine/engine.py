@@ -15,15 +15,8 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, refuse_criterion
 from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
-from pipeshard.distributed.collectives import (
-    compare_ranks,
-    compare_trained,
-    first_seed,
-    gather_objects,
-    share_scalar,
-    sum_scalar,
-    together_in,
-)
+from pipeshard.distributed.agreement import compare_ranks, compare_trained
+from pipeshard.distributed.collectives import first_seed, gather_objects, share_scalar, sum_scalar, together_in
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.p2p import make_p2p, with_messages
 from pipeshard.distributed.progress import NOW
