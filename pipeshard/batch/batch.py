@@ -136,6 +136,12 @@ class Batch:
 
         return self.map(copy)
 
+    @property
+    def num_tokens(self) -> int:
+        """The elements of `input_ids`, padding included; 0 without."""
+        tokens = self.tensors.get("input_ids")
+        return 0 if tokens is None else tokens.numel()
+
     def take(self, rows: Tensor) -> Self:
         """The samples with these indices (int64)."""
         return self._pick(rows.tolist(), lambda leaf, dim, at: leaf.index_select(dim, torch.tensor(at).to(leaf.device)))

@@ -16,7 +16,7 @@ from pipeshard.batch.criterion import Criterion, refuse_criterion
 from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.agreement import compare_ranks, compare_trained
-from pipeshard.distributed.collectives import first_seed, gather_objects, share_scalar, sum_scalar, together_in
+from pipeshard.distributed.collectives import first_seed, gather, gather_objects, share_scalar, sum_scalar, together_in
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.p2p import make_p2p, with_messages
 from pipeshard.distributed.progress import NOW
@@ -72,6 +72,7 @@ class Pipeline:
         self.steps = 0  # training steps so far
         self.synchronizes = True  # not under no_sync
         self.last: Program | None = None  # what ran last
+        self.read = 0, 0  # the samples and tokens that it read
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # of the whole model
 
         partition, recompute, self.criterion = config.settled(model, criterion)
@@ -251,6 +252,7 @@ class Pipeline:
             units, partition = self.policy.units, self.policy.partition
             refuse_backward_hooks(self.model, units, self.containers, flow, partition, outputs.needed)
         self.last = program = self.program(len(planned[-1]), train)
+        self.read = sum(batch.rows for batch in read), sum(batch.num_tokens for batch in read)
         for stage, microbatches in zip(self.stages, planned, strict=True):
             stage.begin(microbatches, criterion, train, outputs, self.scale, program.splits(stage.index))
         self.carry.begin([microbatch.route for microbatches in planned for microbatch in microbatches])
@@ -286,7 +288,8 @@ class Pipeline:
         if self.last is None:
             raise UsageError("there is nothing recorded before a step: call booster.execute_pipeline first")
         spans, waited = self.interpreter.spans, self.interpreter.waited
-        return Recording.collect(self.last, spans, waited, self.steps - 1, self.group)
+        read = gather(torch.tensor(self.read), self.grid.world).sum(0) * self.grid.dp_size // self.grid.size
+        return Recording.collect(self.last, spans, waited, self.steps - 1, self.group, self.device, read.tolist())
 
     def _deferring(self) -> AbstractContextManager[None]:
         """Around a step's actions: layers leave their weight gradients to W. Where there is none, embeddings leave

@@ -8,6 +8,7 @@ costs that were measured. Times are those of the hosts' wall clocks: several hos
 import json
 import math
 import os
+import resource
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,12 +34,17 @@ class Recording:
         spans: the compute actions of each rank.
         waited: `waited[r][q]` is how long rank r waited for messages of rank q.
         step: the number of the step, from 0.
+        memory: the most bytes that each rank had taken by then: of its GPU, or as a process.
+        samples, tokens: what all replicas have read; tokens are the elements of `input_ids`, 0 where there is none.
     """
 
     program: Program
     spans: tuple[tuple[Span, ...], ...]
     waited: tuple[tuple[float, ...], ...]
     step: int
+    memory: tuple[int, ...] = ()
+    samples: int = 0
+    tokens: int = 0
 
     @property
     def makespan(self) -> float:
@@ -95,13 +101,52 @@ class Recording:
         times = self.busy[rank] / median if median else 1.0
         return f", {times:.1f} times the median rank" if times > STRAGGLES else ""
 
+    def metrics(self, prefix: str = "pipeline/") -> dict[str, float]:
+        """The step in numbers, for any tracker: `wandb.log(recording.metrics())`, on one rank, as all have the same.
+
+        Seconds, shares of 1, samples and tokens per second, and for each rank seconds busy and GB (1e9 bytes).
+        """
+        rates = {"samples": self.samples, "tokens": self.tokens}
+        found = {"seconds": self.makespan, "bubble": self.bubble, "bubble_simulated": self.simulation().bubble}
+        found |= {
+            f"{name}_per_second": count / self.makespan for name, count in rates.items() if count and self.makespan
+        }
+        found |= {f"busy_seconds/rank{rank}": busy for rank, busy in enumerate(self.busy)}
+        found |= {f"memory_gb/rank{rank}": taken / 1e9 for rank, taken in enumerate(self.memory)}
+        return {prefix + name: value for name, value in found.items()}
+
     def draw(self, path: str | os.PathLike[str], title: str = "") -> None:
         """The step as measured above the simulated one, as a picture; its suffix names the format. Needs matplotlib."""
         draw_timeline([("measured", self.spans), ("simulated", self.simulation().spans)], path, title=title)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, for `load`."""
-        content = {
+    def save(self, path: str | os.PathLike[str], format: str = "json") -> None:
+        """Write it as JSON, for `load`, or with "perfetto" as a trace that ui.perfetto.dev and chrome://tracing show.
+
+        Raises ConfigurationError for another format.
+        """
+        if format not in ("json", "perfetto"):
+            raise ConfigurationError(f'format must be "json" or "perfetto", got {format!r}')
+        Path(path).write_text(json.dumps(self._trace() if format == "perfetto" else self._content()))
+
+    def _trace(self) -> dict[str, Any]:
+        """In Chrome's Trace Event Format: a process each for what was measured and simulated, a thread for each rank."""
+        events: list[dict[str, Any]] = []
+        sides = {"measured": self.spans, "simulated": self.simulation().spans}
+        for process, (name, rows) in enumerate(sides.items()):
+            events.append(
+                {"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"{name}, step {self.step}"}}
+            )
+            for rank, row in enumerate(rows):
+                where = {"pid": process, "tid": rank}
+                events.append({"ph": "M", "name": "thread_name", **where, "args": {"name": f"rank {rank}"}})
+                for action, start, end in row:
+                    times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}  # in microseconds
+                    labels = {"cat": action.kind.name, "args": {"microbatch": action.microbatch, "stage": action.stage}}
+                    events.append({"ph": "X", "name": str(action), **where, **times, **labels})
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def _content(self) -> dict[str, Any]:
+        return {
             "schedule": self.program.name,
             "num_microbatches": self.program.num_microbatches,
             "placement": self.program.placement,
@@ -109,8 +154,10 @@ class Recording:
             "times": [[(span.start, span.end) for span in row] for row in self.spans],
             "waited": self.waited,
             "step": self.step,
+            "memory": self.memory,
+            "samples": self.samples,
+            "tokens": self.tokens,
         }
-        Path(path).write_text(json.dumps(content))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -120,37 +167,54 @@ class Recording:
             ranks = [tuple(Action(Kind(kind), i, stage) for kind, i, stage in row) for row in content["program"]]
             placement = tuple(content["placement"])
             program = Program(content["schedule"], content["num_microbatches"], placement, tuple(ranks))
-            return cls.of(program, content["times"], content["waited"], content["step"])
+            taken = [tuple(content.get("memory", ())), content.get("samples", 0), content.get("tokens", 0)]
+            return cls.of(program, content["times"], content["waited"], content["step"], *taken)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ConfigurationError(f"{path} is not the recording of a step: {reason}") from error
 
     @classmethod
     def collect(
-        cls, program: Program, spans: Sequence[Span], waited: Mapping[int, float], step: int, group: dist.ProcessGroup
+        cls,
+        program: Program,
+        spans: Sequence[Span],
+        waited: Mapping[int, float],
+        step: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        read: Sequence[int],
     ) -> Self:
-        """All ranks of `group`, which runs the program, call it with their own compute actions, and the seconds that
-        they waited for each other rank."""
+        """All ranks of `group`, which runs the program, call it with their own compute actions, the seconds that they
+        waited for each other rank, and the samples and tokens that were read."""
         counts = [sum(action.kind.is_compute for action in actions) for actions in program.ranks]
-        row = torch.zeros(2 * max(counts) + len(counts), dtype=torch.float64)
+        row = torch.zeros(2 * max(counts) + 1 + len(counts), dtype=torch.float64)
         for k, span in enumerate(spans):
             row[2 * k], row[2 * k + 1] = span.start, span.end
         for rank, seconds in waited.items():
             row[rank - len(counts)] = seconds
+        row[2 * max(counts)] = _taken(device)
         rows = gather(row, group)
+        memory = tuple(map(int, rows[:, 2 * max(counts)].tolist()))
         times = [of_rank[: 2 * count].view(count, 2).tolist() for of_rank, count in zip(rows, counts, strict=True)]
-        return cls.of(program, times, rows[:, -len(counts) :].tolist(), step)
+        return cls.of(program, times, rows[:, -len(counts) :].tolist(), step, memory, *read)
 
     @classmethod
-    def of(cls, program: Program, times: Sequence[Any], waited: Sequence[Any], step: int) -> Self:
-        """From the (start, end) of each compute action of each rank."""
+    def of(cls, program: Program, times: Sequence[Any], waited: Sequence[Any], step: int, *taken: Any) -> Self:
+        """From the (start, end) of each compute action of each rank; `taken` are the last fields."""
         start = min((row[0][0] for row in times if len(row)), default=0.0)
         computed = ([action for action in actions if action.kind.is_compute] for actions in program.ranks)
         spans = tuple(
             tuple(Span(action, a - start, b - start) for action, (a, b) in zip(row, of_rank, strict=True))
             for row, of_rank in zip(computed, times, strict=True)
         )
-        return cls(program, spans, tuple(map(tuple, waited)), step)
+        return cls(program, spans, tuple(map(tuple, waited)), step, *taken)
+
+
+def _taken(device: torch.device) -> int:
+    """The most bytes so far: of the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _seconds(time: float) -> str:
