@@ -187,6 +187,38 @@ class Twice(Trainer):
         return model(**inputs).loss + model(**inputs).loss
 
 
+class Gathering(Trainer):
+    """Compares a batch with those of other ranks."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss = model(**inputs).loss
+        return loss + self.accelerator.gather(loss.detach()).mean()
+
+
+class Counting(Trainer):
+    """Counts what it has seen, and knows its rank."""
+
+    seen = 0
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(**inputs, output_hidden_states=True)
+        self.seen += int(self.accelerator.gather_for_metrics(inputs["labels"].ne(-100).sum()).sum())
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def count(folder: str, plugin: dict[str, Any] | None = None) -> tuple[int, int]:
+    with launched() if plugin else nullcontext(), mock.patch.object(TASKS["causal"], "kind", Counting):
+        made = trainer("causal", folder, plugin, max_steps=3)
+        made.rank = torch.distributed.get_rank() if plugin else 0
+        made.train()
+        return made.seen, made.rank
+
+
+def test_what_a_loss_counts_is_known_to_every_rank(pool: Pool, tmp_path: Path) -> None:
+    expected, _ = count(str(tmp_path))
+    assert pool.run(count, 2, str(tmp_path), {"pp_size": 2}) == [(expected, 0), (expected, 1)]
+
+
 REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
     (ConfigurationError, "auto_find_batch_size=True, since.*pipeshard plan", {"auto_find_batch_size": True}, {}),
     (ConfigurationError, "bf16_full_eval=True.*bf16=True", {"bf16_full_eval": True}, {}),
@@ -199,6 +231,7 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
     (CheckpointError, "is not a checkpoint of a PipelineTrainer", {"resume": "nowhere"}, {}),
     (UsageError, "another input_ids than the batch has", {"kind": Other}, {}),
     (UsageError, "calls the model twice", {"kind": Twice}, {}),
+    (UsageError, "gathers nothing from other ranks", {"kind": Gathering}, {}),
 ]
 
 

@@ -20,6 +20,7 @@ from pipeshard.errors import UsageError
 from pipeshard.trainer.accelerator import PipelineAccelerator
 
 ITEMS = "num_items_in_batch"
+COMPARED = 8  # batches of which the loss is compared with that of a compute_loss which gathers nothing
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -46,6 +47,8 @@ class Objective:
         self._trainer = weakref.ref(trainer)  # nothing of which the loss is traced through
         self.num_items: Any = None
         self.added: frozenset[str] = frozenset()  # what compute_loss gives the model beside the batch
+        self._changed: set[str] = set()  # attributes of the trainer, in this step
+        self._compared = 0
 
     @property
     def trainer(self) -> ComputesLoss:
@@ -74,12 +77,25 @@ class Objective:
 
     def note(self, outputs: Any, inputs: Mapping[str, Any]) -> None:
         """What compute_loss does beside the loss, of one batch."""
-        self._loss(outputs, inputs)
+        before = _plain(vars(self.trainer))
+        loss = self._loss(outputs, inputs)
+        now = _plain(vars(self.trainer))
+        self._changed |= {name for name in now if name not in before or not _equal(now[name], before[name])}
+        if self._compared < COMPARED:
+            self._compared += 1
+            muted = self(outputs, inputs)
+            if not torch.allclose(muted, loss, rtol=1e-5, atol=1e-7, equal_nan=True):
+                raise UsageError(
+                    f"the loss of compute_loss is {loss.item()}, but {muted.item()} where it gathers nothing from "
+                    "other ranks and counts nothing: let it depend on the batch and the model's outputs alone"
+                )
 
     def share(self, pipeline: Pipeline) -> None:
         """Tell all ranks what that has come to on the last stage."""
         if pipeline.group.size() > 1:
-            _put(vars(self.trainer), share_value(_plain(vars(self.trainer)), pipeline.last_rank, pipeline.group))
+            own = {name: entry for name, entry in _plain(vars(self.trainer)).items() if name in self._changed}
+            _put(vars(self.trainer), share_value(own, pipeline.last_rank, pipeline.group))
+        self._changed.clear()
 
     def _loss(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         trainer = self.trainer
@@ -100,6 +116,8 @@ class Objective:
             yield
         finally:
             trainer.accelerator.is_muted = False
+            for fresh in _plain(vars(trainer)).keys() - before.keys():
+                delattr(trainer, fresh)
             _put(vars(trainer), before)
 
 
@@ -154,6 +172,16 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return isinstance(value, PLAIN) or (isinstance(value, Tensor) and value.ndim == 0 and not value.requires_grad)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _copy(value: Any) -> Any:

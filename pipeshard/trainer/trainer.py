@@ -98,7 +98,7 @@ class Loop(Trainer):
 
     @property
     def _overrides_loss(self) -> bool:
-        return type(self).compute_loss is not Trainer.compute_loss
+        return getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss
 
     def _boosted(self, model: nn.Module, objective: Objective | None) -> Stages:
         config, args = self.pipeline.config, self.args
