@@ -129,7 +129,7 @@ class Recording:
         Path(path).write_text(json.dumps(self._trace() if format == "perfetto" else self._content()))
 
     def _trace(self) -> dict[str, Any]:
-        """In Chrome's Trace Event Format: a process for what was measured, one for what was simulated, a thread a rank."""
+        """In Chrome's Trace Event Format: one process for what was measured, one for what was simulated."""
         events: list[dict[str, Any]] = []
         sides = {"measured": self.spans, "simulated": self.simulation().spans}
         for process, (name, rows) in enumerate(sides.items()):
