@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pipeshard import PipelinePlugin
-from pipeshard.distributed import collectives as compare
+from pipeshard.distributed import agreement
 from pipeshard.errors import BatchError, ConfigurationError, PipeshardError, RankError, UsageError
 from tests import zoo
 from tests.pool import Pool
@@ -49,7 +49,7 @@ def old_transformers() -> None:
     def old(name: str) -> str:
         return "4.57.6" if name == "transformers" and dist.get_rank() == 1 else version(name)
 
-    with mock.patch.object(compare, "version", old):
+    with mock.patch.object(agreement, "version", old):
         boost(PipelinePlugin(2, num_microbatches=2))
 
 

@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process that has started thre
 
 from rich.console import Console
 
+from pipeshard.checkpoint.manifest import LOCK
 from tests.faults import job
 from tests.faults.job import SIZE
 from tests.faults.mechanisms import MECHANISMS, RELIES
@@ -147,8 +148,8 @@ def resumed(ranks: Ranks, folder: Path, digests: list[str]) -> list[str]:
     if not ended_well(ranks):
         return ["\n".join(["the next run failed:", *(ranks.text(rank)[-3000:] for rank in range(SIZE))])]
     wrong = [] if read_digests(folder) == digests else ["the next run comes to other parameters"]
-    left = [path.name for path in (folder / "states").iterdir() if path.name.startswith(".")]
-    return wrong + [f"{name} is left in the folder of the states" for name in left]
+    left = {path.name for path in (folder / "states").iterdir() if path.name.startswith(".")} - {LOCK}
+    return wrong + [f"{name} is left in the folder of the states" for name in sorted(left)]
 
 
 def ended_well(ranks: Ranks) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeshard.checkpoint.manifest import LOCK
 from tests.faults.ranks import Ranks
 from tests.soak import job
 from tests.soak.course import SIZE, Course, Stop
@@ -61,7 +62,7 @@ def live(folder: Path, name: str, course: Course, stop: Stop | None, plants: Seq
 
 def leftovers(folder: Path) -> list[str]:
     """Names of what saves, killed ones among them, have left beside the last two states and the last weights."""
-    names = [path.name for path in (folder / job.STATES).iterdir()]
+    names = [path.name for path in (folder / job.STATES).iterdir() if path.name != LOCK]
     hidden = [path.name for path in folder.iterdir() if path.name.startswith(".")]
     return hidden + sorted(names)[:-2] + [name for name in names if name.startswith(".")]
 
