@@ -133,7 +133,7 @@ pytest: setup
 	@$(PYTEST)
 
 selftest: setup
-	@$(PYTEST) -m 'slow or not slow' $(addprefix tests/test_,pool.py fuzz.py soak.py faults.py benchmarks.py parity.py)
+	@$(PYTEST) -m 'slow or not slow' $(addprefix tests/test_,pool.py fuzz.py soak.py faults.py benchmarks.py parity.py gpu_check.py)
 
 exact: setup
 	@EXACT=all $(PYTEST) -m 'slow or not slow' tests/checkpoint/test_real_weights.py $(COVERING)

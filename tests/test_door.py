@@ -346,6 +346,7 @@ def whole(precision: str) -> None:
     assert torch.equal(logits, evaluated.logits)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("precision", "world"), [("fp32", 1), ("fp32", 2), ("bf16", 2), ("fp16", 1)])
 def test_one_stage_can_be_called_as_a_plain_model(pool: Pool, precision: str, world: int) -> None:
     """Scripts have `if plugin.pp_size > 1: execute_pipeline(...) else: model(**batch)`, whose other branch was lost."""

@@ -22,6 +22,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("gpu-check: there is no GPU here")
 
 
+@pytest.mark.slow
 def test_cases_are_exact_and_one_that_fails_ends_no_other(tmp_path: Path) -> None:
     broken, good = Case(schedule="nothing"), Case("zbv", "isend")
     found = check([broken, good], "cpu", QUIET)

@@ -28,6 +28,7 @@ from tests.trainers import TASKS, differences, forget, launched, run, run_pipeli
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "ranks", "plugin", "others"),
     [
@@ -52,6 +53,7 @@ def test_logs_are_those_of_one_process(
         assert differences(found, expected) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["causal", "classifier"])
 def test_replicas_share_a_window(pool: Pool, tmp_path: Path, name: str) -> None:
     expected = run(name, tmp_path, gradient_accumulation_steps=4, **EVALUATED)
@@ -69,6 +71,7 @@ def resumed(pool: Pool, name: str, folder: Path, ranks: int, plugin: dict[str, A
     )[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["causal", "lora"])
 def test_a_run_goes_on_with_other_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
     options = {"gradient_accumulation_steps": 2}
@@ -96,6 +99,7 @@ def predict(name: str, folder: str, plugin: dict[str, Any] | None = None, **othe
         return [metrics | {"loss": predicted.metrics["test_loss"]}, predicted.predictions, predicted.label_ids]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [(2, {}), (4, {"eval_accumulation_steps": 1}), (2, {"eval_do_concat_batches": False})],
@@ -167,6 +171,7 @@ def keep_the_best(name: str, folder: str, plugin: dict[str, Any] | None = None) 
             return [folders, {"loss": made.evaluate()["eval_loss"], "step": made.state.global_step}]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["causal", "lora"])
 def test_the_best_model_is_kept_and_loaded(pool: Pool, tmp_path: Path, name: str) -> None:
     folders, metrics = keep_the_best(name, str(tmp_path / "whole"))
@@ -332,6 +337,7 @@ def mutated(mutation: str, folder: str, plugin: dict[str, Any], **others: Any) -
         return run("causal" if mutation == "items" else "smoothed", folder, plugin=plugin, **others)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -141,6 +141,7 @@ def assert_close(found: list[Any], expected: list[Any]) -> None:
         assert {**one, "loss": 0} == {**other, "loss": 0}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama-tied"])
 def test_four_then_two_then_three_stages_train_like_an_uninterrupted_run(pool: Pool, tmp_path: Path, name: str) -> None:
     ranks = pool.run(uninterrupted, 4, name)

@@ -143,6 +143,7 @@ def by_the_plugin(name: str, cuts: list[str]) -> list[float]:
     return losses
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_torch_trains_the_stages_to_the_plugin_s_losses(pool: Pool, name: str, chunks: int) -> None:
@@ -152,6 +153,7 @@ def test_torch_trains_the_stages_to_the_plugin_s_losses(pool: Pool, name: str, c
     assert theirs == pytest.approx(ours[0], rel=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [ScheduleZBVZeroBubble, ScheduleDualPipeV])
 def test_torch_s_schedules_in_a_v(pool: Pool, kind: Any) -> None:
     """The first and the last stage are on rank 0, and so is all of a tied weight; stages in a loop made them fail by
