@@ -81,7 +81,7 @@ def layouts(name: str, tied: bool) -> tuple[list[str], set[str]]:
     return found, set(split.held)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "p", "tied"), in_turn(FAMILIES, (2, 4), (True, False)))
 def test_layouts(pool: Pool, name: str, p: int, tied: bool) -> None:
     results = pool.run(layouts, p, name, tied, timeout=120)
@@ -136,7 +136,7 @@ def test_auxiliary_loss(pool: Pool, name: str, p: int) -> None:
     assert not [what for found in pool.run(auxiliary_loss, p, name, (1, 2), timeout=120) for what in found]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "p"), [(name, 2 + k // 2 % 2) for k, name in enumerate(sorted(AUXILIARY)) if ALL or k % 2]
 )

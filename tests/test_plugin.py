@@ -396,7 +396,7 @@ def saving(name: str, folder: str) -> None:
     torch.save({key: value.detach() for key, value in split.held.items()}, f"{folder}/held{dist.get_rank()}")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_a_saved_model_is_what_plain_transformers_loads(pool: Pool, tmp_path: Path, name: str) -> None:
     pool.run(saving, 3, name, str(tmp_path))

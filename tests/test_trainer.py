@@ -28,7 +28,7 @@ from tests.trainers import TASKS, differences, forget, launched, run, run_pipeli
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "ranks", "plugin", "others"),
     [

@@ -107,7 +107,7 @@ def near(found: list[dict[str, float]], expected: list[dict[str, float]]) -> lis
     return differences(*lifted, close=2e-6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logs_are_those_of_one_process(pool: Pool, tmp_path: Path, kind: str) -> None:
     expected = run(kind, str(tmp_path))

@@ -67,7 +67,7 @@ def different(split: Split, unsplit: nn.Module, loss: Tensor, expected: Tensor) 
     return found if error < 1e-6 else [*found, f"gradients differ by {error:.1e}"]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "p"), covering(IMAGES + SOUNDS, [2, 3], strength=1))
 def test_one_step(pool: Pool, name: str, p: int) -> None:
     assert not [what for found in pool.run(one_step, p, name, timeout=120) for what in found]

@@ -60,7 +60,7 @@ def run(layout: str, folder: str, first: int, steps: int, precision: str = "fp32
     return parameter_error(split, unsplit.model)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "layouts",
     [

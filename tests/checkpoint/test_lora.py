@@ -98,7 +98,7 @@ def three_steps(case: str) -> None:
     assert parameter_error(split, unsplit.model) < 1e-5
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("case", "p"), covering(list(CASES), [2, 3], strength=1))
 def test_three_steps(pool: Pool, case: str, p: int) -> None:
     pool.run(three_steps, p, case)
@@ -271,7 +271,7 @@ def saved(case: str, folder: Path) -> None:
     }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", SAVED)
 def test_saved_adapters_are_what_peft_would_save(pool: Pool, case: str, tmp_path: Path) -> None:
     pool.run(saved, 3, case, tmp_path)

@@ -123,7 +123,7 @@ def boosted_again(model: nn.Module, name: str) -> None:
     assert all(torch.allclose(p, expected[key], rtol=0, atol=1e-5) for key, p in again.named_parameters())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "p"), covering(NAMES, [2, 3, 1], strength=1))
 def test_the_whole_model_is_the_split_one_and_can_be_split_again(pool: Pool, name: str, p: int) -> None:
     model = pool.run(whole, p, name)[0]

@@ -73,6 +73,7 @@ def test_replicas_without_a_pipeline(pool: Pool) -> None:
     pool.run(replicas, 2, "gpt2", 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "options"), covering(["llama-tied", "gpt2"], [{"zero_stage": 1}, {"fsdp": True}], strength=1)
 )
@@ -135,7 +136,7 @@ def test_fp32_values_stay_with_their_owner(pool: Pool) -> None:
     assert len(first) + len(second) == len([*zoo.build("llama").parameters()])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "world"), [("llama", 4), ("llama-tied", 4), ("llama-tied", 8), ("qwen3", 4)])
 def test_sliced_stages(pool: Pool, name: str, world: int) -> None:
     pool.run(replicas, world, name, 2, "1f1b", tp_size=2, timeout=120)
@@ -163,7 +164,7 @@ def sliced(name: str, pp: int, **options: Any) -> str:
     return str(next(p.placements[0] for p in split.held.values() if isinstance(p, DTensor)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "t5", "speech-seq2seq/whisper"])
 def test_plans_of_policies(pool: Pool, name: str) -> None:
     """Architectures of which transformers has no plan were refused; their policies slice them, exactly."""

@@ -23,6 +23,7 @@ def rule(name: str, criterion: Criterion | None = None, dtype: torch.dtype = tor
     return find_loss_rule(model, trace(model, data, criterion), Batch.of(data), criterion)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("name", "shift"), [("gpt2", 1), ("llama", 1), ("mixtral", 1), ("bert", 0), ("t5", 0), ("vit", 0)]

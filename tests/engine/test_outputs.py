@@ -64,6 +64,7 @@ def every_kind(schedule: str) -> None:
             rows += len(labels)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv"])
 def test_every_kind_of_output(pool: Pool, schedule: str) -> None:
     for p in (1, 2):

@@ -94,7 +94,7 @@ def bf16(name: str, dp: int, options: dict[str, Any]) -> tuple[list[float], list
     return losses, expected
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "dp", "world", "options"),
     [
@@ -173,7 +173,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "layout"), covering(["causal-lm/deepseek_v3", "image-classification/resnet"], LAYOUTS, strength=1)
 )

@@ -334,7 +334,7 @@ def all_wrong(makes: list[type[nn.Module]], **arguments: Any) -> dict[str, list[
     return {make.__name__: found for make in makes if (found := wrong(make, counts=make is Net, **arguments))}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("p", "options"), [(1, SCHEDULES[1]), *((2, options) for options in SCHEDULES)])
 def test_state_is_that_of_the_unsplit_model(pool: Pool, p: int, options: dict[str, Any]) -> None:
     makes = [CountsFirst, CountsLast, Warms, Normalizes, Remembers, Draws, Scales, Shifts, Net]

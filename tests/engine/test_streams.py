@@ -31,6 +31,7 @@ def trained(schedule: str, p2p: type, synchronizes: bool, m: int = 4) -> list[st
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("p", [2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_is_exact_where_each_action_waits_for_the_device(pool: Pool, schedule: str, p: int) -> None:

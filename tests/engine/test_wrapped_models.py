@@ -156,6 +156,7 @@ def own_checkpoints(world: int, each: int, reentrant: bool, options: dict[str, A
     return same(lambda: Net(0.5, each, True, reentrant), plain, world, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("world", "each", "reentrant", "options"),
     [(1, 1, False, {}), (1, 2, True, {}), (2, 1, False, {"partition": [3, 3]}), (2, 2, False, {})],

@@ -49,7 +49,7 @@ def with_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "recompute"), covering(["gpt2", "llama", "bert", "t5"], ["reentrant", "non-reentrant", ""], strength=1)
 )

@@ -61,6 +61,7 @@ def held(options: dict[str, Any]) -> tuple[Memory, dict[str, int]]:
     return planned.estimate.memory[plugin.stage_manager.stage], found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("ranks", "options"), LAYOUTS, ids=str)
 def test_what_is_planned_is_held(pool: Pool, ranks: int, options: dict[str, Any]) -> None:
     """Gradients, values and states were counted in the parameters' dtype: 8 bytes of the 18 that a parameter takes with

@@ -46,7 +46,7 @@ def held_by_stages(name: str, empty: bool, **arguments: Any) -> dict[str, Tensor
     return {key: p.detach() for key, p in split.held.items()} | dict(split.model.unwrap().named_buffers())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("empty", [False, True], ids=["meta", "empty-weights"])
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2", "t5", "mixtral", "vit", "bert"])
 def test_the_same_for_every_p(pool: Pool, name: str, empty: bool) -> None:

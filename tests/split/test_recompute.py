@@ -108,7 +108,7 @@ def from_zoo(name: str, recompute: Any = True, **options: Any) -> str:
     return compared(with_dropout(zoo.build(name)), zoo.batch(name), recompute, **options)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("schedule", "name", "p"), covering(["1f1b", "gpipe", "interleaved", "zb-h1", "zbv"], ["llama", "gpt2"], [1, 2])
 )

@@ -316,6 +316,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arguments", "code", "verdict"),
     [
