@@ -5,6 +5,7 @@ import os
 import random
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def load_training_state(
 
     Every rank calls it, with the model as `booster.boost` returned it, on any number of stages. What is not given is
     not loaded; the random numbers always are. With `verify` every file is compared with the sum that was saved of it;
-    where the newest state has changed, an older one is taken, with a warning.
+    where the newest state has changed, it is renamed to `step-<step>.damaged`, and an older one taken, with a warning.
 
     Raises CheckpointError, on every rank, where a whole step is missing, where it lacks what is given, and for what
     does not fit.
@@ -140,6 +141,9 @@ def load_training_state(
     if step is None and pipeline.grid.first:
         for path, why in [*_incomplete(parent), *damaged.items()]:
             logger.warning("%s is not complete (%s): going on from step %d", path, why, chosen)
+        for path in damaged:  # it counts as a step no more, of which some are kept and the last is the newest
+            with suppress(OSError):
+                path.rename(path.with_name(f"{path.name}.damaged"))
     with together(pipeline.grid.world):
         rest = read_rest(folder / REST)
         missing = [
