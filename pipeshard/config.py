@@ -183,6 +183,11 @@ class PipelineConfig:
             raise ConfigurationError(f"{sizes}: give exactly one of the two")
 
     @property
+    def has_exact_loss(self) -> bool:
+        """Whether a batch's loss is that of the batch, however it is cut."""
+        return self.loss_reduction != "microbatch"
+
+    @property
     def lowers(self) -> bool:
         """Whether parameters have 16 bits, with fp32 values beside them."""
         return self.precision != "fp32" and not self.autocast

@@ -15,11 +15,14 @@ ALL = os.environ.get("EXACT") == "all"  # as in `make exact`
 SEED = int(os.environ.get("SAMPLE_SEED", 202648))  # another one draws other cases
 
 
-def drawn(cases: Sequence[T], count: int, seed: int = SEED) -> list[T]:
-    """So many of the cases, in their order. In `make exact`: all of them."""
-    if ALL or count >= len(cases):
-        return list(cases)
-    return [cases[k] for k in sorted(random.Random(seed).sample(range(len(cases)), count))]
+def sample(cases: Sequence[T], count: int, seed: int) -> list[T]:
+    """Some of the cases, in their order; all where there are no more."""
+    return [cases[k] for k in sorted(random.Random(seed).sample(range(len(cases)), min(count, len(cases))))]
+
+
+def drawn(cases: Sequence[T], count: int) -> list[T]:
+    """Some of the cases. In `make exact`: all of them."""
+    return list(cases) if ALL else sample(cases, count, SEED)
 
 
 def covering(*factors: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:

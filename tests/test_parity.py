@@ -11,12 +11,12 @@ import pytest
 import torch.distributed as dist
 
 from pipeshard.errors import TraceError
-from tests.covering import ALL, SEED
+from tests.covering import ALL, SEED, sample
 from tests.families import FAMILIES
 from tests.parity.check import CLOSE
 from tests.parity.entries import Entry, all_entries
 from tests.parity.report import EXACT, ORDER, Row, Totals, draw, markdown, results, verdicts
-from tests.parity.sweep import Rows, failure, row_of, sample
+from tests.parity.sweep import Rows, failure, row_of
 from tests.pool import Pool, WorkerError
 
 KINDS = {

@@ -54,6 +54,8 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 logger = logging.getLogger("pipeshard")
 MODEL, OPTIMIZER, REST = "model", "optimizer", "training.pt"
+STEP = re.compile(r"step-(\d{8,})")
+HIDDEN = re.compile(rf"\.{STEP.pattern}\.(old|writing|removed)")  # of a save that was killed
 
 
 @together_in("save_training_state")
@@ -209,12 +211,12 @@ def _folder(parent: Path, step: int) -> Path:
 def _saved(parent: Path) -> Iterator[int]:
     """The steps whose folders are complete."""
     names = {path.name.removeprefix(".").removesuffix(".old") for path in parent.glob("*step-*")}
-    steps = {int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d{8,})", name))}
+    steps = {int(match[1]) for name in names if (match := STEP.fullmatch(name))}
     return (step for step in steps if not flaw(existing(_folder(parent, step)), step))
 
 
 def _incomplete(parent: Path) -> list[tuple[Path, str]]:
-    found = {path: re.fullmatch(r"step-(\d{8,})", path.name) for path in sorted(parent.glob("step-*"))}
+    found = {path: STEP.fullmatch(path.name) for path in sorted(parent.glob("step-*"))}
     return [(path, why) for path, match in found.items() if (why := flaw(path, int(match[1]) if match else None))]
 
 
@@ -275,9 +277,7 @@ def _remove(folder: Path) -> None:
 
 def _remove_leftovers(parent: Path) -> None:
     """What saves left that were killed."""
-    hidden = [
-        path for path in parent.glob(".step-*") if re.fullmatch(r"\.step-\d{8,}\.(old|writing|removed)", path.name)
-    ]
+    hidden = [path for path in parent.glob(".step-*") if HIDDEN.fullmatch(path.name)]
     for path in hidden:
         if path.suffix == ".old":
             restore(parent / path.name.removeprefix(".").removesuffix(".old"))

@@ -152,9 +152,10 @@ def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, nor
         if gradient.dtype is torch.float64:
             dtype = torch.float64
         finer = torch.promote_types(gradient.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(gradient.to(finer), norm_type).to(CPU).double()
+        norm = torch.linalg.vector_norm(gradient.to(finer), norm_type).double()
         terms.append(norm if is_max else norm**norm_type / count)
-    every = torch.stack([*terms, torch.zeros((), dtype=torch.float64)])
+    nothing = torch.zeros((), dtype=torch.float64, device=terms[0].device if terms else CPU)
+    every = torch.stack([*terms, nothing]).to(CPU)  # a GPU is waited for once, not for each parameter
     total = every.max() if is_max else every.sum()
     operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
     NOW.wait_in(group, dist.all_reduce(total, operation, group=group, async_op=True))

@@ -202,7 +202,7 @@ class Pipeline:
         outputs = Outputs(return_outputs, num_batches)
         problems = self.sync.problems() if train else []
         trained = self.sync.trained()
-        exact = self.config.loss_reduction != "microbatch" and (train or return_loss or outputs.with_loss)
+        exact = self.config.has_exact_loss and (train or return_loss or outputs.with_loss)
 
         def news(batches: Sequence[Batch]) -> int:
             unproven = exact and self.planner.any_unproven(batches, self.config.cut, criterion)

@@ -11,7 +11,7 @@ import os
 import resource
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -167,8 +167,9 @@ class Recording:
             ranks = [tuple(Action(Kind(kind), i, stage) for kind, i, stage in row) for row in content["program"]]
             placement = tuple(content["placement"])
             program = Program(content["schedule"], content["num_microbatches"], placement, tuple(ranks))
-            taken = [tuple(content.get("memory", ())), content.get("samples", 0), content.get("tokens", 0)]
-            return cls.of(program, content["times"], content["waited"], content["step"], *taken)
+            found = cls.of(program, content["times"], content["waited"], content["step"])
+            memory, samples, tokens = content.get("memory", ()), content.get("samples", 0), content.get("tokens", 0)
+            return replace(found, memory=tuple(memory), samples=samples, tokens=tokens)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ConfigurationError(f"{path} is not the recording of a step: {reason}") from error
@@ -187,27 +188,29 @@ class Recording:
         """All ranks of `group`, which runs the program, call it with their own compute actions, the seconds that they
         waited for each other rank, and the samples and tokens that were read."""
         counts = [sum(action.kind.is_compute for action in actions) for actions in program.ranks]
-        row = torch.zeros(2 * max(counts) + 1 + len(counts), dtype=torch.float64)
+        most = 2 * max(counts)  # times; then come the waits, and the memory
+        row = torch.zeros(most + len(counts) + 1, dtype=torch.float64)
         for k, span in enumerate(spans):
             row[2 * k], row[2 * k + 1] = span.start, span.end
         for rank, seconds in waited.items():
-            row[rank - len(counts)] = seconds
-        row[2 * max(counts)] = _taken(device)
+            row[most + rank] = seconds
+        row[-1] = _taken(device)
         rows = gather(row, group)
-        memory = tuple(map(int, rows[:, 2 * max(counts)].tolist()))
         times = [of_rank[: 2 * count].view(count, 2).tolist() for of_rank, count in zip(rows, counts, strict=True)]
-        return cls.of(program, times, rows[:, -len(counts) :].tolist(), step, memory, *read)
+        found = cls.of(program, times, rows[:, most:-1].tolist(), step)
+        samples, tokens = read
+        return replace(found, memory=tuple(map(int, rows[:, -1].tolist())), samples=samples, tokens=tokens)
 
     @classmethod
-    def of(cls, program: Program, times: Sequence[Any], waited: Sequence[Any], step: int, *taken: Any) -> Self:
-        """From the (start, end) of each compute action of each rank; `taken` are the last fields."""
+    def of(cls, program: Program, times: Sequence[Any], waited: Sequence[Any], step: int) -> Self:
+        """From the (start, end) of each compute action of each rank."""
         start = min((row[0][0] for row in times if len(row)), default=0.0)
         computed = ([action for action in actions if action.kind.is_compute] for actions in program.ranks)
         spans = tuple(
             tuple(Span(action, a - start, b - start) for action, (a, b) in zip(row, of_rank, strict=True))
             for row, of_rank in zip(computed, times, strict=True)
         )
-        return cls(program, spans, tuple(map(tuple, waited)), step, *taken)
+        return cls(program, spans, tuple(map(tuple, waited)), step)
 
 
 def _taken(device: torch.device) -> int:

@@ -77,7 +77,7 @@ def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
         raise ConfigurationError(
             f"PipelinePlugin(max_norm={config.max_norm}) would clip what {name} clips already: give max_grad_norm"
         )
-    if config.loss_reduction == "microbatch":
+    if not config.has_exact_loss:
         raise ConfigurationError(f"PipelinePlugin(loss_reduction='microbatch') is not the loss of {name}: leave it out")
 
 

@@ -208,7 +208,7 @@ class _Proving:
             criterion = self._criterion(own)
             return [evaluated(own, criterion, some) for _ in range(times)]
 
-        if self.m > 1 and self.config.loss_reduction != "microbatch":
+        if self.m > 1 and self.config.has_exact_loss:
             try:
                 but = compare_whole(comparison, batch, self.m, split, evaluate)
             except (Different, Unproven):

@@ -85,7 +85,7 @@ class VirtualRank:
         seed, number = at
         splits = {s: program.splits(s) for s in self.stages}
         with self.policy.replay.randomness.step(seed, number):
-            exact = self.config.loss_reduction != "microbatch"
+            exact = self.config.has_exact_loss
             if exact and self.planner.unproven(batch, m, self.criterion):
                 self.planner.learn(batch, batch.split(m)[0], self.criterion)
             planned = self.planner.plan(batch.split(m), self.criterion, outputs.needed, exact)

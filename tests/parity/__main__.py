@@ -9,10 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from tests.covering import sample
 from tests.parity.check import PRECISIONS
 from tests.parity.entries import Entry, all_entries, find
 from tests.parity.report import EXACT, Row, Totals, chart_path, draw, markdown, results, short
-from tests.parity.sweep import WATCHDOG, Rows, sample, sweep, versions
+from tests.parity.sweep import WATCHDOG, Rows, sweep, versions
 
 INTERRUPTED = 130
 

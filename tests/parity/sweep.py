@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import sys
 import time
@@ -113,12 +112,6 @@ def _start() -> None:
 def _kill_all() -> None:
     for process in psutil.Process().children(recursive=True):
         process.kill()
-
-
-def sample(entries: Sequence[Entry], count: int, seed: int) -> list[Entry]:
-    """Some of the entries, in their order; all where there are no more."""
-    chosen = random.Random(seed).sample(range(len(entries)), min(count, len(entries)))
-    return [entries[k] for k in sorted(chosen)]
 
 
 def versions() -> dict[str, str]:
