@@ -18,9 +18,10 @@ from torch import nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
-from pipeshard.engine.loss_trial import LENGTH, NORMAL, NOTHING, PROBABILITIES, SPAN, Measured, Samples, Trial
+from pipeshard.engine.loss_trial import LENGTH, NORMAL, NOTHING, PROBABILITIES, SHORT, SPAN, Measured, Samples, Trial
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.shapes import TensorSpec
 from pipeshard.hf import IGNORED, is_of_transformers, padding_token, targets
 
 logger = logging.getLogger("pipeshard")
@@ -83,11 +84,15 @@ class LossRule:
         """Whether the parts' losses make the whole's by this rule, as far as their dtype can tell."""
         shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
         terms = [share * part.value for share, part in zip(shares, parts, strict=True)]
-        tolerance = CLOSE.get(whole.dtype, 2 * torch.finfo(whole.dtype).eps)
-        if not abs(sum(terms) - whole.value) <= tolerance * max(abs(whole.value), *map(abs, terms)):
+        if not abs(sum(terms) - whole.value) <= tolerance_of(whole.dtype) * max(abs(whole.value), *map(abs, terms)):
             return False
         counts = [part.denominator for part in (whole, *parts) if part.denominator is not None]
         return not self.counted or abs(counts[0] - sum(counts[1:])) <= 1e-5 * max(map(abs, counts))
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """How much a sum in this dtype may be off, relative to its largest term."""
+    return CLOSE.get(dtype, 2 * torch.finfo(dtype).eps)
 
 
 EACH, SUM = LossRule(each=True), LossRule(summed=True)
@@ -206,15 +211,23 @@ class _Search:
     def _can_try(self, source: Batch, side_outputs: bool) -> bool:
         """Whether the loss of samples of this batch is a number, and with how much of the batch and of what unit
         results drawn at random."""
+        kinds = {leaf.dtype for call in self.flow.calls for leaf in call.leaves if isinstance(leaf, TensorSpec)}
+        ways = (False,) if kinds.isdisjoint(SHORT) else (True, False)
+        return any(self._can_try_in(precise, source, side_outputs) for precise in ways)
+
+    def _can_try_in(self, precise: bool, source: Batch, side_outputs: bool) -> bool:
+        """The same, with 32 bits in the place of 16; or with 16 where glue takes no others, or rounds by itself."""
         try:
             self.samples = Samples(self.model, self.batch, source, self.read, self.flow.consulted)
-            self.trial = Trial(self.model, self.flow, self.samples.few, self.criterion, side_outputs)
+            self.trial = Trial(self.model, self.flow, self.samples.few, self.criterion, side_outputs, precise)
         except (TraceError, ConfigurationError) as error:
             logger.debug("a trial of the loss failed: %s", error)
             self.failure = error
             return False
         for self.kind, self.level in itertools.product((NORMAL, PROBABILITIES), range(NOTHING + 1)):
             if (losses := self._losses(LossRule(), 0)) is not None:
+                if precise and self.trial.rounds(self._drawn(LossRule(), 0), self.kind):
+                    return False
                 self.counted, self.failure = losses[0].denominator is not None, None
                 return True
         self.failure = self.trial.failure
@@ -288,4 +301,5 @@ def _tells(whole: Measured, parts: Sequence[Measured]) -> bool:
     """Whether losses can tell one rule from another: zeros, and equal ones, fit too many."""
     values = [part.value for part in parts]
     scale = max(map(abs, values))
-    return min(abs(whole.value), scale) > 1e-6 and abs(values[0] - values[1]) > FAR * scale
+    far = max(FAR, 4 * tolerance_of(whole.dtype))
+    return min(abs(whole.value), scale) > 1e-6 and abs(values[0] - values[1]) > far * scale

@@ -6,8 +6,8 @@ between, masks and weights anew, and unit results at random, which also costs no
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +18,13 @@ from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.preserve import preserving
-from pipeshard.graph.rng import Randomness
+from pipeshard.graph.rng import Randomness, SharedDraws, part_of
 from pipeshard.graph.shapes import Count, TensorSpec
 from pipeshard.graph.taint import Value
 from pipeshard.graph.trace import trace
 from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import find_units, handled
 from pipeshard.hf import MASK, is_target, special_tokens
-from pipeshard.private import DispatchMode, tree_leaves
 from pipeshard.split.materialize import is_released
 
 logger = logging.getLogger("pipeshard")
@@ -33,6 +32,7 @@ ROWS, LENGTH = 4, 8  # how many samples and positions are tried
 SPAN = 64  # values of a leaf of integers, up to which each is met
 EVERYTHING, READ, LABELS, NOTHING = range(4)  # how much of the batch is drawn
 NORMAL, PROBABILITIES = range(2)  # what unit results are drawn from; some losses take probabilities only
+SHORT = torch.float16, torch.bfloat16
 Key = tuple[str, int, int]  # of a leaf that leaves a unit: the unit, how many calls of it came before, the leaf
 
 
@@ -217,12 +217,19 @@ class Trial:
 
     The unit results that the loss depends on are random, and the parts have theirs of the whole's; so have they of what
     glue draws. Side outputs of units are random too if `side_outputs` says so; all others are zeros. A unit that
-    returns a loss itself runs.
+    returns a loss itself runs. If it is `precise`, 16 bits are given 32: they could not tell 1 % from nothing.
     """
 
     def __init__(
-        self, model: nn.Module, flow: Dataflow, samples: Batch, criterion: Criterion | None, side_outputs: bool
+        self,
+        model: nn.Module,
+        flow: Dataflow,
+        samples: Batch,
+        criterion: Criterion | None,
+        side_outputs: bool,
+        precise: bool,
     ) -> None:
+        self.precise = precise
         self.model, self.flow, self.samples, self.criterion = model, flow, samples, criterion
         self.glue = Glue(model, criterion, next(iter(samples.tensors.values())).device)
         self.failure: Exception | None = None  # that of the last trial that failed
@@ -237,10 +244,17 @@ class Trial:
                 raise TraceError(f"the loss is made inside of unit {name}, which another stage holds")
         self.random = [value for value in sorted(values) if side_outputs or not whole.is_aside(value)]
 
+    def rounds(self, batch: Batch, kind: int) -> bool:
+        """Whether glue computes in 16 bits by itself: results that are rounded to these make the same loss."""
+        results = self._random_results(0, kind)
+        rounded = {key: result.bfloat16().float() for key, result in results.items()}
+        losses = [self._measure(batch, range(batch.rows), each, SharedDraws()) for each in (results, rounded)]
+        return losses[0] == losses[1]
+
     def measure(self, batch: Batch, at: int, seed: int, kind: int = NORMAL) -> tuple[Measured, list[Measured]] | None:
         """The loss of the batch, which is the samples with other values, and those of its first `at` samples and of the
         others; None if one has none, or does not take these values."""
-        rows, draws = range(batch.rows), Draws()
+        rows, draws = range(batch.rows), SharedDraws()
         results = self._random_results(seed, kind)
         try:
             whole = self._measure(batch, rows, results, draws)
@@ -252,15 +266,16 @@ class Trial:
         losses = [part for part in parts if part is not None]
         return None if whole is None or len(losses) != len(parts) else (whole, losses)
 
-    def _measure(self, batch: Batch, rows: range, results: Mapping[Key, Tensor], draws: "Draws") -> Measured | None:
+    def _measure(self, batch: Batch, rows: range, results: Mapping[Key, Tensor], draws: SharedDraws) -> Measured | None:
         flow, deltas = self._flow(rows)
         part = batch if len(rows) == batch.rows else batch.take(torch.tensor(rows))
+        part = part.map(lambda path, tensor, dim: tensor.to(self._dtype(tensor.dtype)))
 
         def result(key: Key, spec: TensorSpec) -> Tensor:
             full = results.get(key)
             if full is None or full.ndim != len(spec.shape):
                 return torch.zeros(spec.shape, dtype=spec.dtype, device=self.glue.device)
-            return _part_of(full, spec.shape, rows).clone()
+            return part_of(full, spec.shape, rows).clone()
 
         with draws.of(rows):
             return self.glue.run(part, flow, deltas, result, self.running)
@@ -286,46 +301,9 @@ class Trial:
             if spec.dtype.is_floating_point:
                 drawn = torch.randn(spec.at(deltas), generator=generator)
                 drawn = drawn * (1 if seed % 2 else 4) if kind == NORMAL else drawn.sigmoid()
-                results[(*whole.occurrences[value.call], value.leaf)] = drawn.to(self.glue.device, spec.dtype)
+                dtype = self._dtype(spec.dtype)
+                results[(*whole.occurrences[value.call], value.leaf)] = drawn.to(self.glue.device, dtype)
         return results
 
-
-class Draws(DispatchMode):
-    """Random numbers that glue draws: a part of the samples gets its own of those that all of them got."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.whole: list[Tensor] = []
-        self.rows = range(0)
-
-    @contextmanager
-    def of(self, rows: range) -> Iterator[None]:
-        """Inside, these samples run; the first time, all of them."""
-        self.is_whole, self.rows, self.next = not self.rows, rows, 0
-        with self:
-            yield
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        if func is torch.ops.aten.native_dropout.default:
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if kwargs.get("generator") is not None:
-            kwargs["generator"] = None  # the user's own is not to move
-        result = func(*args, **kwargs)
-        for tensor in tree_leaves(result):
-            if self.is_whole:
-                self.whole.append(tensor.clone())
-            else:
-                tensor.copy_(_part_of(self.whole[self.next], tensor.shape, self.rows))
-            self.next += 1
-        return result
-
-
-def _part_of(full: Tensor, shape: Sequence[int], rows: range) -> Tensor:
-    """What belongs to the first samples, or to the last ones: of each dimension in which it is smaller that end."""
-    for dim, size in enumerate(shape):
-        if size != full.shape[dim]:
-            full = full.narrow(dim, 0 if rows.start == 0 else full.shape[dim] - size, size)
-    return full
+    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self.precise and dtype in SHORT else dtype

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from pipeshard.private import saved_tensors_hooks
+from pipeshard.private import DispatchMode, saved_tensors_hooks, tree_leaves
 
 
 class Randomness:
@@ -187,3 +188,44 @@ class Repeats:
 
     def clear(self) -> None:
         self._kept.clear()
+
+
+class SharedDraws(DispatchMode):
+    """Random numbers that glue draws: a part of the samples gets its own of those that all of them got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole: list[Tensor] = []
+        self.rows = range(0)
+
+    @contextmanager
+    def of(self, rows: range) -> Iterator[None]:
+        """Inside, these samples run; the first time, all of them."""
+        self.is_whole, self.rows, self.next = not self.rows, rows, 0
+        with self:
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if kwargs.get("generator") is not None:
+            kwargs["generator"] = None  # the user's own is not to move
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if self.is_whole:
+                self.whole.append(tensor.clone())
+            else:
+                tensor.copy_(part_of(self.whole[self.next], tensor.shape, self.rows))
+            self.next += 1
+        return result
+
+
+def part_of(full: Tensor, shape: Sequence[int], rows: range) -> Tensor:
+    """What belongs to the first samples, or to the last ones: of each dimension in which it is smaller that end."""
+    for dim, size in enumerate(shape):
+        if size != full.shape[dim]:
+            full = full.narrow(dim, 0 if rows.start == 0 else full.shape[dim] - size, size)
+    return full

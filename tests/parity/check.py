@@ -83,12 +83,13 @@ def _beside_rounding(entry: Entry, name: str, verdict: Verdict) -> Verdict:
 
 
 def _rounding_16(entry: Entry, precision: Precision) -> float:
-    """The largest relative difference between gradients of the unsplit model and those in fp32, of the same values."""
+    """The largest relative difference between gradients of the unsplit model and those in fp32, of the same values,
+    whose microbatches count alike."""
     model, data = _made(entry, torch.float32)
-    low, _, m = _reference(model, data, dist.get_world_size(), precision)
+    low, _, m = _reference(model, data, dist.get_world_size(), precision, averaged=True)
     for tensor in precision.lowered(model):
         tensor.data = tensor.data.to(precision.dtype).float()
-    full, *_ = _reference(model, data, m, _precision("fp32"))
+    full, *_ = _reference(model, data, m, _precision("fp32"), averaged=True)
     return _distance(_gradients(low, _scale(precision)), _gradients(full))
 
 
