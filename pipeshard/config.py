@@ -103,8 +103,9 @@ class PipelineConfig:
             before all ranks end with a table of what each of them does; None for ever. "adaptive" is 20 times the
             longest so far, and at least 30. A mapping says so for each "step", each "other" call (a save, a load, a
             boost), and for the time "between" two calls, where the others wait in a collective of their own.
-        watchdog: False declines what ends all ranks together, and shows failures as the backend does: a thread from the
-            first `booster.boost` on, an `atexit` and an exception hook, and a handler of SIGTERM where there is none.
+        watchdog: False declines what ends all ranks together, and shows failures as the backend does: two threads and a
+            small process from the first `booster.boost` on, an `atexit` and an exception hook, one around `sys.exit`,
+            faulthandler, and a handler of SIGTERM where there is none.
         check_finite: look at the loss and at what every stage sends and adds up, and stop on what is not finite by an
             error that names the stage and the parameter. With "fp16", gradients may overflow: they are not looked at.
         verify: prove before the model is cut that it trains as it does unsplit: all stages take two steps in the first

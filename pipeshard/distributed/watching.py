@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -24,7 +25,7 @@ _watch: Watch | None = None
 _well = -1  # the number of the last call that ended well without a watch
 _names: list[Callable[[int], str]] = []
 _interrupts = False  # whether the next SIGTERM is the watch's own
-_pid = -1  # of the process that has hooks; what it forks has inherited them, and is no rank
+_pid = -1  # of the process that has hooks; what it forks inherits them, but is not a rank
 _exit = ""  # how the program has asked to end
 _monitor: Monitor | None = None
 
@@ -109,6 +110,8 @@ def _hook() -> None:
     """Once in a process: the others are told what ends it between two calls, too."""
     global _pid, _monitor
     _pid, _monitor = os.getpid(), Monitor()
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)  # for the monitor's SIGABRT
     before, leave = sys.excepthook, sys.exit
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -44,7 +44,7 @@ exec(sys.argv[2])
 
 
 def rank_with_monitor(limit: float, code: str, seconds: float) -> int | None:
-    """The exit status of a process that runs this after its last word to its monitor; None if it is there after that."""
+    """The exit status of a process that runs this after its last word to its monitor; None if it is there by then."""
     process = subprocess.Popen([sys.executable, "-c", RANK, str(limit), code], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
