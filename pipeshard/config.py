@@ -102,10 +102,9 @@ class PipelineConfig:
         timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long elsewhere)
             before all ranks end with a table of what each of them does; None for ever. "adaptive" is 20 times the
             longest so far, and at least 30. A mapping says so for each "step", each "other" call (a save, a load, a
-            boost), and for the time "between" two calls, where the others wait in a collective of their own.
-        watchdog: False declines what ends all ranks together, and shows failures as the backend does: two threads and a
-            small process from the first `booster.boost` on, an `atexit` and an exception hook, one around `sys.exit`,
-            faulthandler, and a handler of SIGTERM where there is none.
+            boost), and for waits of the script's own "between" two.
+        watchdog: False declines what ends all ranks together, and shows failures as the backend does: two threads, a
+            small process, hooks of `atexit`, exceptions, `sys.exit` and SIGTERM (where there is none), faulthandler.
         check_finite: look at the loss and at what every stage sends and adds up, and stop on what is not finite by an
             error that names the stage and the parameter. With "fp16", gradients may overflow: they are not looked at.
         verify: prove before the model is cut that it trains as it does unsplit: all stages take two steps in the first
@@ -335,7 +334,7 @@ def check_precision(precision: str, autocast: bool) -> None:
 
 
 def _is_time(value: Any) -> bool:
-    return _is_positive(value) or (isinstance(value, float) and value > 0) or value in (None, "adaptive")
+    return _is_positive(value) or value in (None, "adaptive") or (isinstance(value, float) and value > 0)
 
 
 def _is_positive(value: Any) -> bool:
