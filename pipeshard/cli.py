@@ -252,6 +252,20 @@ def launch(arguments: tuple[str, ...]) -> None:
     sys.exit(run(arguments))
 
 
+@main.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False))
+def crash(folder: str) -> None:
+    """Tell what happened, from the reports that failed ranks have left in FOLDER (crash/rank-0.json, ...)."""
+    from pathlib import Path
+
+    from pipeshard.distributed.crash import page
+
+    try:
+        click.echo("\n".join(page(Path(folder))))
+    except PipeshardError as error:
+        raise click.ClickException(str(error)) from error
+
+
 def make_booster(pp_size: int, sample: Any, **arguments: Any) -> Any:
     """A Booster of a pipeline that is traced with this sample."""
     from colossalai.booster import Booster

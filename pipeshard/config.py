@@ -101,9 +101,10 @@ class PipelineConfig:
         activation_checkpoint_interval: or every k-th unit of the model, where k > 0.
         timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long elsewhere)
             before all ranks end with a table of what each of them does; None for ever. "adaptive" is 20 times the
-            longest so far, and at least 30.
-        watchdog: False declines what ends all ranks together, and shows failures as the backend does: a thread from the
-            first `booster.boost` on, an `atexit` and an exception hook, and a handler of SIGTERM where there is none.
+            longest so far, and at least 30. A mapping says so for each "step", each "other" call (a save, a load, a
+            boost), and for waits of the script's own "between" two.
+        watchdog: False declines what ends all ranks together, and shows failures as the backend does: two threads, a
+            small process, hooks of `atexit`, exceptions, `sys.exit` and SIGTERM (where there is none), faulthandler.
         check_finite: look at the loss and at what every stage sends and adds up, and stop on what is not finite by an
             error that names the stage and the parameter. With "fp16", gradients may overflow: they are not looked at.
         verify: prove before the model is cut that it trains as it does unsplit: all stages take two steps in the first
@@ -140,7 +141,7 @@ class PipelineConfig:
     recompute: bool | float | Sequence[float] = False
     activation_checkpoint_interval: int = 0
     shared_weights: Sequence[Sequence[str]] = ()
-    timeout: float | str | None = 600.0
+    timeout: float | str | Mapping[str, Any] | None = 600.0
     watchdog: bool = True
     check_finite: bool = False
     verify: bool | str = "auto"
@@ -271,9 +272,9 @@ class PipelineConfig:
         self._check("init_weights", draws, "True, False or a function")
         is_option = isinstance(self.compile, bool | dict)
         self._check("compile", is_option, "True, False or a dict of torch.compile's options")
-        timeout: Any = self.timeout
-        is_number = _is_positive(timeout) or (isinstance(timeout, float) and timeout > 0)
-        self._check("timeout", is_number or timeout in (None, "adaptive"), "a number of seconds, 'adaptive' or None")
+        times = self.timeout if isinstance(self.timeout, Mapping) else {"step": self.timeout}
+        what = "a number of seconds, 'adaptive' or None, or a dict of these for 'step', 'other' and 'between'"
+        self._check("timeout", set(times) <= {"step", "other", "between"} and all(map(_is_time, times.values())), what)
         self._check("verify", isinstance(self.verify, bool) or self.verify == "auto", "'auto', True or False")
         check_tp_plan(self.tp_plan)
 
@@ -330,6 +331,10 @@ def check_precision(precision: str, autocast: bool) -> None:
         )
     if autocast and precision == "fp32":
         raise ConfigurationError("autocast=True computes in 16 bits: give precision='bf16' or 'fp16' with it")
+
+
+def _is_time(value: Any) -> bool:
+    return _is_positive(value) or value in (None, "adaptive") or (isinstance(value, float) and value > 0)
 
 
 def _is_positive(value: Any) -> bool:

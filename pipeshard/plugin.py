@@ -33,6 +33,7 @@ from pipeshard.distributed.agreement import compare_ranks, texts_of, versions
 from pipeshard.distributed.collectives import together_in
 from pipeshard.distributed.mesh import DP, PP, TP, Grid, num_replicas
 from pipeshard.distributed.p2p import P2P, check_p2p
+from pipeshard.distributed.peers import attach_workers
 from pipeshard.distributed.watching import calling, constructing, name_ranks, named, watch_world
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
@@ -99,7 +100,7 @@ class PipelinePlugin(PipelinePluginBase):
         recompute: bool | float | Sequence[float] = False,
         activation_checkpoint_interval: int = 0,
         shared_weights: Sequence[Sequence[str]] = (),
-        timeout: float | str | None = 600.0,
+        timeout: float | str | Mapping[str, Any] | None = 600.0,
         watchdog: bool = True,
         check_finite: bool = False,
         verify: bool | str = "auto",
@@ -196,6 +197,7 @@ class PipelinePlugin(PipelinePluginBase):
         watch_world(self.config.timeout, self.config.watchdog)
         with together_in("booster.boost"):
             name_ranks(self.grid.named)
+            attach_workers(dataloader)
             boosted, criterion = boost_model(self.config, self.grid, model, optimizer, criterion, dataloader)
             if boosted is not model:
                 boosted.checkpoint_io = self._checkpoint_io

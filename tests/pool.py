@@ -40,6 +40,7 @@ PRELOAD = [
 ]
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
+    "PIPESHARD_CRASH": "",  # reports of ranks that fail, in folders of their own tests alone
     "OMP_NUM_THREADS": "1",  # a process that has started threads cannot be forked safely
     "PYTHONWARNINGS": "ignore",
     "TOKENIZERS_PARALLELISM": "false",

@@ -3,8 +3,11 @@
 import contextlib
 import json
 import os
+import re
+import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
@@ -15,16 +18,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pipeshard.distributed.progress import NOW, main_stack
+from pipeshard.distributed.progress import NOW, collective_of, main_stack
 from pipeshard.private import default_store, nccl_group
 
-RAISED, GONE, STALLED, ENDED = "raised", "gone", "stalled", "ended"  # kinds
+RAISED, GONE, STALLED, ENDED, ORPHANED = "raised", "gone", "stalled", "ended", "orphaned"  # kinds
 
 
 @dataclass(frozen=True)
 class Fault:
     """`rank` (whose `name` is "rank 2 (stage 2)") has raised an error with `message` while it was at `where`, maybe in
-    the code of `module`; or it is gone, or stalled, or has ended. `told_by` is the rank that says so."""
+    the code of `module`; or it is gone, or stalled, or has ended, or
+    the agent of `told_by` has. `told_by` is the rank that says so."""
 
     kind: str
     rank: int
@@ -116,13 +120,23 @@ class Alarm:
     def leave(self, without: Collection[int]) -> None:
         """At the end of the process: the one that holds the store stays until the others need it no more; `without` are
         those that will not say so."""
-        with contextlib.suppress(RuntimeError):
-            self._refuse_gone()
-            self.store.set(f"left/{self.rank}", "")
-            until = time.monotonic() + LINGER
-            everyone = [f"left/{rank}" for rank in range(self.size) if rank not in without]
-            while self.rank == 0 and not has_agents() and time.monotonic() < until and not self.store.check(everyone):
-                time.sleep(0.02)
+
+        def leave() -> None:
+            with contextlib.suppress(RuntimeError):
+                self._refuse_gone()
+                self.store.set(f"left/{self.rank}", "")
+                until = time.monotonic() + LINGER
+                everyone = [f"left/{rank}" for rank in range(self.size) if rank not in without]
+                lingers = self.rank == 0 and not has_agents()
+                while lingers and time.monotonic() < until and not self.store.check(everyone):
+                    time.sleep(0.02)
+
+        thread = threading.Thread(target=leave, name="pipeshard-leave", daemon=True)
+        try:
+            thread.start()
+            thread.join(LINGER + 1)  # the store may be silent
+        except RuntimeError:  # since Python 3.12 none starts where a process ends
+            leave()
 
     def _refuse_gone(self) -> None:
         if self.gone:
@@ -162,7 +176,7 @@ class RollCall:
         silent = self.silent = [rank for rank in range(self.size) if rank not in answers]
         if fault.kind == GONE:
             return replace(fault, message=_silent(silent, named, fault))
-        busy = [rank for rank, state in answers.items() if not state["waits"]]
+        busy = [rank for rank, state in answers.items() if not state["waits"] and not state["collective"]]
         found = silent or busy
         names = ", ".join(map(named, found)) or "no rank alone"
         table = "\n".join(f"  {named(rank)} {_line(answers.get(rank))}" for rank in range(self.size))
@@ -185,17 +199,26 @@ def _state() -> dict[str, Any]:
     if users:
         code = users[-1].f_code
         at = f"{code.co_filename}:{users[-1].f_lineno} in {code.co_name}"
-    seconds = time.monotonic() - NOW.since
-    return {"where": NOW.where, "waits": list(NOW.waits), "seconds": seconds, "module": NOW.module(frames), "at": at}
+    collective = collective_of(frames)
+    return {
+        "where": NOW.where,
+        "waits": list(NOW.waits),
+        "collective": "" if NOW.call or collective is None else collective.f_code.co_name,
+        "seconds": time.monotonic() - NOW.since,
+        "module": NOW.module(frames),
+        "at": at,
+    }
 
 
 def _line(state: dict[str, Any] | None) -> str:
     if state is None:
-        return "does not answer: it is stopped, or its process or machine is gone"
+        return "does not answer: it is stopped, does not let go of the interpreter, or its process or machine is gone"
     since = f"{state['seconds']:.3g} s"
     if state["waits"]:
         others = ", ".join(map(str, state["waits"][:8])) + (", ..." if len(state["waits"]) > 8 else "")
         return f"has waited {since} for rank{'s' * (len(state['waits']) > 1)} {others} in {state['where']}"
+    if state["collective"]:
+        return f"waits for the others in {state['collective']} of its own ({state['at']})"
     module = f", {state['module']}" if state["module"] else ""
     return f"has been {since} in {state['where']}{module}" + (f" ({state['at']})" if state["at"] else "")
 
@@ -247,3 +270,33 @@ def _gives_up(backend: Any, other: int) -> bool:
     except RuntimeError as error:
         return "Timed out" in str(error)
     return False
+
+
+TEXT = 2000  # characters of an error that others are told
+OURS = ("/torch/", "/pipeshard/")  # where an error of a lost connection is raised
+LOST = re.compile(r"gloo/transport|pair closure|Connection (was )?(closed|reset)|Broken pipe|NCCL|nccl")
+
+
+def text_of(error: BaseException) -> str:
+    """What others are told of an error, whatever its text is."""
+    try:
+        text = str(error)
+    except Exception as why:  # of the user's own class
+        text = f"(its text cannot be shown: {type(why).__name__})"
+    return f"{type(error).__name__}: {text if len(text) <= TEXT else text[:TEXT] + ' ...'}"
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error is that of a broken connection, and so not this rank's own. It is raised by a function of
+    torch's: the user's own code may use the same words."""
+    if isinstance(error, dist.DistError) or type(error) is not RuntimeError or not LOST.search(str(error)):
+        return isinstance(error, dist.DistError)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return not frames or any(part in frames[-1].f_code.co_filename for part in OURS)
+
+
+def ending(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "by Ctrl-C"
+    sigterm = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
+    return "by SIGTERM" if sigterm else f"by {text_of(error)}"

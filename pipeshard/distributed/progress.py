@@ -3,7 +3,8 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import nn
 
 from pipeshard.schedule.program import Action, Kind
 
+Timeout = float | str | None | Mapping[str, Any]
+STEPS = ("execute_pipeline", "optimizer.step")
+OTHERS = 3  # how much longer than a step's action a save, a load or a boost may stand still
 COMPUTES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
 
 
@@ -26,6 +30,7 @@ class Progress:
         since: when the last of these changed, in seconds of `time.monotonic`.
         longest: the most seconds between two changes within a step so far.
         in_flight: whether messages are on their way that nobody will take if the step ends here.
+        history: what was done last, and when it began.
     """
 
     def __init__(self) -> None:
@@ -35,6 +40,7 @@ class Progress:
         """Begin anew, in a new world."""
         self.call, self.number, self.in_flight = "", 0, False
         self.action: Action | str | None = None
+        self.history: deque[tuple[float, Action | str]] = deque(maxlen=50)
         self.waits: Sequence[int] = ()
         self.since, self.longest = time.monotonic(), 0.0
         self.model: nn.Module | None = None  # whose modules' names errors tell
@@ -45,6 +51,7 @@ class Progress:
         now = time.monotonic()
         self.longest = max(self.longest, now - self.since)
         self.action, self.since = action, now
+        self.history.append((now, action))
 
     def wait(self, work: Any, ranks: Sequence[int]) -> None:
         """`work.wait()`, which these ranks have a part in; if it raises, `waits` still tells them."""
@@ -66,6 +73,7 @@ class Progress:
     def enter(self, call: str) -> None:
         self.number += 1
         self.call, self.action, self.waits, self.since = call, None, (), time.monotonic()
+        self.history.append((self.since, call))
 
     def leave(self) -> None:
         self.call, self.action, self.waits, self.since, self.in_flight = "", None, (), time.monotonic(), False
@@ -92,6 +100,22 @@ class Progress:
 
 
 NOW = Progress()  # a process trains in one thread
+
+
+def allowed(timeout: Timeout) -> float:
+    """Seconds that the present may last, by the plugin's `timeout`."""
+    kind = "step" if NOW.call in STEPS else "other" if NOW.call else "between"
+    factor, limit = 1 if kind == "step" else OTHERS, timeout
+    if isinstance(timeout, Mapping):
+        factor, limit = 1, timeout.get(kind, factor * 600.0)
+    if limit == "adaptive":
+        limit = 600.0 if NOW.longest == 0 else max(30.0, 20 * NOW.longest)
+    return factor * limit if isinstance(limit, int | float) else float("inf")
+
+
+def collective_of(frames: Sequence[FrameType]) -> FrameType | None:
+    """The frame of torch's function that waits for other ranks at the moment, as `barrier`, if one does."""
+    return frames[-1] if frames and frames[-1].f_code.co_filename.endswith("/distributed_c10d.py") else None
 
 
 def main_stack() -> list[FrameType]:

@@ -3,27 +3,33 @@
 import contextlib
 import logging
 import os
-import re
-import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import torch.distributed as dist
 
+from pipeshard.distributed.crash import leave_report
 from pipeshard.distributed.failures import (
     ENDED,
     GONE,
+    ORPHANED,
     RAISED,
     STALLED,
     Alarm,
     Fault,
     RollCall,
     abort_groups,
+    ending,
     has_agents,
+    is_lost,
+    text_of,
 )
-from pipeshard.distributed.progress import NOW, main_stack
+from pipeshard.distributed.monitor import Monitor
+from pipeshard.distributed.peers import Peers
+from pipeshard.distributed.progress import NOW, Timeout, allowed, collective_of, main_stack
 from pipeshard.errors import RankError
 
 logger = logging.getLogger("pipeshard")
@@ -33,10 +39,9 @@ GRACE = 3.0  # seconds that a call has to end by itself, where a rank has failed
 LAST = 6.0  # seconds after which the process is ended
 SILENT = 12  # looks after which a store is taken for one that does not answer, where nothing moves, or one asks it
 PATIENCE = 0.5  # seconds in which a lost connection is explained by the rank that failed, or never
-OTHERS = 3  # how much longer than a step's action a save, a load or a boost may stand still
-LOST = re.compile(r"gloo/transport|pair closure|Connection (was )?(closed|reset)|Broken pipe|NCCL|nccl")
+BEAT = 4  # looks between two words to the monitor
+AGENT = "TORCHELASTIC_RUN_ID"  # what torchrun sets for its workers
 NOTE = "pipeshard: "  # how a line below an error begins that says where it was
-STEPS = ("execute_pipeline", "optimizer.step")
 
 
 class Interrupt(RankError):
@@ -54,12 +59,15 @@ class Watch:
 
     Args:
         timeout: seconds after which an action of a step, or a wait, is taken for stalled; None for never. "adaptive":
-            20 times the longest one so far, but 30 seconds at least, and 600 until a step is done.
+            20 times the longest one so far, but 30 seconds at least, and 600 until a step is done. A mapping has one
+            for each "step", each "other" call (a save, a load, a boost), and for waits of the user's "between" two.
         named: what errors call a rank, as `rank 2 (stage 2)`.
         well: the number of the last call before, if it ended well.
     """
 
-    def __init__(self, timeout: float | str | None, named: Callable[[int], str], well: int = -1) -> None:
+    def __init__(
+        self, timeout: Timeout, named: Callable[[int], str], well: int = -1, monitor: Monitor | None = None
+    ) -> None:
         world = dist.group.WORLD
         assert world is not None
         self.world: dist.ProcessGroup = world
@@ -68,6 +76,10 @@ class Watch:
         self.fault: Fault | None = None  # why groups are broken
         self._alarm = Alarm(self.rank, dist.get_world_size())
         self._roll = RollCall(self._alarm.store, self.rank, dist.get_world_size())
+        self._peers = Peers(self._alarm.store, self.rank, dist.get_world_size())
+        self._monitor, self._parent = monitor, os.getppid()
+        self._lost: tuple[Fault, float] | None = None  # what this thread has found out without the store, and when
+        self._outside: tuple[FrameType, float] | None = None  # a wait for others of the user's own, and since when
         self._heard: tuple[Fault, int, float] | None = None  # with the number of the call, and when
         self.interrupt: Callable[[], None] = lambda: None  # makes the thread that trains raise an Interrupt
         self._broken = False
@@ -115,11 +127,11 @@ class Watch:
 
     def _explained(self, error: BaseException) -> RankError | None:
         """What to raise in the place of an error that another rank has caused; None where it is this one's own."""
-        lost, number = _is_lost(error), NOW.number
+        lost, number = is_lost(error), NOW.number
         own, mine = not lost and not isinstance(error, Interrupt), self._fault_of(error, lost)
 
         def ask() -> Fault:
-            fault = self._told(0.0 if own else PATIENCE) or self._alarm.tell(mine, number)
+            fault = self._told(0.0 if own else PATIENCE) or self._alarm.tell(self._killed(mine, lost), number)
             return self._roll.result(fault, self.named) if fault.is_asked and not own else fault
 
         try:
@@ -127,7 +139,7 @@ class Watch:
         except RuntimeError:
             fault = self._without_store()
         if not own or NOW.in_flight:
-            self._break(fault)
+            self._break(fault, error)
         if own:
             error.add_note(f"{NOTE}this is {self.named(self.rank)}, in {NOW.where}")
             return None
@@ -140,37 +152,75 @@ class Watch:
             return Fault(GONE, -1, "", NOW.where, message=f"a connection broke in {NOW.where}", told_by=self.rank)
         if isinstance(error, Exception):
             frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-            return self._own(RAISED, f"{type(error).__name__}: {error}", NOW.module(frames))
-        return self._own(ENDED, _ending(error))
+            return self._own(RAISED, text_of(error), NOW.module(frames))
+        return self._own(ENDED, ending(error))
 
     def _own(self, kind: str, message: str, module: str = "") -> Fault:
         return Fault(kind, self.rank, self.named(self.rank), NOW.where, module, message, self.rank)
 
     def leaving(self, kind: str, message: str) -> None:
         """Tell what ends this process between two calls, to ranks that will wait for it in the next."""
-        with contextlib.suppress(RuntimeError):
-            if not NOW.call and self.fault is None and dist.group.WORLD is self.world:
+        with contextlib.suppress(RuntimeError, ValueError):
+            if not NOW.call and self.fault is None and self._is_last:
                 fault = self._own(kind, message)
                 self._alarm.ask(lambda: self._alarm.tell(fault, NOW.number + 1))
+
+    def ended(self, error: BaseException) -> None:
+        """Tell of an error that ends this process, wherever it came from, and whose fault it is."""
+        if is_lost(error):
+            until = time.monotonic() + GRACE
+            while not (why := self.why()) and time.monotonic() < until:
+                time.sleep(0.1)
+            if why:
+                logger.error("the connection was lost since %s", why)
+            self._break(self.fault or (self._heard[0] if self._heard else self._fault_of(error, lost=True)), error)
+        self.leaving(RAISED, text_of(error))
+        if not self._broken:
+            leave_report(self.rank, self.named(self.rank), self._own(RAISED, text_of(error)), error)
 
     def left(self) -> bool:
         """At the end of the process; False if a thread hangs at a silent store."""
         stopped = self.stop()
-        if stopped and dist.group.WORLD is self.world:
-            self._alarm.leave(without=self._roll.silent)
+        if stopped and self._is_last:
+            gone = [self.fault.rank] if self.fault is not None and self.fault.kind == GONE else []
+            self._alarm.leave(without=[*self._roll.silent, *gone])
         return stopped
 
+    @property
+    def _is_last(self) -> bool:
+        """Whether this process has made no other world since; the group may have been destroyed."""
+        return dist.group.WORLD in (self.world, None)
+
+    def why(self) -> str:
+        """What is known to have ended another rank, for a process that is told to end; "" for nothing."""
+        fault = self.fault or (self._heard[0] if self._heard else None)
+        if fault is not None and fault.is_asked:
+            with contextlib.suppress(RuntimeError):
+                fault = self._roll.result(fault, self.named)
+        if fault is None and (rank := self._peers.killed()) >= 0:
+            return f"{self.named(rank)} is gone: it was killed or has crashed"
+        return "" if fault is None or fault.rank == self.rank else str(fault)
+
     # In both.
+
+    def _killed(self, otherwise: Fault, lost: bool) -> Fault:
+        """Who is known to be gone, where a connection was lost."""
+        rank = self._peers.killed() if lost else -1
+        return otherwise if rank < 0 else self._gone(rank, "is gone: it was killed or has crashed")
+
+    def _gone(self, rank: int, how: str) -> Fault:
+        return Fault(GONE, rank, self.named(rank), NOW.where, message=f"{self.named(rank)} {how}")
 
     def _told(self, patience: float = 0.0) -> Fault | None:
         """What was told of the call before, if that went well here, or of this one (or the next, between two)."""
         number = NOW.number + (not NOW.call)
         return self._alarm.told([*([number - 1] if self._well == number - 1 else []), number], patience)
 
-    def _break(self, fault: Fault) -> None:
+    def _break(self, fault: Fault, error: BaseException | None = None) -> None:
         self.fault = fault
         if not self._broken:
             self._broken = True
+            leave_report(self.rank, self.named(self.rank), fault, error)
             abort_groups()
 
     def _without_store(self) -> Fault:
@@ -189,13 +239,40 @@ class Watch:
             self._alarm.gone = True
 
     def _look(self) -> None:
+        beats = 0
         while self._goes_on():
             self._ticks += 1
+            beats += 1
+            if self._monitor is not None and beats % BEAT == 1:
+                self._monitor.beat(self.limit)
+            self._look_outside()
             if self._ticks > SILENT and (self._alarm.asked or self._is_stalled()):
                 self._alarm.gone = True
-            if NOW.call and self._alarm.gone and self._heard is None:
-                self._heard = self._without_store(), NOW.number, time.monotonic()
+            if self._lost is None and (fault := self._find_out()) is not None:
+                self._lost = fault, time.monotonic()
+            number = NOW.number + (not NOW.call)
+            if self._lost is not None and (self._heard is None or self._heard[1] != number):
+                self._heard = self._lost[0], number, self._lost[1]
             self._press()
+        if self._monitor is not None:
+            self._monitor.beat(float("inf"))
+
+    def _find_out(self) -> Fault | None:
+        """What ends this process and needs no word from others: they are killed or stopped, or the store is, or the
+        agent."""
+        if AGENT in os.environ and os.getppid() != self._parent:
+            agent = "the agent (torchrun, or pipeshard.launch) of this process is gone, so nothing would start it again"
+            return Fault(ORPHANED, -1, "", message=agent)
+        if self._alarm.gone and NOW.call:
+            return self._without_store()
+        found = self._peers.look(self._ticks)
+        return None if found is None else self._gone(*found)
+
+    def _look_outside(self) -> None:
+        """Note a wait for others in the user's own code. The frame is kept, so that no other is taken for it."""
+        frame = None if NOW.call else collective_of(main_stack())
+        if frame is None or self._outside is None or self._outside[0] is not frame:
+            self._outside = None if frame is None else (frame, time.monotonic())
 
     def _goes_on(self) -> bool:
         return not self._stop.wait(PERIOD) and dist.is_initialized() and dist.group.WORLD is self.world
@@ -203,6 +280,9 @@ class Watch:
     def _once(self) -> None:
         number = NOW.number + (not NOW.call)
         fault = self._told()  # asked also where it is known, so that a store which falls silent is noticed
+        self._peers.meet()
+        if fault is None and self._lost is not None and (NOW.call or self._outside):
+            fault = self._alarm.tell(self._lost[0], number)  # ranks of other hosts see none of it
         if self._heard is not None and self._heard[1] == number:
             return
         if fault is None and self._is_stalled():
@@ -221,7 +301,7 @@ class Watch:
             return
         fault, number, at = heard
         now = time.monotonic()
-        if fault.is_asked or (NOW.waits and now - NOW.since > SETTLED) or now - at > GRACE:
+        if fault.is_asked or fault.kind == GONE or (NOW.waits and now - NOW.since > SETTLED) or now - at > GRACE:
             self._break(fault)
         if now - at > GRACE and self._interrupted != number:
             self._interrupted = number
@@ -235,39 +315,25 @@ class Watch:
         heard = self._heard
         if heard is None or heard[1] != NOW.number + (not NOW.call):
             return False
-        return bool(NOW.call) or heard[0].kind == STALLED
+        if heard[0].kind == GONE and not NOW.call:
+            return collective_of(main_stack()) is not None  # it waits in vain, and the program would not end
+        return bool(NOW.call) or heard[0].kind in (STALLED, ORPHANED)
 
     def _end(self, fault: Fault) -> None:
         """End a process that hangs in code that cannot be interrupted."""
         if fault.is_asked and self._ticks < SILENT // 3:  # else the store may be silent, and this thread hang there
             with contextlib.suppress(RuntimeError):
                 fault = self._roll.result(fault, self.named)
+        leave_report(self.rank, self.named(self.rank), fault, None)
         stack = "".join(traceback.format_stack(main_stack()[-1]))
         logger.error("this process does not stop by itself, so it is ended, since %s\nIt is at\n%s", fault, stack)
         os._exit(1)
 
     @property
     def limit(self) -> float:
-        """Seconds that may pass without a change, in the call that runs."""
-        if self.timeout is None:
-            return float("inf")
-        if isinstance(self.timeout, str):
-            limit = 600.0 if NOW.longest == 0 else max(30.0, 20 * NOW.longest)
-        else:
-            limit = self.timeout
-        return limit if NOW.call in STEPS else OTHERS * limit
+        """Seconds that may pass without a change, in the call that runs, or between two."""
+        return allowed(self.timeout)
 
     def _is_stalled(self) -> bool:
-        return bool(NOW.call) and time.monotonic() - NOW.since > self.limit
-
-
-def _is_lost(error: BaseException) -> bool:
-    """Whether an error is that of a broken connection, and so not this rank's own."""
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and bool(LOST.search(str(error))))
-
-
-def _ending(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        return "by Ctrl-C"
-    sigterm = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
-    return "by SIGTERM" if sigterm else f"by {type(error).__name__}: {error}"
+        since = NOW.since if NOW.call else self._outside[1] if self._outside else float("inf")
+        return time.monotonic() - since > self.limit

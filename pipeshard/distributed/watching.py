@@ -2,18 +2,20 @@
 
 import atexit
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from pipeshard.distributed.failures import ENDED, RAISED, Alarm, Fault
-from pipeshard.distributed.progress import NOW
+from pipeshard.distributed.failures import ENDED, RAISED, Alarm, Fault, text_of
+from pipeshard.distributed.monitor import Monitor
+from pipeshard.distributed.progress import NOW, Timeout
 from pipeshard.distributed.watch import Interrupt, Watch
 from pipeshard.errors import PipeshardError
 from pipeshard.ghost import inside_pipeshard
@@ -23,9 +25,14 @@ _watch: Watch | None = None
 _well = -1  # the number of the last call that ended well without a watch
 _names: list[Callable[[int], str]] = []
 _interrupts = False  # whether the next SIGTERM is the watch's own
+_pid = -1  # of the process that has hooks; what it forks inherits them, but is not a rank
+_exit = ""  # how the program has asked to end
+_monitor: Monitor | None = None
+
+logger = logging.getLogger("pipeshard")
 
 
-def watch_world(timeout: float | str | None, watchdog: bool) -> None:
+def watch_world(timeout: Timeout, watchdog: bool) -> None:
     """Count the calls of the default process group from now on, and have them watched, unless `watchdog` is declined;
     every rank does so at the same time."""
     global _watch
@@ -34,7 +41,7 @@ def watch_world(timeout: float | str | None, watchdog: bool) -> None:
         if _watch is None:
             _hook()
         if _watch is None or _watch.world is not _world:
-            _watch = Watch(timeout, named, _well)
+            _watch = Watch(timeout, named, _well, _monitor)
             _watch.interrupt = _interrupt
         _watch.timeout = timeout
 
@@ -59,7 +66,7 @@ def constructing() -> Iterator[None]:
             yield
         except PipeshardError as error:
             if _world is not None and (_watch is None or _watch.world is not _world):
-                rank, message = dist.get_rank(), f"{type(error).__name__}: {error}"
+                rank, message = dist.get_rank(), text_of(error)
                 fault = Fault(RAISED, rank, named(rank), NOW.where, message=message, told_by=rank)
                 with contextlib.suppress(RuntimeError):
                     Alarm(rank, dist.get_world_size()).tell(fault, NOW.number)
@@ -101,14 +108,27 @@ def named(rank: int) -> str:
 
 def _hook() -> None:
     """Once in a process: the others are told what ends it between two calls, too."""
-    before = sys.excepthook
+    global _pid, _monitor
+    _pid, _monitor = os.getpid(), Monitor()
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)  # for the monitor's SIGABRT
+    before, leave = sys.excepthook, sys.exit
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         before(kind, error, trace)
-        _leaving(RAISED, f"{kind.__name__}: {error}")
+        if os.getpid() == _pid and _watch is not None:
+            _watch.ended(error)
+
+    def exit(status: Any = None) -> NoReturn:
+        global _exit
+        handled = sys.exc_info()[1]
+        _exit = f"by sys.exit({status!r})" + (f" after {text_of(handled)}" if handled else "") if status else ""
+        leave(status)
 
     def at_exit() -> None:
-        _leaving(ENDED, "its program being through")
+        if os.getpid() != _pid:
+            return
+        _leaving(ENDED, _exit or "its program being through")
         stopped = _watch is None or _watch.left()
         broken = _watch is not None and _watch.fault is not None
         if hasattr(sys, "last_value") and (broken or not stopped):  # an error was shown, and ends the process
@@ -117,7 +137,7 @@ def _hook() -> None:
             sys.stderr.flush()
             os._exit(1)  # torch would join threads that wait for ranks which are gone, and may do so for ever
 
-    sys.excepthook = excepthook
+    sys.excepthook, sys.exit = excepthook, exit
     atexit.register(at_exit)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _on_sigterm)
@@ -132,11 +152,17 @@ def _interrupt() -> None:
 
 def _on_sigterm(number: int, frame: Any) -> None:
     global _interrupts
+    if os.getpid() != _pid:  # a child ends as if there were no handler, wherever it is
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        return
     if _interrupts:
         _interrupts = False
         if _watch is not None and _watch.fault is not None and _watch.interrupts:
-            raise Interrupt(str(_watch.fault), _watch.fault)
+            raise Interrupt(str(_watch.fault) if NOW.call else _watch.why(), _watch.fault)
         return  # it has come out by itself meanwhile
+    if _watch is not None and (why := _watch.why()):  # torchrun ends those that are left
+        logger.error("ended by SIGTERM, since %s", why)
     _leaving(ENDED, "by SIGTERM")
     raise SystemExit(128 + number)
 

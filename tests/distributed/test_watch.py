@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from pipeshard.distributed import failures as alarm
@@ -27,6 +28,12 @@ print(store.port, flush=True)
 sys.stdin.read()
 """
 LIMIT = SILENT * PERIOD + 2.0  # seconds
+
+
+def fail(error: Exception) -> None:
+    """Raise it, where it is of a connection as torch does."""
+    torch._check(str(error) != str(LOST), lambda: str(error))
+    raise error
 
 
 def fail_at_a_silent_store(call: str, error: Exception, silent: float) -> tuple[float, str, list[str], bool]:
@@ -47,7 +54,7 @@ def fail_at_a_silent_store(call: str, error: Exception, silent: float) -> tuple[
         try:
             if call:
                 with watch.call(call):
-                    raise error
+                    fail(error)
             watch.leaving("raised", "ValueError: own")
             raised: Exception = error
         except Exception as other:

@@ -22,7 +22,7 @@ from pipeshard.checkpoint.manifest import LOCK
 from tests.faults import job
 from tests.faults.job import SIZE
 from tests.faults.mechanisms import MECHANISMS, RELIES
-from tests.faults.plant import KINDS, Case, Planter, all_cases
+from tests.faults.plant import CHILD, KINDS, Case, Planter, all_cases
 from tests.faults.ranks import Ranks
 from tests.faults.report import Result, write_table
 
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace, folder: Path, console: Console) -> int:
         if ranks.rank is not None:
             if mechanism is not None:
                 MECHANISMS[mechanism]()
-            return job.run(ranks, here, Planter(case, here / "mark"))
+            return job.run(ranks, here, Planter(case, here / "mark"), case.timeout)
         results.append(result := judged(case, ranks, here))
         if mechanism is None:
             again = Ranks(here, "again", SIZE)
@@ -138,7 +138,9 @@ def judged(case: Case, ranks: Ranks, folder: Path) -> Result:
     wrong += [f"rank {rank} crashed with {-s}" for rank, s in ranks.statuses.items() if s < 0 and rank in others]
     for rank in others:
         wrong += [f"rank {rank} does not say {sign!r}" for sign in case.signs if sign not in ranks.text(rank)]
-    if not ranks.port_is_free:
+    if not (folder / "crash").is_dir():
+        wrong.append("nobody left a report")
+    if not ranks.port_is_free and case.kind != CHILD:  # whose child has it, as long as it lives
         wrong.append(f"port {ranks.port} is still taken")
     return Result(case.kind, case.stage, case.phase, seconds, wrong)
 

@@ -37,10 +37,10 @@ class Samples(Dataset[Any]):
         return {name: value[index] for name, value in self.data.items()}
 
 
-def run(ranks: Ranks, folder: Path, plant: Callable[[Any], None] = lambda job: None) -> int:
+def run(ranks: Ranks, folder: Path, plant: Callable[[Any], None] = lambda job: None, timeout: Any = TIMEOUT) -> int:
     """Train to the end; `plant(job)` is called before the faulty step. Writes a digest of the parameters at the end."""
     ranks.join()
-    job = Job(folder)
+    job = Job(folder, timeout)
     job.train(plant)
     (folder / f"digest{job.rank}").write_text(digest(job.model))
     dist.destroy_process_group()
@@ -50,10 +50,10 @@ def run(ranks: Ranks, folder: Path, plant: Callable[[Any], None] = lambda job: N
 class Job:
     """What `run` trains; faults are planted in it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, timeout: Any) -> None:
         self.folder = folder
         self.plugin = PipelinePlugin(
-            dist.get_world_size(), num_microbatches=MICROBATCHES, max_norm=1.0, timeout=TIMEOUT, check_finite=True
+            dist.get_world_size(), num_microbatches=MICROBATCHES, max_norm=1.0, timeout=timeout, check_finite=True
         )
         model = zoo.build("gpt2")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 from pipeshard.checkpoint import files as beside
 from pipeshard.distributed import failures as alarm
 from pipeshard.distributed import failures as rollcall
-from pipeshard.distributed import watch
+from pipeshard.distributed import monitor, peers, watch
 from pipeshard.distributed.collectives import gather_objects
 from pipeshard.engine import reader as agreement
 from pipeshard.engine import stage as finite
 from pipeshard.split import replay
-from tests.faults.plant import Case
+from tests.faults.plant import BARRIER, CHILD, EXIT, GIL, LEFT, MUTE, Case
 
 
 def _never(*args: object, **kwargs: object) -> None:
@@ -51,7 +51,24 @@ def _no_look_at_the_store() -> None:
 
 
 def _no_watchdog() -> None:
+    """Nothing looks for what does not move."""
     _patch(watch.Watch, "_is_stalled", lambda self: False)
+    _patch(peers, "_is_stopped", lambda process: False)
+
+
+def _no_look_at_processes() -> None:
+    _patch(peers, "_is_gone", lambda process: False)
+    _patch(peers, "_is_stopped", lambda process: False)
+
+
+def _no_monitor() -> None:
+    _patch(monitor.Monitor, "beat", _never)
+
+
+def _no_names() -> None:
+    """Of those that are gone."""
+    _no_look_at_processes()
+    _no_roll_call()
 
 
 def _no_roll_call() -> None:
@@ -75,17 +92,22 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "the alarm": _no_alarm,
     "the look at the store": _no_look_at_the_store,
     "the watchdog": _no_watchdog,
-    "the roll call": _no_roll_call,
+    "the roll call and the look at processes": _no_names,
+    "the look at processes": _no_look_at_processes,
+    "the monitor": _no_monitor,
     "the digest of batches": _no_digest,
     "the look at what is finite": _no_finite,
     "the look at shapes": _no_shapes,
 }
-TOLD = ("exception", "SIGTERM", "full disk")
+TOLD = ("exception", "SIGTERM", "full disk", MUTE, LEFT, EXIT)
 RELIES: dict[str, Callable[[Case], bool]] = {  # each case on one of them
     "the alarm": lambda case: case.kind in TOLD or (case.kind == "wrong shape" and not case.leaves),
-    "the look at the store": lambda case: case.kind == "kill -9" and case.rank == 0,
-    "the watchdog": lambda case: case.kind in ("hang", "SIGSTOP"),
-    "the roll call": lambda case: case.kind == "kill -9" and case.rank > 0,
+    "the look at the store": lambda case: case.kind == "kill -9" and case.rank == 0 and case.phase != BARRIER,
+    "the watchdog": lambda case: case.kind == "hang" or (case.kind == "SIGSTOP" and case.phase != BARRIER),
+    "the roll call and the look at processes": lambda case: case.kind == "kill -9"
+    and (case.rank > 0 or case.phase == BARRIER),
+    "the look at processes": lambda case: case.kind == CHILD or (case.kind, case.phase) == ("SIGSTOP", BARRIER),
+    "the monitor": lambda case: case.kind == GIL,
     "the digest of batches": lambda case: case.kind == "different batch",
     "the look at what is finite": lambda case: case.kind == "NaN",
     "the look at shapes": lambda case: case.kind == "wrong shape" and case.leaves,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,20 +14,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard.checkpoint import safetensors_files as saving
-from pipeshard.distributed.watch import OTHERS
+from pipeshard.distributed.progress import OTHERS
 from tests.faults.job import MICROBATCHES, SIZE, TIMEOUT, Job
 
+CHILDHOOD = 12.0  # seconds that a forked child lives
 STAGES = ("first", "middle", "last")
-PHASES = ("batch", "warm-up", "steady", "cool-down", "tie sync", "optimizer", "save")
-KINDS = ("exception", "kill -9", "SIGSTOP", "SIGTERM", "hang", "NaN", "wrong shape", "different batch", "full disk")
+BARRIER = "barrier"  # between two steps, where the others wait in a collective of the user's
+PHASES = ("batch", "warm-up", "steady", "cool-down", "tie sync", "optimizer", "save", BARRIER)
+CHILD, GIL, MUTE, LEFT, EXIT = "kill -9, a child lives", "hang in C", "mute exception", "group destroyed", "sys.exit(1)"
+KINDS = ("exception", "kill -9", "SIGSTOP", "SIGTERM", "hang", "NaN", "wrong shape", "different batch", "full disk",
+         CHILD, GIL, MUTE, LEFT, EXIT)  # fmt: skip
 ONLY = {  # kinds that make sense at some moments only
     "NaN": ("warm-up", "steady", "cool-down", "tie sync", "optimizer"),
     "wrong shape": ("warm-up", "steady", "cool-down"),
     "different batch": ("batch",),
     "full disk": ("save",),
+    CHILD: ("steady", BARRIER),
+    GIL: ("steady",),
+    MUTE: ("steady", BARRIER),
+    LEFT: (BARRIER,),
+    EXIT: (BARRIER,),
 }
 
 
@@ -49,7 +61,7 @@ class Case:
     @property
     def seconds(self) -> float:
         """In which all ranks have to be down."""
-        if self.kind not in ("SIGSTOP", "hang"):
+        if self.kind not in ("SIGSTOP", "hang", GIL):
             return 10.0
         return 10.0 + TIMEOUT * (OTHERS if self.phase in ("optimizer", "save") else 1)  # the others wait in the save
 
@@ -67,7 +79,19 @@ class Case:
             "wrong shape": (who, "torch.float64 where the trace has" if self.leaves else "size"),
             "different batch": ("must read the same batch", f"stage {self.rank}"),
             "full disk": (who, "No space left on device"),
+            CHILD: (who, "was killed"),
+            GIL: (who, "does not let go of the interpreter"),
+            MUTE: (who, "Mute"),
+            LEFT: (who, "ValueError: planted"),
+            EXIT: (who, "by sys.exit(1) after ValueError: planted"),
         }[self.kind]
+
+    @property
+    def timeout(self) -> float | dict[str, float]:
+        """Of the plugin. What ends those that are seen by their processes is not to be the watchdog."""
+        if self.kind == CHILD or (self.kind, self.phase) == ("SIGSTOP", BARRIER):
+            return 600.0
+        return {"step": TIMEOUT, "between": TIMEOUT} if self.phase == BARRIER else TIMEOUT
 
     def __str__(self) -> str:
         return f"{self.kind} on the {self.stage} stage, {self.phase}"
@@ -86,8 +110,13 @@ class Planter:
         self.case, self.mark = case, mark
 
     def __call__(self, job: Job) -> None:
-        if job.rank != self.case.rank:
-            return
+        if job.rank == self.case.rank:
+            self._plant(job)
+        elif self.case.phase == BARRIER:
+            time.sleep(0.5)  # they come late, or wait already
+            dist.barrier()
+
+    def _plant(self, job: Job) -> None:
         blocks = [unit for unit in job.model.pipeline.policy.get_held_layers() if hasattr(unit, "mlp")]
         module = blocks[-1]
         act: Callable[[Any], Any] = self._act
@@ -103,6 +132,8 @@ class Planter:
                 before(job.model.pipeline.sync, "finish", lambda: self._in_gradients(job))
             case "optimizer":
                 job.optimizer.optim.register_step_pre_hook(lambda *_: self._in_gradients(job))
+            case "barrier":
+                self._between()
             case "save":
                 before(saving, "save_file", lambda *args: self._in_save(*args))
 
@@ -116,9 +147,16 @@ class Planter:
         """What happens; the value that goes on instead of this one."""
         self._happens()
         match self.case.kind:
-            case "exception":
+            case "exception" | "group destroyed" | "sys.exit(1)":
                 raise ValueError("planted")
-            case "kill -9":
+            case "mute exception":
+                raise Mute
+            case "hang in C":
+                re.match(r"(a+)+b", "a" * 60)
+            case "kill -9, a child lives" if os.fork() == 0:
+                time.sleep(CHILDHOOD)
+                os._exit(0)
+            case "kill -9" | "kill -9, a child lives":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "SIGSTOP":
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -132,6 +170,19 @@ class Planter:
             case "wrong shape":
                 return value.double() if self.case.leaves else value[..., :-1]
         return value
+
+    def _between(self) -> None:
+        """What a script does between two steps."""
+        if self.case.kind == EXIT:
+            try:
+                self._act(None)
+            except ValueError:
+                sys.exit(1)
+        try:
+            self._act(None)
+        finally:
+            if self.case.kind == LEFT:
+                dist.destroy_process_group()
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
@@ -153,6 +204,13 @@ class Planter:
             path.write_bytes(b"\0" * 100)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         self._act(None)
+
+
+class Mute(Exception):
+    """An exception without a text."""
+
+    def __str__(self) -> str:
+        raise TypeError("not a string")
 
 
 def trained(job: Job) -> Iterator[nn.Parameter]:

@@ -44,6 +44,7 @@ class Ranks:
         torch.set_num_threads(1)
         faulthandler.register(signal.SIGUSR1)
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        os.environ["PIPESHARD_CRASH"] = str(self.folder / "crash")
         os.environ.update(where, RANK=str(self.rank), WORLD_SIZE=str(self.size))
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
 

@@ -1,0 +1,117 @@
+"""Crash: what a rank leaves behind when a failure ends it, and the page that tells of all ranks.
+
+Each rank that can writes `crash/rank-N.json` in its working directory (PIPESHARD_CRASH names another folder; empty, and
+nothing is written): the fault, the stacks of all threads, what it did last, and its memory. `pipeshard crash FOLDER`
+shows them together.
+"""
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from pipeshard.distributed.failures import Fault
+from pipeshard.distributed.progress import NOW
+from pipeshard.errors import CheckpointError
+
+logger = logging.getLogger("pipeshard")
+VARIABLE = "PIPESHARD_CRASH"
+SHOWN, LINES = 8, 12  # actions of each rank on the page, and lines of its error
+MOST = 16 * 2**20  # bytes of a report that is read
+
+
+def leave_report(rank: int, name: str, fault: Fault, error: BaseException | None) -> None:
+    """Write this rank's report; a failure to do so is logged, and hides nothing."""
+    if not (folder := os.environ.get(VARIABLE, "crash")):
+        return
+    try:
+        path = Path(folder) / f"rank-{rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report(rank, name, fault, error), indent=1))
+    except (OSError, ValueError) as why:
+        logger.warning("rank %d could not leave its report in %r: %s", rank, folder, why)
+
+
+def report(rank: int, name: str, fault: Fault, error: BaseException | None) -> dict[str, Any]:
+    """What a rank knows of its end. Times are in seconds before now, memory is in bytes."""
+    now, names = time.monotonic(), {thread.ident: thread.name for thread in threading.enumerate()}
+    memory = {"resident": psutil.Process().memory_info().rss, "of the host": psutil.virtual_memory().total}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        memory |= {"allocated": torch.cuda.memory_allocated(), "allocated at most": torch.cuda.max_memory_allocated()}
+    return {
+        "rank": rank,
+        "name": name,
+        "time": time.time(),
+        "where": NOW.where,
+        "fault": asdict(fault),
+        "text": str(fault),
+        "error": "" if error is None else "".join(traceback.format_exception(error))[-20_000:],
+        "actions": [{"ago": round(now - at, 3), "what": str(action)} for at, action in list(NOW.history)],
+        "memory": memory,
+        "stacks": {
+            names.get(ident, str(ident)): traceback.format_stack(frame)
+            for ident, frame in sys._current_frames().items()
+        },
+    }
+
+
+def page(folder: Path) -> Iterator[str]:
+    """The lines that tell what happened, from the reports in a folder: the ranks, by their times, and what each did.
+
+    Raises CheckpointError for a folder without reports, or with one that cannot be read.
+    """
+    reports = sorted(map(_read, folder.glob("rank-*.json")), key=lambda report: report.time)
+    if not reports:
+        raise CheckpointError(f"{folder} has no report of a rank (rank-0.json, ...)")
+    own = [report.text for report in reports if report.culprit == report.rank]
+    yield f"What happened: {(own or [report.text for report in reports])[0]}"
+    for rank in sorted({report.culprit for report in reports} - {report.rank for report in reports} - {-1}):
+        yield f"Rank {rank} left no report here: it was killed, is stopped, or has another working directory"
+    for report in reports:
+        after = f"{report.time - reports[0].time:.2f} s after the first"
+        yield f"\n{report.name}, {after}, in {report.where} ({report.resident / 2**30:.2f} GiB resident)"
+        yield from (f"  {line}" for line in (report.error or report.text).splitlines()[-LINES:])
+        yield from (f"  {ago:9.3f} s before: {what}" for ago, what in report.actions[-SHOWN:])
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What the page shows of a file."""
+
+    rank: int
+    culprit: int
+    name: str
+    time: float
+    where: str
+    text: str
+    error: str
+    resident: float
+    actions: Sequence[tuple[float, str]]
+
+
+def _read(path: Path) -> _Report:
+    try:
+        if path.stat().st_size > MOST:
+            raise ValueError(f"it has more than {MOST} bytes")
+        found = json.loads(path.read_text())
+        texts = {key: str(found[key]) for key in ("name", "where", "text", "error")}
+        return _Report(
+            rank=int(found["rank"]),
+            culprit=int(found["fault"]["rank"]),
+            time=float(found["time"]),
+            resident=float(found["memory"]["resident"]),
+            actions=[(float(action["ago"]), str(action["what"])) for action in found["actions"]],
+            **texts,
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a report of a rank: {type(error).__name__}: {error}") from error

@@ -1,0 +1,130 @@
+"""Peers: the processes of the other ranks on this host, and what the kernel says of them.
+
+A rank that was killed leaves its connections open where a child that it has forked lives on, and one that is stopped
+always does; no thread of theirs is left that could tell. The ranks of one host see each other's processes, and need
+neither a connection nor a timeout to know.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+EVERY = 4  # looks of the watch between two of this class
+STOPPED = 5  # of these, one after the other, in which a process is stopped: a job may be paused as a whole
+PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent ends
+UNASKED = 8  # looks of the watch without an answer after which the store is not waited for
+
+
+class Peers:
+    """Finds a rank of this host that was killed or is stopped.
+
+    `look` asks the kernel alone, by the thread that looks at the clock; `meet` asks the store, which may be silent, by
+    the one that listens to it.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self.left: set[int] = set()  # ranks whose program is through
+        self._processes: dict[int, psutil.Process] = {}  # those of this host that are looked after
+        self._stopped: dict[int, int] = {}
+        self._suspect, self._sure = -1, False
+        self._met, self._looks = False, 0
+        own = psutil.Process()
+        self.store.set(f"process/{rank}", json.dumps([_host(), own.pid, own.create_time()]))
+
+    def meet(self) -> None:
+        """Learn whose processes are here, and which ranks have left."""
+        keys = [f"process/{rank}" for rank in range(self.size)]
+        if not self._met and self.store.check(keys):
+            self._met = True
+            for rank, text in enumerate(self.store.multi_get(keys)):
+                host, pid, created = json.loads(text)
+                if host == _host() and rank != self.rank and (process := _process(pid, created)) is not None:
+                    self._processes[rank] = process
+        asked = {0, self._suspect} - self.left - {-1}  # the store goes with rank 0
+        self.left |= {rank for rank in asked if self.store.check([f"left/{rank}"])}
+        self._sure = self._suspect >= 0
+
+    def look(self, silent: int = 0) -> tuple[int, str] | None:
+        """A rank that was killed or is stopped, and how it is; `silent` is for how many looks the store has not
+        answered. It is taken for killed only once the store does not say that its program was through."""
+        self._looks += 1
+        if self._looks % EVERY == 0:
+            for rank, process in self._processes.items():
+                self._stopped[rank] = self._stopped.get(rank, 0) + 1 if _is_stopped(process) else 0
+        stopped = next((rank for rank, looks in self._stopped.items() if looks >= STOPPED), None)
+        if stopped is not None:
+            return stopped, f"does not answer: it is stopped (process {self._processes[stopped].pid} of this host)"
+        if self._suspect in self.left or (self._suspect < 0 and self._looks % EVERY == 0):
+            self._suspect, self._sure = self.killed(), False
+        if self._suspect not in self.left and self._suspect >= 0 and (self._sure or silent > UNASKED):
+            pid = self._processes[self._suspect].pid
+            return self._suspect, f"is gone: it was killed or has crashed (process {pid} of this host)"
+        return None
+
+    def killed(self) -> int:
+        """A rank of this host whose process is not there, and which has not said that it leaves; -1 for none."""
+        gone = (rank for rank, process in self._processes.items() if rank not in self.left and _is_gone(process))
+        return next(gone, -1)
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A DataLoader's `worker_init_fn`, for workers that end with their rank, however it does (on Linux).
+
+    Others look for it every 5 seconds, and keep its connections and its port until then.
+    """
+
+    then: Callable[[int], None] | None = None
+
+    def __call__(self, worker: int) -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
+        if self.then is not None:
+            self.then(worker)
+
+
+def attach_workers(dataloader: Any) -> None:
+    """Have the workers of a DataLoader end with this process."""
+    if getattr(dataloader, "num_workers", 0) and not isinstance(dataloader.worker_init_fn, Attached):
+        dataloader.worker_init_fn = Attached(dataloader.worker_init_fn)
+
+
+def _host() -> list[str]:
+    """What tells whether two processes see each other by their numbers."""
+    try:
+        return [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    except OSError:  # not on Linux
+        return [os.uname().nodename]
+
+
+def _process(pid: int, created: float) -> psutil.Process | None:
+    try:
+        process = psutil.Process(pid)
+        return process if process.create_time() == created else None
+    except psutil.Error:
+        return None
+
+
+def _is_gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False

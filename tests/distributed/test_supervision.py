@@ -1,0 +1,389 @@
+"""What supervises a rank from outside: its monitor, the other processes of its host, and what children leave alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from pipeshard.distributed import crash, monitor, peers
+from pipeshard.distributed.failures import RAISED, Alarm, Fault, is_lost, text_of
+from pipeshard.distributed.peers import Attached, Peers, attach_workers
+from pipeshard.distributed.progress import NOW, allowed
+from pipeshard.distributed.watch import AGENT
+from pipeshard.errors import CheckpointError, RankError
+from tests import zoo
+from tests.pool import Pool
+from tests.unsplit import Split
+
+RANK = """
+import re, sys, time
+from pipeshard.distributed.monitor import Monitor
+monitor = Monitor()
+monitor.beat(float(sys.argv[1]))
+print(flush=True)
+exec(sys.argv[2])
+"""
+
+
+def rank_with_monitor(limit: float, code: str, seconds: float) -> int | None:
+    """The exit status of a process that runs this after its last word to its monitor; None if it is there by then."""
+    process = subprocess.Popen([sys.executable, "-c", RANK, str(limit), code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_regular_expression_that_never_ends_is_ended_from_outside() -> None:
+    # A collator matched "(a+)+b": the expression holds the interpreter's lock, and no thread of the rank could end it.
+    assert rank_with_monitor(0.5, "re.match(r'(a+)+b', 'a' * 60)", 30) == -signal.SIGABRT
+
+
+def test_a_process_that_takes_no_notice_of_sigabrt_is_killed() -> None:
+    ignoring = "import signal; signal.signal(signal.SIGABRT, signal.SIG_IGN); re.match(r'(a+)+b', 'a' * 60)"
+    assert rank_with_monitor(0.5, ignoring, 30) == -signal.SIGKILL
+
+
+def test_a_process_without_a_limit_or_that_ends_by_itself_is_left_alone() -> None:
+    assert rank_with_monitor(float("inf"), "time.sleep(4)", 30) == 0
+
+
+def test_time_in_which_a_process_is_stopped_does_not_count() -> None:
+    # A job was paused as a whole, with SIGSTOP, for longer than its timeout, and had to go on afterwards.
+    code = "import os, signal, subprocess; subprocess.Popen(['sh', '-c', f'sleep 5; kill -CONT {os.getpid()}']); "
+    code += "os.kill(os.getpid(), signal.SIGSTOP); monitor.beat(60)"
+    assert rank_with_monitor(1.0, code, 30) == 0
+
+
+def test_the_monitor_ends_with_its_rank() -> None:
+    process = subprocess.Popen([sys.executable, "-c", RANK, "60", "time.sleep(60)"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    children = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    assert len(children) == 1 and not psutil.wait_procs(children, timeout=5)[1]
+
+
+class Store(dict[str, str]):
+    """One that answers at once."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[str]:
+        return [self[key] for key in keys]
+
+
+def seen(store: Store, looks: int, meets: bool = True) -> tuple[int, str] | None:
+    """What rank 0 of two comes to see in so many looks."""
+    watched = Peers(store, 0, 2)
+    watched.meet()
+    found = None
+    for _ in range(looks * peers.EVERY):
+        found = watched.look(silent=0 if meets else 100)
+        if meets:
+            watched.meet()
+    return found
+
+
+def other(store: Store, code: str = "import time; time.sleep(60)") -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", code])
+    store.set("process/1", json.dumps([peers._host(), process.pid, psutil.Process(process.pid).create_time()]))
+    return process
+
+
+def test_a_killed_rank_is_seen_unless_it_has_said_that_it_leaves() -> None:
+    # A rank was killed, and the child that it had forked kept its connections: the others waited for the watchdog.
+    store = Store()
+    process = other(store)
+    try:
+        assert seen(store, 2) is None
+        process.kill()  # and nobody asks for its status
+        time.sleep(0.5)
+        for meets in (True, False):  # also where the store has gone with it
+            found = seen(store, 2, meets) if meets else _silent(store)
+            assert found is not None and found[0] == 1 and "was killed" in found[1]
+        store.set("left/1", "")
+        assert seen(store, 3) is None
+    finally:
+        process.wait()
+
+
+def _silent(store: Store) -> tuple[int, str] | None:
+    watched = Peers(store, 0, 2)
+    process = psutil.Process(json.loads(store["process/1"])[1])
+    watched._processes[1] = process
+    looks = [watched.look(silent=k) for k in range(4 * peers.EVERY + peers.UNASKED)]
+    assert looks[peers.UNASKED - 1] is None
+    return looks[-1]
+
+
+def test_a_stopped_rank_is_seen_after_some_looks_and_one_that_goes_on_is_not() -> None:
+    store = Store()
+    process = other(store)
+    try:
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        assert seen(store, peers.STOPPED - 1) is None
+        found = seen(store, peers.STOPPED)
+        assert found is not None and "is stopped" in found[1]
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.5)
+        assert seen(store, peers.STOPPED) is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_process_of_another_host_or_with_a_number_that_was_given_again_is_not_looked_at() -> None:
+    own = psutil.Process()
+    for host, created in ((["another"], own.create_time()), (peers._host(), own.create_time() - 100)):
+        store = Store({"process/1": json.dumps([host, own.pid, created])})
+        watched = Peers(store, 0, 2)
+        watched.meet()
+        assert watched._processes == {}
+
+
+def cut(stages: int, **options: Any) -> Split:
+    return Split(zoo.build("gpt2"), stages, zoo.batch("gpt2"), num_microbatches=2, **options)
+
+
+def step(split: Split) -> None:
+    split.backward(zoo.batch("gpt2"))
+    split.step()
+
+
+def train_with_children() -> list[Any]:
+    """A step, what users' code does with children, and a step."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    split = cut(2, timeout=20.0)
+    step(split)
+    context = multiprocessing.get_context("fork")
+    asleep = context.Process(target=time.sleep, args=(60,))
+    asleep.start()
+    time.sleep(0.3)
+    asleep.terminate()
+    asleep.join(10)
+    with context.Pool(2) as pool:
+        squares = pool.map(abs, [-1, -2])
+    exits = []
+    for end in (lambda: sys.exit(0), lambda: 1 / 0):
+        if (pid := os.fork()) == 0:
+            try:
+                with mock.patch("sys.stderr", io.StringIO()):
+                    end()
+            finally:
+                os._exit(7)
+        exits.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    time.sleep(1.0)  # the others would have heard of it
+    step(split)
+    return [asleep.exitcode, squares, exits]
+
+
+def test_children_of_a_rank_leave_the_job_alone(pool: Pool) -> None:
+    # Process.terminate, Pool and a forked child that raised ended a healthy job: they had inherited handlers and hooks.
+    for found in pool.run(train_with_children, 2, timeout=90):
+        assert found == [-signal.SIGTERM, [1, 2], [7, 7]]
+
+
+def hooks_in_a_child() -> tuple[int, int]:
+    """How children end that a rank has forked: one whose program raises, and one that gets SIGTERM."""
+    step(cut(1))
+    statuses = []
+    for ends in (lambda: sys.excepthook(ValueError, ValueError("of a child"), None), lambda: time.sleep(30)):
+        if (pid := os.fork()) == 0:
+            with mock.patch("pipeshard.distributed.watch.Watch.ended", side_effect=SystemExit):
+                try:
+                    ends()
+                    os._exit(3)
+                finally:
+                    os._exit(4)
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGTERM)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    return statuses[0], statuses[1]
+
+
+def test_hooks_belong_to_the_process_that_made_them(pool: Pool) -> None:
+    [(raised, terminated)] = pool.run(hooks_in_a_child, 1)
+    assert raised in (3, -signal.SIGTERM) and terminated == -signal.SIGTERM
+
+
+def test_workers_of_a_dataloader_end_with_their_rank(tmp_path: Path) -> None:
+    # Four to six workers, and with them the port, lived for 4 seconds after a rank that was killed.
+    code = """
+import sys, os
+from torch.utils.data import DataLoader
+from pipeshard.distributed.peers import attach_workers
+loader = DataLoader(range(8), num_workers=2, persistent_workers=True)
+attach_workers(loader)
+next(iter(loader)) if False else [batch for batch in loader]
+import psutil
+print(*(child.pid for child in psutil.Process().children()), flush=True)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60)
+    pids = [int(pid) for pid in done.stdout.split()]
+    deadline = time.monotonic() + 2
+    while (alive := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids) >= 2 and not alive
+
+
+def test_the_users_own_worker_init_fn_is_called_and_wrapped_once() -> None:
+    called: list[int] = []
+    loader = DataLoader(range(2), num_workers=1, worker_init_fn=called.append)  # type: ignore[arg-type]
+    attach_workers(loader)
+    attach_workers(loader)
+    assert isinstance(loader.worker_init_fn, Attached) and loader.worker_init_fn.then == called.append
+    with mock.patch("ctypes.CDLL"):
+        loader.worker_init_fn(3)
+    assert called == [3]
+
+
+def step_of_an_orphan() -> str:
+    with mock.patch.dict(os.environ, {AGENT: "job"}):
+        split = cut(1)
+        with mock.patch("os.getppid", return_value=1), pytest.raises(RankError) as raised:
+            while True:
+                step(split)
+                time.sleep(0.1)
+        return str(raised.value)
+
+
+def test_a_rank_whose_agent_is_gone_ends(pool: Pool) -> None:
+    # Ranks whose torchrun was killed trained on for hours, and saved into the folder of the job that was started again.
+    [message] = pool.run(step_of_an_orphan, 1, timeout=60)
+    assert "the agent (torchrun, or pipeshard.launch) of this process is gone" in message
+
+
+class Loud(Exception):
+    def __str__(self) -> str:
+        return "a" * 30_000_000
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise TypeError
+
+
+def test_an_error_of_any_text_can_be_told() -> None:
+    # An exception with a text of 20 MB, over the store's limit, and one whose __str__ raises: the others said that
+    # the rank was killed.
+    assert text_of(Mute()) == "Mute: (its text cannot be shown: TypeError)"
+    assert len(text_of(Loud())) < 3000 and text_of(Loud()).startswith("Loud: aaa")
+
+
+def test_a_users_own_words_are_not_taken_for_a_lost_connection() -> None:
+    # A data loader's RuntimeError("Connection reset by peer") was "look at the network" on every other rank.
+    def raised(make: Callable[[], Any]) -> BaseException:
+        try:
+            make()
+        except RuntimeError as error:
+            return error
+        raise AssertionError
+
+    def own() -> None:
+        raise RuntimeError("Connection reset by peer: the bucket")
+
+    assert not is_lost(raised(own)) and is_lost(dist.DistNetworkError("x"))
+    assert is_lost(raised(lambda: torch._check(False, lambda: "gloo: Connection closed by peer")))
+
+
+def test_a_silent_store_does_not_hold_up_the_end_of_a_process() -> None:
+    # A process that ended while the store was silent hung in its last word to it.
+    alarm = Alarm.__new__(Alarm)
+    alarm.store, alarm.rank, alarm.size, alarm.gone, alarm.asked = mock.Mock(), 0, 2, False, False
+    alarm.store.set.side_effect = lambda *_: threading.Event().wait(30)
+    begin = time.monotonic()
+    alarm.leave(without=[])
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize(
+    ("timeout", "call", "longest", "seconds"),
+    [
+        (600.0, "execute_pipeline", 0.0, 600.0),
+        (600.0, "save_model", 0.0, 1800.0),
+        (600.0, "", 0.0, 1800.0),
+        (None, "execute_pipeline", 0.0, float("inf")),
+        ("adaptive", "execute_pipeline", 0.0, 600.0),
+        ("adaptive", "execute_pipeline", 3.0, 60.0),
+        ({"step": 5.0}, "execute_pipeline", 0.0, 5.0),
+        ({"step": 5.0}, "save_model", 0.0, 1800.0),
+        ({"between": 7.0}, "", 0.0, 7.0),
+        ({"other": None}, "boost", 0.0, float("inf")),
+    ],
+)
+def test_timeouts(timeout: Any, call: str, longest: float, seconds: float) -> None:
+    with mock.patch.multiple(NOW, call=call, longest=longest):
+        assert allowed(timeout) == seconds
+
+
+def leave_reports(folder: str) -> None:
+    with mock.patch.dict(os.environ, {crash.VARIABLE: folder}):
+        split = cut(2)
+        step(split)
+        if dist.get_rank() == 1:
+            unit = split.model.pipeline.policy.get_held_layers()[0]
+            unit.register_forward_hook(lambda *_: 1 / 0)
+        try:
+            step(split)
+        except Exception:
+            return
+        raise AssertionError
+
+
+def test_ranks_that_fail_leave_reports_that_tell_what_happened(pool: Pool, tmp_path: Path) -> None:
+    pool.run(leave_reports, 2, str(tmp_path))
+    found = json.loads((tmp_path / "rank-1.json").read_text())
+    assert found["fault"]["kind"] == RAISED and "ZeroDivisionError" in found["error"]
+    assert len(found["actions"]) > 4 and found["memory"]["resident"] > 1e6 and "MainThread" in found["stacks"]
+    text = "\n".join(crash.page(tmp_path))
+    assert text.startswith("What happened: rank 1 (stage 1) failed in execute_pipeline, F0@1")
+    assert re.search(r"s before: F0@1", text) and "rank 0 (stage 0)" in text
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"rank": 1}', "[" * 100_000, '{"rank": "x", "fault": 3}'])
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rank-0.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"rank-0\.json is not a report of a rank"):
+        list(crash.page(tmp_path))
+
+
+def test_a_rank_that_was_killed_is_named_by_the_others(tmp_path: Path) -> None:
+    fault = Fault("gone", 1, "rank 1 (stage 1)", message="rank 1 (stage 1) is gone")
+    (tmp_path / "rank-0.json").write_text(json.dumps(crash.report(0, "rank 0 (stage 0)", fault, None)))
+    lines = list(crash.page(tmp_path))
+    assert lines[0] == "What happened: rank 1 (stage 1) is gone" and lines[1].startswith("Rank 1 left no report here")
+
+
+def test_monitor_and_library_agree_on_what_is_stopped() -> None:
+    assert not monitor._is_stopped(os.getpid())
