@@ -101,10 +101,10 @@ class PipelineConfig:
         activation_checkpoint_interval: or every k-th unit of the model, where k > 0.
         timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long elsewhere)
             before all ranks end with a table of what each of them does; None for ever. "adaptive" is 20 times the
-            longest so far, and at least 30. A mapping says so for each "step", each "other" call (a save, a load, a
+            longest so far, and at least 30. Or a dict of these: for a "step", for any "other" call (a save, a load, a
             boost), and for waits of the script's own "between" two.
-        watchdog: False declines what ends all ranks together, and shows failures as the backend does: two threads, a
-            small process, hooks of `atexit`, exceptions, `sys.exit` and SIGTERM (where there is none), faulthandler.
+        watchdog: False declines what ends all ranks together: two threads, a small process, faulthandler, and hooks of
+            `atexit`, exceptions, `sys.exit` and SIGTERM (where there is none). Failures show as the backend shows them.
         check_finite: look at the loss and at what every stage sends and adds up, and stop on what is not finite by an
             error that names the stage and the parameter. With "fp16", gradients may overflow: they are not looked at.
         verify: prove before the model is cut that it trains as it does unsplit: all stages take two steps in the first
@@ -270,8 +270,7 @@ class PipelineConfig:
         self._check("policy", is_policy, "a subclass of pipeshard.Policy")
         draws = isinstance(self.init_weights, bool) or callable(self.init_weights)
         self._check("init_weights", draws, "True, False or a function")
-        is_option = isinstance(self.compile, bool | dict)
-        self._check("compile", is_option, "True, False or a dict of torch.compile's options")
+        self._check("compile", isinstance(self.compile, bool | dict), "True, False or a dict of torch.compile's options")
         times = self.timeout if isinstance(self.timeout, Mapping) else {"step": self.timeout}
         what = "a number of seconds, 'adaptive' or None, or a dict of these for 'step', 'other' and 'between'"
         self._check("timeout", set(times) <= {"step", "other", "between"} and all(map(_is_time, times.values())), what)
