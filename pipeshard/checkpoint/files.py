@@ -81,14 +81,17 @@ def new_folder(target: Path, group: dist.ProcessGroup, mark: str) -> AbstractCon
             raise CheckpointError(f"{target} holds something else, which saving would replace: choose another folder")
         restore(target)
 
-    def place(writing: Path) -> None:
-        old = _hidden(target, "old")
-        if target.exists():
-            os.rename(target, old)
-        os.rename(writing, target)
-        remove(old)
+    return _written(target, group, prepare, lambda writing: place(writing, target))
 
-    return _written(target, group, prepare, place)
+
+def place(writing: Path, target: Path) -> None:
+    """Give a folder that is complete and on disk its name, in the place of what has it."""
+    old = hidden(target, "old")
+    if target.exists():
+        os.rename(target, old)
+    os.rename(writing, target)
+    remove(old)
+    sync(target.parent)
 
 
 def new_file(target: Path, group: dist.ProcessGroup) -> AbstractContextManager[Path]:
@@ -106,7 +109,7 @@ def _written(
     target: Path, group: dist.ProcessGroup, prepare: Callable[[], None], place: Callable[[Path], None]
 ) -> Iterator[Path]:
     """A hidden folder beside `target`; the first rank prepares before, and places it after all have written."""
-    writing = _hidden(target, "writing")
+    writing = hidden(target, "writing")
     first = group.rank() == 0
     try:
         with together(group):
@@ -128,13 +131,13 @@ def _written(
 
 def existing(target: Path) -> Path:
     """`target`, or the folder that had its place when a save was killed between its two renames."""
-    old = _hidden(target, "old")
+    old = hidden(target, "old")
     return old if old.exists() and not target.exists() else target
 
 
 def restore(target: Path) -> None:
     """Undo what a save left that was killed at its renames: afterwards `target` alone is there."""
-    old = _hidden(target, "old")
+    old = hidden(target, "old")
     if old.exists() and not target.exists():
         os.rename(old, target)
     remove(old)
@@ -157,7 +160,7 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _hidden(target: Path, what: str) -> Path:
+def hidden(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.{what}")
 
 

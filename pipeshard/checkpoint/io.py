@@ -24,6 +24,8 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
 
+SHARD = 1024  # MB of a shard, at most
+
 
 class PipelineCheckpointIO(CheckpointIO):
     """Saves with the architecture's own names, each tied tensor once, as safetensors; nothing is gathered.
@@ -85,7 +87,7 @@ class PipelineCheckpointIO(CheckpointIO):
                 self._save(save, boosted, use_async)
 
     @together_in("save_model")
-    def save_folder(self, model: nn.Module, folder: Path, size_per_shard: int = 1024, use_async: bool = False) -> None:
+    def save_folder(self, model: nn.Module, folder: Path, size_per_shard: int = SHARD, use_async: bool = False) -> None:
         """`save_model` with `shard=True`, also of a model with adapters, which `load_model` reads."""
         with self._leading(boosted_model(model)) as (leads, tensors):
             self.saving = use_async
@@ -93,12 +95,22 @@ class PipelineCheckpointIO(CheckpointIO):
                 save = FolderSave.plan(boosted_model(model), tensors, folder, size_per_shard, snapshot=use_async)
                 self._save(save, boosted_model(model), use_async)
 
+    def planned(self, model: nn.Module, folder: Path) -> FolderSave | None:
+        """A save of the folder from copies, for `write` and `commit`; None where that is not for this rank to do."""
+        boosted = boosted_model(model)
+        with self._leading(boosted) as (leads, tensors):
+            return FolderSave.plan(boosted, tensors, folder, SHARD, snapshot=True) if leads else None
+
+    def start(self, save: Save) -> None:
+        """In the background; every rank calls it, or `saving` is set where there is none to start."""
+        self.pending, self.saving = save, True
+        save.start()
+
     def _save(self, save: Save, boosted: PipelineModel, use_async: bool) -> None:
         """By the ranks of one pipeline."""
         group = boosted.pipeline.group
         if use_async:
-            self.pending = save
-            save.start()
+            self.start(save)
             return
         try:
             with together(group):

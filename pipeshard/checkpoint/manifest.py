@@ -85,10 +85,15 @@ def _shared_out(folder: Path, names: list[str], group: dist.ProcessGroup) -> dic
     return {name: value for of_rank in gather_objects(own, group) for name, value in of_rank.items()}
 
 
+def sum_of(file: Path) -> str:
+    """Its SHA-256; OSError where it cannot be read."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
 def _sum(file: Path) -> str:
     try:
-        with file.open("rb") as content:
-            return hashlib.file_digest(content, "sha256").hexdigest()
+        return sum_of(file)
     except OSError as error:
         return f"{type(error).__name__}: {error}"
 

@@ -4,6 +4,7 @@ torch numbers the parameters in `Optimizer.state_dict()` by their places in the 
 Under names the states of all ranks make one description, which any number of stages, replicas and slices can load.
 """
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,7 +16,8 @@ from torch.optim import Optimizer
 
 from pipeshard.checkpoint.files import existing, new_file, new_folder, together
 from pipeshard.checkpoint.pickles import has_content, load_plain
-from pipeshard.checkpoint.safetensors_files import check_shards, read_shards, write_shards
+from pipeshard.checkpoint.safetensors_files import Content as FileContent
+from pipeshard.checkpoint.safetensors_files import check_shards, contents, read_shards, write_files
 from pipeshard.distributed.collectives import encode, gather_objects, is_packed, like, local, slice_like, whole
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, MessageError, listed
@@ -160,20 +162,11 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
     Raises CheckpointError, on every rank, where that is impossible.
     """
     boosted, target = _boosted(optimizer), Path(checkpoint)
-    with together(boosted.group):
-        content = content_of(boosted)
-        _check_readable(on_meta(content))
-    description, owners = merged(gather_objects(on_meta(content), boosted.group))
+    description, written = _planned(boosted, shard)
     rank = boosted.group.rank()
-    states = converted(content["state"], lambda _, tensor: tensor if shard and not is_packed(tensor) else whole(tensor))
-
-    def writes(name: str, tensor: Tensor) -> bool:
-        return owners[name] == rank or (isinstance(tensor, DTensor) and has_slice(boosted, name, owners[name]))
-
-    written = {(name, key): tensor for (name, key), tensor in _tensors(states).items() if writes(name, tensor)}
     if shard:
         with new_folder(target, boosted.group, mark=DESCRIPTION) as folder:
-            write_shards(_in_files(written), folder, rank)
+            write_files(contents(_in_files(written)), folder, rank)
             if rank == 0:
                 torch.save(description, folder / DESCRIPTION)
         return
@@ -186,6 +179,29 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
                 for (name, key), tensor in load_plain(part, "a part of an optimizer", "save again").items():
                     description["state"][name][key] = tensor
             torch.save(description, folder / target.name)
+
+
+def part_of(optimizer: Optimizer) -> tuple[list[FileContent], Content | None]:
+    """Copies of what this rank writes of an optimizer's folder, and on the first rank of its description. Every rank
+    calls it. Raises CheckpointError as `save_optimizer` does."""
+    boosted = _boosted(optimizer)
+    description, written = _planned(boosted, shard=True)
+    return list(contents(_in_files(written))), copy.deepcopy(description) if boosted.group.rank() == 0 else None
+
+
+def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[tuple[str, str], Tensor]]:
+    """The description of the whole, and what this rank writes of it, by the name of the parameter and the key."""
+    with together(boosted.group):
+        content = content_of(boosted)
+        _check_readable(on_meta(content))
+    description, owners = merged(gather_objects(on_meta(content), boosted.group))
+    rank = boosted.group.rank()
+    states = converted(content["state"], lambda _, tensor: tensor if shard and not is_packed(tensor) else whole(tensor))
+
+    def writes(name: str, tensor: Tensor) -> bool:
+        return owners[name] == rank or (isinstance(tensor, DTensor) and has_slice(boosted, name, owners[name]))
+
+    return description, {place: tensor for place, tensor in _tensors(states).items() if writes(place[0], tensor)}
 
 
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:

@@ -214,13 +214,24 @@ def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata
 LARGEST = 1 << 30  # bytes of a file, and so of what is copied at a time; a larger tensor is alone in its file
 
 
-def write_shards(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> None:
-    """Write this rank's part of `tensors`, of which no other rank writes the same slice, into `folder`."""
-    for k, names in enumerate(_shard_files(tensors)):
+Content = tuple[dict[str, Tensor], dict[str, str]]  # of a file: copies of tensors, and metadata
+
+
+def contents(tensors: Mapping[str, Tensor]) -> Iterator[Content]:
+    """What this rank writes of `tensors`, of which no other rank writes the same slice: file by file, copies."""
+    for names in _shard_files(tensors):
         parts = {name: _copy(local(tensors[name].detach())) for name in names}
         begins = {name: {"saved_offsets": _begin(tensors[name])} for name in names}
-        metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(begins)}
-        write_file(parts, folder / f"rank-{rank:05d}-{k:05d}.safetensors", folder / f".rank-{rank:05d}", metadata)
+        yield parts, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(begins)}
+
+
+def write_files(files: Iterable[Content], folder: Path, rank: int) -> list[Path]:
+    """Write `contents` of this rank into `folder`; the files."""
+    written = []
+    for k, (parts, metadata) in enumerate(files):
+        written.append(folder / f"rank-{rank:05d}-{k:05d}.safetensors")
+        write_file(parts, written[-1], folder / f".rank-{rank:05d}", metadata)
+    return written
 
 
 def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:

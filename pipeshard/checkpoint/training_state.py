@@ -1,5 +1,6 @@
 """Training state: all that a run needs to go on as if it had never stopped, with any number of stages."""
 
+import copy
 import logging
 import os
 import random
@@ -15,11 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeshard.checkpoint.files import existing, new_folder, remove, restore, together
+from pipeshard.checkpoint.files import existing, hidden, new_folder, remove, restore, together
 from pipeshard.checkpoint.io import boosted_model, io_of
 from pipeshard.checkpoint.manifest import MANIFEST, damage, flaw, lock, sums_of, write_manifest
-from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
+from pipeshard.checkpoint.optimizer import load_optimizer, part_of, save_optimizer
 from pipeshard.checkpoint.pickles import load_plain
+from pipeshard.checkpoint.state_save import MARKS, StateSave
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import CheckpointError
@@ -67,13 +69,17 @@ def save_training_state(
     lr_scheduler: LRScheduler | None = None,
     dataloader: Any = None,
     keep: int = 3,
+    use_async: bool = False,
 ) -> None:
     """Write the folder `directory/step-<step>` between two steps; every rank calls it, after `optimizer.zero_grad()`.
 
     It holds `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler, the state of
     the first stage's random numbers and the position in the data. At every moment the steps saved before and this one
-    are there as a whole or not at all; when it is complete, all but the last `keep` are removed. A save of
-    `save_model(use_async=True)` that still runs is waited for, and its error is raised.
+    are there as a whole or not at all; when it is complete, all but the last `keep` are removed.
+
+    With `use_async=True` copies of it are written while training goes on: they take as much memory of the host as the
+    rank's weights and optimizer state. A save in the background that still runs is waited for by the next one, which
+    raises its error, and by the end of the process.
 
     Raises CheckpointError, on every rank, for what is not boosted, a dataloader that does not know its position, a
     `directory` that holds a later step, which would be taken for the newest, and one that another job saves into.
@@ -89,6 +95,9 @@ def save_training_state(
         if pipeline.grid.first:
             lock(parent, model)
             _remove_leftovers(parent)
+    if use_async:
+        checkpoints.start(_in_background(parent, step, model, optimizer, lr_scheduler, dataloader, keep))
+        return
     with new_folder(_folder(parent, step), pipeline.grid.world, mark=MANIFEST) as folder:
         checkpoints.save_folder(model, folder / MODEL)
         if optimizer is not None:
@@ -101,8 +110,50 @@ def save_training_state(
                 write_manifest(folder, step, pipeline.num_stages, sums)
     with together(pipeline.grid.world):
         if pipeline.grid.first:
-            for old in sorted(_saved(parent))[:-keep]:
-                _remove(_folder(parent, old))
+            _keep(parent, keep)
+
+
+def _in_background(
+    parent: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    lr_scheduler: LRScheduler | None,
+    dataloader: Any,
+    keep: int,
+) -> StateSave:
+    """A save that needs nothing of the ranks any more; all of them plan it together."""
+    pipeline, target = boosted_model(model).pipeline, _folder(parent, step)
+    world, first = pipeline.grid.world, pipeline.grid.first
+    writing = hidden(target, "writing")
+    with together(world):
+        if first:
+            for folder in (MARKS, MODEL, OPTIMIZER) if optimizer is not None else (MARKS, MODEL):
+                (writing / folder).mkdir(parents=True)
+    folder_save = io_of(model).planned(model, writing / MODEL)
+    part = None if optimizer is None else part_of(optimizer)
+    with together(world):
+        rest = copy.deepcopy(rest_of(pipeline, lr_scheduler, dataloader)) if first else None
+    return StateSave(
+        target=target,
+        stage=world.rank(),
+        stages=world.size(),
+        token="",
+        writing=writing,
+        model=folder_save,
+        optimizer=part,
+        rest=rest,
+        step=step,
+        pipeline_stages=pipeline.num_stages,
+        names=(MODEL, OPTIMIZER, REST),
+        finish=lambda: _keep(parent, keep),
+    )
+
+
+def _keep(parent: Path, keep: int) -> None:
+    """Remove all complete steps but the last ones."""
+    for old in sorted(_saved(parent))[:-keep]:
+        _remove(_folder(parent, old))
 
 
 @together_in("load_training_state")
@@ -270,16 +321,16 @@ def read_rest(file: Path) -> dict[str, Any]:
 
 def _remove(folder: Path) -> None:
     """Hidden first, so that nobody takes it for complete while it goes."""
-    hidden = folder.with_name(f".{folder.name}.removed")
-    os.rename(folder, hidden)
-    remove(hidden)
+    removed = hidden(folder, "removed")
+    os.rename(folder, removed)
+    remove(removed)
 
 
 def _remove_leftovers(parent: Path) -> None:
     """What saves left that were killed."""
-    hidden = [path for path in parent.glob(".step-*") if HIDDEN.fullmatch(path.name)]
-    for path in hidden:
+    leftovers = [path for path in parent.glob(".step-*") if HIDDEN.fullmatch(path.name)]
+    for path in leftovers:
         if path.suffix == ".old":
             restore(parent / path.name.removeprefix(".").removesuffix(".old"))
-    for path in hidden:
+    for path in leftovers:
         remove(path)

@@ -185,7 +185,7 @@ def wrong(folder: Path) -> list[str]:
     def full_disk(name: str, shard: bool) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(subject, "write_shards" if shard else "_compact", _no_space)
+                patch.setattr(subject, "write_files" if shard else "_compact", _no_space)
             save(name, shard)
 
     attempts: list[Callable[[], Any]] = [

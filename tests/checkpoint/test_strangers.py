@@ -27,7 +27,7 @@ from pipeshard.checkpoint import manifest
 from pipeshard.checkpoint import safetensors_files as shards
 from pipeshard.checkpoint.optimizer import VALUE, flaw
 from pipeshard.checkpoint.pickles import load_plain
-from pipeshard.checkpoint.safetensors_files import Source, check_shards, join, read_shards, write_shards
+from pipeshard.checkpoint.safetensors_files import Source, check_shards, contents, join, read_shards, write_files
 from pipeshard.errors import CheckpointError
 from tests.checkpoint.test_training_state import Training
 from tests.messages import assert_told
@@ -322,7 +322,7 @@ def test_shards_of_any_tensors_come_back(tmp_path: Path, monkeypatch: pytest.Mon
         "half": torch.ones(3, dtype=torch.bfloat16),
         "ä /\0": torch.zeros(1),
     }
-    write_shards(tensors, tmp_path, 0)
+    write_files(contents(tensors), tmp_path, 0)
     assert len(list(tmp_path.iterdir())) > 3
     check_shards(tmp_path, tensors)
     found = {key: torch.zeros_like(value).contiguous() for key, value in tensors.items()}

@@ -21,11 +21,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from colossalai.booster import Booster
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from pipeshard import PipelinePlugin, load_training_state, save_training_state
 from pipeshard.checkpoint import safetensors_files as shards
+from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.manifest import lock
 from pipeshard.checkpoint.training_state import newest_step
 from pipeshard.errors import CheckpointError
@@ -289,7 +291,13 @@ class Moments:
             self.count += 1
 
 
-def two_saves(folder: Path) -> tuple[int, dict[int, Any]]:
+def save(training: Training, folder: Path, step: int, use_async: bool) -> None:
+    """Until it is on disk."""
+    save_training_state(folder, step, **training.parts, keep=1, use_async=use_async)
+    io_of(training.model).wait()
+
+
+def two_saves(folder: Path, use_async: bool) -> tuple[int, dict[int, Any]]:
     """The states of steps 1 and 2, and of step 1 saved again with other weights ("3"), all on disk in `folder`."""
     training = Training("gpt2", 0)
     training.run(1)
@@ -301,18 +309,18 @@ def two_saves(folder: Path) -> tuple[int, dict[int, Any]]:
     dist.barrier()
     training.run(1)
     moments = Moments()
-    save_training_state(folder / "2", 2, **training.parts, keep=1)
+    save(training, folder / "2", 2, use_async)
     moments.on = False
     return moments.count, values | {2: training.values}
 
 
-def killed(folder: Path, step: int, rank: int, moment: int) -> None:
+def killed(folder: Path, step: int, rank: int, moment: int, use_async: bool) -> None:
     training = Training("gpt2", 5)
     load_training_state(folder, **training.parts)
     training.run(1)
     if dist.get_rank() == rank:
         Moments(moment)
-    save_training_state(folder, step, **training.parts, keep=1)
+    save(training, folder, step, use_async)
     dist.barrier()
     raise AssertionError("nobody was killed")
 
@@ -329,9 +337,9 @@ def survivors(folders: list[Path]) -> list[Any]:
     return found
 
 
-def killings(pool: Pool, folder: Path, moments: list[tuple[int, int, int]]) -> list[int]:
+def killings(pool: Pool, folder: Path, moments: list[tuple[int, int, int]], use_async: bool = False) -> list[int]:
     """Kill saves at these (step, rank, moment), and say which step is found, once it is certain that it is whole."""
-    ranks = pool.run(two_saves, 2, folder)
+    ranks = pool.run(two_saves, 2, folder, use_async)
     values = {step: joined([rank[1][step] for rank in ranks]) for step in (1, 2)}
     folders = []
     for step, rank, moment in moments:
@@ -339,7 +347,7 @@ def killings(pool: Pool, folder: Path, moments: list[tuple[int, int, int]]) -> l
         shutil.copytree(folder / "1", folders[-1])
         count = ranks[rank][0]
         with pytest.raises(WorkerError, match=f"rank {rank} died exit code -9"):
-            pool.run(killed, 2, folders[-1], step, rank, moment if moment >= 0 else count + moment)
+            pool.run(killed, 2, folders[-1], step, rank, moment if moment >= 0 else count + moment, use_async)
     again = pool.run(survivors, 2, folders)
     steps = []
     for found in zip(*again, strict=True):
@@ -356,6 +364,75 @@ def test_a_rank_killed_while_it_saves_leaves_the_previous_or_the_new_state(pool:
     moments = [(2, 0, 0), (2, 0, 12), (2, 1, 1), (2, 0, -9), (2, 0, -1), (1, 0, -12)]
     steps = killings(pool, tmp_path, moments)
     assert steps[:3] == [1, 1, 1] and steps[4] == 2
+
+
+@pytest.mark.parametrize("moments", [[(2, 0, 0), (2, 1, 2), (2, 0, -1)], pytest.param(None, marks=pytest.mark.slow)])
+def test_a_rank_killed_while_it_saves_in_the_background_leaves_the_previous_or_the_new_state(
+    pool: Pool, tmp_path: Path, moments: list[tuple[int, int, int]] | None
+) -> None:
+    steps = killings(pool, tmp_path, moments or [(2, k % 2, 2 * k - 30) for k in range(30)], use_async=True)
+    assert moments is None or (steps[0], steps[-1]) == (1, 2)
+
+
+def saving_while_training(folder: Path, layout: dict[str, Any]) -> None:
+    """Save a state before training goes on, and in the background while it does."""
+    model = zoo.build("gpt2")
+    plugin = PipelinePlugin(2, num_microbatches=2, **layout)
+    booster = Booster(plugin=plugin)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def step() -> None:
+        booster.execute_pipeline(iter([zoo.batch("gpt2")]), boosted, None, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    for name, use_async in (("now", False), ("later", True)):
+        save_training_state(folder / name, 1, boosted, optimizer, use_async=use_async)
+    for _ in range(3):
+        step()
+    save_training_state(folder / "later", 4, boosted, optimizer, use_async=True)
+    io_of(boosted).wait()
+    assert newest_step(folder / "later") == 4
+    load_training_state(folder / "later", boosted, optimizer, step=1)
+    step()
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp_size": 2, "zero_stage": 1, "precision": "bf16"}], ids=["pp2", "zero"])
+def test_a_state_saved_while_training_goes_on_is_that_of_its_step(
+    pool: Pool, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    pool.run(saving_while_training, 2 * layout.get("dp_size", 1), tmp_path, layout, timeout=90)
+    now, later = (tmp_path / name / "step-00000001" for name in ("now", "later"))
+    files = sorted(path.relative_to(now) for path in now.rglob("*"))
+    assert files == sorted(path.relative_to(later) for path in later.rglob("*"))
+    for name in files:
+        if name.suffix == ".safetensors":
+            torch.testing.assert_close(load_file(later / name), load_file(now / name), rtol=0, atol=0)
+    assert len([name for name in files if name.suffix == ".safetensors"]) >= 4
+
+
+def failing_in_the_background(folder: Path) -> tuple[str, list[str]]:
+    training = Training("gpt2", 0)
+    training.run(1)
+    if dist.get_rank() == 1:
+        shards.save_file = _full
+    save_training_state(folder, 1, **training.parts, use_async=True)
+    try:
+        save_training_state(folder, 2, **training.parts)
+    except CheckpointError as error:
+        return str(error), sorted(path.name for path in folder.iterdir())
+    raise AssertionError
+
+
+def _full(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_save_in_the_background_that_fails_is_told_by_the_next_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(failing_in_the_background, 2, tmp_path)
+    assert "stages [1] failed to write their part" in first[0] or "No space left" in first[0]
+    assert first[0] == second[0] and first[1] == [".writer"]
 
 
 def flipped(file: Path, bit: int) -> None:
