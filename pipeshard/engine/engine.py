@@ -270,17 +270,20 @@ class Pipeline:
                 stage.end()
             self.carry.end()
         self.steps += train
-        self.planner.flags.stepped()
+        self.planner.stepped()
         NOW.start("the sums of gradients and losses")
         if train or self.holdings.sharded is not None:
             self.sync.finish(train and self.synchronizes)
         NOW.in_flight = False
         end, source = self.stages[-1], self.last_rank  # the last stage is the last of its rank
         loss = self._of_replicas(end)
-        total = share_scalar(loss, source, self.group, self.device) if wanted else None
+        total = share_scalar(loss, source, self.group, torch.device("cpu")) if wanted else None
+        if total is not None and total.isnan():
+            with self.precision.running():
+                self.planner.refuse_other_way(cut[-1][0], flow, criterion, self.grid.world)
         merged = outputs.merged(flow, self.planner.own(end.loss, loss)) if end.is_last else None
         outputs.raise_failure(self.grid.world)
-        return {"loss": None if total is None else total.as_subclass(StepLoss), "outputs": merged}
+        return {"loss": None if total is None else total.to(self.device).as_subclass(StepLoss), "outputs": merged}
 
     @together_in("plugin.recording")
     def recording(self) -> Recording:

@@ -193,6 +193,12 @@ class _Search:
         sources = (self.flow.axes.shortened(self.batch, LENGTH), self.batch)
         if not any(self._can_try(source, side_outputs) for source in sources):
             return None
+        if self.criterion is not None and not self.trial.is_steady(self.samples.draw(self.level, 0), self.kind):
+            raise ConfigurationError(
+                "the criterion says another loss when it is called again (it counts its calls, or keeps statistics of "
+                "its own), but it is called for each microbatch: change such things between steps, pass "
+                "PipelinePlugin(loss_reduction='microbatch'), or use one microbatch"
+            )
         if self.level == NOTHING and self.batch.rows == 1:
             return None  # all samples are the same one
         if self.counted:

@@ -6,7 +6,7 @@ between, masks and weights anew, and unit results at random, which also costs no
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -166,11 +166,11 @@ class Glue:
         deltas: Sequence[int],
         result: Callable[[Key, TensorSpec], Tensor],
         running: Collection[int] = (),
+        times: int = 1,
     ) -> Measured | None:
         """The loss of `batch`, or None without one; `result` makes what leaves a unit, but calls that are `running`,
-        whose units run. Nothing of model and criterion, nor of any generator, changes."""
-        calls, is_inside = enumerate(flow.calls), False
-        randomness = Randomness(self.device)
+        whose units run; the criterion is asked so many `times`. Nothing of model, criterion or generators changes."""
+        calls, is_inside, randomness = enumerate(flow.calls), False, Randomness(self.device)
 
         def handle(unit: str, original: Any, *arguments: Any) -> Any:
             nonlocal is_inside
@@ -198,7 +198,10 @@ class Glue:
             stack.enter_context(torch.no_grad())
             stack.enter_context(handled(self.units, handle))
             private = batch.map(lambda path, tensor, dim: tensor.clone())  # which glue may write to
-            value, count = sum_and_count(private.call(self.model), self.criterion, private)
+            output = private.call(self.model)
+            for _ in range(times):
+                randomness.at(1)
+                value, count = sum_and_count(output, self.criterion, private)
         return None if value is None else Measured(float(value), None if count is None else float(count), value.dtype)
 
     def count(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> float:
@@ -266,7 +269,13 @@ class Trial:
         losses = [part for part in parts if part is not None]
         return None if whole is None or len(losses) != len(parts) else (whole, losses)
 
-    def _measure(self, batch: Batch, rows: range, results: Mapping[Key, Tensor], draws: SharedDraws) -> Measured | None:
+    def is_steady(self, batch: Batch, kind: int) -> bool:
+        """Whether the criterion says the same of one output however often it is asked."""
+        results, rows = self._random_results(0, kind), range(batch.rows)
+        once, again = (self._measure(batch, rows, results, SharedDraws(), times) for times in (1, 3))
+        return once is None or again is None or once[:2] == again[:2] or once.value != once.value
+
+    def _measure(self, batch: Batch, rows: range, results: Any, draws: SharedDraws, times: int = 1) -> Measured | None:
         flow, deltas = self._flow(rows)
         part = batch if len(rows) == batch.rows else batch.take(torch.tensor(rows))
         part = part.map(lambda path, tensor, dim: tensor.to(self._dtype(tensor.dtype)))
@@ -278,7 +287,7 @@ class Trial:
             return part_of(full, spec.shape, rows).clone()
 
         with draws.of(rows):
-            return self.glue.run(part, flow, deltas, result, self.running)
+            return self.glue.run(part, flow, deltas, result, self.running, times)
 
     def _flow(self, rows: range) -> tuple[Dataflow, tuple[int, ...]]:
         """The Dataflow of these samples, and how their sizes differ from what it was traced with."""

@@ -5,7 +5,7 @@ only. Another trace is made where its structure, a flag of the model or an answe
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,18 +49,34 @@ class RouteCache:
         self.model, self.policy, self.recompute = model, policy, recompute
         self.replicas = replicas if weight is None else None  # which have a part of one batch each
         self.weight = weight  # or: of this replica's loss in that of all, which have batches of their own
-        self.flags, self.rules = Flags({"": model}), LossRules()
+        self.flags, self.rules = Flags(model), LossRules()
+        self.flags_of: dict[Hashable, Flags] = {}  # those of criteria
         self.is_last = policy.stage == policy.placement[-1]  # the loss is made on this rank
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
+        self._confirmed: dict[int, Dataflow] = {}
         self._routes: dict[tuple[int, Wanted], list[Route]] = {}
 
     def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
         """Use a Dataflow that was traced already, with the model in the mode it is in."""
-        self._state = self.flags.number()
+        self._look(criterion)
         if not flow.watched:
             self._flows.setdefault(self._mode(criterion), []).append(flow)
         self._watched |= flow.watched
+
+    def _look(self, criterion: Criterion | None) -> None:
+        """Note the state in which the model and the criterion are now."""
+        self._state = self.flags.number(), 0
+        if criterion is not None:
+            if len(self.flags_of) >= FLOWS:
+                self.flags_of.clear()
+            of_criterion = self.flags_of.setdefault(key_of(criterion), Flags(self.model, criterion))
+            self._state = self._state[0], of_criterion.number()
+
+    def stepped(self) -> None:
+        """A step has been run since `plan`."""
+        for flags in (self.flags, *self.flags_of.values()):
+            flags.stepped()
 
     def plan_each(
         self,
@@ -79,13 +95,13 @@ class RouteCache:
     def plan(
         self, batches: Sequence[Batch], criterion: Criterion | None, outputs: Wanted, exact_loss: bool
     ) -> list[list[Microbatch]]:
-        """For each stage of this rank, the microbatches with their routes; `flags.stepped()` has to be called when they
+        """For each stage of this rank, the microbatches with their routes; `stepped()` has to be called when they
         are done.
 
         With `exact_loss` their shares make the whole batch's loss, of which all `replicas` have a part; `prove` has to
         come before where it is `unproven`. Without it they make the mean of the microbatches' losses.
         """
-        self._state = self.flags.number()
+        self._look(criterion)
         ways = [self._find(batch, criterion) for batch in batches]
         rule = self._rule(batches, criterion) if exact_loss else EACH
         shares = [1.0] * len(batches)  # of no use on other stages than the last one
@@ -130,6 +146,25 @@ class RouteCache:
         assert deltas is not None
         return flow, deltas
 
+    def refuse_other_way(
+        self, batch: Batch, flow: Dataflow, criterion: Criterion | None, world: dist.ProcessGroup
+    ) -> None:
+        """A loss that is not a number may be made of results that nobody sent. All ranks trace anew; TraceError on all
+        of them if one reads others than its Dataflow says. It is not asked again once both were alike."""
+        if id(flow) in self._confirmed:
+            return
+        now, then = (
+            [*((call.unit, call.reads.values) for call in one.calls), one.loss and one.loss.values]
+            for one in (self._trace(batch, criterion)[0], flow)
+        )
+        if any(gather_objects(True if now != then else None, world)):
+            raise TraceError(
+                f"the forward of {type(self.model).__name__} reads other results of its units than when it was traced, "
+                "though nothing was seen to change that it depends on (does it count its forwards, or read an "
+                "environment variable?): set what it goes by between steps, in attributes of the model, or in globals"
+            )
+        self._confirmed[id(flow)] = flow
+
     def _route(self, flow: Dataflow, outputs: Wanted) -> list[Route]:
         """The routes of such microbatches through the stages of this rank."""
         key = id(flow), outputs  # a route keeps its flow, so the id stays that one's
@@ -158,7 +193,7 @@ class RouteCache:
         """Whether it is not known yet how the loss of this batch is made of those of its microbatches."""
         if num_microbatches == 1 and self.replicas is None:
             return False
-        self._state = self.flags.number()
+        self._look(criterion)
         return not self.rules.covers(self._kind(batch, criterion), batch)
 
     def any_unproven(self, batches: Sequence[Batch], cut: Cut, criterion: Criterion | None) -> bool:

@@ -8,7 +8,7 @@ halves.
 import copy
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module]) -> None:
         )
 
 
-SIZE, SCALES, SPARED = 4, (1.0, 100.0, 0.01), 0.02  # of tiny parameters; of gradients; a gap that counts
+SIZE, SCALES, SPARED = 4, (1.0, 100.0, 0.01) + (1.0,) * 7, 0.02  # of tiny parameters; of gradients; a gap that counts
 OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # which schedulers, or an earlier boost, have put on an optimizer
 WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch's own that look at whole matrices
 Place = tuple[int, int]  # of a parameter: its group, and its place in it
@@ -140,21 +140,28 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
 
 
 def gap(optimizer: Optimizer, model: nn.Module, sliced: bool) -> float:
-    """How much an optimizer's updates differ, relative to the largest, if each half of its parameters, or (`sliced`)
-    of the rows of each, has an optimizer of its own."""
+    """How much an optimizer's updates differ in a step, relative to its largest, if each half of its parameters, or
+    (`sliced`) of the rows of each, has an optimizer of its own."""
     start = _tiny(optimizer, sliced)
     halves = [
         {place: value.chunk(2)[half] for place, value in start.items()} if sliced else dict([*start.items()][half::2])
         for half in (0, 1)
     ]
     with torch.random.fork_rng():
-        together, first, second = [_stepped(optimizer, model, values) for values in (start, *halves)]
-    apart = {place: torch.cat([first[place], second[place]]) for place in start} if sliced else first | second
+        together = _stepped(optimizer, model, start)
+        try:
+            first, second = [_stepped(optimizer, model, values) for values in halves]
+        except Exception:  # it counts on all of them being there: by lists of its own beside them
+            return 1.0
+    apart = {place: torch.cat([first[place], second[place]], 1) for place in start} if sliced else first | second
+    if not start:
+        return 0.0
+    gaps = [(together[place], together[place] - apart[place]) for place in start]
     moved, differs = (
-        max((float((together[place] - other[place]).abs().max()) for place in start), default=0.0)
-        for other in (start, apart)
+        torch.cat([gap.reshape(len(SCALES), -1) for gap in of_all], 1).abs().amax(1) for of_all in zip(*gaps)
     )
-    return differs / moved if moved else 0.0
+    counts = moved > 1e-6
+    return float((differs[counts] / moved[counts]).max()) if counts.any() else 0.0
 
 
 def _tiny(optimizer: Optimizer, sliced: bool) -> dict[Place, Tensor]:
@@ -188,6 +195,7 @@ def _trial(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], 
         parameters[k, j] = nn.Parameter(value.to("cpu" if original.is_meta else original.device).clone())
     trial = _copy(optimizer, model, parameters)
     torch.manual_seed(0)
+    seen = [{place: parameter.detach().cpu().clone() for place, parameter in parameters.items()}]
     for scale in SCALES:
 
         def closure(scale: float = scale) -> Tensor:
@@ -199,17 +207,34 @@ def _trial(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], 
 
         closure()
         type(trial).step(trial, *([closure] if closes else []))
-    return {place: parameter.detach().cpu() for place, parameter in parameters.items()}
+        seen.append({place: parameter.detach().cpu().clone() for place, parameter in parameters.items()})
+    return {place: torch.stack([values[place] for values in seen]).diff(dim=0) for place in parameters}
+
+
+def _corner(tensor: Tensor) -> Tensor:
+    return tensor.detach()[(slice(SIZE),) * tensor.ndim].clone() if tensor.ndim else tensor.detach().clone()
+
+
+def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Those in an optimizer's own lists and dicts, and in those of optimizers inside of it."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth:
+        inner = vars(value) if isinstance(value, Optimizer) else value
+        entries = inner.values() if isinstance(inner, Mapping) else inner if isinstance(inner, list | tuple) else ()
+        for entry in entries:
+            yield from _tensors(entry, depth - 1)
 
 
 def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Parameter]) -> Any:
     """The optimizer without its state, with these parameters in the place of its own; nothing large is copied."""
     memo: dict[int, Any] = {id(optimizer.state): defaultdict(dict)}
+    content = {key: value for key, value in optimizer.__dict__.items() if key not in OVERRIDDEN}
+    memo |= {id(tensor): _corner(tensor) for tensor in _tensors(content)}
     memo |= {id(tensor): torch.empty(0) for tensor in (*model.parameters(), *model.buffers())}
     for k, group in enumerate(optimizer.param_groups):
         memo |= {id(p): parameters.get((k, j), nn.Parameter(torch.empty(0))) for j, p in enumerate(group["params"])}
     trial = memo[id(optimizer)] = object.__new__(type(optimizer))
-    content = {key: value for key, value in optimizer.__dict__.items() if key not in OVERRIDDEN}
     trial.__dict__.update(copy.deepcopy(content, memo))
     trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     for k, group in enumerate(trial.param_groups):

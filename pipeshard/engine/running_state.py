@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeshard.graph.carried import Held, Place
+from pipeshard.graph.carried import Held, Place, place_of
 from pipeshard.graph.dataflow import Carried
+from pipeshard.graph.places import format_path
+from pipeshard.graph.snapshot import Snapshot, flagged, undo
 from pipeshard.private import BatchNorm
 from pipeshard.split.route import Route
 
@@ -56,8 +58,29 @@ class Carry:
             if name in self.written and isinstance(held.value, Tensor):
                 held = Held(held.value.detach().clone(), None)  # a backward may need what there was
             self._put(name, held)
-        yield
+        with self._passing(route):
+            yield
         left.update((name, place.take()) for name, place in self.places.items() if name not in route.spoiled)
+
+    @contextmanager
+    def _passing(self, route: Route) -> Iterator[None]:
+        """Around a forward that ends before the model's does: what glue has changed so far, and would have put back at
+        its end (a depth, a list of losses that it empties), is put back."""
+        first = Snapshot({"": self.model}) if route.stop is not None and -1 not in route.proven else None
+        places = [Place(self.model, path) for path in route.passing.values()]
+        held = [place.take() for place in places]
+        yield
+        for place, before in zip(places, held):
+            place.put(before)
+        carried = {place.name for place in route.flow.carried}
+        for change in [] if first is None else list(flagged(first)):
+            path = place_of(self.model, change.path)
+            has_grown = isinstance(change.before, Tensor) and isinstance(change.now, Tensor)  # a table of positions
+            by_hook = any(str(step.key).endswith("_hooks") for step in path)  # which the user listens by
+            if format_path(path) not in carried and not has_grown and not by_hook:
+                route.passing[format_path(path)] = path
+                undo(change)
+        route.proven.add(-1)
 
     def end(self) -> None:
         """Leave in the model what the last of the stages has that have it right."""

@@ -23,7 +23,7 @@ from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.distributed.collectives import local, local_grad
 from pipeshard.engine.outputs import Outputs
 from pipeshard.engine.weight_grad import Deferral, Gradients
-from pipeshard.errors import NonFiniteError, TraceError, UsageError
+from pipeshard.errors import ConfigurationError, NonFiniteError, TraceError, UsageError
 from pipeshard.graph.taint import Value, casting
 from pipeshard.private import foreach_norm
 from pipeshard.split.replay import Replay
@@ -156,6 +156,8 @@ class Stage:
         self.loss: Tensor | None = None
         self.saved: dict[int, Saved] = {}
         self.pending: dict[int, list[Gradients]] = {}
+        self.reached: dict[Value, bool] = {}  # what entered, and whether a gradient of it was computed so far
+        self.remaining = len(microbatches)  # backwards
 
     def end(self) -> None:
         """Keep nothing of the step but `loss`."""
@@ -194,7 +196,7 @@ class Stage:
             returned = set(route.enters.gradients)
             others = [(value, t) for value, t in received.items() if t.requires_grad and value not in returned]
             self.saved[i] = Saved(entered, others, [_edge(made[value]) for value in route.leaves.gradients], loss)
-        sent = [made[value].detach().contiguous() for value in route.leaves.values]
+        sent = [_plain(made[value].detach()) for value in route.leaves.values]
         if self.finite is not None:
             units = [route.flow.calls[value.call].unit for value in route.leaves.values]
             self.finite.forward(i, units, sent, loss if microbatch.share else None)  # 0/0 without labels
@@ -217,7 +219,8 @@ class Stage:
         if self.deferral.whole:
             self.deferral.finish(self.pending.pop(i))
         self._refuse_lost(i, saved.others)
-        sent = [torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in saved.entered]
+        self._refuse_none(i, saved.entered if pairs else [])
+        sent = [torch.zeros_like(t) if t.grad is None else _plain(t.grad) for t in saved.entered]
         if self.finite is not None:
             self.finite.backward(i, sent)
         return sent
@@ -233,6 +236,20 @@ class Stage:
                     "of this kind>"
                 )
 
+    def _refuse_none(self, i: int, entered: Sequence[Tensor]) -> None:
+        """What gets no gradient in the whole step would get zeros from here, which some optimizers tell from none."""
+        route = self.microbatches[i].route
+        for value, tensor in zip(route.enters.gradients, entered):
+            self.reached[value] = self.reached.get(value, False) or tensor.grad is not None
+        self.remaining -= 1
+        for value in () if self.remaining else [value for value, is_reached in self.reached.items() if not is_reached]:
+            raise TraceError(
+                f"result {value.leaf} of unit {route.flow.calls[value.call].unit}, which another stage sent to stage "
+                f"{self.index}, gets no gradient in this step, but got one in the trace: a unit detaches it, or leaves "
+                "it out, by what it has counted or by the values of tensors. Let it do so always or never, by an "
+                "attribute that is set between steps, or multiply by zero"
+            )
+
     def weight(self, i: int) -> None:
         """Compute the weight gradients that `backward(i)` has deferred."""
         self.deferral.finish(self.pending.pop(i))
@@ -241,6 +258,11 @@ class Stage:
 
     def _loss(self, output: Any, microbatch: Microbatch) -> Tensor | None:
         loss, count = sum_and_count(output, self.criterion, microbatch.batch)
+        if self.train and isinstance(count, Tensor) and count.requires_grad:
+            raise ConfigurationError(
+                "the criterion returned two tensors that both get a gradient, but (sum, count) is a sum and what it is "
+                "to be divided by: add several losses up in the criterion, and detach a count"
+            )
         mean = loss if loss is None or count is None else loss / count
         self.outputs.keep(output, mean, microbatch.batch)
         loss = loss if microbatch.summed else mean
@@ -252,6 +274,11 @@ class Stage:
         part = loss.detach() * share if share != 0 else torch.zeros_like(loss)  # 0/0 without labels
         self.loss = part if self.loss is None else self.loss + part
         return loss
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The same numbers in a row, as they are: none that are to be conjugated, or negated, when they are read."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:

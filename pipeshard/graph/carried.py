@@ -21,14 +21,14 @@ from pipeshard.graph.places import (
     REGISTERED,
     Path,
     format_path,
+    is_array,
     is_generator,
     is_same,
-    noting_reads,
     put,
     resolve,
 )
 from pipeshard.graph.preserve import Before
-from pipeshard.graph.snapshot import Snapshot
+from pipeshard.graph.snapshot import Snapshot, noting_reads
 from pipeshard.graph.taint import storage_of
 from pipeshard.graph.tracer import Tracer
 
@@ -120,7 +120,7 @@ class _Record:
     def end_second(self, tracer: Tracer) -> None:
         """The forward after it has ended."""
         self.uses = self.uses.joined(Reads.of(tracer.taint.of(self.place.take().tensors)))
-        if isinstance(self.held.value, int | float) and not self.place.has(self.held):
+        if (is_array(self.held.value) or isinstance(self.held.value, int | float)) and not self.place.has(self.held):
             self.kind = "number"
         if self.kind == "parameter" and not self.is_written:
             self.kind = "settled"
@@ -248,11 +248,12 @@ def informed(flow: Dataflow) -> Dataflow:
 
 
 def _changed(model: nn.Module, before: Before) -> list[Path]:
-    """The places of the model's that are not as they were; of what is inside a list or a mapping, where that is."""
-    return list(dict.fromkeys(_place(model, change.path) for change in before.changes() if change.path[0].key == ""))
+    """The places of the model's that are not as they were."""
+    return list(dict.fromkeys(place_of(model, change.path) for change in before.changes() if change.path[0].key == ""))
 
 
-def _place(model: nn.Module, path: Path) -> Path:
+def place_of(model: nn.Module, path: Path) -> Path:
+    """Where in the model what is at a path is kept: of what is inside a list or a mapping, where that is."""
     value: Any = model
     for k, step in enumerate(path[1:], 2):
         try:
@@ -260,6 +261,7 @@ def _place(model: nn.Module, path: Path) -> Path:
         except (AttributeError, KeyError, IndexError):
             return path[:k]
         is_container = isinstance(value, COLLECTIONS)
-        if is_generator(value) or (is_container and step.key not in REGISTERED and not isinstance(value, nn.Module)):
+        is_whole = is_generator(value) or is_array(value)
+        if is_whole or (is_container and step.key not in REGISTERED and not isinstance(value, nn.Module)):
             return path[:k]
     return path

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType, GeneratorType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,22 @@ from torch import Tensor, nn
 
 from pipeshard.errors import TraceError
 from pipeshard.graph.meter import Meter, Visit
-from pipeshard.graph.places import HOOKS, PLAIN, Path, noting_reads
+from pipeshard.graph.places import HOOKS, PLAIN, Path
 from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, is_trainable
-from pipeshard.graph.snapshot import Snapshot, flagged
+from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads
 from pipeshard.graph.taint import CASTING, Hidden, Tag, Taint, casting, storage_of
-from pipeshard.graph.unit_outputs import ARGUMENTS, LISTS, RESULT, UNIT, Part, changed, listened, opened, run_collecting
+from pipeshard.graph.unit_outputs import (
+    ARGUMENTS,
+    LISTS,
+    RESULT,
+    UNIT,
+    Known,
+    Part,
+    changed,
+    listened,
+    opened,
+    run_collecting,
+)
 from pipeshard.graph.units import unsliced
 from pipeshard.private import (
     TreeSpec,
@@ -103,7 +114,8 @@ class Kind:
         """Whether another unit may do the same: this one met nothing, and left nothing, that units have in common."""
         common = any(step.how in ("cell", "global", "class") for part in self.parts for step in part.source.place)
         lists = any(p.source.how in LISTS and p.source.place[0].key == UNIT for p in self.parts)
-        return not (self.met or common or lists)
+        opaque = any(not isinstance(leaf, (TensorSpec, Known, Enum, *PLAIN)) for leaf in self.leaves)
+        return not (self.met or common or lists or opaque)
 
     def is_of(self, settings: Settings) -> bool:
         """Whether a unit with these settings does what this one did: attributes that nobody has read may differ."""
@@ -144,6 +156,8 @@ class Kinds:
         casts by itself, which it does on the device that it casts for alone."""
         try:
             return self._visit_on(torch.device("meta"), call, taint, settings)
+        except TraceError:
+            raise
         except Exception as on_meta:  # whatever a model raises where there are no values
             kind = casting() or self.device.type
             try:
@@ -212,6 +226,8 @@ class Kinds:
         """What is kept of a leaf that a visit has left."""
         if isinstance(leaf, torch.device) and leaf.type == "meta":
             return self.device  # a cache remembers where it is
+        if isinstance(leaf, GeneratorType):
+            raise TraceError("a unit returns a generator, which runs only after it: return a list of what it yields")
         return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 

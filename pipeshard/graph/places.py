@@ -8,17 +8,20 @@ and replaced, and a place is the path of steps that leads to one entry of it.
 import functools
 import random
 import sys
+import threading
 from argparse import Namespace
 from ast import literal_eval
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
+from contextvars import ContextVar
 from enum import Enum
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from pipeshard.errors import TraceError
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
 REGISTERED = frozenset({"_modules", "_buffers", "_parameters"})  # of a module: read as its attributes
@@ -28,10 +31,11 @@ OF_TORCH = frozenset(name for name in nn.Module().__dict__ if name[0] == "_") - 
 # Objects and functions of these packages are not looked into: they have no state of a model's.
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "pipeshard", "colossalai", "tqdm", "rich", "datasets"}
 CODE_OF_OTHERS = LIBRARIES | {"transformers", "peft", "accelerate"}
-NAMESPACES = (SimpleNamespace, Namespace)
+NAMESPACES = (SimpleNamespace, Namespace, threading.local)
 # Their state is what they hold; those of the whole process are seeded anew everywhere, see Randomness.
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 OF_PROCESS = (torch.default_generator, random._inst, np.random.mtrand._rand)
+LARGEST = 1 << 20  # bytes of an array that is looked at: a larger one is data
 COLLECTIONS = (MutableMapping, MutableSequence, MutableSet)
 
 
@@ -87,8 +91,10 @@ def resolve(root: Any, path: Iterable[Step]) -> Any:
             root = root[key]
         elif how == "cell":
             root = _cells(root)[key].cell_contents
+        elif how == "state":
+            root = _state(root)
         else:
-            root = root.__globals__[key]
+            root = _in_globals(root, key)
     return root
 
 
@@ -100,7 +106,10 @@ def put(holder: Any, how: str, key: Any, value: Any) -> None:
         _cells(holder)[key].cell_contents = value
     elif how == "class":
         setattr(holder, key, value)
-    elif how == "attr" and key in _slots(holder):
+    elif how == "global" and "." in key:
+        module, _, name = key.partition(".")
+        setattr(holder.__globals__[module], name, value)
+    elif how == "attr" and key in slots(holder):
         object.__delattr__(holder, key) if value is MISSING else object.__setattr__(holder, key, value)
     else:
         live = holder.__dict__ if how == "attr" else holder.__globals__ if how == "global" else holder
@@ -121,7 +130,7 @@ def content_of(holder: Any, how: str) -> Any:
     """A copy of all that is in a holder now: a dict by key, or for "list" a list."""
     if how == "attr":
         held = {key: value for key, value in getattr(holder, "__dict__", {}).items() if key not in OF_TORCH}
-        return {key: getattr(holder, key) for key in _slots(holder) if hasattr(holder, key)} | held
+        return {key: getattr(holder, key) for key in slots(holder) if hasattr(holder, key)} | held
     if how == "item":
         return dict(holder)
     if how == "list":
@@ -131,21 +140,13 @@ def content_of(holder: Any, how: str) -> Any:
     if how == "cell":
         return {key: _value(cell) for key, cell in _cells(holder).items()}
     if how == "global":
-        return {key: holder.__globals__[key] for key in _globals(holder)}
+        return {key: _in_globals(holder, key) for key in _globals(holder)}
     return {key: value for key, value in vars(holder).items() if _is_state(key, value)}
-
-
-def live_dict(holder: Any, how: str) -> dict[Any, Any] | None:
-    """The dict in which a holder's content is, where it is one: that is compared fast."""
-    live = holder
-    if how == "attr":
-        live = None if _slots(holder) else holder.__dict__
-    return live if how in ("attr", "item") and type(live) is dict else None
 
 
 def ways_to_hold(value: Any) -> Iterator[str]:
     """How the content of a value may be changed; none for what only reads, as a tuple."""
-    if is_generator(value):
+    if is_generator(value) or is_array(value) or _is_iterator(value) or isinstance(value, ContextVar):
         yield "state"
     if isinstance(value, MutableMapping):
         yield "item"
@@ -154,13 +155,13 @@ def ways_to_hold(value: Any) -> Iterator[str]:
     elif isinstance(value, FunctionType) and _is_users(value.__module__):
         if value.__closure__:
             yield "cell"
-        yield "global"
+        yield from ("global", "attr") if value.__dict__ else ("global",)
     elif isinstance(value, type) and _is_users(value.__module__):
         yield "class"
     if isinstance(value, nn.Module):
         if not isinstance(value, torch.jit.ScriptModule):
             yield "attr"
-    elif is_object(value) and (hasattr(value, "__dict__") or _slots(value)):
+    elif is_object(value) and (hasattr(value, "__dict__") or slots(value)):
         yield "attr"
 
 
@@ -172,44 +173,19 @@ def constants_of(value: Any) -> Iterator[tuple[Step, Any]]:
         yield from ((Step("code", name), getattr(value, name)) for name in ("func", "args", "keywords"))
     elif isinstance(value, MethodType):
         yield from ((Step("code", name), getattr(value, name)) for name in ("__func__", "__self__"))
+    elif isinstance(value, property):
+        yield from ((Step("code", name), getattr(value, name)) for name in ("fget", "fset"))
     elif isinstance(value, FunctionType) and _is_users(value.__module__):
         yield from ((Step("code", name), getattr(value, name)) for name in ("__defaults__", "__kwdefaults__"))
     elif isinstance(value, type) and _is_users(value.__module__):
-        yield from ((Step("class", k), v) for k, v in vars(value).items() if isinstance(v, FunctionType))
+        code = ((Step("class", k), getattr(v, "__func__", v)) for k, v in vars(value).items())
+        yield from ((step, v) for step, v in code if isinstance(v, FunctionType | property))
         yield Step("code", "__base__"), value.__base__
     elif isinstance(value, nn.Module):
         hooks = ((name, value.__dict__.get(name)) for name in HOOKS)
         yield from ((Step("attr", name), content) for name, content in hooks if content)
     if not isinstance(value, type) and _is_users(type(value).__module__):
         yield Step("attr", "__class__"), type(value)
-
-
-@contextmanager
-def noting_reads(objects: Iterable[Any], note: Callable[[Any, str], None]) -> Iterator[set[int]]:
-    """Inside, `note` is called with an object and a name whenever an attribute of one of these objects is read.
-
-    Yields the ids of the objects that are watched: a class of C's cannot be.
-    """
-    classes: dict[Any, set[int]] = {}
-    for value in objects:
-        classes.setdefault(type(value), set()).add(id(value))
-    with ExitStack() as stack:
-        for kind, watched in list(classes.items()):
-            override, get = kind.__dict__.get("__getattribute__"), kind.__getattribute__
-
-            def noting(self: Any, name: str, get: Any = get, watched: set[int] = watched) -> Any:
-                if id(self) in watched:
-                    note(self, name)
-                return get(self, name)
-
-            try:
-                kind.__getattribute__ = noting
-            except TypeError:
-                del classes[kind]
-            else:
-                undo = functools.partial(setattr, kind, "__getattribute__", override)
-                stack.callback(undo if override else functools.partial(delattr, kind, "__getattribute__"))
-        yield set().union(*classes.values())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -225,7 +201,39 @@ def is_generator(value: Any) -> bool:
     return isinstance(value, GENERATORS) and not any(value is other for other in OF_PROCESS)
 
 
-def _state(generator: Any) -> bytes:
+def is_array(value: Any) -> bool:
+    """Whether this is a numpy array whose numbers are looked at."""
+    return isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes <= LARGEST
+
+
+def _is_iterator(value: Any) -> bool:
+    """Whether this is an iterator of Python's own, which cannot be wound back."""
+    return hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools")
+
+
+def _whereabouts(value: Any) -> Any:
+    """What is another once an iterator has moved on."""
+    if isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        inner = () if frame is None else [(name, _whereabouts(of)) for name, of in frame.f_locals.items()]
+        return frame and frame.f_lasti, inner, _whereabouts(value.gi_yieldfrom)
+    if _is_iterator(value):
+        try:
+            return [_whereabouts(part) for part in value.__reduce__()[1:]]
+        except TypeError:
+            return id(value)
+    if isinstance(value, tuple):
+        return list(map(_whereabouts, value))
+    return value if isinstance(value, PLAIN) else id(value)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, ContextVar):
+        return generator.get(MISSING)
+    if is_array(generator):
+        return generator.tobytes()
+    if _is_iterator(generator):
+        return repr(_whereabouts(generator)).encode()
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, np.random.Generator):
@@ -246,8 +254,17 @@ def _text(state: Any) -> bytes:
     return repr(plain(state)).encode()
 
 
-def _set_state(generator: Any, state: bytes) -> None:
-    if isinstance(generator, torch.Generator):
+def _set_state(generator: Any, state: Any) -> None:
+    if _is_iterator(generator):
+        raise TraceError(
+            f"a forward takes from a {type(generator).__name__}, an iterator that cannot be wound back, so that no two "
+            "stages could read the same: count in an attribute (self.step += 1), and index a list by it"
+        )
+    if isinstance(generator, ContextVar):
+        generator.set(None if state is MISSING else state)
+    elif is_array(generator):
+        generator[...] = np.frombuffer(state, generator.dtype).reshape(generator.shape)
+    elif isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = literal_eval(state.decode())
@@ -260,7 +277,8 @@ def is_object(value: Any) -> bool:
     """Whether a value is an object whose attributes are looked at."""
     if isinstance(value, type | ModuleType | FunctionType | MethodType | Tensor | Enum | BaseException):
         return False
-    return type(value) in NAMESPACES or type(value).__module__.partition(".")[0] not in LIBRARIES
+    is_known = type(value) in NAMESPACES or isinstance(value, torch.distributions.Distribution)
+    return is_known or type(value).__module__.partition(".")[0] not in LIBRARIES
 
 
 @functools.cache
@@ -268,7 +286,7 @@ def _is_users(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] not in CODE_OF_OTHERS
 
 
-def _slots(value: Any) -> tuple[str, ...]:
+def slots(value: Any) -> tuple[str, ...]:
     return _slots_of(type(value))  # type: ignore[arg-type]
 
 
@@ -299,9 +317,18 @@ def _value(cell: Any) -> Any:
 
 
 def _globals(function: Any) -> Iterator[str]:
-    """The global names in a function's code that stand for something that may change."""
-    space = function.__globals__
-    return (name for name in names_in(function.__code__) if name in space and _may_change(space[name]))
+    """The global names in a function's code that stand for something that may change, in the user's modules too."""
+    space, names = function.__globals__, names_in(function.__code__)
+    for name in names:
+        if name in space and _may_change(space[name]):
+            yield name
+        elif isinstance(module := space.get(name), ModuleType) and _is_users(module.__name__):
+            yield from (f"{name}.{inner}" for inner in names if _may_change(vars(module).get(inner, module)))
+
+
+def _in_globals(function: Any, key: str) -> Any:
+    name, _, inner = key.partition(".")
+    return vars(function.__globals__[name])[inner] if inner else function.__globals__[name]
 
 
 def _may_change(value: Any) -> bool:
@@ -309,4 +336,4 @@ def _may_change(value: Any) -> bool:
         return False
     if isinstance(value, FunctionType | type):
         return _is_users(value.__module__)
-    return isinstance(value, (*PLAIN, *GENERATORS, Tensor, *COLLECTIONS)) or is_object(value)
+    return isinstance(value, (*PLAIN, *GENERATORS, Tensor, np.ndarray, ContextVar, *COLLECTIONS)) or is_object(value)

@@ -11,12 +11,15 @@ before is known again by its number.
 
 import functools
 import inspect
+import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from pipeshard.graph.places import (
@@ -27,10 +30,10 @@ from pipeshard.graph.places import (
     constants_of,
     content_of,
     is_same,
-    live_dict,
     names_in,
     put,
     put_content,
+    slots,
     ways_to_hold,
 )
 from pipeshard.private import DisableTorchFunction
@@ -66,18 +69,19 @@ class Holder(NamedTuple):
 
 
 class Snapshot:
-    """All that is reached from `roots`, as it is now. The name of each root begins its paths.
+    """All that is reached from `roots`, but not through those of `without`, as it is now. The name of each root begins
+    its paths.
 
     Attributes:
         paths: where each holder is, by its address.
         tensors: the place of each tensor (path, holder, key), the tensor, and how often it had been written to.
     """
 
-    def __init__(self, roots: Mapping[str, Any]) -> None:
+    def __init__(self, roots: Mapping[str, Any], without: Iterable[Any] = ()) -> None:
         self.holders: list[Holder] = []
         self.paths: dict[int, Path] = {}
         self.tensors: list[tuple[Path, Any, Any, Tensor, int]] = []
-        self._seen: dict[int, Any] = {}  # kept alive: another object would get the address
+        self._seen = {id(value): value for value in without}  # kept alive: another object would get the address
         with DisableTorchFunction():  # nothing here is an operator, and hundreds of tensors are looked at
             self._walk(deque(((Step("root", name),), root) for name, root in roots.items()))
         self._empty = [holder.live for holder in self.holders if holder.live is not None and not holder.values]
@@ -111,10 +115,7 @@ class Snapshot:
     def restore(self) -> None:
         """Put back what every place held; the values of tensors are not looked at."""
         for change in list(self.replaced()):
-            if change.is_of_list:
-                put_content(change.holder, change.before)
-            else:
-                put(change.holder, change.path[-1].how, change.key, change.before)
+            undo(change)
 
     def _walk(self, queue: deque[tuple[Path, Any]]) -> None:
         seen = self._seen
@@ -138,44 +139,102 @@ class Snapshot:
             queue.extend(((*path, step), child) for step, child in constants_of(value))
 
 
+def live_dict(holder: Any, how: str) -> dict[Any, Any] | None:
+    """The dict in which a holder's content is, where it is one: that is compared fast."""
+    live = holder
+    if how == "attr":
+        live = None if slots(holder) else holder.__dict__
+    return live if how in ("attr", "item") and type(live) is dict else None
+
+
+def undo(change: Change) -> None:
+    """Put back what a place held."""
+    if change.is_of_list:
+        put_content(change.holder, change.before)
+    else:
+        put(change.holder, change.path[-1].how, change.key, change.before)
+
+
 def _step(how: str, key: Any) -> Step:
     """From a holder to its entry `key`."""
     return Step("item" if how == "list" else how, key)
+
+
+@contextmanager
+def noting_reads(objects: Iterable[Any], note: Callable[[Any, str], None]) -> Iterator[set[int]]:
+    """Inside, `note` is called with an object and a name whenever an attribute of one of these objects is read.
+
+    Yields the ids of the objects that are watched: a class of C's cannot be.
+    """
+    classes: dict[Any, set[int]] = {}
+    for value in objects:
+        classes.setdefault(type(value), set()).add(id(value))
+    with ExitStack() as stack:
+        for kind, watched in list(classes.items()):
+            override, get = kind.__dict__.get("__getattribute__"), kind.__getattribute__
+
+            def noting(self: Any, name: str, get: Any = get, watched: set[int] = watched) -> Any:
+                if id(self) in watched:
+                    note(self, name)
+                return get(self, name)
+
+            try:
+                kind.__getattribute__ = noting
+            except TypeError:
+                del classes[kind]
+            else:
+                undo = functools.partial(setattr, kind, "__getattribute__", override)
+                stack.callback(undo if override else functools.partial(delattr, kind, "__getattribute__"))
+        yield set().union(*classes.values())
 
 
 MOST_STATES = 16  # states that are known again
 
 
 class Flags:
-    """Numbers the states in which the Python side of a model has been.
+    """Numbers the states in which the Python side of a model has been, or that of something `beside` it.
 
     What the forwards themselves change (counters, caches, lists that they fill) does not count: it is found by
-    comparing a state before and after a step.
+    comparing a state before and after a step. Beside a model the values of tensors count, too, where the user changes
+    them, but not those of numbers that are not zero (weights that are annealed from step to step).
     """
 
-    def __init__(self, roots: Mapping[str, Any]) -> None:
-        self.roots = roots
+    def __init__(self, model: nn.Module, beside: Any = None) -> None:
+        self.roots: dict[str, Any] = {"": model if beside is None else beside}
+        self.without = () if beside is None else (model,)
         self.states: dict[int, Snapshot] = {}
+        self.values: dict[int, dict[int, Tensor]] = {}  # of each state's tensors that count, by their addresses
         self.moved: set[tuple[int, Any]] = set()  # address of a holder, and key
         self.unsure: int | None = None  # the state of which it is not known yet what a step changes
         self.next = 0
 
     def number(self) -> int:
         """That of the state in which the model is now."""
-        for number, state in self.states.items():
-            if all((id(change.holder), change.key) in self.moved for change in flagged(state)):
+        for number in self.states:
+            if all((id(change.holder), change.key) in self.moved for change in self._changes(number)):
                 return number
         if len(self.states) >= MOST_STATES:
-            del self.states[next(iter(self.states))]
-        self.states[self.next] = Snapshot(self.roots)
+            oldest = next(iter(self.states))
+            del self.states[oldest], self.values[oldest]
+        state = self.states[self.next] = Snapshot(self.roots, self.without)
+        counting = [t for *_, t, _ in state.tensors if self.without and not isinstance(t, nn.Parameter)]
+        self.values[self.next] = {id(tensor): tensor.detach().clone() for tensor in counting}
         self.unsure, self.next = self.next, self.next + 1
         return self.unsure
 
     def stepped(self) -> None:
         """A step has been run since `number` was asked for."""
         if self.unsure is not None and self.unsure in self.states:
-            self.moved |= {(id(change.holder), change.key) for change in flagged(self.states[self.unsure])}
+            self.moved |= {(id(change.holder), change.key) for change in self._changes(self.unsure)}
         self.unsure = None
+
+    def _changes(self, number: int) -> Iterator[Change]:
+        state, values = self.states[number], self.values[number]
+        if not self.without:
+            return flagged(state)
+        written = (change for change in state.changes() if change.before is change.now and id(change.now) in values)
+        others = (change for change in written if not torch.equal(change.now, values[id(change.now)]))
+        return itertools.chain(state.replaced(_is_annealed), others)
 
 
 def flagged(before: Snapshot) -> Iterator[Change]:
@@ -194,12 +253,18 @@ def _is_alike(before: Any, now: Any) -> bool:
     return is_same(before, now)
 
 
+def _is_annealed(before: Any, now: Any) -> bool:
+    is_number = type(before) is type(now) is float and before * now > 0
+    return is_number or _is_alike(before, now)
+
+
 def is_mentioned(place: Path, unit: nn.Module, model: nn.Module, criterion: Any) -> bool:
     """Whether the code of another module than those in `unit`, or a criterion, could read what is at a place that a
     call of the unit has written to."""
     name = next((step.key for step in reversed(place) if step.how in ("attr", "class", "cell", "global")), None)
     if name is None:
         return True
+    name = name.rpartition(".")[2]
     if isinstance(criterion, FunctionType):
         known = frozenset(names_in(criterion.__code__))
     else:

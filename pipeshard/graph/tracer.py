@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.batch.tree import flatten_with_names
-from pipeshard.errors import TraceError
+from pipeshard.errors import PipeshardError, TraceError
 from pipeshard.graph.dataflow import Call, Dataflow, Reads
 from pipeshard.graph.kinds import Kind, Kinds, UnitCall
 from pipeshard.graph.meter import Meter
@@ -93,16 +93,16 @@ class Tracer:
             _noting_functions(self.taint) as sealed,
             _noting_backward(self.taint),
         ):
-            state = python_state()
+            state, self.seed = python_state(), torch.initial_seed()
             output = self._forward(batch)
             self.listen(None, False)
-            loss = loss_of(output, self.criterion, batch)
+            loss = self._loss(output, batch)
             self.python_random |= python_state() != state  # by a unit of a kind too, which runs once for all
         return self._dataflow(output, loss, batch, sealed)
 
     def _mark_inputs(self, batch: Batch) -> None:
         for name, parameter in self.model.named_parameters():
-            self.taint.mark(parameter, frozenset({Used(name)}))
+            self.taint.mark(parameter, self.taint.of([parameter]) | {Used(name)})  # parts of one memory, too
         for path, leaf in batch.tensors.items():
             self.taint.mark(leaf, self.taint.of([leaf]) | {Input(path)})
             self.taint.recipes.leaf(leaf, path)
@@ -123,6 +123,17 @@ class Tracer:
                 f"The batch has {shapes}; if that is not what "
                 "the model takes, pass dry_run_input=<a batch>, and where another dimension than the first counts "
                 "the samples, batch_dims={<name>: <dimension>}"
+            ) from error
+
+    def _loss(self, output: Any, batch: Batch) -> Tensor | None:
+        try:
+            return loss_of(output, self.criterion, batch)
+        except PipeshardError:
+            raise
+        except Exception as error:  # the user's own
+            raise TraceError(
+                f"tracing the criterion failed: {type(error).__name__}: {error}. It got an output of "
+                f"{type(self.model).__name__} for {batch.rows} samples, with the batch that they are of"
             ) from error
 
     def _dataflow(self, output: Any, loss: Tensor | None, batch: Batch, sealed: Sequence[int]) -> Dataflow:
@@ -161,6 +172,7 @@ class Tracer:
         if taint.inside is not None:  # called by another unit: part of that one
             return original(*args, **kwargs)
         index = len(self.calls)
+        self._refuse_seed(unit)
         self.listen(index, False)
         self.groups.note(index)
         is_cut = isinstance(self.units[unit], CutPoint)
@@ -169,6 +181,7 @@ class Tracer:
         leaves, tree = tree_flatten((args, kwargs))
         self._use(leaves)
         kind = self.kinds.of(UnitCall(unit, self.units[unit], original, leaves, tree), taint)
+        self.seed = torch.initial_seed()
         reads = self._use(leaves, kind.met)
         for position in kind.written:
             taint.write(leaves[position], frozenset({Hidden(index)}))  # who reads it from here on sees the change
@@ -195,6 +208,16 @@ class Tracer:
         answered = answer(self.units[unit], kind.parts, result, (args, kwargs))
         self.listen(index, True)
         return answered
+
+    def _refuse_seed(self, unit: str) -> None:
+        """Refuse a forward that seeds torch for what is drawn inside of a unit, or after it: there stages seed anew."""
+        seed = torch.initial_seed()
+        if seed != self.seed and torch.equal(torch.Generator().manual_seed(seed).get_state(), torch.get_rng_state()):
+            raise TraceError(
+                f"{type(self.model).__name__} seeds torch in its forward (torch.manual_seed), and calls unit {unit} "
+                "before it draws, but stages seed anew what is drawn in a unit and after it: draw from a "
+                "torch.Generator of your own, seed in the unit, or draw before the call"
+            )
 
     def _use(self, tensors: Sequence[Any], others: frozenset[Tag] = frozenset()) -> Reads:
         """What tensors, and what has `others` as tags, depend on."""

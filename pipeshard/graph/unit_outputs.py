@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from pipeshard.errors import TraceError
 from pipeshard.graph.places import MISSING, Path, content_of, is_object, put, put_content, resolve
@@ -91,7 +91,9 @@ def _rebuilt(values: Iterable[Any], context: tuple[Any, tuple[Any, ...]]) -> Any
     """Another such object or mapping."""
     kind, names = context
     if issubclass(kind, Mapping):
-        return kind(zip(names, values, strict=True))
+        return kind(dict(zip(names, values, strict=True)))
+    if issubclass(kind, Size):
+        return kind(values)
     rebuilt = kind.__new__(kind)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(rebuilt, name, value)
@@ -117,6 +119,8 @@ def opened(content: Any, known: Mapping[int, Path] | None = None) -> Any:
         return tree_map(lambda leaf: opened(leaf, known), content, is_leaf=lambda node: node is not content)
     if isinstance(content, Mapping):
         return _Opened(type(content), content, known)
+    if isinstance(content, Size):
+        return _Opened(type(content), dict(enumerate(content)), known)
     if is_object(content) and not isinstance(content, nn.Module | type):
         return _Opened(type(content), content_of(content, "attr"), known)
     return content

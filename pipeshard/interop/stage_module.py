@@ -86,7 +86,7 @@ class StageModule(nn.Module):
             entering = dict(zip(route.enters.values, received, strict=True))
             output, made = policy.replay.run(route, microbatch.deltas, entering, partial(microbatch.batch.call, model))
         self._forwards += 1
-        self._planner.flags.stepped()
+        self._planner.stepped()
         if not self.is_last:
             return tuple(made[value].contiguous() for value in route.leaves.values)
         loss = None if self.whole else loss_of(output, criterion, microbatch.batch)

@@ -22,7 +22,7 @@ from pipeshard.hf import full_name, without_adapters
 from pipeshard.split.partition import Cuts, Partition, balance, call_costs, forbidden_cuts, weights
 from pipeshard.split.refusals import refuse_unsplittable
 from pipeshard.split.replay import Replay
-from pipeshard.split.ties import Ownership
+from pipeshard.split.ties import Ownership, refuse_overlaps
 
 logger = logging.getLogger("pipeshard")
 
@@ -74,6 +74,7 @@ class Policy:
         self.stages = self.partition.of_calls(flow)
         refuse_unsplittable(model, flow, self.stages, self.placement)
         self.ownership = Ownership(model, flow, self.partition, self.placement, self.units)
+        refuse_overlaps(model, self.ownership.held)
 
     def distribute_layers(self, num_layers: int, num_stages: int) -> list[int]:
         """How many of the `num_layers` unit calls, in their order, each stage runs."""

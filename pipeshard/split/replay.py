@@ -44,6 +44,7 @@ SHAPES = (
     "hook or autocast around execute_pipeline change them"
 )
 PLACE = "Other stages do not get it as it is now. Return it instead, as a tensor, or change it alike in every forward"
+PLAIN_TENSOR = "Other stages get its numbers alone: return the rest beside it, or cut elsewhere (partition=[...])"
 CONSTANT = (
     "What a unit returns beside tensors is the same on all stages, as the trace has seen it, so it must not depend on "
     "the values of tensors: return a tensor (x.max(), not x.max().item())"
@@ -270,6 +271,9 @@ class Replay:
     def _refuse_stranger(self, tensor: Any, value: Value, spec: TensorSpec, step: Step, run: Run) -> None:
         """The next stage expects what the trace has seen: anything else would break its connection, or be misread."""
         shape = run.sizes[value.call][value.leaf]
+        if isinstance(tensor, Tensor) and (type(tensor) not in (Tensor, nn.Parameter) or _has_more(tensor)):
+            more = ", ".join(vars(tensor)) or type(tensor).__name__
+            raise self._differs(step, run, f"has {more}", "a tensor", value.leaf, PLAIN_TENSOR)
         if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != spec.dtype:
             raise self._differs(step, run, f"is {_described(tensor)}", f"{shape} {spec.dtype}", value.leaf, SHAPES)
 
@@ -281,6 +285,11 @@ class Replay:
             "takes another way than it did in the trace, by chance (layerdrop?) or by what the batch holds. "
             "Turn that off, or pass dry_run_input=<a batch of this kind>"
         )
+
+
+def _has_more(tensor: Tensor) -> bool:
+    """Whether somebody has given a tensor that a unit made attributes."""
+    return bool(vars(tensor)) and not isinstance(tensor, nn.Parameter)
 
 
 def _described(leaf: Any) -> str:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.graph.dataflow import Call, Carried, Dataflow, Wanted
+from pipeshard.graph.places import Path
 from pipeshard.graph.shapes import Count, TensorSpec
 from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import Value
@@ -186,7 +187,8 @@ class Step:
 class Route:
     """One stage's way through one Dataflow: a step per unit call, after which one the stage is done, the leaves of the
     batch whose values it needs, and what its glue keeps for the next forward without having what that is made of.
-    `proven` are the numbers of held steps that were seen to leave what they should."""
+    `proven` are the numbers of held steps that were seen to leave what they should, -1 for the forward as a whole, and
+    `passing` the places that the glue which this stage does not run any more puts back."""
 
     stage: int
     steps: tuple[Step, ...]
@@ -197,6 +199,7 @@ class Route:
     flow: Dataflow
     spoiled: frozenset[str] = frozenset()
     proven: set[int] = field(default_factory=set, compare=False)
+    passing: dict[str, Path] = field(default_factory=dict, compare=False)
     _sizes: dict[Sequence[int], list[list[Any]]] = field(default_factory=dict, compare=False)
 
     @classmethod

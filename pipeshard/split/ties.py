@@ -8,8 +8,9 @@ process may run several parts of the model. Whoever saves, compares or broadcast
 stages, and every rank has to pick the same.
 """
 
+import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -173,6 +174,25 @@ class Ownership:
         """The stages that run the unit with this parameter or buffer, in the order of the model."""
         calls = self.partition.stages.items()
         return [self.placement[part] for (unit, _), part in calls if name.startswith(f"{unit}.")]
+
+
+def refuse_overlaps(model: nn.Module, held: Sequence[Collection[str]]) -> None:
+    """Raise ConfigurationError for two parameters that are parts of one memory, but of which one is on stages where the
+    other is not: what one stage writes there another would not see."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in model.named_parameters():
+        sizes = zip(parameter.shape, parameter.stride(), strict=True)
+        first = int(parameter.storage_offset())
+        last = first + sum(int((size - 1) * stride) for size, stride in sizes)
+        if parameter.numel():
+            spans.setdefault(parameter.untyped_storage()._cdata, []).append((first, last, name))
+    for one, other in (pair for of_one in spans.values() for pair in itertools.combinations(sorted(of_one), 2)):
+        stages = [{stage for stage, names in enumerate(held) if name in names} for *_, name in (one, other)]
+        if other[0] <= one[1] and stages[0] != stages[1]:
+            raise ConfigurationError(
+                f"{one[2]} and {other[2]} are two parameters that share memory, on other stages each: make them one "
+                "parameter (model.head.weight = model.embed.weight, or shared_weights=[...]), or copy one of them"
+            )
 
 
 def held_parameters(

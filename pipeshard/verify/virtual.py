@@ -97,7 +97,7 @@ class VirtualRank:
         for stage in self.stages.values():
             stage.end()
         self.carry.end()
-        self.planner.flags.stepped()
+        self.planner.stepped()
 
     def run(self, action: Action, messages: Messages) -> None:
         """One action, with copies of what others have made for it."""

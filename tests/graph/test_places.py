@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from pipeshard.graph.kinds import Settings
-from pipeshard.graph.places import format_path, noting_reads
-from pipeshard.graph.snapshot import Snapshot
+from pipeshard.graph.places import format_path
+from pipeshard.graph.snapshot import Snapshot, noting_reads
 
 
 class Slotted:

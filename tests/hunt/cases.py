@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from tests.hunt import nets
+from tests.hunt import nets, switches
 from tests.hunt.nets import Net, data
 
 Batch = Mapping[str, Tensor]
@@ -22,7 +22,8 @@ def ordinary(count: int = 2) -> list[Batch]:
 @dataclass(frozen=True)
 class Case:
     """A model trained by the plugin with `options`, beside itself unsplit. `prepare` is called with each of the two
-    before, `between` with each before every step; `refused` is what the error says where it is not exact."""
+    before, `between` with each before every step; each has a `criterion` of its own; `refused` is what the error says
+    where it is not exact."""
 
     make: Callable[[], nn.Module]
     story: str
@@ -31,6 +32,7 @@ class Case:
     prepare: Callable[[nn.Module], object] | None = None
     between: Callable[[int, nn.Module], object] | None = None
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
+    criterion: Callable[[], Any] | None = None
     refused: str = ""
 
 
@@ -45,6 +47,37 @@ def warm(step: int, model: Any) -> None:
 
 def switched(step: int, model: Any) -> None:
     model.use = step > 0
+
+
+def switch(step: int, model: Any) -> None:
+    switches.switch(step > 0)
+
+
+def off(model: Any) -> None:
+    switches.switch(False)
+
+
+def adds(step: int, model: Any) -> None:
+    nets.Criterion.adds = step == 1
+
+
+def sums(step: int, model: Any) -> None:
+    nets.Criterion.reduction = "sum" if step == 1 else "mean"
+
+
+class Weighs(nets.Criterion):
+    """Its weights are other ones from the second step on."""
+
+    latest: ClassVar[list[nets.Criterion]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latest.append(self)
+
+
+def weighs(step: int, model: Any) -> None:
+    for criterion in Weighs.latest if step else ():
+        criterion.weight[::2] = 0.1
 
 
 def adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
@@ -159,6 +192,121 @@ CASES = {
         nets.Sized,
         "A layer returns the number of positions: with another length the trace's was used.",
         [data(0), data(1, length=9), data(2, length=4)],
+    ),
+    "another module's": Case(
+        nets.ByModule,
+        "A model goes by a global of another module (mylib.IS_ON), which nobody looked at: what layer 0 made was "
+        "not sent, and the loss was not a number.",
+        ordinary(3),
+        prepare=off,
+        between=switch,
+    ),
+    "a thread's": Case(nets.ByThread, "The same by a threading.local.", ordinary(3), prepare=off, between=switch),
+    "a context's": Case(nets.ByContext, "The same by a ContextVar.", ordinary(3), prepare=off, between=switch),
+    "a function's": Case(nets.ByFunction, "By an attribute of a function.", ordinary(3), prepare=off, between=switch),
+    "a cache's": Case(
+        nets.ByCache,
+        "The same by what a function has cached: that cannot be looked at, and the loss was not a number.",
+        ordinary(3),
+        prepare=off,
+        between=switch,
+        refused="reads other results of its units",
+    ),
+    "a count's": Case(
+        nets.ByCount,
+        "The same by a count of its own forwards, which changes in each.",
+        options={"verify": False},
+        refused="reads other results of its units",
+    ),
+    "an iterator": Case(nets.Counting, "The trace took what was meant for steps.", refused="cannot be wound back"),
+    "iterators": Case(nets.CountingLayers, "The same in layers.", refused="cannot be wound back"),
+    "generators": Case(nets.Yielding, "A generator ran outside of its layer, on meta.", refused="returns a generator"),
+    "an array counts": Case(nets.CountingArray, "What the trace counted in a numpy array stayed there."),
+    "an array measures": Case(
+        nets.MeasuringArray,
+        "Numbers that layers leave in an array were the trace's elsewhere.",
+        options={"verify": False},
+        refused="changes",
+    ),
+    "put back": Case(
+        nets.Nested,
+        "A stage leaves the forward before its end, where glue puts back a depth: it grew with every step.",
+        ordinary(3),
+    ),
+    "taken": Case(nets.Taking, "The same for a sum in a closure: backward went through the graph of the step before."),
+    "detaches once": Case(
+        nets.DetachesOnce,
+        "A layer detaches by its own count: the layers before it got zeros, by which AdamW decays, where one process "
+        "has no gradient.",
+        ordinary(3),
+        optimizer=adamw,
+        refused="gets no gradient in this step",
+    ),
+    "shares memory": Case(
+        nets.SharesMemory,
+        "Two parameters, one memory: on other stages each, one did not see what the other's step had written.",
+        ordinary(3),
+        refused="share memory",
+    ),
+    "one memory": Case(
+        nets.OneMemory, "Parts of one memory were all taken for the last of them, and not sent where glue reads them."
+    ),
+    "an attribute": Case(nets.Labelled, "An attribute of a tensor is lost where it crosses a cut.", refused="has gain"),
+    "conjugated": Case(nets.Conjugates, "Complex numbers whose conjugation is put off could not be sent."),
+    "distributions": Case(nets.Distributions, "A torch.distributions.Normal was an object that nobody looks into."),
+    "functions": Case(nets.ReturnsFunction, "All layers were taken for one kind, and gave the first one's function."),
+    "seeds": Case(nets.Seeds, "Stages seed what layers draw: the model's own seed was lost.", refused="seeds torch"),
+    "criterion's flag": Case(
+        nets.Logits,
+        "A flag of the criterion is switched on: what it then reads was not sent.",
+        ordinary(3),
+        between=adds,
+        criterion=nets.Criterion,
+    ),
+    "criterion's sum": Case(
+        nets.Logits,
+        "The criterion's reduction is set to a sum: it was averaged over microbatches as before.",
+        ordinary(3),
+        {"num_microbatches": 2},
+        between=sums,
+        criterion=nets.Criterion,
+    ),
+    "criterion's weights": Case(
+        nets.Logits,
+        "The criterion's weights were all 1 when its rule was proven, and are other ones now.",
+        ordinary(3),
+        {"num_microbatches": 2},
+        between=weighs,
+        criterion=Weighs,
+        refused="weigh classes",
+    ),
+    "criterion counts": Case(
+        nets.Logits,
+        "The criterion grows with each call, and each microbatch is one.",
+        options={"num_microbatches": 2},
+        criterion=nets.Ramps,
+        refused="when it is called again",
+    ),
+    "criterion logs": Case(
+        nets.Logits, "The same where it only keeps them.", options={"num_microbatches": 2}, criterion=nets.Logs
+    ),
+    "criterion of a length": Case(
+        nets.Logits,
+        "The trace tries other lengths, which a criterion may not take: that ended in its own error.",
+        options={"num_microbatches": 2},
+        criterion=nets.Rigid,
+    ),
+    "a list beside": Case(
+        Net,
+        "An optimizer keeps a list beside its parameters, of which a stage has some: it took those of others.",
+        optimizer=nets.Anchored,
+        refused="does something else to parameters together",
+    ),
+    "norms late": Case(
+        Net,
+        "An optimizer couples parameters from its fifth step on: its trial had three.",
+        optimizer=nets.NormsLate,
+        refused="does something else to parameters together",
     ),
     "control": Case(Net, "Nothing special."),
 }

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tests.hunt import switches
 
 H, V = 16, 23
 
@@ -510,3 +515,348 @@ class Sized(Net):
             x, count = layer(x)
             x = x / count
         return x
+
+
+class Switched(Net):
+    """What layer 0 has made is added at the end once a switch is on that is not the model's."""
+
+    read: Callable[[], Any]
+
+    def body(self, x: Tensor) -> Any:
+        first = self.layers[0](x)
+        x = super().body(x)
+        return x + first if self.read() else x
+
+
+class ByModule(Switched):
+    read = staticmethod(lambda: switches.IS_ON)
+
+
+class ByThread(Switched):
+    read = staticmethod(lambda: switches.LOCAL.is_on)
+
+
+class ByContext(Switched):
+    read = staticmethod(lambda: switches.CONTEXT.get())
+
+
+class ByFunction(Switched):
+    read = staticmethod(lambda: switches.function())
+
+
+class ByCache(Switched):
+    read = staticmethod(lambda: switches.cached()["is_on"])
+
+
+class ByCount(Switched):
+    """By a count of its own forwards."""
+
+    forwards = 0
+
+    def body(self, x: Tensor) -> Any:
+        self.forwards += 1
+        return super().body(x)
+
+    def read(self) -> Any:  # type: ignore[override]
+        return self.forwards > 1
+
+
+class Counting(Net):
+    """The result is scaled by a number that comes from an iterator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = itertools.count(1)
+
+    def body(self, x: Tensor) -> Any:
+        return super().body(x) * next(self.numbers)
+
+
+class CountingLayers(Net):
+    """The same in each layer."""
+
+    class block(Block):
+        def __init__(self, place: int) -> None:
+            super().__init__(place)
+            self.numbers = itertools.cycle([1.0, 0.5, 2.0])
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) * next(self.numbers)
+
+
+class Yielding(Net):
+    """Layers are generators."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            yield y
+            yield y.square().mean()
+
+    def body(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x, aux = layer(x)
+            x = x + aux
+        return x
+
+
+class CountingArray(Net):
+    """A number of steps in a numpy array."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = np.zeros(1)
+
+    def body(self, x: Tensor) -> Any:
+        self.steps += 1
+        return super().body(x) * float(self.steps[0])
+
+
+MEASURED = np.zeros(4)
+
+
+class MeasuringArray(Adding):
+    """Layers keep numbers of their activations in an array, which the loss is scaled by."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            MEASURED[self.place] = float(y.detach().square().mean())
+            return y
+
+    def extra(self) -> Any:
+        return float(MEASURED.sum()) * self.head.weight.square().mean()
+
+
+class Nested(Net):
+    """The number of forwards under way, and what they have made so far, are put back at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth, self.sofar = 0, None
+
+    def body(self, x: Tensor) -> Any:
+        self.depth += 1
+        x = x * self.depth if self.sofar is None else x + self.sofar
+        self.sofar = x.detach().mean((0, 1))
+        x = super().body(x)
+        self.depth, self.sofar = self.depth - 1, None
+        return x
+
+
+def summing() -> tuple[Callable[[Tensor], None], Callable[[], Any]]:
+    total: Any = 0.0
+
+    def add(value: Tensor) -> None:
+        nonlocal total
+        total = total + value
+
+    def take() -> Any:
+        nonlocal total
+        taken, total = total, 0.0
+        return taken
+
+    return add, take
+
+
+class Taking(Adding):
+    """Layers add to a sum in a closure, which is taken and set to zero at the end."""
+
+    class block(Block):
+        add: Any
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.add(y.square().mean())
+            return y
+
+    def __init__(self) -> None:
+        super().__init__()
+        add, self.extra = summing()  # type: ignore[method-assign]
+        for layer in self.layers:
+            layer.add = add
+
+
+class DetachesOnce(Net):
+    """Layer 2 detaches what it is given, in its second forward alone."""
+
+    class block(Block):
+        forwards = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.forwards += 1
+            return super().forward(x.detach() if self.place == 2 and self.forwards == 2 else x)
+
+
+class SharesMemory(Net):
+    """The head's weight is a parameter of its own, in the memory of the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(self.embed.weight.data)
+
+
+class OneMemory(Net):
+    """Weights of all layers are parts of one memory, and the loss reads each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat = torch.randn(4, H, H) / 4
+        for k, layer in enumerate(self.layers):
+            layer.a.weight = nn.Parameter(flat[k])
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        penalty = sum((k + 1) * layer.a.weight.square().sum() for k, layer in enumerate(self.layers))  # type: ignore[operator, union-attr]
+        return super().loss(logits, labels) + 0.01 * penalty
+
+
+class Labelled(Net):
+    """Layers give their result an attribute, which the next one may read."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x * getattr(x, "gain", 1.0))
+            y.gain = 1 + 0.1 * self.place  # type: ignore[attr-defined]
+            return y
+
+
+class Conjugates(Net):
+    """Complex numbers that are to be conjugated when they are read."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x.real + 0.5 * x.imag if x.is_complex() else x)
+            return torch.complex(y, 0.3 * y).conj()
+
+    def body(self, x: Tensor) -> Any:
+        x = super().body(x)
+        return x.real - x.imag
+
+
+class Distributions(Net):
+    """Layers return distributions."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return torch.distributions.Normal(y, F.softplus(y))
+
+    def body(self, x: Tensor) -> Any:
+        apart: Any = 0.0
+        for layer in self.layers:
+            made = layer(x)
+            x = made.mean + 0.1 * made.stddev
+            apart = apart + torch.distributions.kl_divergence(made, torch.distributions.Normal(0.0, 1.0)).mean()
+        return x + 0.01 * apart
+
+
+class ReturnsFunction(Net):
+    """Layers return functions of their weights."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), lambda y: F.linear(y, self.a.weight)
+
+    def body(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x, function = layer(x)
+            x = x + 0.1 * function(x)
+        return x
+
+
+class Seeds(Net):
+    """The model seeds torch, and its layers draw noise."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 0.1 * torch.randn_like(x)
+
+    def body(self, x: Tensor) -> Any:
+        torch.manual_seed(7)
+        return super().body(x)
+
+
+class Logits(Net):
+    """No loss of its own: logits, and what layer 0 has made."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        first = self.layers[0](self.embed(ids))
+        x = first
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return {"logits": self.head(x), "first": first}
+
+
+class Criterion(nn.Module):
+    """A mean, or a sum, of a loss with weights, to which something may be added."""
+
+    reduction, adds = "mean", False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(V))
+
+    def forward(self, outputs: Any, batch: Any) -> Tensor:
+        logits, labels = outputs["logits"].flatten(0, 1), batch["labels"].flatten()
+        loss = F.cross_entropy(logits, labels, self.weight, reduction=self.reduction)
+        return loss + outputs["first"].square().mean() if self.adds else loss
+
+
+class Ramps(Criterion):
+    """Grows with the number of its calls."""
+
+    calls = 0
+
+    def forward(self, outputs: Any, batch: Any) -> Tensor:
+        self.calls += 1
+        return super().forward(outputs, batch) * min(1.0, self.calls / 3)
+
+
+class Logs(Criterion):
+    """Keeps its losses, and their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+        self.losses: list[Tensor] = []
+
+    def forward(self, outputs: Any, batch: Any) -> Tensor:
+        loss = super().forward(outputs, batch)
+        self.total += loss.detach()
+        self.losses.append(loss.detach())
+        return loss
+
+
+class Rigid(Criterion):
+    """Takes sequences of one length alone."""
+
+    def forward(self, outputs: Any, batch: Any) -> Tensor:
+        losses = F.cross_entropy(outputs["logits"].flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        return losses.view(len(batch["labels"]), 6).mean(1).mean()
+
+
+class Anchored(torch.optim.Optimizer):
+    """Pulls parameters to where they were, which is in a list beside them."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.anchors = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = (p for group in self.param_groups for p in group["params"])
+        for parameter, anchor in zip(parameters, self.anchors):
+            if parameter.grad is not None:
+                parameter.sub_(0.1 * (parameter.grad + parameter - anchor))
+
+
+class NormsLate(torch.optim.SGD):
+    """Divides gradients by their norm from the fifth step on."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.steps += 1
+        if self.steps > 4:
+            torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.01)
+        return super().step(closure)

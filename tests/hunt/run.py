@@ -26,15 +26,19 @@ def run(case: Case) -> list[str]:
     size = torch.distributed.get_world_size()
     options = {"num_microbatches": 1, "dry_run_input": dict(case.batches[0]), **case.options}
     booster = Booster(plugin=PipelinePlugin(pp_size=size, **options))
-    boosted, optimizer, *_ = booster.boost(model, case.optimizer(model.parameters(), lr=LEARNING_RATE))
+    made = [None, None] if case.criterion is None else [case.criterion() for _ in range(2)]
+    boosted, optimizer, criterion, *_ = booster.boost(
+        model, case.optimizer(model.parameters(), lr=LEARNING_RATE), made[0]
+    )
     found = []
     for step, batch in enumerate(case.batches):
         for one in (unsplit, boosted.unwrap()):
             if case.between is not None:
                 case.between(step, one)
         mine = {name: leaf.clone() for name, leaf in batch.items()}
-        loss = booster.execute_pipeline(iter([mine]), boosted, None, optimizer)["loss"]
-        expected = unsplit(**{name: leaf.clone() for name, leaf in batch.items()})["loss"]
+        loss = booster.execute_pipeline(iter([mine]), boosted, criterion, optimizer)["loss"]
+        output = unsplit(**{name: leaf.clone() for name, leaf in batch.items()})
+        expected = output["loss"] if made[1] is None else made[1](output, batch)
         expected.backward()
         if not torch.allclose(loss, expected.detach(), rtol=1e-5, atol=1e-6):
             found.append(f"step {step}: loss {float(loss)}, unsplit {float(expected)}")
