@@ -128,16 +128,18 @@ def compared(
     return found
 
 
-def gradient_error(split: Split, unsplit: nn.Module) -> float:
-    """The largest error of a held gradient, relative to its own norm, or a thousandth of the largest one."""
+def gradient_error(split: Split, unsplit: nn.Module, single: float = 1e-3) -> float:
+    """The largest error of a held gradient, relative to its own norm, or a thousandth of the largest one; of a single
+    number, for which other numbers cancel out, relative to that share of the largest one."""
     reference = {name: p.grad for name, p in unsplit.named_parameters()}
-    floor = 1e-3 * max(float(g.norm()) for g in reference.values() if g is not None)
+    largest = max(float(g.norm()) for g in reference.values() if g is not None)
     worst = 0.0
     for name, parameter in split.held.items():
         expected = reference[name]
         if (expected is None) != (parameter.grad is None):
             return float("inf")
         if expected is not None:
+            floor = (single if expected.numel() == 1 else 1e-3) * largest
             error = float((whole(parameter.grad) - expected).norm()) / max(float(expected.norm()), floor)
             worst = max(worst, error if error == error else float("inf"))
     return worst
