@@ -62,31 +62,6 @@ def test_replicas_share_a_window(pool: Pool, tmp_path: Path, name: str) -> None:
         assert differences(found, expected) == []
 
 
-STEPS = {"max_steps": 11, "save_strategy": "steps", "save_steps": 7, "per_device_train_batch_size": 2}
-
-
-def resumed(pool: Pool, name: str, folder: Path, ranks: int, plugin: dict[str, Any], **others: Any) -> list[Any]:
-    return pool.run(
-        run_pipeline, ranks, name, str(folder), True, plugin=plugin, **{**STEPS, "save_strategy": "no", **others}
-    )[0]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["causal", "lora"])
-def test_a_run_goes_on_with_other_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
-    options = {"gradient_accumulation_steps": 2}
-    expected = run(name, tmp_path / "whole", **STEPS | options)
-    pool.run(run_pipeline, 2, name, str(tmp_path / "split"), plugin={"pp_size": 2}, **STEPS | options)
-    torn = tmp_path / "split" / "checkpoint-11" / "trainer_state.json"
-    torn.write_text(torn.read_text()[:-100])  # as a save that is killed leaves it
-    for ranks, plugin in ((1, {"pp_size": 1}), (3, {"pp_size": 3})):
-        found = resumed(pool, name, tmp_path / "split", ranks, plugin, **options)
-        assert differences(found[:-2], expected[:-2]) == [] and differences(found[-1:], expected[-1:]) == []
-    if name == "causal":
-        found = resumed(pool, name, tmp_path / "split", 4, {"pp_size": 2}, gradient_accumulation_steps=1)
-        assert differences(found[:-2], expected[:-2]) == [] and differences(found[-1:], expected[-1:]) == []
-
-
 def predict(name: str, folder: str, plugin: dict[str, Any] | None = None, **others: Any) -> list[Any]:
     """Predictions before training, after it, and of the model that is saved then."""
     with launched() if plugin else nullcontext():
