@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
+import shlex
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer
 
 from pipeshard import PipelinePlugin
@@ -332,3 +337,28 @@ def test_the_table_of_features_is_that_of_the_features() -> None:
     assert [row.split(" | ")[0] for row in rows] == [f"| {name}" for name in FEATURES]
     works = sum(row.endswith("| works |") for row in rows)
     assert works >= LEAST and works + sum("| refused: " in row for row in rows) == len(rows) >= 60
+
+
+def launches() -> list[list[str]]:
+    """The commands under Launching, with values in the place of what a cluster's environment says."""
+    section = PAGE.read_text().partition("## Launching")[2].partition("\n## ")[0]
+    shell, task = re.findall(r"```\w*\n(.*?)```", section, re.DOTALL)
+    given = yaml.safe_load(task)
+    assert set(given) == {"num_nodes", "resources", "workdir", "setup", "run"} and given["num_nodes"] == 2
+    lines = f"{shell}\n{given['run']}".replace("\\\n", " ").replace('$(echo "$SKYPILOT_NODE_IPS" | head -n 1)', "host")
+    commands = [shlex.split(line, comments=True) for line in lines.splitlines() if line.strip()]
+    return [["2" if re.fullmatch(r"\$\w+", word) else word for word in words] for words in commands]
+
+
+def test_the_commands_that_launch_are_those_of_the_launchers() -> None:
+    commands = launches()
+    assert len(commands) == 4
+    for words in commands:
+        if "torchrun" in words:
+            parsed = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
+            assert parsed.training_script == "script.py" and int(parsed.nproc_per_node) >= 2
+            met = parsed.rdzv_backend == "c10d" and parsed.rdzv_endpoint.endswith(":29500")
+            assert met or parsed.nnodes == "1:1"
+        else:
+            assert words[:2] == ["accelerate", "launch"]
+            assert launch_command_parser().parse_args(words[2:]).num_processes == 4
