@@ -68,6 +68,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "reward": ("Reward", {}, lambda: {"model": scorer()}),
     "dpo": ("DPO", {}, lambda: {"ref_model": zoo.build("llama", seed=1)}),
     "dpo-lora": ("DPO", {}, lambda: {"peft_config": adapters()}),
+    "dpo-precomputed": ("DPO", {"precompute_ref_log_probs": True}, lambda: {"peft_config": adapters()}),
 }
 
 
