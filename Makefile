@@ -22,8 +22,8 @@
 #               writes docs/benchmarks.md; PART=work measures one part of: work overhead lengths memory partition replay guards
 # make targets trains GPT-2 and llama by torch's pipelining, DeepSpeed (in an environment of its own) and Booster, from the
 #               same stages, and compares the losses
-# make trainer tries 66 features of transformers' Trainer through two stages, against one process, and writes the table in
-#               docs/trainer.md
+# make trainer tries 71 features of transformers' Trainer through two stages, against one process, and compares the
+#               losses of 50 steps of seven kinds of training; writes the tables in docs/trainer.md
 # make curves  fine-tunes SmolLM2 for 100 steps by one process and by 2 replicas of 2 stages, and draws docs/curves.svg
 # make gpu-check compares steps on GPUs, by NCCL, with the unsplit model; DEVICE=cpu runs the same code on the CPU
 # make clean    removes outputs and caches; .venv and .venv-4.57 stay
@@ -174,6 +174,7 @@ gpu-check: setup
 
 trainer: setup
 	@$(BIN)/python -W ignore -m tests.trainer_features
+	@$(BIN)/python -W ignore -m tests.trainer_losses
 
 bench: setup setup-peers
 	@$(BIN)/python -W ignore -m benchmarks.speed --rounds $(ROUNDS) --part $(PART)

@@ -25,13 +25,7 @@ SIZES = "_thw", "_sizes", "_shapes", "_hws"  # ends of the names of leaves that 
 
 # Fields of configs: numbers that a tensor parallel size has to divide, and dropouts on what it slices.
 HEADS = "num_attention_heads", "num_key_value_heads", "decoder_attention_heads"
-DROPOUTS = (
-    "attention_dropout",
-    "attn_pdrop",
-    "attention_probs_dropout_prob",
-    "activation_dropout",
-    "dropout_rate",
-)
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "activation_dropout", "dropout_rate")
 
 ADAPTER_CONFIG = "adapter_config.json"  # in a folder that peft has saved
 

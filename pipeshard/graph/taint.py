@@ -174,11 +174,11 @@ class Taint(DispatchMode):
 
     def _without_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
         """What an operator of glue returns; of a model on meta, zeros where there are no values."""
-        on_meta = [t.is_meta for t in inputs]
+        on_meta, device = [t.is_meta for t in inputs], kwargs.get("device")
         if not any(on_meta):
-            return func(*args, **kwargs)
+            moved = device is not None and torch.device(device).type == "meta"  # to where a parameter is
+            return func(*args, **kwargs | {"device": self.device} if moved else kwargs)
         meta_args, meta_kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
-        device = kwargs.get("device")
         if device is not None:
             meta_kwargs["device"] = torch.device("meta")
         result = func(*meta_args, **meta_kwargs)

@@ -26,6 +26,7 @@ from pipeshard.split.ties import Ownership, refuse_overlaps
 
 logger = logging.getLogger("pipeshard")
 
+
 class Policy:
     """What one stage of one model holds, shares and runs. The four questions are `distribute_layers`,
     `get_held_layers`, `get_shared_params` and `replace_forward`; `costs` is what the first goes by.

@@ -300,12 +300,7 @@ def _replayed_step(flow: Dataflow, index: int, received: Container[Value]) -> St
             numbers.append(value.leaf)
     plain = len(parts) == 1 and parts[0].tree.is_leaf() and not isinstance(leaves[0], Known)
     return Step(
-        unit=call.unit,
-        held=False,
-        parts=tuple(parts),
-        leaves=tuple(leaves),
-        numbers=tuple(numbers),
-        plain=plain,
+        unit=call.unit, held=False, parts=tuple(parts), leaves=tuple(leaves), numbers=tuple(numbers), plain=plain
     )
 
 

@@ -194,11 +194,7 @@ PARTIAL = "replicated_with_grad_allreduce"
 
 
 def slice_parameters(
-    model: nn.Module,
-    held: Collection[str],
-    units: Mapping[str, nn.Module],
-    mesh: DeviceMesh,
-    plan: Mapping[str, str],
+    model: nn.Module, held: Collection[str], units: Mapping[str, nn.Module], mesh: DeviceMesh, plan: Mapping[str, str]
 ) -> set[str]:
     """Slice what `held` (names of parameters) and the plan have in common over the ranks of `mesh`.
 

@@ -2,30 +2,45 @@
 
 checkpoint-7/config.json, model*.safetensors    a Hugging Face folder (of adapters: what peft writes)
 checkpoint-7/pipeline/                          the optimizer, the schedule, random numbers: this file
-checkpoint-7/trainer_state.json                 what Trainer writes, at last
+checkpoint-7/manifest.json                      size and SHA-256 of all of these, as of every training state
+checkpoint-7/trainer_state.json, rng_state*     what Trainer writes, at last
 """
 
 import json
+import logging
 import os
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft import PeftModel
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from pipeshard.checkpoint.files import new_folder, together
 from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.lora import load_lora, save_lora
+from pipeshard.checkpoint.manifest import MANIFEST, damage, flaw, lock, sums_of, write_manifest
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
-from pipeshard.checkpoint.training_state import OPTIMIZER, REST, read_rest, rest_of, restore_rest, set_random_state
+from pipeshard.checkpoint.training_state import (
+    OPTIMIZER,
+    REST,
+    random_state,
+    read_rest,
+    rest_of,
+    restore_rest,
+    set_random_state,
+)
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError
 
-FOLDER, STATE = "pipeline", "trainer_state.json"
+logger = logging.getLogger("pipeshard")
+FOLDER, STATE, RANDOM = "pipeline", "trainer_state.json", "rng_state*.pth"
+STEP = re.compile(r"checkpoint-(\d+)")
 
 
 @together_in("trainer.save_model")
@@ -35,6 +50,7 @@ def save_weights(model: PipelineModel, folder: Path) -> None:
     with together(grid.world):
         if grid.first:
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / MANIFEST).unlink(missing_ok=True)  # of a checkpoint that this one takes the place of
     if not isinstance(model.unwrap(), PeftModel):
         io_of(model).save_folder(model, folder)
         return
@@ -55,50 +71,74 @@ def load_weights(model: PipelineModel, folder: Path) -> None:
         io_of(model).load_model(model, str(folder))
 
 
-def save_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any) -> None:
-    """Write `folder/pipeline`, all of it or nothing; every rank calls it."""
+def save_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any, step: int) -> None:
+    """Write `folder/pipeline`, and the manifest of all that is in the folder by now; every rank calls it."""
     grid = model.pipeline.grid
+    random = {"layout": [grid.dp_size, grid.pp_size, grid.tp_size], "ranks": gather_objects(random_state(), grid.world)}
+    with together(grid.world):
+        if grid.first:
+            lock(folder.parent, model)
+            for old in (folder / STATE, *folder.glob(RANDOM)):  # which Trainer writes anew
+                old.unlink(missing_ok=True)
     with new_folder(folder / FOLDER, grid.world, mark=REST) as made:
         save_optimizer(optimizer, made / OPTIMIZER, shard=True)
         if grid.first:
-            torch.save({**rest_of(model.pipeline, lr_scheduler), "ranks": grid.size}, made / REST)
+            torch.save({**rest_of(model.pipeline, lr_scheduler), **random}, made / REST)
+    with together(grid.world):
+        sums = sums_of(folder, grid.world)
+        if grid.first:
+            write_manifest(folder, step, model.pipeline.num_stages, sums)
 
 
 def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any) -> Any:
-    """Put weights, optimizer and schedule back to where they were; returns the random state, unless the ranks have
-    files of their own for that."""
+    """Put weights, optimizer and schedule back to where they were; returns this rank's random state, or the first one's
+    where there are others now."""
     grid = model.pipeline.grid
     load_weights(model, folder)
     load_optimizer(optimizer, folder / FOLDER / OPTIMIZER)
     with together(grid.world):
         rest = read_rest(folder / FOLDER / REST)
         restore_rest(model.pipeline, rest, lr_scheduler)
-    return None if rest.get("ranks") == grid.size else rest["random"]
+        if grid.first:
+            for torn in folder.glob(
+                RANDOM
+            ):  # nobody waits until all ranks have written theirs: what is read here counts
+                if not zipfile.is_zipfile(torn):
+                    torn.unlink()
+    same = rest["layout"] == [grid.dp_size, grid.pp_size, grid.tp_size]
+    return rest["ranks"][grid.world.rank()] if same else rest["random"]
 
 
-def refuse_incomplete(folder: Path) -> None:
-    if why := _flaw(folder):
-        raise CheckpointError(
-            f"{folder} is not a checkpoint of a PipelineTrainer ({why}): pass one that is, or "
-            "resume_from_checkpoint=True for the newest that is complete"
-        )
+def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
+    with together(group):
+        if why := gather_objects(_flaw(folder), group)[0] or damage(folder, group):
+            raise CheckpointError(
+                f"{folder} is not a whole checkpoint of a PipelineTrainer ({why}): pass one that is, or "
+                "resume_from_checkpoint=True for the newest that is whole"
+            )
 
 
-def newest(folder: Path, group: Any) -> str:
-    """The newest complete checkpoint, as the first rank finds it; a save that was killed leaves one that is not."""
-    found = {
-        int(m[1]): path for path in folder.glob("checkpoint-*") if (m := re.fullmatch(r"checkpoint-(\d+)", path.name))
-    }
-    complete = [step for step, path in found.items() if not _flaw(path)]
-    step = gather_objects(max(complete, default=None), group)[0]
-    if step is None:
-        raise CheckpointError(f"{folder} has no complete checkpoint to go on from: pass resume_from_checkpoint=None")
-    return str(folder / f"checkpoint-{step}")
+def newest(folder: Path, group: dist.ProcessGroup) -> str:
+    """The newest checkpoint that is whole and as it was saved; every rank calls it. A save that was killed leaves one
+    that is not."""
+    found = {int(match[1]): path for path in folder.glob("checkpoint-*") if (match := STEP.fullmatch(path.name))}
+    flaws = gather_objects({step: _flaw(path) for step, path in found.items()}, group)[0]
+    for step in sorted(flaws, reverse=True):
+        path = folder / f"checkpoint-{step}"
+        if not (why := flaws[step] or damage(path, group)):
+            return str(path)
+        if group.rank() == 0:
+            logger.warning("%s is passed over: %s", path, why)
+    raise CheckpointError(f"{folder} has no whole checkpoint to go on from: pass resume_from_checkpoint=None")
 
 
 def _flaw(folder: Path) -> str:
+    """Why a checkpoint is not complete, by the names and sizes of its files."""
     if not (folder / FOLDER / REST).is_file():
         return f"it has no {FOLDER}/{REST}; of one process, load the model by from_pretrained and train anew"
+    name = STEP.fullmatch(folder.name)
+    if why := flaw(folder, int(name[1]) if name else None):
+        return why
     try:
         json.loads((folder / STATE).read_text())
     except (OSError, ValueError) as error:
@@ -107,7 +147,7 @@ def _flaw(folder: Path) -> str:
 
 
 class Randomness(TrainerCallback):
-    """Gives the generators back a checkpoint's state where it was saved by other ranks, at the moments at which Trainer
+    """Gives the generators back a checkpoint's state, by whichever ranks it was saved, at the moments at which Trainer
     loads what each rank has saved for itself."""
 
     state: dict[str, Any] | None = None

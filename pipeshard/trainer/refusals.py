@@ -71,7 +71,8 @@ def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
     if dist.get_world_size() != args.world_size:
         raise ConfigurationError(
             f"torch.distributed has {dist.get_world_size()} ranks, but accelerate, and so {name}, sees "
-            f"{args.world_size}: start the script by torchrun, and make TrainingArguments before the plugin"
+            f"{args.world_size}: start the script by torchrun, and make TrainingArguments before the plugin, with "
+            "use_cpu=True where there are no GPUs"
         )
     if config.max_norm:
         raise ConfigurationError(

@@ -29,7 +29,7 @@ from pipeshard.trainer.checkpoint import (
     load_state,
     load_weights,
     newest,
-    refuse_incomplete,
+    refuse_broken,
     save_state,
     save_weights,
 )
@@ -245,8 +245,11 @@ class Loop(Trainer):
     # files
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        world = self.pipeline.grid.world
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest(Path(self.args.output_dir), self.pipeline.grid.world)
+            resume_from_checkpoint = newest(Path(self.args.output_dir), world)
+        elif resume_from_checkpoint:
+            refuse_broken(Path(resume_from_checkpoint), world)
         return super().train(resume_from_checkpoint or None, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -264,10 +267,11 @@ class Loop(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         stages = self._own_stages()
         assert stages.optimizer is not None
-        save_state(Path(output_dir), stages.boosted, stages.optimizer, self.lr_scheduler)
+        step = self.state.global_step
+        save_state(Path(output_dir), stages.boosted, stages.optimizer, self.lr_scheduler, step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        refuse_incomplete(Path(resume_from_checkpoint))  # it is loaded once there are stages
+        """Nothing yet: it is loaded once there are stages."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

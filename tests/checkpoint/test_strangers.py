@@ -172,9 +172,7 @@ def test_files_that_claim_more_than_they_have_are_refused(tmp_path: Path) -> Non
             packed.writestr(entry.filename, whole.read(entry))
     refused(lambda: Source(tmp_path / "packed.bin"), "data.pkl' in it is compressed, which torch.save does not do")
     file.write_bytes(b"")
-    refused(
-        lambda: load_plain(file, "what", "do that"), r"x.bin is not what \(ValueError: pickle exhausted.*\): do"
-    )
+    refused(lambda: load_plain(file, "what", "do that"), r"x.bin is not what \(ValueError: pickle exhausted.*\): do")
     file.write_bytes(b"\x80\x02]q\x01." + b"1" * 99)
     refused(lambda: Source(file), "x.bin ")
 

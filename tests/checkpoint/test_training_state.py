@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed as dist
 import transformers
@@ -33,6 +31,7 @@ from pipeshard.checkpoint.training_state import newest_step
 from pipeshard.errors import CheckpointError
 from tests import zoo
 from tests.messages import assert_told
+from tests.moments import Moments
 from tests.pool import Pool, WorkerError
 
 
@@ -263,32 +262,6 @@ def test_what_cannot_be_saved_or_loaded_is_refused_alike_on_every_rank(pool: Poo
     assert ranks[0] == ranks[1]
     assert_told(ranks[0], expected)
     assert not list((tmp_path / "new").glob("*step*"))
-
-
-SAVED = "safetensors.saved"  # which writes files by itself
-EVENTS = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", SAVED)
-
-
-class Moments:
-    """Counts what this process does to the file system, and kills it at the moment given."""
-
-    def __init__(self, fatal: int | None = None) -> None:
-        self.count, self.fatal, self.on = 0, fatal, True
-        shards.save_file = self._save
-        sys.addaudithook(self._hear)
-
-    @staticmethod
-    def _save(*args: Any, **kwargs: Any) -> None:
-        sys.audit(SAVED)
-        safetensors.torch.save_file(*args, **kwargs)
-        sys.audit(SAVED)
-
-    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
-        writes = event == "open" and isinstance(args[1], str) and args[1][:1] in ("w", "x")
-        if self.on and (writes or event in EVENTS):
-            if self.count == self.fatal:
-                os.kill(os.getpid(), signal.SIGKILL)
-            self.count += 1
 
 
 def save(training: Training, folder: Path, step: int, use_async: bool) -> None:

@@ -1,0 +1,118 @@
+"""SFT: a chat model, trained by TRL's SFTTrainer through a pipeline on chats of yours, whole or by adapters.
+
+`python examples/sft.py --model MODEL --data chats.jsonl --pp 2` starts its own processes, one a stage; under torchrun
+it is one of them. MODEL is smollm2, a Hugging Face folder or an id of the hub; the data a file with a chat a line,
+{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} (or "prompt" and
+"completion", or "text"), a folder of `datasets`, or an id of the hub. `sft/` under --output gets checkpoints, which
+--resume goes on from, what tensorboard shows, and `model/`: a Hugging Face folder with its tokenizer, or adapters.
+"""
+
+import argparse
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import launcher
+from packages import Package
+
+SHOWN = {"loss": "loss", "eval_loss": "held-out loss", "learning_rate": "lr", "grad_norm": "norm",
+         "train_tokens_per_second": "tokens/s"}  # fmt: skip
+
+
+def main() -> int:
+    return launcher.main(parse(sys.argv[1:]), run)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = launcher.flags(__doc__, steps=100, batch_size=8, lr=1e-4)
+    add = parser.add_argument
+    add("--model", default="smollm2", help="smollm2, a Hugging Face folder, or an id of the hub")
+    add("--data", help="a file of JSON lines, a folder of `datasets`, or an id of the hub")
+    add("--held-out", type=float, default=0.05, help="share of the data that the model is evaluated on")
+    add("--max-length", type=launcher.count, default=1024, help="tokens of a sample, of which longer ones are cut")
+    add("--packing", action="store_true", help="fill each sample with several chats")
+    add("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank; 0 trains all weights")
+    add("--chat-template", type=Path, help="a file with a Jinja template, where the tokenizer has none")
+    add("--every", type=launcher.count, default=50, help="steps from one evaluation and checkpoint to the next")
+    add("--resume", action="store_true", help="go on from the newest checkpoint")
+    add("--tracker", default="tensorboard", help="tensorboard, wandb, trackio, or none")
+    args = launcher.parse(parser, arguments, Package("trl", "trl datasets tensorboard"))
+    if args.data is None or args.batch_size % args.microbatches:
+        parser.error("name --data, and give a --batch-size that is a multiple of --microbatches")
+    return args
+
+
+def run(args: argparse.Namespace, console: Console) -> None:
+    # They take seconds, so wrong flags are told before.
+    import torch
+    import torch.distributed as dist
+    from huggingface_hub import snapshot_download
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    from models import make_folder
+    from pipeshard import PipelinePlugin
+    from pipeshard.trainer import pipelined
+
+    class Sft(SFTTrainer):
+        """Logs also the most memory that each rank has had, and prints what it logs."""
+
+        def log(self, logs: dict[str, float], *rest: Any) -> None:
+            every = [0.0] * dist.get_world_size()
+            dist.all_gather_object(every, torch.cuda.max_memory_allocated() / 2**30 if gpu else resident())
+            super().log(logs | {f"memory_gib/rank{rank}": most for rank, most in enumerate(every)}, *rest)
+            shown = self.state.log_history[-1]
+            line = "".join(f"  {name} {shown[key]:.4g}" for key, name in SHOWN.items() if key in shown)
+            if line:
+                console.print(f"step {shown['step']}{line}  GiB {' '.join(f'{most:.2f}' for most in every)}")
+
+    output, gpu = args.output / "sft", torch.cuda.is_available()
+    config = SFTConfig(
+        output_dir=str(output), max_steps=args.steps, learning_rate=args.lr, warmup_steps=args.steps // 20,
+        per_device_train_batch_size=args.batch_size // args.microbatches, gradient_accumulation_steps=args.microbatches,
+        max_length=args.max_length, packing=args.packing, bf16=gpu, use_cpu=not gpu,
+        eval_strategy="steps", eval_steps=args.every, save_steps=args.every, save_total_limit=2, logging_steps=1,
+        include_num_input_tokens_seen="non_padding", report_to=args.tracker, disable_tqdm=True,
+    )  # fmt: skip
+    with config.main_process_first():
+        folder = make_folder(args.model, args.output)
+        folder = folder if folder.is_dir() else Path(snapshot_download(args.model))
+        data = rows(args.data).train_test_split(args.held_out, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if args.chat_template:
+        tokenizer.chat_template = args.chat_template.read_text()
+    if args.lora:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        adapters = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear")
+    else:  # which is never whole in a process
+        model = PipelinePlugin.from_pretrained(AutoModelForCausalLM, folder, dtype=torch.float32)
+    trainer = pipelined(Sft)(
+        model, config, train_dataset=data["train"], eval_dataset=data["test"], processing_class=tokenizer,
+        peft_config=adapters if args.lora else None,
+        pipeline=PipelinePlugin(pp_size=args.pp, dp_size=args.dp, schedule=args.schedule),
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    trainer.train(resume_from_checkpoint=args.resume)
+    trainer.save_model(str(output / "model"))
+    console.print(f"wrote {output}/model")
+
+
+def resident() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def rows(data: str) -> Any:
+    from datasets import load_dataset, load_from_disk
+
+    if Path(data).is_dir():
+        return load_from_disk(data)
+    return load_dataset(*("json", None, None, data) if Path(data).is_file() else (data,), split="train")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Trainer saves: a run that is stopped, or killed in a save, goes on with other ranks, as if nothing had happened."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+import transformers.trainer
+from huggingface_hub import HfApi
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from pipeshard.errors import CheckpointError
+from tests.moments import Moments
+from tests.pool import Pool, WorkerError
+from tests.trainers import differences, launched, run, run_pipeline, trainer
+
+STEPS = {"max_steps": 11, "save_strategy": "steps", "save_steps": 7, "per_device_train_batch_size": 2}
+
+
+def resumed(pool: Pool, name: str, folder: Path, ranks: int, plugin: dict[str, Any], **others: Any) -> list[Any]:
+    return pool.run(
+        run_pipeline, ranks, name, str(folder), True, plugin=plugin, **{**STEPS, "save_strategy": "no", **others}
+    )[0]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["causal", "lora"])
+def test_a_run_goes_on_with_other_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
+    options = {"gradient_accumulation_steps": 2}
+    expected = run(name, tmp_path / "whole", **STEPS | options)
+    pool.run(run_pipeline, 2, name, str(tmp_path / "split"), plugin={"pp_size": 2}, **STEPS | options)
+    torn = tmp_path / "split" / "checkpoint-11" / "trainer_state.json"
+    torn.write_text(torn.read_text()[:-100])  # as a save that is killed leaves it
+    for ranks, plugin in ((1, {"pp_size": 1}), (3, {"pp_size": 3})):
+        found = resumed(pool, name, tmp_path / "split", ranks, plugin, **options)
+        assert differences(found[:-2], expected[:-2]) == [] and differences(found[-1:], expected[-1:]) == []
+    if name == "causal":
+        found = resumed(pool, name, tmp_path / "split", 4, {"pp_size": 2}, gradient_accumulation_steps=1)
+        assert differences(found[:-2], expected[:-2]) == [] and differences(found[-1:], expected[-1:]) == []
+
+
+class Killed(TrainerCallback):
+    """Kills this rank at a moment of the save of step 4, or says how many there are."""
+
+    def __init__(self, fatal: int | None) -> None:
+        self.fatal, self.moments = fatal, None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 4:
+            self.moments = Moments(self.fatal)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.moments is not None:
+            self.moments.on = False
+
+
+KEPT = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+
+
+def saving(folder: str, rank: int = 0, moment: int | None = None) -> int:
+    """The moments of the second of two saves, of which `rank` is killed at one."""
+    with launched():
+        made = trainer("lora", folder, {"pp_size": 2}, **KEPT)
+        own = Killed(moment if made.args.process_index == rank else None)
+        made.add_callback(own)
+        made.train()
+        assert own.moments is not None
+        return own.moments.count
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("rank", "moment"), [(0, 0), (0, 7), (0, -2), (0, -1), (1, -1)])
+def test_a_save_that_is_killed_leaves_a_whole_checkpoint(pool: Pool, tmp_path: Path, rank: int, moment: int) -> None:
+    """A rank that died between the files of a checkpoint left one in which weights and optimizer were of two steps."""
+    expected = run("lora", tmp_path / "whole", **{**KEPT, "save_strategy": "no"})
+    if moment < 0:
+        moment += pool.run(saving, 2, str(tmp_path / "counted"))[rank]
+    with pytest.raises(WorkerError, match=f"rank {rank} died exit code -9"):
+        pool.run(saving, 2, str(tmp_path / "killed"), rank, moment)
+    found = resumed(pool, "lora", tmp_path / "killed", 1, {"pp_size": 1}, max_steps=5)
+    assert differences(found[:-2], expected[:-2]) == [] and differences(found[-1:], expected[-1:]) == []
+
+
+SAVES = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1}
+
+
+def hurt(folder: Path) -> tuple[list[str], int, list[str]]:
+    """Of four checkpoints the last two are hurt, and of one Trainer's random numbers, which nobody needs: what is said
+    of each, and from which step a run then goes on."""
+    with launched():
+        trainer("causal", folder, {"pp_size": 2}, **SAVES).train()
+        if dist.get_rank() == 0:
+            weights, states, random = (folder / f"checkpoint-{step}" for step in (4, 3, 2))
+            flipped(next(weights.glob("*.safetensors")))
+            flipped(states / "pipeline" / "training.pt")
+            torn = random / "rng_state_1.pth"
+            torn.write_bytes(torn.read_bytes()[:-30])
+            shutil.copytree(folder / "checkpoint-1", folder / "checkpoint-9")  # of another step than it says
+        dist.barrier()
+        said = []
+        for step in (4, 3, 9):
+            with pytest.raises(CheckpointError) as caught:
+                trainer("causal", folder, {"pp_size": 2}, **SAVES).train(str(folder / f"checkpoint-{step}"))
+            said.append(str(caught.value))
+        made = trainer("causal", folder, {"pp_size": 2}, **SAVES)
+        made.add_callback(begins := Begins())
+        made.train(resume_from_checkpoint=True)
+        trainer("causal", folder, {"pp_size": 2}, **SAVES).train(str(folder / "checkpoint-4"))  # which is whole again
+        return said, begins.at, [path.name for path in folder.iterdir() if path.is_file()]
+
+
+class Begins(TrainerCallback):
+    at = -1
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.at = state.global_step
+
+
+def flipped(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-40] ^= 1
+    file.write_bytes(content)
+
+
+def test_checkpoints_that_have_changed_are_passed_over(pool: Pool, tmp_path: Path) -> None:
+    """A disk flipped a bit of an optimizer, and the run went on from it: the folder's names and sizes were right."""
+    for said, begins, files in pool.run(hurt, 2, tmp_path):
+        expected = [
+            "checkpoint-4 is not a whole checkpoint.*safetensors: not what was saved",
+            "checkpoint-3 .*pipeline/training.pt: not what was saved, by SHA-256",
+            "checkpoint-9 .*manifest.json is of step 1",
+        ]
+        assert all(re.search(pattern, line) for pattern, line in zip(expected, said, strict=True)), said
+        assert begins == 2 and files == [".writer"]
+
+
+class Hub:
+    """A stand-in of the hub: repositories are folders."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.messages = folder, list[str]()
+
+    def create_repo(self, repo_id: str, **_: Any) -> Any:
+        return mock.Mock(repo_id=f"somebody/{repo_id}")
+
+    def upload_folder(
+        self, repo_id: str, folder_path: str, commit_message: str, path_in_repo: str = "", **options: Any
+    ) -> Future[None]:
+        self.messages.append(commit_message)
+        ignored = shutil.ignore_patterns(*options.get("ignore_patterns", []))
+        shutil.copytree(folder_path, self.folder / repo_id / path_in_repo, dirs_exist_ok=True, ignore=ignored)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def pushed(folder: Path) -> list[str]:
+    hub = Hub(folder / "hub")
+    with ExitStack() as patched:
+        patched.enter_context(launched())
+        for name in ("create_repo", "upload_folder"):
+            patched.enter_context(mock.patch.object(HfApi, name, getattr(hub, name)))
+            if hasattr(transformers.trainer, name):
+                patched.enter_context(mock.patch.object(transformers.trainer, name, getattr(hub, name)))
+        options = {"push_to_hub": True, "hub_strategy": "all_checkpoints", "max_steps": 2}
+        made = trainer("causal", folder / "mine", {"pp_size": 2}, **{**SAVES, **options})
+        made.train()
+        made.push_to_hub(commit_message="the end")
+    return hub.messages
+
+
+def test_what_is_pushed_to_the_hub_is_read_from_there(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(pushed, 2, tmp_path)
+    assert second == [] and first[-1] == "the end" and "Training in progress, step 2" in first
+    repository = tmp_path / "hub" / "somebody" / "mine"
+    for which in (repository, repository / "checkpoint-2"):
+        state = AutoModelForCausalLM.from_pretrained(which).state_dict()
+        assert (which / "training_args.bin").is_file() and all(value.isfinite().all() for value in state.values())
+    assert (repository / "README.md").is_file()
+    (again,) = pool.run(
+        run_pipeline, 1, "causal", str(tmp_path), str(repository / "checkpoint-1"), plugin={"pp_size": 1}
+    )
+    assert len(again) == 10  # the step before, 7 more, a summary, an evaluation

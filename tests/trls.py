@@ -1,0 +1,102 @@
+"""TRL runs: tiny runs of TRL's trainers, in one process and through a pipeline, on the same data."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import datasets
+import peft
+import torch
+import transformers
+import trl
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from pipeshard import PipelinePlugin
+from pipeshard.trainer import pipelined
+from tests import zoo
+from tests.trainers import differences, launched
+
+TIMES = ("runtime", "per_second", "flos")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"]
+    made = Tokenizer(WordLevel({word: k for k, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = Whitespace()
+    special = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), words))
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def words(count: int, source: random.Random) -> str:
+    return " ".join(source.choices("abcdefghijklmnopqrstuvwxyz", k=count))
+
+
+def data(kind: str) -> Any:
+    source = random.Random(0)
+    rows: list[dict[str, str]] = []
+    for k in range(40):
+        prompt, first, second = words(3 + k % 4, source), words(4 + k % 3, source), words(3 + k % 2, source)
+        if kind in ("reward", "dpo"):
+            rows.append({"prompt": prompt, "chosen": " " + first, "rejected": " " + second})
+        elif kind == "completion":
+            rows.append({"prompt": prompt, "completion": " " + first})
+        else:
+            rows.append({"text": f"{prompt} {first}"})
+    return datasets.Dataset.from_list(rows)
+
+
+def scorer() -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**zoo.TINY, num_labels=1))
+
+
+def adapters() -> Any:
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+
+
+# For each kind: the Trainer, its arguments beside the usual ones, and what it is given.
+KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "packing": ("SFT", {"packing": True, "max_length": 16}, dict),
+    "completion": ("SFT", {}, dict),
+    "lora": ("SFT", {}, lambda: {"peft_config": adapters()}),
+    "reward": ("Reward", {}, lambda: {"model": scorer()}),
+    "dpo": ("DPO", {}, lambda: {"ref_model": zoo.build("llama", seed=1)}),
+    "dpo-lora": ("DPO", {}, lambda: {"peft_config": adapters()}),
+    "dpo-precomputed": ("DPO", {"precompute_ref_log_probs": True}, lambda: {"peft_config": adapters()}),
+}
+
+
+def run(kind: str, folder: str, plugin: dict[str, Any] | None = None, **others: Any) -> list[dict[str, float]]:
+    name, arguments, given = KINDS[kind]
+    trainer = getattr(trl, f"{name}Trainer")
+    usual = {"max_steps": 4, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 4, "learning_rate": 1e-3}
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True, "bf16": False}
+    plain = {"gradient_checkpointing": False}
+    with launched() if plugin else nullcontext():
+        args = getattr(trl, f"{name}Config")(
+            output_dir=folder, **{**usual, **sizes, **quiet, **plain, **arguments, **others}
+        )
+        rows = data(kind.partition("-")[0])
+        torch.manual_seed(0)
+        more = {"model": zoo.build("llama"), "train_dataset": rows, "eval_dataset": rows.select(range(7)), **given()}
+        if plugin is None:
+            made = trainer(args=args, processing_class=tokenizer(), **more)
+        else:
+            kinds = pipelined(trainer)
+            made = kinds(args=args, processing_class=tokenizer(), pipeline=PipelinePlugin(**plugin), **more)
+        made.train()
+        history = made.state.log_history
+    return [{key: value for key, value in entry.items() if not any(t in key for t in TIMES)} for entry in history]
+
+
+def near(found: list[dict[str, float]], expected: list[dict[str, float]]) -> list[str]:
+    """Differences, with what is small beside one compared as it is."""
+    lifted = [[{key: value + 1.0 for key, value in entry.items()} for entry in log] for log in (found, expected)]
+    return differences(*lifted, close=2e-6)
