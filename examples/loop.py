@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from colossalai.booster import Booster
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Console
@@ -19,13 +18,13 @@ from rich.progress import BarColumn, Progress, TextColumn
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from pipeshard import PipelinePlugin
+from pipeshard import Engine, PipelinePlugin
 
 Batch = Mapping[str, Tensor]
 EVALUATIONS = 10  # at most, beside the one before training; short runs are not mostly evaluation
 
 
-def make_booster(args: argparse.Namespace) -> Booster:
+def make_booster(args: argparse.Namespace) -> Engine:
     plugin = PipelinePlugin(
         pp_size=args.pp,
         dp_size=args.dp,
@@ -34,7 +33,7 @@ def make_booster(args: argparse.Namespace) -> Booster:
         num_model_chunks=2 if args.schedule == "interleaved" else 1,
         max_norm=1.0,
     )
-    return Booster(plugin=plugin)
+    return Engine(plugin)
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Loop:
     def __init__(
         self,
         args: argparse.Namespace,
-        booster: Booster,
+        booster: Engine,
         model: nn.Module,
         training: Dataset[Any],
         held_out: Batch,

@@ -134,6 +134,27 @@ def plan(
             made.draw(draw)
 
 
+@main.command()
+@click.option("--pp", default=2, show_default=True, type=click.IntRange(1, 8), help="Processes, a stage on each.")
+@click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Optimizer steps.")
+def demo(pp: int, steps: int) -> None:
+    """Train a tiny llama with random weights through --pp processes of this machine, and unsplit in one process.
+
+    Shows that the installation works: both have the same losses.
+    """
+    with progress("training"):
+        from pipeshard.commands import demo as train
+
+        trained = train(pp, steps)
+    click.echo(f"llama, 8 layers, {pp} pipeline stages, 4 microbatches")
+    for number, step in enumerate(trained, 1):
+        row = f"step {number}: loss {step.loss:.6f}, in one process {step.unsplit:.6f}, {1000 * step.seconds:.0f} ms"
+        click.echo(row)
+    if any(abs(step.loss - step.unsplit) > 1e-4 * abs(step.unsplit) for step in trained):
+        raise click.ClickException("the losses differ: this installation does not train as it should")
+    click.echo("the same losses: pipeshard works here")
+
+
 @main.command("trace-run")
 @MODEL
 @FIELDS
@@ -253,12 +274,11 @@ def launch(arguments: tuple[str, ...]) -> None:
 
 
 def make_booster(pp_size: int, sample: Any, **arguments: Any) -> Any:
-    """A Booster of a pipeline that is traced with this sample."""
-    from colossalai.booster import Booster
-
+    """An Engine of a pipeline that is traced with this sample."""
+    from pipeshard.initialize import Engine
     from pipeshard.plugin import PipelinePlugin
 
-    return Booster(plugin=PipelinePlugin(pp_size, dry_run_input=sample, **arguments))
+    return Engine(PipelinePlugin(pp_size, dry_run_input=sample, **arguments))
 
 
 def _chunks(schedule: str | None, asked: int | None) -> int:

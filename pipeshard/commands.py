@@ -1,14 +1,17 @@
-"""Commands: what `pipeshard plan --trial` and `pipeshard verify` run."""
+"""Commands: what `pipeshard plan`, `trace-run`, `verify` and `demo` run and show."""
 
+import copy
+import json
 import os
 import runpy
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+from torch.utils.data import DataLoader
 
 from pipeshard.batch.read import dummy_inputs
 from pipeshard.distributed.watch import NOTE
@@ -149,17 +153,25 @@ class Trial:
     def run(self) -> Recording:
         """Run the steps on `pp_size` processes; raises ConfigurationError with what a process died of."""
         with tempfile.TemporaryDirectory() as folder:
-            try:
-                spawn(_rank, (self, folder), nprocs=self.pp_size)
-            except ProcessRaisedException as error:
-                lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(NOTE)]
-                raise ConfigurationError(f"a process of the trial run failed: {lines[-1]}") from error
+            _spawn(_rank, (self, folder), self.pp_size)
             return Recording.load(Path(folder) / "recording.json")
 
 
+def _spawn(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> None:
+    try:
+        spawn(function, arguments, nprocs=size)
+    except ProcessRaisedException as error:
+        lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(NOTE)]
+        raise ConfigurationError(f"a process of the trial run failed: {lines[-1]}") from error
+
+
+def _meet(rank: int, size: int, folder: str) -> None:
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+    dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=size)
+
+
 def _rank(rank: int, trial: Trial, folder: str) -> None:
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // trial.pp_size))
-    dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=trial.pp_size)
+    _meet(rank, trial.pp_size, folder)
     model = build(trial.source, trial.fields, trial.dtype)
     batch = dummy_inputs(model, trial.num_samples, trial.seq_len)
     booster = trial.make_booster(batch)
@@ -171,6 +183,60 @@ def _rank(rank: int, trial: Trial, folder: str) -> None:
     recording = booster.plugin.recording()
     if rank == 0:
         recording.save(Path(folder) / "recording.json")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Demo(NamedTuple):
+    """A step of `demo`: its loss, that of the unsplit model in one process, and seconds."""
+
+    loss: float
+    unsplit: float
+    seconds: float
+
+
+def demo(pp_size: int, steps: int) -> list[Demo]:
+    """Train a llama of 8 layers, 0.5 million random parameters, on `pp_size` processes, and unsplit in one."""
+    with tempfile.TemporaryDirectory() as folder:
+        _spawn(_demo, (pp_size, steps, folder), pp_size)
+        return [Demo(*step) for step in json.loads((Path(folder) / "steps.json").read_text())]
+
+
+def _demo(rank: int, pp_size: int, steps: int, folder: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from pipeshard.initialize import initialize
+
+    _meet(rank, pp_size, folder)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256, hidden_size=64, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
+            use_cache=False,
+        )
+    ).train()  # fmt: skip
+    whole = copy.deepcopy(model)
+    ids = torch.randint(256, (steps, 8, 64))
+    batches: Any = [{"input_ids": step, "labels": step} for step in ids]
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = initialize(model, adam, None, DataLoader(batches, batch_size=None), pp_size=pp_size, num_microbatches=4)
+    assert engine.optimizer is not None
+    data, split = iter(batches), []
+    for _ in batches:
+        start = time.perf_counter()
+        split.append((float(engine.execute_pipeline(data)["loss"]), time.perf_counter() - start))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    if rank == 0:
+        plain, adam = [], torch.optim.AdamW(whole.parameters(), lr=1e-3)
+        for batch in batches:
+            loss = whole(**batch).loss
+            plain.append(float(loss.detach()))
+            loss.backward()
+            adam.step()
+            adam.zero_grad()
+        rows = [(loss, one, seconds) for (loss, seconds), one in zip(split, plain)]
+        (Path(folder) / "steps.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 

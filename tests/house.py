@@ -26,7 +26,7 @@ LAYERS = (
     ("verify",),
     ("boost", "compat", "dataloader"),
     ("plugin",),
-    ("interop", "layers", "elastic", "launch", "trainer"),
+    ("initialize", "interop", "layers", "elastic", "launch", "trainer"),
     ("commands",),
     ("cli",),
 )
