@@ -26,6 +26,8 @@
 #               docs/trainer.md
 # make curves  fine-tunes SmolLM2 for 100 steps by one process and by 2 replicas of 2 stages, and draws docs/curves.svg
 # make gpu-check compares steps on GPUs, by NCCL, with the unsplit model; DEVICE=cpu runs the same code on the CPU
+# make docs     builds the documentation site in build/site, in an environment of its own; a warning or a dead link is an error
+# make release-check builds the wheel and the sdist, installs each into a fresh environment, and trains three steps there
 # make clean    removes outputs and caches; .venv and .venv-4.57 stay
 
 PYTHON       ?= python3
@@ -57,7 +59,7 @@ EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 bench curves targets trainer gpu-check clean $(EXAMPLES)
+.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 bench curves targets trainer gpu-check docs release-check clean $(EXAMPLES)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -174,6 +176,31 @@ gpu-check: setup
 
 trainer: setup
 	@$(BIN)/python -W ignore -m tests.trainer_features
+
+.venv-docs/installed: pyproject.toml
+	@echo "setup: installing what builds the documentation into $(@D)"
+	@rm -f $@; test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(PIP) 'mkdocs-material>=9.5,<10' 'mkdocstrings[python]>=0.27'
+	@touch $@
+
+docs: .venv-docs/installed
+	@.venv-docs/bin/mkdocs build --quiet --strict
+	@echo "docs: build/site/index.html"
+
+# Away from this folder, where `import pipeshard` would find the sources; pip's check says what ColossalAI would break.
+release-check: setup
+	@rm -rf build/release && mkdir -p build/release
+	@$(PYTHON) -m venv build/release/tools && build/release/tools/bin/python -m pip --disable-pip-version-check install -qq build
+	@build/release/tools/bin/python -m build --outdir build/release/dist . >build/release/log 2>&1 || { cat build/release/log; exit 1; }
+	@cd build/release && for file in dist/*.whl dist/*.tar.gz; do \
+	  echo "release-check: $$file" && rm -rf fresh && $(PYTHON) -m venv fresh && \
+	  fresh/bin/python -m pip --disable-pip-version-check install -qq $$file && fresh/bin/python -m pip check && \
+	  fresh/bin/python -c 'import pipeshard; [getattr(pipeshard, name) for name in pipeshard.__all__]; import pipeshard.policies' && \
+	  fresh/bin/pipeshard demo 2>said && { test ! -s said || { cat said; exit 1; }; } || exit 1; \
+	done
+	@cd build/release && tar xf dist/*.tar.gz && cd pipeshard-*/ && $(CURDIR)/$(BIN)/python -m pytest --numprocesses 0 --collect-only >../collected \
+	  || { cat ../collected; exit 1; }
+	@cd build/release/pipeshard-*/ && $(CURDIR)/$(BIN)/python -m pytest --numprocesses 0 tests/test_package.py tests/test_covering.py
 
 bench: setup setup-peers
 	@$(BIN)/python -W ignore -m benchmarks.speed --rounds $(ROUNDS) --part $(PART)
