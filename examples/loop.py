@@ -180,14 +180,16 @@ def draw(losses: Sequence[float], scores: Sequence[Score], path: Path, metric: s
     done = range(1, len(losses) + 1)
     steps = [score.step for score in scores]
     panels[0].plot(done, losses, ".", color="C0", alpha=0.5, label="step")
-    means = [statistics.fmean(losses[max(0, k - 5) : k]) for k in done]
-    panels[0].plot(done, means, color="C0", label="mean of last 5")
-    panels[0].plot(steps, [score.loss for score in scores], "s--", color="C1", label="held out")
-    panels[0].set(ylabel="loss (nats)", title="Training loss")
+    if len(losses) > 5:
+        means = [statistics.fmean(losses[k - 5 : k]) for k in done[4:]]
+        panels[0].plot(done[4:], means, color="C0", label="mean of last 5")
+    # A line would be a course that nobody measured.
+    panels[0].plot(steps, [score.loss for score in scores], "s", color="C1", label="held out")
+    panels[0].set(ylabel="loss (nats)", title="Loss")
     panels[0].ticklabel_format(axis="y", useOffset=False)
     panels[0].legend()
     if metric:
-        panels[1].plot(steps, [score.right for score in scores], "s--", color="C1")
+        panels[1].plot(steps, [score.right for score in scores], "s", color="C1")
         panels[1].set(ylabel=metric, title=f"{metric.capitalize()} on held-out data", ylim=(0, 1.02))
         panels[1].yaxis.set_major_formatter(PercentFormatter(1.0))
     for axes in panels:

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from pipeshard.checkpoint.training_state import save_training_state as save_training_state
     from pipeshard.distributed.p2p import P2P as P2P
     from pipeshard.elastic import ElasticJob as ElasticJob
+    from pipeshard.entry import Engine as Engine
+    from pipeshard.entry import initialize as initialize
     from pipeshard.graph.trace import trace as trace
     from pipeshard.graph.units import CutPoint as CutPoint
-    from pipeshard.initialize import Engine as Engine
-    from pipeshard.initialize import initialize as initialize
     from pipeshard.interop.build import Target as Target
     from pipeshard.interop.build import build as build
     from pipeshard.interop.build import register_target as register_target
@@ -33,7 +33,7 @@ _MODULES = {
     "AutoConfig": "pipeshard.planner.autoconfig",
     "CutPoint": "pipeshard.graph.units",
     "ElasticJob": "pipeshard.elastic",
-    "Engine": "pipeshard.initialize",
+    "Engine": "pipeshard.entry",
     "LayerSpec": "pipeshard.layers.specs",
     "P2P": "pipeshard.distributed.p2p",
     "PipelineModule": "pipeshard.layers.pipeline_module",
@@ -43,7 +43,7 @@ _MODULES = {
     "TiedLayerSpec": "pipeshard.layers.specs",
     "analyze_tied_weights": "pipeshard.split.ties",
     "build": "pipeshard.interop.build",
-    "initialize": "pipeshard.initialize",
+    "initialize": "pipeshard.entry",
     "load_training_state": "pipeshard.checkpoint.training_state",
     "plan": "pipeshard.planner.planner",
     "register_policy": "pipeshard.split.policy",

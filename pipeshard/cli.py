@@ -34,7 +34,7 @@ def _writable(ctx: click.Context, parameter: click.Parameter, path: str | None) 
     if path is not None and path != "-":
         folder = os.path.dirname(path) or "."
         if os.path.isdir(path) or not os.path.isdir(folder):
-            why = "is a folder" if os.path.isdir(path) else f"cannot be written: there is no folder {folder}"
+            why = "is a folder" if os.path.isdir(path) else f"cannot be written: the folder {folder} does not exist"
             raise click.BadParameter(f"{path} {why}")
         if not os.access(path if os.path.exists(path) else folder, os.W_OK):
             raise click.BadParameter(f"{path} cannot be written: no permission")
@@ -301,7 +301,7 @@ def launch(arguments: tuple[str, ...]) -> None:
 
 def make_booster(pp_size: int, sample: Any, **arguments: Any) -> Any:
     """An Engine of a pipeline that is traced with this sample."""
-    from pipeshard.initialize import Engine
+    from pipeshard.entry import Engine
     from pipeshard.plugin import PipelinePlugin
 
     return Engine(PipelinePlugin(pp_size, dry_run_input=sample, **arguments))

@@ -97,8 +97,8 @@ def _table(title: str) -> Table:
 
 
 def _schedules(plan: Plan) -> Table:
-    unit = "in seconds" if plan.unit == "seconds" else "in those of one without idle time"
-    table = _table(f"Schedules, steps {unit}")
+    unit = "in seconds" if plan.unit == "seconds" else "over that of a step without idle time"
+    table = _table(f"Schedules; step: its time {unit}")
     table.padding = (0, 2, 0, 0)
     table.add_column("")
     for name in ("step", "idle", "peak rank", "memory", "fits"):
@@ -214,7 +214,7 @@ def demo(pp_size: int, steps: int) -> list[Demo]:
 def _demo(rank: int, pp_size: int, steps: int, folder: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from pipeshard.initialize import initialize
+    from pipeshard.entry import initialize
 
     _meet(rank, pp_size, folder)
     torch.manual_seed(0)

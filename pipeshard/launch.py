@@ -1,4 +1,4 @@
-"""Launch: torchrun's elastic agent, with defaults for pipelines that go on when ranks come and go.
+"""Launch: torchrun's elastic agent, with defaults for pipelines that continue when ranks are lost or join.
 
 `pipeshard launch --nnodes 2:4 --rdzv-endpoint HOST:PORT script.py ...`, one agent for each machine (or several on one),
 takes torchrun's flags.

@@ -26,7 +26,7 @@ LAYERS = (
     ("verify",),
     ("boost", "compat", "dataloader"),
     ("plugin",),
-    ("initialize", "interop", "layers", "elastic", "launch", "trainer"),
+    ("entry", "interop", "layers", "elastic", "launch", "trainer"),
     ("commands",),
     ("cli",),
 )

@@ -123,9 +123,9 @@ def test_what_cannot_be_planned_is_one_line(arguments: list[str], message: str) 
 @pytest.mark.parametrize(
     ("option", "path", "message"),
     [
-        ("--draw", "nowhere/x.png", "nowhere/x.png cannot be written: there is no folder nowhere"),
+        ("--draw", "nowhere/x.png", "nowhere/x.png cannot be written: the folder nowhere does not exist"),
         ("--draw", "x.bmp", "x.bmp is not the name of a picture: end it in .png, .svg"),
-        ("--json", "nowhere/x.json", "nowhere/x.json cannot be written: there is no folder nowhere"),
+        ("--json", "nowhere/x.json", "nowhere/x.json cannot be written: the folder nowhere does not exist"),
         ("--json", ".", ". is a folder"),
     ],
 )

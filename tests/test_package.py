@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import pipeshard
 def test_public_names_exist() -> None:
     assert sorted(pipeshard.__all__) == sorted(pipeshard._MODULES)
     assert all(hasattr(pipeshard, name) for name in pipeshard.__all__)
+    modules = {path.stem for path in Path(pipeshard.__file__).parent.iterdir()}
+    assert not modules & set(pipeshard.__all__), "importing the module would hide what has its name"
 
 
 def test_policies_are_a_part_of_the_package() -> None:

@@ -1,4 +1,4 @@
-"""Initialize: one call from a model, an optimizer and data to an Engine that trains them as a pipeline."""
+"""Entry: one call from a model, an optimizer and data to an Engine that trains them as a pipeline."""
 
 import os
 from collections.abc import Iterator
