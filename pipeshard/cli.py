@@ -31,20 +31,17 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 def _writable(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
     """Refuse a file that could not be written, before the work of which it is the result."""
-    if path is not None and path != "-":
-        folder = os.path.dirname(path) or "."
-        if os.path.isdir(path) or not os.path.isdir(folder):
-            why = "is a folder" if os.path.isdir(path) else f"cannot be written: the folder {folder} does not exist"
-            raise click.BadParameter(f"{path} {why}")
-        if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-            raise click.BadParameter(f"{path} cannot be written: no permission")
-    return path
-
-
-def _picture(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    if path is not None and not path.lower().endswith(PICTURES):
+    folder = os.path.dirname(path or "") or "."
+    if path in (None, "-"):
+        return path
+    if parameter.name == "draw" and not str(path).lower().endswith(PICTURES):
         raise click.BadParameter(f"{path} is not the name of a picture: end it in {', '.join(PICTURES)}")
-    return _writable(ctx, parameter, path)
+    if os.path.isdir(str(path)) or not os.path.isdir(folder):
+        why = "cannot be written: the folder {} does not exist" if not os.path.isdir(folder) else "is a folder"
+        raise click.BadParameter(f"{path} {why.format(folder)}")
+    if not os.access(path if os.path.exists(str(path)) else folder, os.W_OK):
+        raise click.BadParameter(f"{path} cannot be written: no permission")
+    return path
 
 
 class _Group(click.Group):
@@ -83,7 +80,7 @@ def main() -> None:
 @click.option("--fsdp", is_flag=True, help="With fsdp=True over the replicas.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that slice each stage.")
 @click.option("--recompute", is_flag=True, help="With activation recompute.")
-@click.option("--draw", metavar="PATH", callback=_picture, help="Draw the simulated step (png, svg, pdf).")
+@click.option("--draw", metavar="PATH", callback=_writable, help="Draw the simulated step (png, svg, pdf).")
 @click.option(
     "--json", "json_path", metavar="PATH", callback=_writable, help="Write the plan as JSON; - in place of the tables."
 )
@@ -170,13 +167,7 @@ def demo(pp: int, steps: int) -> None:
         from pipeshard.commands import demo as train
 
         trained = train(pp, steps)
-    click.echo(f"llama, 8 layers, {pp} pipeline stages, 4 microbatches")
-    for number, step in enumerate(trained, 1):
-        row = f"step {number}: loss {step.loss:.6f}, in one process {step.unsplit:.6f}, {1000 * step.seconds:.0f} ms"
-        click.echo(row)
-    if any(abs(step.loss - step.unsplit) > 1e-4 * abs(step.unsplit) for step in trained):
-        raise click.ClickException("the losses differ: this installation does not train as it should")
-    click.echo("the same losses: pipeshard works here")
+    click.echo("\n".join(trained))
 
 
 @main.command("trace-run")
@@ -192,7 +183,7 @@ def demo(pp: int, steps: int) -> None:
 @click.option("--p2p", default="broadcast", show_default=True, help="broadcast | isend")
 @click.option("--dtype", default="fp32", show_default=True, help="bf16 | fp16 | fp32")
 @click.option(
-    "--draw", metavar="PATH", callback=_picture, help="Draw the step above the simulated one (png, svg, pdf)."
+    "--draw", metavar="PATH", callback=_writable, help="Draw the step above the simulated one (png, svg, pdf)."
 )
 @click.option("--json", "json_path", metavar="PATH", callback=_writable, help="Write the recording as JSON.")
 def trace_run(

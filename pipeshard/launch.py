@@ -148,9 +148,11 @@ def _clean_up() -> None:
     """End what a second Ctrl-C has kept torch from ending."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    for worker in psutil.Process().children(recursive=True):
+    workers = psutil.Process().children(recursive=True)
+    for worker in workers:
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.kill()
+    psutil.wait_procs(workers, timeout=10)
 
 
 def _end_if_in_vain(folder: Path) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from pipeshard import commands
 from pipeshard.cli import main
 from pipeshard.planner import models as source
 from pipeshard.planner.memory import parse_bytes
@@ -134,6 +135,18 @@ def test_where_nothing_can_be_written_is_said_before_the_work(option: str, path:
     for command in (["plan", "lama"], ["trace-run", "lama"]):  # a model that is not looked at either
         result = CliRunner().invoke(main, [*command, *SIZES, option, path])
         assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
+
+
+def test_a_demo_with_other_losses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spawn(_: object, arguments: tuple[int, int, str], size: int) -> None:
+        steps = [(5.5, 5.5, 0.1), (5.4, 5.4 + 1e-5 * size, 0.1), (5.3, 5.4, 0.1)][: arguments[1]]
+        Path(arguments[2], "steps.json").write_text(json.dumps(steps))
+
+    monkeypatch.setattr(commands, "_spawn", spawn)
+    same = CliRunner().invoke(main, ["demo", "--steps", "2"])
+    assert same.exit_code == 0 and same.output.endswith("pipeshard works here\n")
+    other = CliRunner().invoke(main, ["demo", "--steps", "3"])
+    assert other.exit_code == 1 and "step 3: loss 5.300000, in one process 5.400000" in other.output
 
 
 def test_units_of_slurm_and_nvidia_smi_are_known() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -135,4 +136,9 @@ def test_impatient_people(tmp_path: Path, program: str) -> None:
         time.sleep(0.03)
     _, told = agent.communicate(timeout=100)
     assert agent.returncode == 130 and "Traceback" not in told, told
-    assert len(pids) == 2 and not any(psutil.pid_exists(int(pid.stem)) for pid in pids)
+    left = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker = psutil.Process(int(pid.stem))
+            left += [worker] if worker.status() != psutil.STATUS_ZOMBIE else []
+    assert len(pids) == 2 and not left
