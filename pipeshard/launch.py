@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -61,6 +63,9 @@ flags (torchrun's; torchrun --help lists all):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one agent until the job is done, its workers have failed for good, or a signal ends it; the exit status."""
     args = parse(sys.argv[1:] if arguments is None else arguments)
+    if not args.module and not args.no_python and (why := unable(args.training_script)):
+        logger.error("error: %s", why)
+        return 2
     with tempfile.TemporaryDirectory(prefix="pipeshard-") as folder:
         os.environ[FOLDER] = folder
         return _run(_folded(args), Path(folder))
@@ -79,8 +84,7 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
         _clean_up()
         if in_vain:
             logger.error("%d attempts in a row ended by the same %s: not tried again", ALIKE, in_vain[0])
-            return 1
-        return 128 + int(stop.sigval)
+        _leave(folder, 1 if in_vain else 128 + int(stop.sigval))
     except ChildFailedError as error:
         for kind, others in repeated(folder):
             logger.error("%d more ranks of this machine ended by the same %s", others, kind)
@@ -105,8 +109,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     defaults = {"rdzv_backend": "c10d", "rdzv_id": "pipeshard", "max_restarts": RESTARTS}
     parser.set_defaults(**{name: value for name, value in defaults.items() if f"PET_{name.upper()}" not in os.environ})
     args = parser.parse_args(list(arguments))
-    if not args.module and not args.no_python:
-        _check(args.training_script, parser)
     if args.rdzv_backend == "c10d":
         ours = [f"{name}={value}" for name, value in RENDEZVOUS.items()]
         args.rdzv_conf = ",".join([*ours, *filter(None, [args.rdzv_conf])])  # of two values, the last one counts
@@ -122,14 +124,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _check(script: str, parser: argparse.ArgumentParser) -> None:
-    """Refuse what no process could start."""
+def unable(script: str) -> str | None:
+    """Why no process could start this script."""
     try:
         compile(Path(script).read_bytes(), script, "exec")
     except OSError as error:
-        parser.error(f"{script}: {error.strerror}")
+        return f"{script}: {error.strerror}"
     except (SyntaxError, ValueError) as error:
-        parser.error(f"{script} is not a Python script: {error}")
+        return f"{script} is not a Python script: {error}"
+    return None
 
 
 def _folded(args: argparse.Namespace) -> argparse.Namespace:
@@ -153,6 +156,15 @@ def _clean_up() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.kill()
     psutil.wait_procs(workers, timeout=10)
+
+
+def _leave(folder: Path, status: int) -> NoReturn:
+    """End this process, in which a signal has left threads of torch in the middle: Python's own end might abort."""
+    shutil.rmtree(folder, ignore_errors=True)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _end_if_in_vain(folder: Path) -> list[str]:

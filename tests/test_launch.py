@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 from click.testing import CliRunner
 
 from pipeshard import cli, script
-from pipeshard.launch import HELP, parse
+from pipeshard.launch import HELP, main
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,14 +53,14 @@ def test_a_failed_job_says_which_ranks_failed_how(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_start_is_refused_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str | None, what: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, content: str | None, what: str
 ) -> None:
     """A typo in the script's name was tried 101 times."""
     if content is not None:
         (tmp_path / name).write_text(content)
-    with pytest.raises(SystemExit) as ended:
-        parse(["--nproc-per-node", "2", str(tmp_path / name)])
-    assert ended.value.code == 2 and what in capsys.readouterr().err
+    with mock.patch("pipeshard.launch.run") as started:
+        assert main(["--nproc-per-node", "2", str(tmp_path / name)]) == 2
+    assert not started.called and what in caplog.text
 
 
 def test_a_script_runs_as_python_runs_it(tmp_path: Path) -> None:
