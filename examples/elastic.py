@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from colossalai.booster import Booster
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from launcher import count
-from pipeshard import ElasticJob, PipelinePlugin
+from pipeshard import ElasticJob, Engine, PipelinePlugin
 from table import Table
 
 SAMPLES, LENGTH, VOCABULARY = 96, 16, 64
@@ -52,7 +51,7 @@ def train(args: argparse.Namespace) -> None:
     model = LlamaForCausalLM(config()).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / args.steps)
-    booster = Booster(plugin=plugin)
+    booster = Engine(plugin)
     model, optimizer, _, dataloader, scheduler = booster.boost(model, optimizer, None, dataloader, scheduler)
     first, batches = job.resume(model, optimizer, scheduler, dataloader), endless(dataloader)
     for step in range(first, args.steps):

@@ -83,6 +83,8 @@ def _launch(world_size: int) -> int:
         signal.signal(signal.SIGINT, handler)
         return _wait(ranks)
     except KeyboardInterrupt:
+        for number in (signal.SIGINT, signal.SIGTERM):  # people press Ctrl-C more than once
+            signal.signal(number, signal.SIG_IGN)
         Console(stderr=True).print("\ninterrupted: every rank is stopped")
         return 130
     finally:

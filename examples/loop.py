@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from colossalai.booster import Booster
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Console
@@ -19,13 +18,13 @@ from rich.progress import BarColumn, Progress, TextColumn
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from pipeshard import PipelinePlugin
+from pipeshard import Engine, PipelinePlugin
 
 Batch = Mapping[str, Tensor]
 EVALUATIONS = 10  # at most, beside the one before training; short runs are not mostly evaluation
 
 
-def make_booster(args: argparse.Namespace) -> Booster:
+def make_booster(args: argparse.Namespace) -> Engine:
     plugin = PipelinePlugin(
         pp_size=args.pp,
         dp_size=args.dp,
@@ -34,7 +33,7 @@ def make_booster(args: argparse.Namespace) -> Booster:
         num_model_chunks=2 if args.schedule == "interleaved" else 1,
         max_norm=1.0,
     )
-    return Booster(plugin=plugin)
+    return Engine(plugin)
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Loop:
     def __init__(
         self,
         args: argparse.Namespace,
-        booster: Booster,
+        booster: Engine,
         model: nn.Module,
         training: Dataset[Any],
         held_out: Batch,
@@ -181,14 +180,16 @@ def draw(losses: Sequence[float], scores: Sequence[Score], path: Path, metric: s
     done = range(1, len(losses) + 1)
     steps = [score.step for score in scores]
     panels[0].plot(done, losses, ".", color="C0", alpha=0.5, label="step")
-    means = [statistics.fmean(losses[max(0, k - 5) : k]) for k in done]
-    panels[0].plot(done, means, color="C0", label="mean of last 5")
-    panels[0].plot(steps, [score.loss for score in scores], "s--", color="C1", label="held out")
-    panels[0].set(ylabel="loss (nats)", title="Training loss")
+    if len(losses) > 5:
+        means = [statistics.fmean(losses[k - 5 : k]) for k in done[4:]]
+        panels[0].plot(done[4:], means, color="C0", label="mean of last 5")
+    # A line would be a course that nobody measured.
+    panels[0].plot(steps, [score.loss for score in scores], "s", color="C1", label="held out")
+    panels[0].set(ylabel="loss (nats)", title="Loss")
     panels[0].ticklabel_format(axis="y", useOffset=False)
     panels[0].legend()
     if metric:
-        panels[1].plot(steps, [score.right for score in scores], "s--", color="C1")
+        panels[1].plot(steps, [score.right for score in scores], "s", color="C1")
         panels[1].set(ylabel=metric, title=f"{metric.capitalize()} on held-out data", ylim=(0, 1.02))
         panels[1].yaxis.set_major_formatter(PercentFormatter(1.0))
     for axes in panels:

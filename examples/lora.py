@@ -6,7 +6,7 @@
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -44,10 +44,10 @@ def run(args: argparse.Namespace, console: Console) -> None:
         training, held_out = Samples(tokenizer, length=64).divided(HELD_OUT)
     booster = make_booster(args)
     config = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = booster.enable_lora(model, lora_config=config)
-    trained, total = model.get_nb_trainable_parameters()
+    adapted: Any = booster.enable_lora(model, lora_config=config)
+    trained, total = adapted.get_nb_trainable_parameters()
     console.print(f"adapters: {trained:,} of {total:,} parameters ({trained / total:.1%})")
-    loop = Loop(args, booster, model, training, held_out, Metric("next tokens", _next_tokens))
+    loop = Loop(args, booster, adapted, training, held_out, Metric("next tokens", _next_tokens))
     loop.run(console)
     folder = args.output / "lora"
     booster.save_lora_as_pretrained(loop.model, str(folder / "adapter"))

@@ -1,5 +1,6 @@
-"""pipeshard: trains Hugging Face models across pipeline stages, as a plugin of ColossalAI's Booster."""
+"""pipeshard: trains Hugging Face models that do not fit on one device, by exact pipeline parallelism."""
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,8 @@ if TYPE_CHECKING:
     from pipeshard.checkpoint.training_state import save_training_state as save_training_state
     from pipeshard.distributed.p2p import P2P as P2P
     from pipeshard.elastic import ElasticJob as ElasticJob
+    from pipeshard.entry import Engine as Engine
+    from pipeshard.entry import initialize as initialize
     from pipeshard.graph.trace import trace as trace
     from pipeshard.graph.units import CutPoint as CutPoint
     from pipeshard.interop.build import Target as Target
@@ -25,17 +28,12 @@ if TYPE_CHECKING:
     from pipeshard.split.policy import register_policy as register_policy
     from pipeshard.split.ties import analyze_tied_weights as analyze_tied_weights
 
-MISSING = (
-    "pipeshard needs colossalai 0.5.0 ({}). Its own pins are stale, so install it without its dependencies, "
-    "and those it does use:\n"
-    "    pip install --no-deps colossalai==0.5.0\n"
-    "    pip install psutil peft einops galore_torch rich click packaging"
-)
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _MODULES = {
     "AutoConfig": "pipeshard.planner.autoconfig",
     "CutPoint": "pipeshard.graph.units",
     "ElasticJob": "pipeshard.elastic",
+    "Engine": "pipeshard.entry",
     "LayerSpec": "pipeshard.layers.specs",
     "P2P": "pipeshard.distributed.p2p",
     "PipelineModule": "pipeshard.layers.pipeline_module",
@@ -45,6 +43,7 @@ _MODULES = {
     "TiedLayerSpec": "pipeshard.layers.specs",
     "analyze_tied_weights": "pipeshard.split.ties",
     "build": "pipeshard.interop.build",
+    "initialize": "pipeshard.entry",
     "load_training_state": "pipeshard.checkpoint.training_state",
     "plan": "pipeshard.planner.planner",
     "register_policy": "pipeshard.split.policy",
@@ -55,6 +54,9 @@ _MODULES = {
     "trace": "pipeshard.graph.trace",
 }
 
+# bitsandbytes, where it is installed (peft imports it), says at import that it has no faster kernel for 4 bits on CPUs.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit_forward" not in record.msg)
+
 __all__ = [*_MODULES]
 
 
@@ -63,14 +65,13 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are used: the command line and the schedules need no colossalai (seconds)."""
+    """Public names are imported when they are used: torch and transformers take seconds to import."""
     if name not in _MODULES:
         raise AttributeError(f"module 'pipeshard' has no attribute {name!r}")
-    try:
-        module = import_module(_MODULES[name])
-    except ImportError as error:
-        if "colossalai" in (error.name or "") or name == "PipelinePlugin":
-            raise ImportError(MISSING.format(error)) from error
-        raise
+    module = import_module(_MODULES[name])
+    if name == "PipelinePlugin":
+        compat = import_module("pipeshard.compat")
+        compat.import_booster()
+        compat.register_plugin(module.PipelinePlugin)
     globals()[name] = getattr(module, name)
     return globals()[name]

@@ -35,6 +35,7 @@ def boost_model(
     optimizer: Optimizer | None,
     criterion: Criterion | None,
     dataloader: Any,
+    kind: type[PipelineModel] = PipelineModel,
 ) -> tuple[PipelineModel, Criterion | None]:
     """This rank's stages of a whole model, and what gives its loss. A model that is boosted already stays as it is."""
     fresh = None if isinstance(optimizer, PipelineOptimizer) else optimizer
@@ -65,7 +66,7 @@ def boost_model(
     def costs(flow: Dataflow, batch: Batch) -> Sequence[float] | None:
         return measured_costs(partition, model, flow, batch, config.cut, grid.device, grid.world)
 
-    boosted = PipelineModel(model, Pipeline(config, grid, model, sample, called, costs))
+    boosted = kind(model, Pipeline(config, grid, model, sample, called, costs))
     grid.mesh.warm_up(grid.device)
     if called is None and criterion is not None:
         boosted.pipeline.criterion = criterion
@@ -87,7 +88,9 @@ def _warn_of_16_bits(model: nn.Module) -> None:
         )
 
 
-def boost_optimizer(model: PipelineModel, optimizer: Any) -> PipelineOptimizer | None:
+def boost_optimizer(
+    model: PipelineModel, optimizer: Any, kind: type[PipelineOptimizer] = PipelineOptimizer
+) -> PipelineOptimizer | None:
     """An optimizer of what this rank holds."""
     pipeline = model.pipeline
     if optimizer is None:
@@ -95,7 +98,7 @@ def boost_optimizer(model: PipelineModel, optimizer: Any) -> PipelineOptimizer |
     if isinstance(optimizer, PipelineOptimizer):
         check_optimizer(optimizer, pipeline)
         return optimizer
-    return PipelineOptimizer(
+    return kind(
         optimizer,
         pipeline.gradients,
         zero=pipeline.config.zero_stage == 1,

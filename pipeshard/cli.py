@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,24 @@ CHUNKS = click.option("--chunks", type=click.IntRange(min=1), help="Model chunks
 PARTITIONS = "auto | uniform | parameters | profile | profile:PATH | type:REGEX | 3,4,4,3 (unit calls of each stage)"
 
 PARTITION = click.option("--partition", default="auto", show_default=True, help=PARTITIONS)
+
+
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
+
+
+def _writable(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    """Refuse a file that could not be written, before the work of which it is the result."""
+    folder = os.path.dirname(path or "") or "."
+    if path in (None, "-"):
+        return path
+    if parameter.name == "draw" and not str(path).lower().endswith(PICTURES):
+        raise click.BadParameter(f"{path} is not the name of a picture: end it in {', '.join(PICTURES)}")
+    if os.path.isdir(str(path)) or not os.path.isdir(folder):
+        why = "cannot be written: the folder {} does not exist" if not os.path.isdir(folder) else "is a folder"
+        raise click.BadParameter(f"{path} {why.format(folder)}")
+    if not os.access(path if os.path.exists(str(path)) else folder, os.W_OK):
+        raise click.BadParameter(f"{path} cannot be written: no permission")
+    return path
 
 
 class _Group(click.Group):
@@ -52,8 +71,8 @@ def main() -> None:
 @click.option("--schedule", help="Show the stages of this schedule. [default: the recommended one]")
 @CHUNKS
 @PARTITION
-@click.option("--device-memory", help="What a rank may take, such as 80GB.")
-@click.option("--optimizer", default="adamw", show_default=True, help="adamw | sgd | none")
+@click.option("--device-memory", help="Memory of a device, such as 80GB or 80G.")
+@click.option("--optimizer", default="adamw", show_default=True, help="adamw | adam | sgd | none")
 @click.option("--dtype", help="bf16 | fp16 | fp32  [default: the config's, or bf16]")
 @click.option("--precision", help="bf16 | fp16 | fp32, as for the plugin.  [default: the weights' dtype]")
 @click.option("--dp", default=1, show_default=True, type=click.IntRange(min=1), help="Number of replicas.")
@@ -61,8 +80,10 @@ def main() -> None:
 @click.option("--fsdp", is_flag=True, help="With fsdp=True over the replicas.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that slice each stage.")
 @click.option("--recompute", is_flag=True, help="With activation recompute.")
-@click.option("--draw", metavar="PATH", help="Draw the simulated step into this file (png, svg, pdf).")
-@click.option("--json", "json_path", metavar="PATH", help="Write the plan as JSON; - writes it in place of the tables.")
+@click.option("--draw", metavar="PATH", callback=_writable, help="Draw the simulated step (png, svg, pdf).")
+@click.option(
+    "--json", "json_path", metavar="PATH", callback=_writable, help="Write the plan as JSON; - in place of the tables."
+)
 def plan(
     model: str,
     fields: tuple[str, ...],
@@ -134,6 +155,21 @@ def plan(
             made.draw(draw)
 
 
+@main.command()
+@click.option("--pp", default=2, show_default=True, type=click.IntRange(1, 8), help="Processes, a stage on each.")
+@click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Optimizer steps.")
+def demo(pp: int, steps: int) -> None:
+    """Train a tiny llama with random weights through --pp processes of this machine, and unsplit in one process.
+
+    Shows that the installation works: both have the same losses.
+    """
+    with progress("training"):
+        from pipeshard.commands import demo as train
+
+        trained = train(pp, steps)
+    click.echo("\n".join(trained))
+
+
 @main.command("trace-run")
 @MODEL
 @FIELDS
@@ -146,8 +182,10 @@ def plan(
 @PARTITION
 @click.option("--p2p", default="broadcast", show_default=True, help="broadcast | isend")
 @click.option("--dtype", default="fp32", show_default=True, help="bf16 | fp16 | fp32")
-@click.option("--draw", metavar="PATH", help="Draw the step as measured, above the simulated one (png, svg, pdf).")
-@click.option("--json", "json_path", metavar="PATH", help="Write the recording as JSON.")
+@click.option(
+    "--draw", metavar="PATH", callback=_writable, help="Draw the step above the simulated one (png, svg, pdf)."
+)
+@click.option("--json", "json_path", metavar="PATH", callback=_writable, help="Write the recording as JSON.")
 def trace_run(
     model: str,
     fields: tuple[str, ...],
@@ -246,7 +284,7 @@ def verify(
 @main.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]... SCRIPT [ARGUMENTS]...")
 def launch(arguments: tuple[str, ...]) -> None:
-    """Run SCRIPT as ranks that may come and go; FLAGS are torchrun's."""
+    """Run SCRIPT as several processes, and again when some are lost or join."""
     from pipeshard.launch import main as run
 
     sys.exit(run(arguments))
@@ -267,12 +305,11 @@ def crash(folder: str) -> None:
 
 
 def make_booster(pp_size: int, sample: Any, **arguments: Any) -> Any:
-    """A Booster of a pipeline that is traced with this sample."""
-    from colossalai.booster import Booster
-
+    """An Engine of a pipeline that is traced with this sample."""
+    from pipeshard.entry import Engine
     from pipeshard.plugin import PipelinePlugin
 
-    return Booster(plugin=PipelinePlugin(pp_size, dry_run_input=sample, **arguments))
+    return Engine(PipelinePlugin(pp_size, dry_run_input=sample, **arguments))
 
 
 def _chunks(schedule: str | None, asked: int | None) -> int:

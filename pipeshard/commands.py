@@ -1,10 +1,14 @@
-"""Commands: what `pipeshard plan --trial` and `pipeshard verify` run."""
+"""Commands: what `pipeshard plan`, `trace-run`, `verify` and `demo` run and show."""
 
+import copy
+import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,23 +21,24 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+from torch.utils.data import DataLoader
 
 from pipeshard.batch.read import dummy_inputs
 from pipeshard.distributed.watch import NOTE
 from pipeshard.engine.recording import Recording
-from pipeshard.errors import ConfigurationError, PipeshardError
+from pipeshard.errors import ConfigurationError, PipeshardError, VerificationError
 from pipeshard.hf import IGNORED, LABELS, MASK, config_of, text_config
 from pipeshard.planner.memory import UNITS, format_bytes
 from pipeshard.planner.models import build
-from pipeshard.planner.plan import Estimate, Plan, StagePlan
+from pipeshard.planner.plan import Estimate, Plan
 from pipeshard.verify.compare import DIFFERENT, EXACT, UNPROVEN, Proof, Proven, alone
 
-WIDTH = 120
+WIDTH = 80
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
     """Print it: the stages, the schedules, and what is recommended."""
-    console = console or Console(width=WIDTH, highlight=False, soft_wrap=True)
+    console = console or Console(width=WIDTH, highlight=False)
     for part in render(plan):
         console.print(part)
 
@@ -45,51 +50,58 @@ def render(plan: Plan) -> Iterator[RenderableType]:
     yield Text(f"{plan.model}, {_count(plan.parameters)} parameters, on {plan.pp_size} ranks", style="bold")
     yield Text(f"{plan.num_microbatches} microbatches of {shapes}")
     yield Text(f"{plan.training}, partition {plan.partition}{limit}\n")
-    yield _stages(plan)
+    yield _memory(plan)
+    yield Text()
+    yield _times(plan)
     yield Text()
     yield _schedules(plan)
     yield Text(f"\n{plan.reason}", style="bold", justify="left", overflow="fold")
 
 
-def _stages(plan: Plan) -> Table:
-    """One row a stage. All of its memory is in one unit, that of the largest, and so are all messages."""
+def _memory(plan: Plan) -> Table:
+    """One row a stage, all in the unit of the largest; columns of zeros are left out."""
     size = _unit(max(stage.memory.total for stage in plan.stages))
-    crossing = _unit(max(max(stage.received, stage.returned) for stage in plan.stages))
-    title = f"Stages of {plan.estimate.name}: memory in {size}, F B W in {_TIMES[plan.unit]}, messages in {crossing}"
-    table = Table(title=title, title_justify="left", title_style="", box=None, padding=(0, 1, 0, 0))
-    table.add_column("stage", justify="right", no_wrap=True)
-    table.add_column("rank", justify="right", no_wrap=True)
-    again, full = (any(getattr(s.memory, name) for s in plan.stages) for name in ("recomputed", "values"))
+    parts = {"weights": "parameters", "grads": "gradients", "fp32": "values", "optim.": "optimizer"}
+    rest = {"recomp.": "recomputed", "update": "update"}
+    kept = [name for name in (*parts, *rest) if any(getattr(s.memory, (parts | rest)[name]) for s in plan.stages)]
     late = any(s.memory.update > s.memory.activations + s.memory.recomputed for s in plan.stages)
-    beside = (*(["fp32"] if full else []), "optim.", "activations", *(["recomp."] if again else []))
-    beside = (*beside, "update") if late else beside
-    sizes = ("weights", "grads", *beside, "total")
-    table.add_column("units", overflow="ellipsis", no_wrap=True, max_width=32 - 7 * full - 7 * late)
-    for name in ("params", *sizes, "F", "B", "W", "in", "back"):
+    before, after = [n for n in kept if n in parts], [n for n in kept if n in rest and (n != "update" or late)]
+    table = _table(f"Memory of the stages of {plan.estimate.name}, in {size}")
+    for name in ("stage", "rank", *before, "activations", *after, "total"):
         table.add_column(name, justify="right", no_wrap=True)
     for stage in plan.stages:
-        table.add_row(*_row(plan, stage, size, crossing, again, full, late))
+        sizes = {name: _in(getattr(stage.memory, (parts | rest)[name]), size) for name in kept}
+        row = [str(stage.stage), str(stage.rank), *(sizes[name] for name in before)]
+        row += [f"{stage.alive}×{_in(stage.kept, size)}", *(sizes[name] for name in after)]
+        table.add_row(*row, _in(stage.memory.total, size))
     return table
 
 
-def _row(plan: Plan, stage: StagePlan, size: str, crossing: str, again: bool, full: bool, late: bool) -> list[str]:
-    memory = stage.memory
-    values = [memory.values] if full else []
-    state = [_in(part, size) for part in (memory.parameters, memory.gradients, *values, memory.optimizer)]
-    state.append(f"{stage.alive}×{_in(stage.kept, size)}")
-    state += [_in(memory.recomputed, size)] if again else []
-    state += [_in(memory.update, size)] if late else []
-    times = [_time(plan, time) for time in (stage.forward, stage.backward, stage.weight)]
-    messages = [_in(part, crossing) if part else "-" for part in (stage.received, stage.returned)]
-    name = [str(stage.stage), str(stage.rank), stage.units, _count(stage.parameters)]
-    return [*name, *state, _in(memory.total, size), *times, *messages]
+def _times(plan: Plan) -> Table:
+    """One row a stage: what it has, its times, and its messages, all in the unit of the largest."""
+    crossing = _unit(max(max(stage.received, stage.returned) for stage in plan.stages))
+    table = _table(f"Times of the stages in {_TIMES[plan.unit]}, messages in {crossing}")
+    table.add_column("stage", justify="right", no_wrap=True)
+    table.add_column("units", overflow="ellipsis", no_wrap=True, max_width=30)
+    for name in ("params", "F", "B", "W", "in", "back"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for stage in plan.stages:
+        times = [_time(plan, time) for time in (stage.forward, stage.backward, stage.weight)]
+        messages = [_in(part, crossing) if part else "-" for part in (stage.received, stage.returned)]
+        table.add_row(str(stage.stage), stage.units, _count(stage.parameters), *times, *messages)
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="", box=None, padding=(0, 1, 0, 0))
 
 
 def _schedules(plan: Plan) -> Table:
-    unit = "a step takes" if plan.unit == "seconds" else "a step / one without idle time"
-    table = Table(title="Schedules", title_justify="left", title_style="", box=None, padding=(0, 2, 0, 0))
+    unit = "in seconds" if plan.unit == "seconds" else "over that of a step without idle time"
+    table = _table(f"Schedules; step: its time {unit}")
+    table.padding = (0, 2, 0, 0)
     table.add_column("")
-    for name in (unit, "idle", "fullest rank", "takes", "fits"):
+    for name in ("step", "idle", "peak rank", "memory", "fits"):
         table.add_column(name, justify="right")
     table.add_column("")
     for estimate in plan.schedules:
@@ -149,17 +161,26 @@ class Trial:
     def run(self) -> Recording:
         """Run the steps on `pp_size` processes; raises ConfigurationError with what a process died of."""
         with tempfile.TemporaryDirectory() as folder:
-            try:
-                spawn(_rank, (self, folder), nprocs=self.pp_size)
-            except ProcessRaisedException as error:
-                lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(NOTE)]
-                raise ConfigurationError(f"a process of the trial run failed: {lines[-1]}") from error
+            _spawn(_rank, (self, folder), self.pp_size)
             return Recording.load(Path(folder) / "recording.json")
 
 
+def _spawn(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> None:
+    try:
+        spawn(function, arguments, nprocs=size, daemon=True)
+    except ProcessRaisedException as error:
+        lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(NOTE)]
+        raise ConfigurationError(f"a process of the trial run failed: {lines[-1]}") from error
+
+
+def _meet(rank: int, size: int, folder: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the command, which ends these
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+    dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=size)
+
+
 def _rank(rank: int, trial: Trial, folder: str) -> None:
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // trial.pp_size))
-    dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=trial.pp_size)
+    _meet(rank, trial.pp_size, folder)
     model = build(trial.source, trial.fields, trial.dtype)
     batch = dummy_inputs(model, trial.num_samples, trial.seq_len)
     booster = trial.make_booster(batch)
@@ -171,6 +192,61 @@ def _rank(rank: int, trial: Trial, folder: str) -> None:
     recording = booster.plugin.recording()
     if rank == 0:
         recording.save(Path(folder) / "recording.json")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def demo(pp_size: int, steps: int) -> list[str]:
+    """Train a llama of 8 layers, 0.5 million random parameters, on `pp_size` processes, and unsplit in one; the losses.
+
+    Raises VerificationError where they differ.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _spawn(_demo, (pp_size, steps, folder), pp_size)
+        rows = json.loads((Path(folder) / "steps.json").read_text())
+    lines = [f"llama, 8 layers, {pp_size} pipeline stages, 4 microbatches"]
+    for number, (split, unsplit, seconds) in enumerate(rows, 1):
+        lines.append(f"step {number}: loss {split:.6f}, in one process {unsplit:.6f}, {1000 * seconds:.0f} ms")
+    if any(abs(split - unsplit) > 1e-4 * abs(unsplit) for split, unsplit, _ in rows):
+        raise VerificationError(f"the losses differ, so this installation does not train as it should: {lines[1:]}")
+    return [*lines, "the same losses: pipeshard works here"]
+
+
+def _demo(rank: int, pp_size: int, steps: int, folder: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from pipeshard.entry import initialize
+
+    _meet(rank, pp_size, folder)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256, hidden_size=64, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
+            use_cache=False,
+        )
+    ).train()  # fmt: skip
+    whole = copy.deepcopy(model)
+    ids = torch.randint(256, (steps, 8, 64))
+    batches: Any = [{"input_ids": step, "labels": step} for step in ids]
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = initialize(model, adam, None, DataLoader(batches, batch_size=None), pp_size=pp_size, num_microbatches=4)
+    assert engine.optimizer is not None
+    data, split = iter(batches), []
+    for _ in batches:
+        start = time.perf_counter()
+        split.append((float(engine.execute_pipeline(data)["loss"]), time.perf_counter() - start))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    if rank == 0:
+        plain, adam = [], torch.optim.AdamW(whole.parameters(), lr=1e-3)
+        for batch in batches:
+            loss = whole(**batch).loss
+            plain.append(float(loss.detach()))
+            loss.backward()
+            adam.step()
+            adam.zero_grad()
+        rows = [(loss, one, seconds) for (loss, seconds), one in zip(split, plain)]
+        (Path(folder) / "steps.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 

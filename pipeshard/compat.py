@@ -4,14 +4,18 @@ import difflib
 import itertools
 import logging
 import sys
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import import_module
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from pipeshard.distributed.mesh import ProcessGroupMesh
 from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.private import restore_meta_kernels
 from pipeshard.schedule.given import Schedule
 
 Own = int | None  # None: this process's own
@@ -266,13 +270,36 @@ def missing_attribute(name: str) -> AttributeError:
     return AttributeError(f"PipelinePlugin has no attribute {name!r}")
 
 
-_PATCH = "colossalai._analyzer._subclasses._meta_registration"
+T = TypeVar("T")
+BASE, INTERFACE = "colossalai.booster.plugin.pp_plugin_base", "colossalai.interface"
 
 
-def restore_meta_kernels() -> None:
-    """Take back what ColossalAI registers for tensors on meta, which was made for torch 1.12: with it a number read on
-    meta is 0 instead of an error, and convolutions and norms have shapes and dtypes by formulas of then."""
-    library = getattr(sys.modules.get(_PATCH), "meta_lib", None)
-    if library is not None and library._op_impls:
-        library._destroy()
-        library._op_impls.clear()
+def import_booster() -> None:
+    """Import ColossalAI's Booster, if it is installed, without its warnings of what else it would like to have."""
+    with warnings.catch_warnings(), suppress(ImportError):
+        warnings.simplefilter("ignore")
+        before = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
+            import_module(BASE)
+        finally:
+            logging.disable(before)
+
+
+def register_plugin(plugin: type) -> None:
+    """Have ColossalAI's Booster, where that is imported, take `plugin` for one of its own."""
+    base = getattr(sys.modules.get(BASE), "PipelinePluginBase", None)
+    if base is not None and not issubclass(plugin, base):
+        base.register(plugin)
+    restore_meta_kernels()
+
+
+def wrapper(kind: type[T], interface: str) -> type[T]:
+    """`kind`, which is also the ModelWrapper or OptimizerWrapper of ColossalAI where that is imported."""
+    base = getattr(sys.modules.get(INTERFACE), interface, None)
+    return kind if base is None else _also(kind, base)  # type: ignore[arg-type]
+
+
+@cache
+def _also(kind: Any, base: type) -> Any:
+    return type(kind.__name__, (kind, base), {"__module__": kind.__module__, "__doc__": kind.__doc__})

@@ -1,17 +1,22 @@
-"""Launch: torchrun's elastic agent, with defaults for pipelines that go on when ranks come and go.
+"""Launch: torchrun's elastic agent, with defaults for pipelines that continue when ranks are lost or join.
 
-`python -m pipeshard.launch --nnodes 2:4 --rdzv-endpoint HOST:PORT script.py ...`, one agent a machine (or several on
-one), takes torchrun's flags.
+`pipeshard launch --nnodes 2:4 --rdzv-endpoint HOST:PORT script.py ...`, one agent for each machine (or several on one),
+takes torchrun's flags.
 """
 
 import argparse
+import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
 import psutil
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -19,6 +24,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes, run
+
+from pipeshard.script import FOLDER, endless, repeated
 
 logger = logging.getLogger("pipeshard")
 
@@ -28,22 +35,62 @@ RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_
 RESTARTS = 100
 PERIOD = 0.5  # seconds between two looks at the workers
 STUCK = 10  # looks
+ALIKE, WITHIN = (
+    3,
+    60.0,
+)  # attempts in a row that end by one error, each so many seconds after the one before, are enough
+HELP = f"""\
+usage: pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]
+
+Starts SCRIPT as one process for each pipeline stage, replica and slice, and starts all of them again, up to
+{RESTARTS} times, when a process or a machine is lost or joins. An error that several processes have is printed
+once, and an error that ends {ALIKE} attempts in a row is not tried again.
+
+  pipeshard launch --nproc-per-node 4 train.py --epochs 3                           on one machine
+  pipeshard launch --nnodes 2:4 --nproc-per-node 8 --rdzv-endpoint HOST:29400 train.py   on each of 2 to 4
+
+flags (torchrun's; torchrun --help lists all):
+  --nproc-per-node N       processes of this machine (default 1; gpu: one for each GPU)
+  --nnodes N or MIN:MAX    machines (default 1:1)
+  --rdzv-endpoint H:P      where the machines meet: the same everywhere, a host that is one of them
+  --rdzv-id NAME           name of the job, where several meet at one place (default pipeshard)
+  --max-restarts N         attempts after the first (default {RESTARTS})
+  --local-addr ADDRESS     by which the others reach this machine
+  --module, -m             SCRIPT is a module, as for python -m
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one agent until the job is done, its workers have failed for good, or a signal ends it; the exit status."""
     args = parse(sys.argv[1:] if arguments is None else arguments)
+    if not args.module and not args.no_python and (why := unable(args.training_script)):
+        logger.error("error: %s", why)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="pipeshard-") as folder:
+        os.environ[FOLDER] = folder
+        return _run(_folded(args), Path(folder))
+
+
+def _run(args: argparse.Namespace, folder: Path) -> int:
     # With torch's sharing of the agents' store, an agent that comes later is never told where the ranks meet, and one
     # that stays goes on looking where the first of them met, though it be gone.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     _forward(signal.SIGUSR1)
     _end_if_stuck(args.rdzv_endpoint)
+    in_vain = _end_if_in_vain(folder)
     try:
         run(args)
     except SignalException as stop:
-        return 128 + stop.sigval
+        _clean_up()
+        if in_vain:
+            logger.error("%d attempts in a row ended by the same %s: not tried again", ALIKE, in_vain[0])
+        _leave(folder, 1 if in_vain else 128 + int(stop.sigval))
     except ChildFailedError as error:
-        logger.error("%s", error)
+        for kind, others in repeated(folder):
+            logger.error("%d more ranks of this machine ended by the same %s", others, kind)
+        codes = {rank: failure.exitcode for rank, failure in sorted(error.failures.items())}
+        own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes  # torch ends the others
+        logger.error("the job failed: %s", ", ".join(f"rank {rank} ({_end(code)})" for rank, code in own.items()))
         return 1
     except RendezvousClosedError:
         logger.error("the job %r at %s has ended already: choose another --rdzv-id", args.rdzv_id, args.rdzv_endpoint)
@@ -57,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """torchrun's flags, with other defaults where neither a flag nor torchrun's variable (PET_...) says something."""
     parser = get_args_parser()
-    parser.prog = "python -m pipeshard.launch"
+    parser.prog, parser.usage = "pipeshard launch", "pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]"
+    parser.format_help = lambda: HELP  # type: ignore[method-assign]
     defaults = {"rdzv_backend": "c10d", "rdzv_id": "pipeshard", "max_restarts": RESTARTS}
     parser.set_defaults(**{name: value for name, value in defaults.items() if f"PET_{name.upper()}" not in os.environ})
     args = parser.parse_args(list(arguments))
@@ -74,6 +122,67 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if args.local_addr is None and host in ("localhost", "127.0.0.1", "::1"):
             args.local_addr = "localhost"  # all agents are on this machine, which need not know its own name
     return args
+
+
+def unable(script: str) -> str | None:
+    """Why no process could start this script."""
+    try:
+        compile(Path(script).read_bytes(), script, "exec")
+    except OSError as error:
+        return f"{script}: {error.strerror}"
+    except (SyntaxError, ValueError) as error:
+        return f"{script} is not a Python script: {error}"
+    return None
+
+
+def _folded(args: argparse.Namespace) -> argparse.Namespace:
+    """Have scripts run by `pipeshard.script`."""
+    if not args.module and not args.no_python and not args.run_path:
+        args.training_script_args = [args.training_script, *args.training_script_args]
+        args.training_script, args.module = "pipeshard.script", True
+    return args
+
+
+def _end(code: int) -> str:
+    return f"exit status {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
+
+
+def _clean_up() -> None:
+    """End what a second Ctrl-C has kept torch from ending."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    workers = psutil.Process().children(recursive=True)
+    for worker in workers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.kill()
+    psutil.wait_procs(workers, timeout=10)
+
+
+def _leave(folder: Path, status: int) -> NoReturn:
+    """End this process, in which a signal has left threads of torch in the middle: Python's own end might abort."""
+    shutil.rmtree(folder, ignore_errors=True)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _end_if_in_vain(folder: Path) -> list[str]:
+    """End this agent when attempt after attempt ends by the same error, of which the kind is in the list then."""
+    found: list[str] = []
+
+    def look() -> None:
+        while not found:
+            time.sleep(PERIOD)
+            with contextlib.suppress(OSError):  # the folder is gone: this agent is through
+                if kind := endless(folder, ALIKE, WITHIN):
+                    found.append(kind)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                continue
+            return
+
+    threading.Thread(target=look, daemon=True).start()
+    return found
 
 
 def _forward(number: signal.Signals) -> None:

@@ -1,4 +1,4 @@
-"""PipelinePlugin: pipeline parallelism behind ColossalAI's Booster."""
+"""PipelinePlugin: pipeline parallelism behind `pipeshard.initialize`, or behind ColossalAI's Booster."""
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from colossalai.booster.plugin.pp_plugin_base import PipelinePluginBase
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,8 +23,9 @@ from pipeshard.compat import (
     PipelineStageManager,
     missing_attribute,
     refuse_positional,
-    restore_meta_kernels,
+    register_plugin,
     schedule_of,
+    wrapper,
 )
 from pipeshard.config import PRECISIONS, PipelineConfig
 from pipeshard.dataloader import ResumableDataLoader
@@ -47,11 +47,10 @@ from pipeshard.split.partition import Cuts
 from pipeshard.split.policy import Policy
 from pipeshard.verify.compare import standing_alone
 
-restore_meta_kernels()
 ONE_GRID = {"pg_mesh": "mesh", "dp_group": "replicas", "pp_group": "stages", "tp_group": "slices", "device": "device"}
 
 
-class PipelinePlugin(PipelinePluginBase):
+class PipelinePlugin:
     """Trains a model across `pp_size` processes, each of which holds one stage, or several chunks of the model.
 
     The world may have more: `dp_size` replicas of the pipeline, which read different batches, and `tp_size` slices of
@@ -109,7 +108,7 @@ class PipelinePlugin(PipelinePluginBase):
         **foreign: Any,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name in PipelineConfig.__dataclass_fields__}
-        super().__init__()
+        register_plugin(type(self))
         alone = standing_alone()  # one process with all stages
         with constructing():
             refuse_positional(positional)
@@ -198,11 +197,13 @@ class PipelinePlugin(PipelinePluginBase):
         with together_in("booster.boost"):
             name_ranks(self.grid.named)
             attach_workers(dataloader)
-            boosted, criterion = boost_model(self.config, self.grid, model, optimizer, criterion, dataloader)
+            kind = wrapper(PipelineModel, "ModelWrapper")
+            boosted, criterion = boost_model(self.config, self.grid, model, optimizer, criterion, dataloader, kind)
             if boosted is not model:
                 boosted.checkpoint_io = self._checkpoint_io
                 self._boosted.append(weakref.ref(boosted))
-            return boosted, boost_optimizer(boosted, optimizer), criterion, dataloader, lr_scheduler
+            boosted_optimizer = boost_optimizer(boosted, optimizer, wrapper(PipelineOptimizer, "OptimizerWrapper"))
+            return boosted, boosted_optimizer, criterion, dataloader, lr_scheduler
 
     def execute_pipeline(
         self,
@@ -255,7 +256,7 @@ class PipelinePlugin(PipelinePluginBase):
         """That of a boosted model; None is the only one that this plugin has boosted."""
         if model is None and call != "execute_pipeline":
             if len(self._boosted) > 1:
-                raise UsageError(f"{call} has to be told which of {len(self._boosted)} boosted models: {call}(model)")
+                raise UsageError(f"{call} must say which of {len(self._boosted)} models it means: {call}(model)")
             model = self._boosted[0]() if self._boosted else None
         if not isinstance(model, PipelineModel):
             got = "no model" if model is None else f"a {type(model).__name__}"

@@ -6,6 +6,7 @@ tests each meaning that is relied on, and refuses any other private name in the 
 file.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -138,3 +139,15 @@ __all__ = [
     "tree_unflatten",
     "will_execute",
 ]
+
+
+_PATCH = "colossalai._analyzer._subclasses._meta_registration"
+
+
+def restore_meta_kernels() -> None:
+    """Take back what ColossalAI, once imported, has registered for tensors on meta, which was made for torch 1.12: with
+    it a number read on meta is 0 instead of an error, and convolutions and norms have shapes by formulas of then."""
+    library = getattr(sys.modules.get(_PATCH), "meta_lib", None)
+    if library is not None and library._op_impls:
+        library._destroy()
+        library._op_impls.clear()

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "pipeshard"
 PAGE = ROOT / "docs" / "design.md"
 # From the bottom to the top; what stands in one row may not import each other.
 LAYERS = (
-    ("errors", "hf", "private"),
+    ("errors", "hf", "private", "script"),
     ("ghost",),
     ("schedule", "batch"),
     ("distributed",),
@@ -26,7 +26,7 @@ LAYERS = (
     ("verify",),
     ("boost", "compat", "dataloader"),
     ("plugin",),
-    ("interop", "layers", "elastic", "launch", "trainer"),
+    ("entry", "interop", "layers", "elastic", "launch", "trainer"),
     ("commands",),
     ("cli",),
 )

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from pipeshard import commands
 from pipeshard.cli import main
 from pipeshard.planner import models as source
+from pipeshard.planner.memory import parse_bytes
 from tests import zoo
 
 MODEL = [
@@ -36,7 +38,7 @@ def test_a_model_type_is_planned_and_shown() -> None:
     lines = result.output.splitlines()
     assert lines[0].startswith("LlamaForCausalLM, ") and lines[0].endswith(" parameters, on 2 ranks")
     assert lines[1] == "4 microbatches of input_ids 1×16, attention_mask 1×16, labels 1×16"
-    assert max(map(len, lines)) <= 120
+    assert max(map(len, lines)) <= 80
     assert "recommended" in result.output
     assert all(name in result.output for name in ("gpipe", "1f1b", "interleaved, v=2", "zb-h1", "zbv"))
 
@@ -117,6 +119,53 @@ def test_what_cannot_be_planned_is_one_line(arguments: list[str], message: str) 
     assert result.exit_code == 1
     assert result.output.startswith(message)
     assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "path", "message"),
+    [
+        ("--draw", "nowhere/x.png", "nowhere/x.png cannot be written: the folder nowhere does not exist"),
+        ("--draw", "x.bmp", "x.bmp is not the name of a picture: end it in .png, .svg"),
+        ("--json", "nowhere/x.json", "nowhere/x.json cannot be written: the folder nowhere does not exist"),
+        ("--json", ".", ". is a folder"),
+    ],
+)
+def test_where_nothing_can_be_written_is_said_before_the_work(option: str, path: str, message: str) -> None:
+    """It was a traceback of 30 lines, after everything was computed."""
+    for command in (["plan", "lama"], ["trace-run", "lama"]):  # a model that is not looked at either
+        result = CliRunner().invoke(main, [*command, *SIZES, option, path])
+        assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
+
+
+def test_a_demo_with_other_losses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spawn(_: object, arguments: tuple[int, int, str], size: int) -> None:
+        steps = [(5.5, 5.5, 0.1), (5.4, 5.4 + 1e-5 * size, 0.1), (5.3, 5.4, 0.1)][: arguments[1]]
+        Path(arguments[2], "steps.json").write_text(json.dumps(steps))
+
+    monkeypatch.setattr(commands, "_spawn", spawn)
+    same = CliRunner().invoke(main, ["demo", "--steps", "2"])
+    assert same.exit_code == 0 and same.output.endswith("pipeshard works here\n")
+    other = CliRunner().invoke(main, ["demo", "--steps", "3"])
+    assert other.exit_code == 1 and "step 3: loss 5.300000, in one process 5.400000" in other.output
+
+
+def test_units_of_slurm_and_nvidia_smi_are_known() -> None:
+    assert parse_bytes("8G") == parse_bytes("8GB") == 8 * 10**9 and parse_bytes("512M") == 512 * 10**6
+    assert parse_bytes("1T") == 10**12 and parse_bytes("2TiB") == 2**41
+
+
+def test_the_tables_of_a_large_model_fit_a_terminal() -> None:
+    """With --recompute and 16 ranks of a 70B model three columns were cut to `0.1...`."""
+    sizes = ["hidden_size=8192", "intermediate_size=28672", "num_hidden_layers=80", "num_attention_heads=64"]
+    sizes += ["num_key_value_heads=8", "vocab_size=128256"]
+    for precision in ("bf16", "fp32"):
+        options = ["--microbatches", "32", "--recompute", "--precision", precision, "--schedule", "1f1b"]
+        result = invoke("llama", *sizes, "--pp", "16", *options)
+        assert result.exit_code == 0, result.output
+        tables = result.output.partition("Memory of")[2]
+        assert max(map(len, result.output.splitlines())) <= 80
+        assert all("…" not in line.partition("B ")[2] for line in tables.splitlines())
+        assert len([line for line in tables.splitlines() if line.split()[:2] == ["15", "15"]]) == 1
 
 
 def test_the_command_is_installed() -> None:

@@ -1,17 +1,32 @@
-"""Docs: the snippets for users of other systems run as they are written."""
+"""Docs: every snippet of a page that trains runs as it is written, links lead somewhere, and the words are plain."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+import setup
+from pipeshard.launch import parse
+from tests import zoo
+from tests.house import PACKAGE, ROOT
 from tests.pool import Pool
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = ROOT / "docs"
 PAGES = sorted((DOCS / "coming-from").glob("*.md"))
+# Words that no other engine's documentation has. They may stand in the middle of a page, not where one looks first.
+QUAINT = r"\b(dearest|piles?|piled|beside|amid|ragged|strangers?|fullest|good-bye|re-typed|anew|come and go|told)\b"
 
 
 def run(code: str) -> list[float]:
@@ -32,8 +47,112 @@ def test_there_is_a_page_for_each_system() -> None:
     assert [page.stem for page in PAGES] == ["accelerate", "colossalai", "deepspeed", "slapo", "varuna"]
 
 
+def of_readme(code: str, model: str, folder: str) -> str:
+    """What the README's script prints on this rank."""
+    printed = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys, "argv", ["train.py", model]))
+        stack.enter_context(contextlib.chdir(folder))
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        for name in ("init_process_group", "destroy_process_group"):  # this rank is in one
+            stack.enter_context(mock.patch(f"torch.distributed.{name}"))
+        exec(compile(code, "README", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def test_the_script_of_the_readme_is_whole(pool: Pool, tmp_path: Path) -> None:
+    """It had a dataset that was nowhere defined, and printed nothing."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    model = zoo.build("llama")
+    model.save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    words = {word: k for k, word in enumerate(["[UNK]", "[PAD]", "The", "quick", "be", "not", "to", "is", "that", "."])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]").save_pretrained(
+        tmp_path / "model"
+    )
+    first, second = pool.run(of_readme, 2, code, str(tmp_path / "model"), str(tmp_path))
+    losses = [float(line.rpartition(" ")[2]) for line in first.splitlines()]
+    assert len(losses) == 3 * 4 and losses[-1] < losses[0] and not second
+    trained = type(model).from_pretrained(tmp_path / "trained")  # type: ignore[attr-defined]
+    assert trained.config.num_hidden_layers == model.config.num_hidden_layers
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
+
+
 def test_links_lead_somewhere() -> None:
-    for page in [*DOCS.rglob("*.md"), DOCS.parent / "README.md"]:
-        prose = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
-        for target in re.findall(r"\]\(([^)#:]+)\)", prose):
-            assert (page.parent / target).exists(), f"{page}: {target}"
+    for page in [*DOCS.rglob("*.md"), ROOT / "README.md"]:
+        for target, heading in re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", prose(page)):
+            there = page.parent / target if target else page
+            assert there.exists(), f"{page}: {target}"
+            if heading and there.suffix == ".md":
+                headings = re.findall(r"^#+ (.*)", there.read_text(), re.MULTILINE)
+                slugs = {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+                assert heading[1:] in slugs, f"{page}: {target}{heading}"
+
+
+def test_every_page_is_in_the_site() -> None:
+    site = (ROOT / "mkdocs.yml").read_text()
+    listed = set(re.findall(r"[\w/.-]+\.md", site.partition("\nnav:")[2]))
+    assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    import pipeshard
+
+    shown = set(re.findall(r"^::: pipeshard\.[\w.]*\.(\w+)", (DOCS / "api.md").read_text(), re.MULTILINE))
+    assert set(pipeshard.__all__) <= shown
+
+
+def test_what_one_reads_first_is_in_plain_words() -> None:
+    """Headings and first paragraphs of pages, and errors."""
+    quaint = []
+    for page in [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        paragraphs = [part for part in text.split("\n\n") if part.strip() and part.strip()[0] not in "#|!<-"]
+        read = [*re.findall(r"^#+ .*", text, re.MULTILINE), *paragraphs[:1]]
+        quaint += [f"{page.name}: {found[0]}" for part in read for found in re.finditer(QUAINT, part, re.IGNORECASE)]
+    for path in PACKAGE.rglob("*.py"):
+        raised = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
+        texts = [part.value for node in raised for part in ast.walk(node) if isinstance(part, ast.Constant)]
+        quaint += [f"{path.name}: {text}" for text in texts if re.search(QUAINT, str(text), re.IGNORECASE)]
+    assert quaint == []
+
+
+def test_the_slurm_script_starts_an_agent_for_each_node(tmp_path: Path) -> None:
+    """Run with a scheduler that is faked: `srun` shows what it is to start."""
+    script = ROOT / "examples" / "train.slurm"
+    for name, text in {"scontrol": "echo node1; echo node2", "srun": 'printf "%s\\n" "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    given = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | given
+    ended = subprocess.run(["bash", script, "folder"], capture_output=True, text=True, env=environment, check=True)
+    command = ended.stdout.split()
+    assert command[:2] == ["pipeshard", "launch"]
+    (tmp_path / "train.py").write_text("")
+    with contextlib.chdir(tmp_path):
+        args = parse(command[2:])
+    assert (args.nnodes, args.nproc_per_node, args.rdzv_endpoint) == ("2", "4", "node1:29400")
+    assert (args.rdzv_id, args.training_script, args.training_script_args) == ("7", "train.py", ["folder"])
+    options = re.findall(r"^#SBATCH --([\w-]+)", script.read_text(), re.MULTILINE)
+    assert {"nodes", "ntasks-per-node", "gpus-per-node", "signal", "requeue"} <= set(options)
+
+
+def test_links_of_the_package_s_description_are_absolute() -> None:
+    shown = setup.absolute((ROOT / "README.md").read_text())
+    links = re.findall(r"\]\(([^)]+)\)", shown)
+    assert len(links) > 20 and all(link.startswith("https://") for link in links)
+    assert f"{setup.FILES}docs/parity.svg" in links and f"{setup.PAGES}docs/first-hour.md" in links
+
+
+def test_releases_are_dated() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    (version,) = re.findall(r'^version = "(.*)"', project, re.MULTILINE)
+    assert re.search(rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    import pipeshard
+
+    assert pipeshard.__version__ == version

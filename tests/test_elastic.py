@@ -229,9 +229,12 @@ def test_wrong_flags_are_told(capsys: pytest.CaptureFixture[str]) -> None:
         assert "argument --nnodes or --rdzv-endpoint: " in capsys.readouterr().err
 
 
-def test_the_command_line_has_it_too() -> None:
+def test_the_command_line_has_it_too(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("")
+    script = str(tmp_path / "script.py")
     with mock.patch("pipeshard.launch.run") as run, mock.patch("pipeshard.launch._forward"):
-        result = CliRunner().invoke(cli.main, ["launch", "--nnodes", "1:2", "script.py", "--steps", "3"])
+        result = CliRunner().invoke(cli.main, ["launch", "--nnodes", "1:2", script, "--steps", "3"])
     assert result.exit_code == 0, result.output
     (args,) = run.call_args.args
-    assert (args.nnodes, args.training_script, args.training_script_args) == ("1:2", "script.py", ["--steps", "3"])
+    assert (args.nnodes, args.module, args.training_script) == ("1:2", True, "pipeshard.script")
+    assert args.training_script_args == [script, "--steps", "3"]

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,18 +13,13 @@ import pipeshard
 def test_public_names_exist() -> None:
     assert sorted(pipeshard.__all__) == sorted(pipeshard._MODULES)
     assert all(hasattr(pipeshard, name) for name in pipeshard.__all__)
-
-
-def test_without_colossalai_the_mending_command_is_named() -> None:
-    code = "import sys; sys.modules['colossalai'] = None; import pipeshard; pipeshard.build; pipeshard.PipelinePlugin"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert run.returncode != 0
-    assert "pip install --no-deps colossalai==0.5.0" in run.stderr
+    modules = {path.stem for path in Path(pipeshard.__file__).parent.iterdir()}
+    assert not modules & set(pipeshard.__all__), "importing the module would hide what has its name"
 
 
 def test_policies_are_a_part_of_the_package() -> None:
     code = "import pipeshard.policies; print(pipeshard.policies.__doc__)"
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
     assert "register_policy" in run.stdout, run.stderr
 
 

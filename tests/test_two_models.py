@@ -34,9 +34,9 @@ def teacher_and_student() -> list[str]:
     booster = Booster(plugin=plugin)
     pairs: list[Pair] = [pair(booster, "llama-tied", seed) for seed in (0, 1)]
     for call in (plugin.sync_grads, plugin.recording):
-        with pytest.raises(UsageError, match="has to be told which of 2 boosted models"):
+        with pytest.raises(UsageError, match="must say which of 2 models"):
             call()
-    with pytest.raises(UsageError, match="no_sync has to be told which"), plugin.no_sync():
+    with pytest.raises(UsageError, match="no_sync must say which"), plugin.no_sync():
         pass
     found = []
     for seed in range(2):

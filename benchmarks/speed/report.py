@@ -27,6 +27,8 @@ PEERS = """\
   attends to future tokens, so GPT-2 has eager attention here, for all contenders. With a changing length
   `enable_metadata_cache=False` pickles a header a message."""
 
+LEFT, RIGHT = 0.8, 1.2  # of the picture; bars that begin at 0 look alike
+
 
 def write(sections: Mapping[str, Section], folder: Path) -> None:
     lines = [HEAD, ""]
@@ -39,29 +41,57 @@ def write(sections: Mapping[str, Section], folder: Path) -> None:
 
 
 def _plot(section: Section, path: Path) -> None:
-    """Bars of the median ratio to 1F1B's limit, whiskers from quartile to quartile; a panel for each work."""
-    from matplotlib.figure import Figure
+    """The median ratio to 1F1B's limit, from quartile to quartile; a panel for each work."""
+    works = {
+        name: {c: spread(values) for c, values in figures["ratios"].items() if values and c != UNSPLIT.name}
+        for name, figures in section.raw.items()
+    }
+    draw(works, path)
 
-    works = {name: figures["ratios"] for name, figures in section.raw.items()}
+
+def draw(works: Mapping[str, Mapping[str, tuple[float, float, float]]], path: Path) -> None:
+    """Lower quartile, median and upper quartile of each contender, in each work."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     figure = Figure(figsize=(10, 0.6 + 2.6 * -(-len(works) // 2)), layout="constrained")
     columns = min(2, len(works))
     grid = figure.subplots(-(-len(works) // columns), columns, squeeze=False, sharex=True).flat
-    for axes, (name, ratios) in zip(grid, works.items()):
-        shown = {
-            contender: spread(values) for contender, values in ratios.items() if values and contender != UNSPLIT.name
-        }
+    for axes, (name, shown) in zip(grid, works.items()):
         positions = range(len(shown))
         low, middle, high = zip(*shown.values())
         whiskers = _distances(low, middle), _distances(middle, high)
         colours = ["#56B4E9" if contender.startswith("pipeshard") else "#B8B8B0" for contender in shown]
-        axes.barh(positions, middle, 0.7, color=colours, xerr=whiskers, error_kw={"elinewidth": 1, "capsize": 2})
-        axes.axvline(1.0, color="#D55E00", linewidth=1)
+        bars = axes.barh(positions, [m - LEFT for m in middle], 0.7, LEFT, color=colours, label="_")
+        axes.errorbar(middle, positions, xerr=whiskers, fmt="none", ecolor="black", elinewidth=1, capsize=2)
+        for bar, ratio in zip(bars, middle):
+            if ratio > RIGHT:  # off the picture
+                axes.text(RIGHT, bar.get_y() + 0.35, f"{ratio:.2f} ", ha="right", va="center", fontsize=8)
+        line = axes.axvline(1.0, color="#D55E00", linewidth=1)
+        axes.set_xlim(LEFT, RIGHT)
         axes.set_yticks(positions, list(shown), fontsize=8)
         axes.invert_yaxis()
         axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
         axes.spines[["top", "right"]].set_visible(False)
+    kinds = [Patch(color="#56B4E9", label="pipeshard"), Patch(color="#B8B8B0", label="others"), line]
+    line.set_label("limit of 1F1B, without communication and Python")
+    figure.legend(handles=kinds, loc="outside upper right", ncols=3, frameon=False, fontsize=9)
     figure.supxlabel("time of a step over the limit of 1F1B (median and quartiles)", fontsize=9)
     figure.savefig(path)
+
+
+def stored(page: str) -> dict[str, dict[str, tuple[float, float, float]]]:
+    """What `draw` takes, from the tables of docs/benchmarks.md."""
+    section = page.partition("## The same work")[2].partition("\n## ")[0]
+    works: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for line in section.splitlines():
+        if line.startswith("**"):
+            rows = works.setdefault(line.strip("*"), {})
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 7 and " to " in cells[5] and cells[0] != UNSPLIT.name:
+            low, high = map(float, cells[5].split(" to "))
+            rows[cells[0]] = (low, float(cells[4]), high)
+    return works
 
 
 def _distances(left: Sequence[float], right: Sequence[float]) -> list[float]:

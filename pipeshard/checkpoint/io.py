@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from colossalai.checkpoint_io import CheckpointIO
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,7 +26,7 @@ from pipeshard.errors import CheckpointError
 SHARD = 1024  # MB of a shard, at most
 
 
-class PipelineCheckpointIO(CheckpointIO):
+class PipelineCheckpointIO:
     """Saves with the architecture's own names, each tied tensor once, as safetensors; nothing is gathered.
 
     Every rank has to make each call, and all raise CheckpointError if one cannot do its part. What is saved is on disk
@@ -35,7 +34,6 @@ class PipelineCheckpointIO(CheckpointIO):
     """
 
     def __init__(self, grid: Callable[[], Grid]) -> None:
-        super().__init__()
         self._grid = grid  # which is made when a model is boosted
         self.pending: Save | None = None  # what this rank writes of a save in the background
         self.saving = False  # whether there is one
@@ -153,17 +151,6 @@ class PipelineCheckpointIO(CheckpointIO):
         load_weights(boosted, Path(checkpoint), strict, draw_missing=first)
         return model
 
-    def save_sharded_model(self, model: nn.Module, checkpoint: str, *_: Any, **__: Any) -> None:
-        self.save_model(model, checkpoint, shard=True)
-
-    def save_unsharded_model(self, model: nn.Module, checkpoint: str, *_: Any, **__: Any) -> None:
-        self.save_model(model, checkpoint)
-
-    def load_sharded_model(self, model: nn.Module, index_file_path: str, strict: bool = True, **_: Any) -> None:
-        self.load_model(model, index_file_path, strict)
-
-    load_unsharded_model = load_sharded_model
-
     @together_in("save_lr_scheduler")
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
         """Write the scheduler's state, which all ranks share, once."""
@@ -181,23 +168,25 @@ class PipelineCheckpointIO(CheckpointIO):
             lr_scheduler.load_state_dict(state)
 
     @together_in("save_optimizer")
-    def save_sharded_optimizer(
-        self, optimizer: Optimizer, checkpoint: str, gather_dtensor: bool, prefix: str | None, *_: Any, **__: Any
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        checkpoint: str,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_async: bool = False,
     ) -> None:
+        """Write the folder (`shard=True`: each rank its own part) or the file `checkpoint`."""
         _refuse_prefix(prefix)
-        save_optimizer(optimizer, checkpoint, shard=True)
-
-    @together_in("save_optimizer")
-    def save_unsharded_optimizer(self, optimizer: Optimizer, checkpoint: str, *_: Any, **__: Any) -> None:
-        save_optimizer(optimizer, checkpoint, shard=False)
+        save_optimizer(optimizer, checkpoint, shard=shard)
 
     @together_in("load_optimizer")
     def load_optimizer(self, optimizer: Optimizer, checkpoint: str, prefix: str | None = None, **_: Any) -> None:
         """Read a folder or a file that `save_optimizer` wrote, with any number of stages."""
         _refuse_prefix(prefix)
         load_optimizer(optimizer, checkpoint)
-
-    load_sharded_optimizer = load_unsharded_optimizer = load_optimizer
 
     @together_in("save_lora_as_pretrained")
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: str, *_: Any, **__: Any) -> None:

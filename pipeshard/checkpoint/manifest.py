@@ -37,7 +37,7 @@ def sums_of(folder: Path, group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def write_manifest(folder: Path, step: int, stages: int, sums: dict[str, str]) -> None:
-    versions = {name: version(name) for name in ("pipeshard", "torch", "transformers", "colossalai")}
+    versions = {name: version(name) for name in ("pipeshard", "torch", "transformers")}
     files = {name: (folder / name).stat().st_size for name in sums}
     manifest = {"format": FORMAT, "step": step, "stages": stages, "versions": versions, "files": files, "sha256": sums}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")

@@ -3,8 +3,6 @@
 from typing import Any
 
 import torch
-from colossalai.checkpoint_io import CheckpointIO
-from colossalai.interface import ModelWrapper
 from torch import Tensor, nn
 
 from pipeshard.batch.read import read_batch
@@ -78,13 +76,14 @@ ASKED_BY = {
 }
 
 
-class PipelineModel(ModelWrapper):
+class PipelineModel(nn.Module):
     """A boosted model: `unwrap()` is the model itself, of which this rank holds one stage."""
 
     def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
-        super().__init__(module)
+        nn.Module.__init__(self)  # not that of ColossalAI's ModelWrapper, which may come after this class
+        self.module = module
         self.pipeline, self.whole = pipeline, Whole.of(pipeline)
-        self.checkpoint_io: CheckpointIO | None = None  # that of the plugin, which knows of saves in the background
+        self.checkpoint_io: Any = None  # that of the plugin, which knows of saves in the background
         guard(self)
 
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from colossalai.interface import OptimizerWrapper
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,7 +26,7 @@ from pipeshard.engine.stage import NaNCheck
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 
 
-class PipelineOptimizer(OptimizerWrapper, Optimizer):
+class PipelineOptimizer(Optimizer):
     """Narrows the groups of `optim` to what this rank trains, now and whenever groups are added to either object.
 
     It is an Optimizer by its class, as schedulers ask; what it has not itself (`state`, hooks) is that of `optim`.
@@ -49,8 +48,7 @@ class PipelineOptimizer(OptimizerWrapper, Optimizer):
         finite: NaNCheck | None = None,
         backward: Callable[[Tensor], None] | None = None,
     ) -> None:
-        OptimizerWrapper.__init__(self, optim)
-        self._backward = backward
+        self.optim, self._backward = optim, backward
         self.gradients, self.finite = gradients, finite
         self.sync, self.grid = gradients.sync, gradients.grid
         self.zero = zero and self.grid.dp_size > 1
@@ -71,6 +69,29 @@ class PipelineOptimizer(OptimizerWrapper, Optimizer):
             "an optimizer of a boosted model is neither copied nor pickled, as it is a part of the whole: save it by "
             "booster.save_optimizer(optimizer, folder, shard=True)"
         )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optim.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optim.defaults
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What this rank updates."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def unwrap(self) -> Optimizer:
+        return self.optim
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of what this rank updates."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -205,6 +226,9 @@ class PipelineOptimizer(OptimizerWrapper, Optimizer):
     ) -> Tensor:
         """Clip to the norm over the whole model, which it returns. Every rank has to call it."""
         return self.gradients.clip(max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
+        nn.utils.clip_grad_value_(self.parameters, clip_value, *args, **kwargs)
 
     def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float:
         """The norm over the whole model that the last `step` clipped by (as it was before), else that of the gradients

@@ -7,12 +7,12 @@ halves.
 
 import copy
 import logging
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from colossalai.interface import ModelWrapper
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -26,12 +26,11 @@ from pipeshard.hf import recomputes
 
 logger = logging.getLogger("pipeshard")
 # What each does belongs around the pipeline: under it, it would talk to ranks that have other stages.
-REFUSED = {
+REFUSED: dict[type, str] = {
     DistributedDataParallel: "the plugin makes the replicas (dp_size, by default as many as the world has room for)",
     DataParallel: "the plugin makes the replicas (dp_size, by default as many as the world has room for)",
     FullyShardedDataParallel: "PipelinePlugin(fsdp=True) divides parameters among replicas",
     FSDPModule: "PipelinePlugin(fsdp=True) divides parameters among replicas",
-    ModelWrapper: "one Booster boosts it, that of the PipelinePlugin",
 }
 
 
@@ -57,8 +56,11 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
                 "PipelinePlugin(init_weights=True) draws its weights on the stages (or call "
                 "LazyInitContext.materialize(model), which makes all of it in every process)"
             )
+    refused = dict(REFUSED)
+    if (wrapper := getattr(sys.modules.get("colossalai.interface"), "ModelWrapper", None)) is not None:
+        refused[wrapper] = "one Booster boosts it, that of the PipelinePlugin"
     for name, module in model.named_modules():
-        for kind, instead in REFUSED.items():
+        for kind, instead in refused.items():
             if isinstance(module, kind):
                 raise ConfigurationError(
                     f"{name or 'the model'} is wrapped in {kind.__name__} ({type(module).__name__}): pass the model as "

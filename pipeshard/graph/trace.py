@@ -23,6 +23,7 @@ from pipeshard.graph.shapes import Axes, Count, TensorSpec
 from pipeshard.graph.tracer import Tracer
 from pipeshard.graph.units import paths_of
 from pipeshard.hf import is_encoder_decoder
+from pipeshard.private import restore_meta_kernels
 
 logger = logging.getLogger("pipeshard")
 FAR = 29  # how much longer a batch is that shapes are verified with
@@ -43,6 +44,7 @@ def trace(
 
     Raises TraceError naming the unit or the line that fails, PartitionError for a name that no module has.
     """
+    restore_meta_kernels()
     sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
     encoder_decoder = is_encoder_decoder(model)
     cuts = paths_of(model, cuts)

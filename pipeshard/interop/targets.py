@@ -97,8 +97,8 @@ class Torch(Target):
             )
         if taken := STEP & set(as_keywords(split.model, split.sample.data)):
             raise BatchError(
-                f"the batch's {min(taken)} cannot be told from that of torch's schedule.step(..., {min(taken)}=): name "
-                "the model's argument otherwise"
+                f"the batch's {min(taken)} cannot be distinguished from that of torch's "
+                f"schedule.step(..., {min(taken)}=): name the model's argument otherwise"
             )
         device = split.policy.replay.device
         holdings = HeldParameters(split.model, split.policy, self.grid, Precision("fp32", False, device), fsdp=False)

@@ -20,6 +20,7 @@ from pipeshard.graph.taint import Value
 from pipeshard.schedule.program import Action, Kind
 
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+UNITS |= {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "tib": 2**40}  # as Slurm and nvidia-smi are told
 
 
 def parse_bytes(size: str | int) -> int:
@@ -27,7 +28,7 @@ def parse_bytes(size: str | int) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE)
     unit = found[2].lower() if found else ""
     if found is None or (unit or "b") not in UNITS or float(found[1]) <= 0:
-        raise ConfigurationError(f"device_memory={size!r} is not a size: write 80GB, 40GiB, or a number of bytes")
+        raise ConfigurationError(f"device_memory={size!r} is not a size: write 80GB, 80G, 40GiB, or a number of bytes")
     return int(float(found[1]) * UNITS[unit or "b"])
 
 
@@ -41,7 +42,7 @@ def format_bytes(size: float) -> str:
     return f"{size:.{digits}f} {units[0]}"
 
 
-OPTIMIZERS = {"adamw": 2, "sgd": 1, "none": 0}  # states of a parameter, each as large as its gradient
+OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}  # states of a parameter, each as large as its gradient
 FULL = 4  # bytes of a number in fp32
 
 
@@ -142,7 +143,7 @@ class Training:
         """What the end of a step takes where gradients take so much: two messages of the replicas are under way at a
         time, and AdamW makes the roots of all second moments at once, as torch's does on a GPU (`foreach`)."""
         messages = min(2 * BUCKET, gradients) if self.dp_size > 1 else 0
-        return max(messages, gradients // self.parts if self.optimizer == "adamw" else 0)
+        return max(messages, gradients // self.parts if OPTIMIZERS[self.optimizer] == 2 else 0)
 
 
 class Footprint:

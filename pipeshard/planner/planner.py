@@ -62,7 +62,7 @@ def what_would_help(candidate: Candidate, others: Sequence[Estimate]) -> str:
         hints.append("shorter or fewer samples in a microbatch")
         subject = candidate.subject
         if not subject.recomputed and can_recompute(subject.model):
-            hints.append("activation recompute (model.gradient_checkpointing_enable())")
+            hints.append("activation recompute (--recompute, or model.gradient_checkpointing_enable())")
     p = len(candidate.memory)
     needs = f" (parameters, gradients and optimizer states alone take at least {least} ranks)" if least > p else ""
     return ", ".join([*hints, f"more stages than {p}{needs}"])

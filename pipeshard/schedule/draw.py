@@ -3,8 +3,8 @@
 import math
 import os
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING, Any
 
 from pipeshard.schedule.program import Kind, Program
 from pipeshard.schedule.simulate import Simulation, Span, simulate
@@ -84,11 +84,20 @@ def draw_timeline(
             axes.set_title(f"{length * scale:.4g}{unit}, {idle:.1%} idle", loc="right", fontsize=9)
     kinds = {span.action.kind for _, rows in panels for row in rows for span in row}
     shades = [(kind, chunk) for kind in _COLOURS if kind in kinds for chunk in range(chunks)]
-    names = [_NAMES[kind] + (f", chunk {chunk + 1}" if chunks > 1 else "") for kind, chunk in shades]
+    called = _NAMES | {Kind.B: _backward({tuple(span.action) for _, rows in panels for row in rows for span in row})}
+    names = [called[kind] + (f", chunk {chunk + 1}" if chunks > 1 else "") for kind, chunk in shades]
     patches = [Patch(color=_shade(*shade), label=name) for shade, name in zip(shades, names)]
     figure.legend(handles=patches, loc="outside lower right", ncols=max(len(kinds), 1), frameon=False)
     figure.suptitle(title, fontweight="bold")
     figure.savefig(path, dpi=150)
+
+
+def _backward(actions: Set[tuple[Any, ...]]) -> str:
+    """What B is called: the whole backward pass where no W belongs to it, else the part before W."""
+    split = {(Kind.W, i, s) in actions for kind, i, s in actions if kind is Kind.B}
+    if split == {False, True}:
+        return "backward (input gradients where it is split)"
+    return "input gradients" if True in split else _NAMES[Kind.B]
 
 
 def _extent(rows: Rows) -> tuple[float, float]:

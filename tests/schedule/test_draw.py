@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeshard.schedule.draw import _shade, draw_text, draw_timeline
+from pipeshard.schedule.passes import shorten_cooldown
 from pipeshard.schedule.program import (
     Action,
     Kind,
@@ -97,6 +98,20 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
         assert text in svg
 
     assert "chunk" not in svg
+    assert "split" not in svg and "input gradients" not in svg
+
+
+def test_a_split_backward_is_said(tmp_path: Path) -> None:
+    """Only the last backwards of a 1F1B were short, and nothing said why."""
+    for program, said in (
+        (shorten_cooldown(one_f_one_b(3, 4)), "backward (input gradients where it is split)"),
+        (zb_h1(3, 4, 1), "input gradients"),
+    ):
+        draw_timeline([("", simulate(program, 0.01, 0.01, 0.01).spans)], tmp_path / "split.svg")
+        assert (
+            f">{said}<" in (tmp_path / "split.svg").read_text()
+            or f"<!-- {said} -->" in (tmp_path / "split.svg").read_text()
+        )
 
 
 @pytest.mark.parametrize(("name", "v", "rank1"), [("interleaved", 3, "stages 1, 3, 5"), ("zbv", 2, "stages 1, 2")])
@@ -107,7 +122,8 @@ def test_chunks_of_a_rank_have_shades_of_their_own(name: str, v: int, rank1: str
     kinds = {span.action.kind for row in spans for span in row}
     colours = [colour for kind in kinds for chunk in range(v) for colour in [_shade(kind, chunk)]]
     assert len(set(colours)) == len(kinds) * v
-    for text in (f"rank 1: {rank1}", "forward, chunk 1", f"backward, chunk {v}", *map(str.lower, colours)):
+    backward = f"{'input gradients' if Kind.W in kinds else 'backward'}, chunk {v}"
+    for text in (f"rank 1: {rank1}", "forward, chunk 1", backward, *map(str.lower, colours)):
         assert text in svg
     assert f"chunk {v + 1}" not in svg
 

@@ -1,0 +1,151 @@
+"""Entry: one call from a model, an optimizer and data to an Engine that trains them as a pipeline."""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from pipeshard.batch.criterion import Criterion
+from pipeshard.engine.model import PipelineModel
+from pipeshard.engine.optimizer import PipelineOptimizer
+from pipeshard.engine.outputs import ReturnOutputs
+from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.plugin import PipelinePlugin
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    criterion: Criterion | None = None,
+    dataloader: DataLoader[Any] | None = None,
+    lr_scheduler: LRScheduler | None = None,
+    *,
+    plugin: PipelinePlugin | None = None,
+    **arguments: Any,
+) -> "Engine":
+    """Split a model into pipeline stages, of which this process keeps its own; every process calls it.
+
+        engine = pipeshard.initialize(model, optimizer, dataloader=dataloader, pp_size=2, num_microbatches=8)
+        model, optimizer, criterion, dataloader, lr_scheduler = engine  # as from ColossalAI's booster.boost
+
+    Args:
+        model: any module; where its weights are on meta, each process makes or loads those of its own stage.
+        optimizer: made of the parameters of `model` as it is; without one the model can only be evaluated.
+        criterion: `fn(output, batch)` that gives the loss; None takes the loss that the model returns.
+        dataloader: batches that are the same on every rank, such as `plugin.prepare_dataloader(...)` gives.
+        lr_scheduler: of this optimizer.
+        plugin: a PipelinePlugin, where one was made for its `prepare_dataloader`; or else
+        arguments: those of PipelinePlugin (`pipeshard.config.PipelineConfig`), of which `pp_size` is required.
+
+    Joins the process group that torchrun describes, unless the script has joined one.
+
+    Raises ConfigurationError for arguments that cannot work and for a process that torchrun has not started, and what
+    cutting the model raises: TraceError, PartitionError, CheckpointError, BatchError.
+    """
+    if plugin is not None and arguments:
+        raise ConfigurationError(f"plugin={type(plugin).__name__} and {', '.join(arguments)}: give them to the plugin")
+    if plugin is None and "pp_size" not in arguments:
+        raise ConfigurationError("initialize needs pp_size, the number of pipeline stages, or a plugin")
+    join()
+    engine = Engine(plugin or PipelinePlugin(**arguments))
+    engine.boost(model, optimizer, criterion, dataloader, lr_scheduler)
+    return engine
+
+
+def join() -> None:
+    """Join the process group that torchrun describes, by NCCL too where each process of a host has a GPU, unless this
+    process is in one already."""
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        raise ConfigurationError(
+            "this process is not one of several (RANK is not set): start the script by torchrun --nproc-per-node 2 "
+            "script.py, with one process for each stage, or call torch.distributed.init_process_group(...) before"
+        )
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
+    dist.init_process_group(None if torch.cuda.device_count() >= here else "gloo")  # NCCL has no two ranks on one GPU
+
+
+class Engine:
+    """What a PipelinePlugin does with a model, without ColossalAI: its methods are named and called as Booster's are.
+
+    Attributes:
+        plugin: the PipelinePlugin, which has `prepare_dataloader`, `recording`, `measuring`, `grid` and others.
+        model, optimizer, criterion, dataloader, lr_scheduler: what `boost` returned last; iterating gives these five.
+        checkpoint_io: what saves and loads.
+    """
+
+    model: PipelineModel | None = None
+    optimizer: PipelineOptimizer | None = None
+    criterion: Criterion | None = None
+    dataloader: DataLoader[Any] | None = None
+    lr_scheduler: LRScheduler | None = None
+
+    def __init__(self, plugin: PipelinePlugin) -> None:
+        self.plugin, self.checkpoint_io = plugin, plugin.get_checkpoint_io()
+        io = self.checkpoint_io
+        self.save_model, self.load_model = io.save_model, io.load_model
+        self.save_optimizer, self.load_optimizer = io.save_optimizer, io.load_optimizer
+        self.save_lr_scheduler, self.load_lr_scheduler = io.save_lr_scheduler, io.load_lr_scheduler
+        self.save_lora_as_pretrained, self.enable_lora = io.save_lora_as_pretrained, plugin.enable_lora
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.optimizer, self.criterion, self.dataloader, self.lr_scheduler))
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Criterion | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """Cut the model, load what `PipelinePlugin.from_pretrained` left for each stage to load, and keep the five."""
+        folder = getattr(model, "_pretrained", None)
+        boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
+        self.model, self.optimizer, self.criterion, self.dataloader, self.lr_scheduler = boosted
+        if folder:
+            self.load_model(boosted[0], folder)
+            setattr(boosted[0].unwrap(), "_pretrained", None)  # noqa: B010 - a module's attributes are tensors, says torch
+        return boosted
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module | None = None,
+        criterion: Criterion | None = None,
+        optimizer: Optimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: ReturnOutputs = False,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Run one batch of `data_iter`: `PipelinePlugin.execute_pipeline`, which says what is returned.
+
+        Without a `model`, with the engine's own model, criterion and optimizer: it trains, except under
+        `torch.no_grad()`. With one, as Booster's: it trains where an `optimizer` is given.
+        """
+        if model is None:
+            if self.model is None:
+                raise UsageError("this engine has no model yet: call pipeshard.initialize(model, ...) or engine.boost")
+            model, criterion = self.model, criterion or self.criterion
+            optimizer = optimizer or self.optimizer
+        return self.plugin.execute_pipeline(
+            data_iter, model, criterion, optimizer, return_loss, return_outputs, **options
+        )
+
+    def backward(self, loss: Tensor, optimizer: Any) -> None:
+        """Of a loss that one process with the whole model (pp_size=1) has computed by `model(...)`."""
+        optimizer.backward(loss)
+
+    def no_sync(
+        self, model: nn.Module | None = None, optimizer: Optimizer | None = None
+    ) -> AbstractContextManager[None]:
+        """Inside, gradients are not summed over replicas and ties; see `PipelinePlugin.no_sync`."""
+        return self.plugin.no_sync(model, optimizer)

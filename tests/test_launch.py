@@ -1,0 +1,145 @@
+"""Launch: `pipeshard launch` refuses what cannot start, and tells of an error that all ranks have once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from pipeshard import cli, script
+from pipeshard.launch import HELP, main
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=500, cwd=folder, env=environment
+    )
+
+
+def test_an_error_that_all_ranks_have_is_told_once_and_not_tried_for_ever(tmp_path: Path) -> None:
+    """A script whose import failed was started 101 times, and printed as many tracebacks for each rank."""
+    (tmp_path / "train.py").write_text("open('started', 'a').write('.')\nimport nothing_of_this_name\n")
+    ended = run(tmp_path, "pipeshard.launch", "--nproc-per-node", "3", "train.py")
+    assert ended.returncode == 1 and len((tmp_path / "started").read_text()) <= 4 * 3, ended.stderr
+    assert ended.stderr.count("ModuleNotFoundError: No module named 'nothing_of_this_name'") in (3, 4), ended.stderr
+    assert "runpy" not in ended.stderr and "pipeshard/script.py" not in ended.stderr
+    assert "3 attempts in a row ended by the same ModuleNotFoundError: not tried again" in ended.stderr
+
+
+def test_a_failed_job_says_which_ranks_failed_how(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os\nif os.environ['RANK'] == '1':\n    raise SystemExit(7)\n")
+    ended = run(tmp_path, "pipeshard.launch", "--max-restarts", "0", "--nproc-per-node", "2", "train.py")
+    assert ended.returncode == 1 and "the job failed: rank 1 (exit status 7)" in ended.stderr
+    assert "Root Cause" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("nofile.py", None, "nofile.py: No such file or directory"),
+        ("broken.py", "x = = 1\n", "broken.py is not a Python script: invalid syntax"),
+    ],
+)
+def test_what_cannot_start_is_refused_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, content: str | None, what: str
+) -> None:
+    """A typo in the script's name was tried 101 times."""
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with mock.patch("pipeshard.launch.run") as started:
+        assert main(["--nproc-per-node", "2", str(tmp_path / name)]) == 2
+    assert not started.called and what in caplog.text
+
+
+def test_a_script_runs_as_python_runs_it(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 5\n")
+    (tmp_path / "train.py").write_text(
+        "import sys, pickle, beside\n"
+        "class Own: pass\n"
+        "assert pickle.loads(pickle.dumps(Own())).__class__ is Own and __name__ == '__main__'\n"
+        "print(__file__, sys.argv, beside.VALUE)\n"
+        "raise KeyError('mine')\n"
+    )
+    (tmp_path / "elsewhere").mkdir()
+    ended = run(tmp_path / "elsewhere", "pipeshard.script", "../train.py", "--epochs", "3")
+    plain = subprocess.run(
+        [sys.executable, "../train.py", "--epochs", "3"], capture_output=True, text=True, cwd=tmp_path / "elsewhere"
+    )
+    assert (ended.returncode, ended.stdout) == (plain.returncode, plain.stdout)
+    assert ended.stderr == plain.stderr and "line 5, in <module>" in ended.stderr
+
+
+def test_errors_are_alike_but_for_ranks_and_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert script.note(tmp_path, "ValueError", "[rank0]: <object at 0x7f01>")
+    assert not script.note(tmp_path, "ValueError", "[rank3]: <object at 0x7f22>")
+    assert script.note(tmp_path, "ValueError", "another")
+    assert script.repeated(tmp_path) == [("ValueError", 1)]
+    assert script.endless(tmp_path, 3, 60) is None
+    for attempt in ("1", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        script.note(tmp_path, "ValueError", "another")
+    assert script.endless(tmp_path, 3, 60) == "ValueError"
+    late = next(file for file in tmp_path.iterdir() if file.name.startswith("2-"))
+    os.utime(late, (late.stat().st_atime, late.stat().st_mtime + 100))
+    assert script.endless(tmp_path, 3, 60) is None  # it trained meanwhile
+
+
+def test_a_lost_rank_is_tried_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for attempt in "0123":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        script.note(tmp_path, "RankError", "rank 1 was lost")
+    assert script.endless(tmp_path, 3, 60) is None
+
+
+def test_help_is_of_this_command() -> None:
+    """It was torchrun's text."""
+    for shown in (CliRunner().invoke(cli.main, ["launch", "--help"]).output,):
+        assert shown == HELP and "usage: pipeshard launch" in shown and max(map(len, HELP.splitlines())) <= 110
+
+
+@pytest.mark.parametrize("program", ["pipeshard.launch", "examples"])
+def test_impatient_people(tmp_path: Path, program: str) -> None:
+    """Ctrl-C a dozen times within half a second: tracebacks of the launcher were chained to each other."""
+    (tmp_path / "train.py").write_text(
+        "import os, sys, time\n"
+        "open(str(os.getpid()) + '.pid', 'w').close()\n"
+        f"sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
+        "import launcher\n"
+        "if 'RANK' not in os.environ:\n"
+        "    os.unlink(str(os.getpid()) + '.pid')\n"
+        "    sys.exit(launcher._launch(2))\n"
+        "time.sleep(300)\n"
+    )
+    command = ["-m", program, "--nproc-per-node", "2", "train.py"] if program != "examples" else ["train.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("RANK", None)
+    agent = subprocess.Popen(
+        [sys.executable, *command], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 300
+    while len(pids := list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    for _ in range(12):
+        agent.send_signal(signal.SIGINT)
+        time.sleep(0.03)
+    _, told = agent.communicate(timeout=100)
+    assert agent.returncode == 130 and "Traceback" not in told, told
+    left = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker = psutil.Process(int(pid.stem))
+            left += [worker] if worker.status() != psutil.STATUS_ZOMBIE else []
+    assert len(pids) == 2 and not left
