@@ -215,7 +215,7 @@ class Tracer:
         if seed != self.seed and torch.equal(torch.Generator().manual_seed(seed).get_state(), torch.get_rng_state()):
             raise TraceError(
                 f"{type(self.model).__name__} seeds torch in its forward (torch.manual_seed), and calls unit {unit} "
-                "before it draws, but stages seed anew what is drawn in a unit and after it: draw from a "
+                "before it draws, but stages reseed what is drawn in a unit and after it: draw from a "
                 "torch.Generator of your own, seed in the unit, or draw before the call"
             )
 
