@@ -270,7 +270,7 @@ class PipelineConfig:
         self._check("policy", is_policy, "a subclass of pipeshard.Policy")
         draws = isinstance(self.init_weights, bool) or callable(self.init_weights)
         self._check("init_weights", draws, "True, False or a function")
-        self._check("compile", isinstance(self.compile, bool | dict), "True, False or options of torch.compile")
+        self._check("compile", isinstance(self.compile, bool | dict), "True, False or a dict of options")
         times = self.timeout if isinstance(self.timeout, Mapping) else {"step": self.timeout}
         what = "a number of seconds, 'adaptive' or None, or a dict of these for 'step', 'other' and 'between'"
         self._check("timeout", set(times) <= {"step", "other", "between"} and all(map(_is_time, times.values())), what)

@@ -37,6 +37,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+OF_COMPILER = "_dynamo"  # how attributes begin that a compiled function puts on the tensors it returns
 DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -107,6 +108,7 @@ def nccl_group(backend: Any) -> Iterator[None]:
 
 __all__ = [
     "ATTRIBUTES",
+    "OF_COMPILER",
     "SUPPORTED_NODES",
     "BatchNorm",
     "DisableTorchFunction",

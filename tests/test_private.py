@@ -156,3 +156,9 @@ def test_torch_asks_nccl_in_the_same_words() -> None:
     assert "is_high_priority_stream: bool" in options and "_group_start" in options and "_group_end" in options
     torch_s_own = inspect.getsource(dist.distributed_c10d)
     assert "backend_options._timeout != timeout" in torch_s_own and "backend._group_start()" in torch_s_own
+
+
+def test_a_compiled_function_may_put_attributes_of_its_own_on_results() -> None:
+    compiled = torch.compile(lambda x: x * 2, backend="aot_eager", dynamic=True)
+    for length in (3, 4, 5):
+        assert all(name.startswith(private.OF_COMPILER) for name in vars(compiled(torch.ones(length))))

@@ -24,6 +24,7 @@ from pipeshard.distributed.collectives import local, local_grad
 from pipeshard.engine.outputs import Outputs
 from pipeshard.engine.weight_grad import Deferral, Gradients
 from pipeshard.errors import ConfigurationError, NonFiniteError, TraceError, UsageError
+from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.taint import Value, casting
 from pipeshard.private import foreach_norm
 from pipeshard.split.replay import Replay
@@ -117,6 +118,10 @@ class Saved:
     loss: Tensor | None
 
 
+FLOWS = 128  # of which is known what got gradients
+Place = tuple[int, Value]  # of a result that crosses a cut: the id of its Dataflow, and which it is
+
+
 class Stage:
     """Runs the model as stage `index` does: `forward`, `backward` and `weight` of microbatch i, in any legal order.
 
@@ -138,6 +143,8 @@ class Stage:
     ) -> None:
         self.model, self.replay, self.index, self.is_last, self.deferral = model, replay, index, is_last, deferral
         self.around, self.finite, self.carry = around, finite, carry
+        self._flows: dict[int, Dataflow] = {}
+        self._before: set[Place] = set()  # what has got a gradient in an earlier step
 
     def begin(
         self,
@@ -156,7 +163,10 @@ class Stage:
         self.loss: Tensor | None = None
         self.saved: dict[int, Saved] = {}
         self.pending: dict[int, list[Gradients]] = {}
-        self.reached: dict[Value, bool] = {}  # what entered, and whether a gradient of it was computed so far
+        self.reached: dict[Place, bool] = {}  # what entered, and whether a gradient of it was computed so far
+        if len(self._flows) > FLOWS:
+            self._flows.clear()
+            self._before.clear()
         self.remaining = len(microbatches)  # backwards
 
     def end(self) -> None:
@@ -237,18 +247,23 @@ class Stage:
                 )
 
     def _refuse_none(self, i: int, entered: Sequence[Tensor]) -> None:
-        """What gets no gradient in the whole step would get zeros from here, which some optimizers tell from none."""
-        route = self.microbatches[i].route
-        for value, tensor in zip(route.enters.gradients, entered):
-            self.reached[value] = self.reached.get(value, False) or tensor.grad is not None
+        """What gets no gradient in the whole step would get zeros from here, which some optimizers tell from none. What
+        never got one does not matter: in one process it has none either, or one by another way."""
+        flow = self.microbatches[i].route.flow
+        for value, tensor in zip(self.microbatches[i].route.enters.gradients, entered):
+            place = id(flow), value
+            self.reached[place] = self.reached.get(place, False) or tensor.grad is not None
+            self._flows[id(flow)] = flow  # as long as its id is looked for
         self.remaining -= 1
-        for value in () if self.remaining else [value for value, is_reached in self.reached.items() if not is_reached]:
+        for key, value in [] if self.remaining else [p for p in self._before if not self.reached.get(p, True)]:
             raise TraceError(
-                f"result {value.leaf} of unit {route.flow.calls[value.call].unit}, which another stage sent to stage "
-                f"{self.index}, gets no gradient in this step, but got one in the trace: a unit detaches it, or leaves "
+                f"result {value.leaf} of unit {self._flows[key].calls[value.call].unit}, which another stage sent to "
+                f"stage {self.index}, gets no gradient in this step, but got one before: a unit detaches it, or leaves "
                 "it out, by what it has counted or by the values of tensors. Let it do so always or never, by an "
                 "attribute that is set between steps, or multiply by zero"
             )
+        if not self.remaining:
+            self._before.update(place for place, is_reached in self.reached.items() if is_reached)
 
     def weight(self, i: int) -> None:
         """Compute the weight gradients that `backward(i)` has deferred."""

@@ -285,7 +285,8 @@ def casting() -> str | None:
 
 
 def storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    """What tells whose memory a tensor has; a sparse one has none of its own."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -210,7 +210,7 @@ class Tracer:
         return answered
 
     def _refuse_seed(self, unit: str) -> None:
-        """Refuse a forward that seeds torch for what is drawn inside of a unit, or after it: there stages seed anew."""
+        """Refuse a forward that seeds torch for what is drawn inside of a unit, or after it: there stages reseed."""
         seed = torch.initial_seed()
         if seed != self.seed and torch.equal(torch.Generator().manual_seed(seed).get_state(), torch.get_rng_state()):
             raise TraceError(

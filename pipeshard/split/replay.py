@@ -32,7 +32,7 @@ from pipeshard.graph.unit_outputs import (
     resolve_from,
     run_collecting,
 )
-from pipeshard.private import tree_leaves
+from pipeshard.private import OF_COMPILER, tree_leaves
 from pipeshard.split.route import Blank, Route, Step, recomputes_itself, run_again
 
 UNFROZEN = (
@@ -272,7 +272,7 @@ class Replay:
         """The next stage expects what the trace has seen: anything else would break its connection, or be misread."""
         shape = run.sizes[value.call][value.leaf]
         if isinstance(tensor, Tensor) and (type(tensor) not in (Tensor, nn.Parameter) or _has_more(tensor)):
-            more = ", ".join(vars(tensor)) or type(tensor).__name__
+            more = ", ".join(_added(tensor)) or type(tensor).__name__
             raise self._differs(step, run, f"has {more}", "a tensor", value.leaf, PLAIN_TENSOR)
         if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != spec.dtype:
             raise self._differs(step, run, f"is {_described(tensor)}", f"{shape} {spec.dtype}", value.leaf, SHAPES)
@@ -289,7 +289,11 @@ class Replay:
 
 def _has_more(tensor: Tensor) -> bool:
     """Whether somebody has given a tensor that a unit made attributes."""
-    return bool(vars(tensor)) and not isinstance(tensor, nn.Parameter)
+    return bool(vars(tensor)) and not isinstance(tensor, nn.Parameter) and bool(_added(tensor))
+
+
+def _added(tensor: Tensor) -> list[str]:
+    return [name for name in vars(tensor) if not name.startswith(OF_COMPILER)]
 
 
 def _described(leaf: Any) -> str:

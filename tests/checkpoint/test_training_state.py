@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -388,14 +390,11 @@ def test_a_state_saved_while_training_goes_on_is_that_of_its_step(
 def failing_in_the_background(folder: Path) -> tuple[str, list[str]]:
     training = Training("gpt2", 0)
     training.run(1)
-    if dist.get_rank() == 1:
-        shards.save_file = _full
-    save_training_state(folder, 1, **training.parts, use_async=True)
-    try:
+    full = mock.patch.object(shards, "save_file", _full) if dist.get_rank() == 1 else contextlib.nullcontext()
+    with full, pytest.raises(CheckpointError) as raised:
+        save_training_state(folder, 1, **training.parts, use_async=True)
         save_training_state(folder, 2, **training.parts)
-    except CheckpointError as error:
-        return str(error), sorted(path.name for path in folder.iterdir())
-    raise AssertionError
+    return str(raised.value), sorted(path.name for path in folder.iterdir())
 
 
 def _full(*_: Any, **__: Any) -> None:
