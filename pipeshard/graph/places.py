@@ -30,6 +30,7 @@ HOOKS = frozenset(name for name in nn.Module().__dict__ if name.endswith("_hooks
 OF_TORCH = frozenset(name for name in nn.Module().__dict__ if name[0] == "_") - REGISTERED
 # Objects and functions of these packages are not looked into: they have no state of a model's.
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "pipeshard", "colossalai", "tqdm", "rich", "datasets"}
+LIBRARIES |= {"pytest", "_pytest", "pluggy", "wandb", "trackio", "tensorboard", "matplotlib", "pandas", "scipy"}
 CODE_OF_OTHERS = LIBRARIES | {"transformers", "peft", "accelerate"}
 NAMESPACES = (SimpleNamespace, Namespace, threading.local)
 # Their state is what they hold; those of the whole process are seeded anew everywhere, see Randomness.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -146,9 +147,10 @@ def saved(folder: str, failing: bool) -> list[Any]:
     """A training state beside a save in the background, which takes its time and looks at the live config."""
     split = Split(zoo.build("llama"), 2, zoo.batch("llama"), num_microbatches=2)
     config, seen, path = split.model.unwrap().config, [], Path(folder)
-    write = FolderSave.write
+    write, has_begun = FolderSave.write, threading.Event()
 
     def slowly(save: FolderSave) -> None:
+        has_begun.set()
         time.sleep(0.2)
         seen.append(config.use_cache)
         if failing:
@@ -159,6 +161,7 @@ def saved(folder: str, failing: bool) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FolderSave, "write", slowly)
         split.booster.save_model(split.model, str(path / "model"), shard=True, use_async=True)
+        assert has_begun.wait(30)
         patch.undo()
         try:
             save_training_state(path / "state", 1, split.model)
