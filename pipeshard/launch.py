@@ -35,10 +35,7 @@ RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_
 RESTARTS = 100
 PERIOD = 0.5  # seconds between two looks at the workers
 STUCK = 10  # looks
-ALIKE, WITHIN = (
-    3,
-    60.0,
-)  # attempts in a row that end by one error, each so many seconds after the one before, are enough
+ALIKE, WITHIN = 3, 60.0  # so many attempts in a row that end by one error, each in so many seconds, are enough
 HELP = f"""\
 usage: pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]
 

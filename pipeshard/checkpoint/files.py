@@ -70,18 +70,19 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
 def new_folder(target: Path, group: dist.ProcessGroup, mark: str) -> AbstractContextManager[Path]:
     """An empty folder for all ranks to write in, which at the end takes the place and the name of `target`.
 
-    At every moment `existing(target)` is the previous folder or the new one, whole. `mark` is a file that each such
-    folder has: a folder without it holds something else, and is refused, not replaced.
+    At every moment `existing(target)` is the previous folder or the new one, whole. `mark` is as for `make_way`.
     """
+    return _written(target, group, lambda: make_way(target, mark), lambda writing: place(writing, target))
 
-    def prepare() -> None:
-        if target.is_file():
-            raise CheckpointError(f"{target} is a file, but a folder is to be written: choose another name")
-        if target.exists() and any(target.iterdir()) and not (target / mark).exists():
-            raise CheckpointError(f"{target} holds something else, which saving would replace: choose another folder")
-        restore(target)
 
-    return _written(target, group, prepare, lambda writing: place(writing, target))
+def make_way(target: Path, mark: str) -> None:
+    """Get ready for a folder that is to take the place of `target`. `mark` is a file that each such folder has: one
+    without it holds something else, and is refused, not replaced."""
+    if target.is_file():
+        raise CheckpointError(f"{target} is a file, but a folder is to be written: choose another name")
+    if target.exists() and any(target.iterdir()) and not (target / mark).exists():
+        raise CheckpointError(f"{target} holds something else, which saving would replace: choose another folder")
+    restore(target)
 
 
 def place(writing: Path, target: Path) -> None:

@@ -50,7 +50,7 @@ class PipelineCheckpointIO:
         shard: bool = False,
         gather_dtensor: bool = True,
         prefix: str | None = None,
-        size_per_shard: int = 1024,
+        size_per_shard: int = SHARD,
         use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:
@@ -175,7 +175,7 @@ class PipelineCheckpointIO:
         shard: bool = False,
         gather_dtensor: bool = True,
         prefix: str | None = None,
-        size_per_shard: int = 1024,
+        size_per_shard: int = SHARD,
         use_async: bool = False,
     ) -> None:
         """Write the folder (`shard=True`: each rank its own part) or the file `checkpoint`."""

@@ -21,6 +21,7 @@ from pipeshard.checkpoint.safetensors_files import Content as FileContent
 from pipeshard.checkpoint.safetensors_files import write_files
 from pipeshard.checkpoint.save import FolderSave
 
+MODEL, OPTIMIZER, REST = "model", "optimizer", "training.pt"  # the parts of a state
 MARKS = ".marks"  # in the hidden folder, of ranks whose part is done
 
 
@@ -34,11 +35,10 @@ class StateSave(Save):
     rest: dict[str, Any] | None  # on the first rank: what training.pt holds
     step: int
     pipeline_stages: int
-    names: tuple[str, str, str]  # of the parts in the folder: model, optimizer, rest
     finish: Callable[[], None]  # on the first rank, once the state is complete
 
     def write(self) -> None:
-        _, optimizer, rest = (self.writing / name for name in self.names)
+        optimizer, rest = self.writing / OPTIMIZER, self.writing / REST
         if self.model is not None:
             self.model.write()
         own: list[Path] = []

@@ -16,12 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeshard.checkpoint.files import existing, hidden, new_folder, remove, restore, together
+from pipeshard.checkpoint.files import existing, hidden, make_way, new_folder, remove, restore, together
 from pipeshard.checkpoint.io import boosted_model, io_of
 from pipeshard.checkpoint.manifest import MANIFEST, damage, flaw, lock, sums_of, write_manifest
 from pipeshard.checkpoint.optimizer import load_optimizer, part_of, save_optimizer
 from pipeshard.checkpoint.pickles import load_plain
-from pipeshard.checkpoint.state_save import MARKS, StateSave
+from pipeshard.checkpoint.state_save import MARKS, MODEL, OPTIMIZER, REST, StateSave
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import CheckpointError
@@ -55,7 +55,6 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 logger = logging.getLogger("pipeshard")
-MODEL, OPTIMIZER, REST = "model", "optimizer", "training.pt"
 STEP = re.compile(r"step-(\d{8,})")
 HIDDEN = re.compile(rf"\.{STEP.pattern}\.(old|writing|removed)")  # of a save that was killed
 
@@ -128,6 +127,7 @@ def _in_background(
     writing = hidden(target, "writing")
     with together(world):
         if first:
+            make_way(target, mark=MANIFEST)
             for folder in (MARKS, MODEL, OPTIMIZER) if optimizer is not None else (MARKS, MODEL):
                 (writing / folder).mkdir(parents=True)
     folder_save = io_of(model).planned(model, writing / MODEL)
@@ -145,7 +145,6 @@ def _in_background(
         rest=rest,
         step=step,
         pipeline_stages=pipeline.num_stages,
-        names=(MODEL, OPTIMIZER, REST),
         finish=lambda: _keep(parent, keep),
     )
 

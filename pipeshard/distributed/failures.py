@@ -27,8 +27,8 @@ RAISED, GONE, STALLED, ENDED, ORPHANED = "raised", "gone", "stalled", "ended", "
 @dataclass(frozen=True)
 class Fault:
     """`rank` (whose `name` is "rank 2 (stage 2)") has raised an error with `message` while it was at `where`, maybe in
-    the code of `module`; or it is gone, or stalled, or has ended, or
-    the agent of `told_by` has. `told_by` is the rank that says so."""
+    the code of `module`; or it is gone, or stalled, or has ended, or its agent has. `told_by` is the rank that says
+    so."""
 
     kind: str
     rank: int
@@ -78,18 +78,7 @@ class Alarm:
 
     def ask(self, question: Callable[[], T]) -> T:
         """`question()`, in a thread of its own: it hangs at a store that is silent, but this one waits until `gone`."""
-        answer: Future[T] = Future()
-
-        def put() -> None:
-            try:
-                answer.set_result(question())
-            except BaseException as error:  # it is raised by the thread that waits
-                answer.set_exception(error)
-
-        try:
-            threading.Thread(target=put, name="pipeshard-ask", daemon=True).start()
-        except RuntimeError:  # since Python 3.12 none starts where a process ends
-            return question()
+        answer = _put(question)
         self.asked = True
         try:
             while not self.gone:
@@ -122,25 +111,37 @@ class Alarm:
         those that will not say so."""
 
         def leave() -> None:
-            with contextlib.suppress(RuntimeError):
-                self._refuse_gone()
-                self.store.set(f"left/{self.rank}", "")
-                until = time.monotonic() + LINGER
-                everyone = [f"left/{rank}" for rank in range(self.size) if rank not in without]
-                lingers = self.rank == 0 and not has_agents()
-                while lingers and time.monotonic() < until and not self.store.check(everyone):
-                    time.sleep(0.02)
+            self._refuse_gone()
+            self.store.set(f"left/{self.rank}", "")
+            until = time.monotonic() + LINGER
+            everyone = [f"left/{rank}" for rank in range(self.size) if rank not in without]
+            lingers = self.rank == 0 and not has_agents()
+            while lingers and time.monotonic() < until and not self.store.check(everyone):
+                time.sleep(0.02)
 
-        thread = threading.Thread(target=leave, name="pipeshard-leave", daemon=True)
-        try:
-            thread.start()
-            thread.join(LINGER + 1)  # the store may be silent
-        except RuntimeError:  # since Python 3.12 none starts where a process ends
-            leave()
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            _put(leave).result(timeout=LINGER + 1)
 
     def _refuse_gone(self) -> None:
         if self.gone:
             raise _gone()
+
+
+def _put(question: Callable[[], T]) -> Future[T]:
+    """Put a question in a thread of its own, since it hangs at a store that is silent; what comes of it."""
+    answer: Future[T] = Future()
+
+    def put() -> None:
+        try:
+            answer.set_result(question())
+        except BaseException as error:  # it is raised by the thread that waits
+            answer.set_exception(error)
+
+    try:
+        threading.Thread(target=put, name="pipeshard-ask", daemon=True).start()
+    except RuntimeError:  # since Python 3.12 none starts where a process ends
+        put()
+    return answer
 
 
 def _gone() -> Exception:

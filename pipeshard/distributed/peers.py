@@ -20,6 +20,8 @@ import psutil
 EVERY = 4  # looks of the watch between two of this class
 STOPPED = 5  # of these, one after the other, in which a process is stopped: a job may be paused as a whole
 PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent ends
+SAME = 2.0  # seconds: each process reckons from when the system was started, which the kernel tells by the second
+KILLED = "is gone: it was killed or has crashed"
 UNASKED = 8  # looks of the watch without an answer after which the store is not waited for
 
 
@@ -67,7 +69,7 @@ class Peers:
             self._suspect, self._sure = self.killed(), False
         if self._suspect not in self.left and self._suspect >= 0 and (self._sure or silent > UNASKED):
             pid = self._processes[self._suspect].pid
-            return self._suspect, f"is gone: it was killed or has crashed (process {pid} of this host)"
+            return self._suspect, f"{KILLED} (process {pid} of this host)"
         return None
 
     def killed(self) -> int:
@@ -109,7 +111,7 @@ def _host() -> list[str]:
 def _process(pid: int, created: float) -> psutil.Process | None:
     try:
         process = psutil.Process(pid)
-        return process if process.create_time() == created else None
+        return process if abs(process.create_time() - created) < SAME else None
     except psutil.Error:
         return None
 

@@ -28,7 +28,7 @@ from pipeshard.distributed.failures import (
     text_of,
 )
 from pipeshard.distributed.monitor import Monitor
-from pipeshard.distributed.peers import Peers
+from pipeshard.distributed.peers import KILLED, Peers
 from pipeshard.distributed.progress import NOW, Timeout, allowed, collective_of, main_stack
 from pipeshard.errors import RankError
 
@@ -198,7 +198,7 @@ class Watch:
             with contextlib.suppress(RuntimeError):
                 fault = self._roll.result(fault, self.named)
         if fault is None and (rank := self._peers.killed()) >= 0:
-            return f"{self.named(rank)} is gone: it was killed or has crashed"
+            return f"{self.named(rank)} {KILLED}"
         return "" if fault is None or fault.rank == self.rank else str(fault)
 
     # In both.
@@ -206,7 +206,7 @@ class Watch:
     def _killed(self, otherwise: Fault, lost: bool) -> Fault:
         """Who is known to be gone, where a connection was lost."""
         rank = self._peers.killed() if lost else -1
-        return otherwise if rank < 0 else self._gone(rank, "is gone: it was killed or has crashed")
+        return otherwise if rank < 0 else self._gone(rank, KILLED)
 
     def _gone(self, rank: int, how: str) -> Fault:
         return Fault(GONE, rank, self.named(rank), NOW.where, message=f"{self.named(rank)} {how}")

@@ -24,15 +24,8 @@ from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.lora import load_lora, save_lora
 from pipeshard.checkpoint.manifest import MANIFEST, damage, flaw, lock, sums_of, write_manifest
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
-from pipeshard.checkpoint.training_state import (
-    OPTIMIZER,
-    REST,
-    random_state,
-    read_rest,
-    rest_of,
-    restore_rest,
-    set_random_state,
-)
+from pipeshard.checkpoint.state_save import OPTIMIZER, REST
+from pipeshard.checkpoint.training_state import random_state, read_rest, rest_of, restore_rest, set_random_state
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
@@ -100,11 +93,9 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
         rest = read_rest(folder / FOLDER / REST)
         restore_rest(model.pipeline, rest, lr_scheduler)
         if grid.first:
-            for torn in folder.glob(
-                RANDOM
-            ):  # nobody waits until all ranks have written theirs: what is read here counts
-                if not zipfile.is_zipfile(torn):
-                    torn.unlink()
+            for file in folder.glob(RANDOM):  # for which nobody waits, when they are written: what is read here counts
+                if not zipfile.is_zipfile(file):
+                    file.unlink()
     same = rest["layout"] == [grid.dp_size, grid.pp_size, grid.tp_size]
     return rest["ranks"][grid.world.rank()] if same else rest["random"]
 

@@ -397,6 +397,23 @@ def failing_in_the_background(folder: Path) -> tuple[str, list[str]]:
     return str(raised.value), sorted(path.name for path in folder.iterdir())
 
 
+def saving_over_another_s(folder: Path, use_async: bool) -> str:
+    training = Training("gpt2", 0)
+    with pytest.raises(CheckpointError) as raised:
+        save_training_state(folder, 1, **training.parts, use_async=use_async)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_a_folder_of_somebody_else_s_is_not_replaced(pool: Pool, tmp_path: Path, use_async: bool) -> None:
+    # In the background, a state would have taken the place of whatever was called as its step.
+    (other := tmp_path / "step-00000001/notes.txt").parent.mkdir()
+    other.write_text("results")
+    for said in pool.run(saving_over_another_s, 2, tmp_path, use_async):
+        assert "holds something else" in said
+    assert other.read_text() == "results"
+
+
 def _full(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 

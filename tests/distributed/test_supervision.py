@@ -119,6 +119,14 @@ def other(store: Store, code: str = "import time; time.sleep(60)") -> subprocess
     return process
 
 
+def until(process: subprocess.Popen[bytes], *statuses: str) -> None:
+    """A signal is taken when the process next runs, which may be late on a busy machine."""
+    deadline = time.monotonic() + 20
+    while psutil.Process(process.pid).status() not in statuses:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_a_killed_rank_is_seen_unless_it_has_said_that_it_leaves() -> None:
     # A rank was killed, and the child that it had forked kept its connections: the others waited for the watchdog.
     store = Store()
@@ -126,7 +134,7 @@ def test_a_killed_rank_is_seen_unless_it_has_said_that_it_leaves() -> None:
     try:
         assert seen(store, 2) is None
         process.kill()  # and nobody asks for its status
-        time.sleep(0.5)
+        until(process, psutil.STATUS_ZOMBIE)
         for meets in (True, False):  # also where the store has gone with it
             found = seen(store, 2, meets) if meets else _silent(store)
             assert found is not None and found[0] == 1 and "was killed" in found[1]
@@ -150,12 +158,12 @@ def test_a_stopped_rank_is_seen_after_some_looks_and_one_that_goes_on_is_not() -
     process = other(store)
     try:
         process.send_signal(signal.SIGSTOP)
-        time.sleep(0.5)
+        until(process, psutil.STATUS_STOPPED)
         assert seen(store, peers.STOPPED - 1) is None
         found = seen(store, peers.STOPPED)
         assert found is not None and "is stopped" in found[1]
         process.send_signal(signal.SIGCONT)
-        time.sleep(0.5)
+        until(process, psutil.STATUS_SLEEPING, psutil.STATUS_RUNNING)
         assert seen(store, peers.STOPPED) is None
     finally:
         process.kill()
