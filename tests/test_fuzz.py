@@ -43,7 +43,8 @@ HEADERS = parser_of("safetensors headers")
 def test_a_sample_is_read_or_refused_by_name(parser: Parser, tmp_path: Path) -> None:
     tally = trial(parser, range(round(SAMPLE * 3 * parser.share)), tmp_path)
     assert not tally.crashes, [crash.what for crash in tally.crashes]
-    assert tally.accepted > 0.03 * tally.inputs and len(tally.refusals) >= 20  # it reaches what is behind JSON
+    assert tally.accepted > 0.03 * tally.inputs  # it reaches what is behind JSON
+    assert len(tally.refusals) >= min(20, tally.inputs // 10)
 
 
 def test_the_same_number_makes_the_same_input() -> None:

@@ -41,8 +41,8 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
     extra: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
     extra["trust_remote_code"] = options.pop("trust_remote_code", False)  # None asks on the terminal
-    config, unknown = config_of(path, **extra, **options)
-    if unknown := unknown.keys() & options.keys():
+    config, unused = config_of(path, **extra, **options)
+    if unknown := unused.keys() & options.keys():
         raise ConfigurationError(f"{type(config).__name__} has no {', '.join(sorted(unknown))}: pass fields it has")
     dtype = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else dtype
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
@@ -57,7 +57,7 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
 def config_of(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
     """What `AutoConfig.from_pretrained` makes of a folder with these options, and those of them that are unknown.
 
-    Raises CheckpointError where that is no config of a model, or one that is not to be believed.
+    Raises CheckpointError where that is not a config of a model, or one that is not to be believed.
     """
     with _named(f"{folder} has no config of a model"):
         for file in sorted(folder.glob("config*.json")):  # one names others, for other versions of transformers
@@ -163,7 +163,7 @@ def _match(patterns: Sequence[str], names: Sequence[str]) -> None:
         raise ValueError(f"its patterns {patterns} are not matched within {PATIENCE:g} seconds") from None
     except subprocess.CalledProcessError as error:
         last = error.stderr.strip().splitlines()[-1:]
-        raise ValueError(f"its patterns {patterns} are no regular expressions: {' '.join(last)}") from None
+        raise ValueError(f"its patterns {patterns} are not regular expressions: {' '.join(last)}") from None
 
 
 def _cached(name: Path) -> Path:

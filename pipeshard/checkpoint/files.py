@@ -69,8 +69,8 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
     if first is not None:
         message, rank = str(messages[first]), dist.get_process_group_ranks(group)[first]
         own = len(set(messages)) == 1 or message.startswith("rank ")  # of all ranks, or of one that is named
-        error = CheckpointError(message if own else f"{named(rank)}: {message}")
-        raise (of_all(error) if group.size() == dist.get_world_size() else error) from failure
+        shared = CheckpointError(message if own else f"{named(rank)}: {message}")
+        raise (of_all(shared) if group.size() == dist.get_world_size() else shared) from failure
 
 
 def new_folder(target: Path, group: dist.ProcessGroup, mark: str) -> AbstractContextManager[Path]:

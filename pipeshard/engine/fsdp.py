@@ -95,9 +95,9 @@ class ShardedUnits:
         self._waiting = list(self.groups)
         gathers: deque[Any] = deque()
         for module in self.groups:  # two at a time: each needs the room of the unit twice
-            gathers.append(module.unshard(async_op=True))
-            if len(gathers) > 2:
+            if len(gathers) == 2:
                 gathers.popleft().wait()
+            gathers.append(module.unshard(async_op=True))
         for gather in gathers:
             gather.wait()
         for parameter in self._all_parameters() if self.casts else ():  # 16 bits would lose what is accumulated

@@ -147,8 +147,7 @@ class Reader:
         try:
             agreement = agree(self.grid, batches, parts, mode, news(read) if read else 0)
         except BatchError as disagreement:
-            error = batches if isinstance(batches, Exception) else disagreement
-            raise of_all(error) from None
+            raise of_all(batches if isinstance(batches, Exception) else disagreement) from None
         return list(read), agreement
 
     def first(self, agreement: Agreement) -> int:

@@ -175,7 +175,7 @@ class Tiny(nn.Module):
 
 
 def _prepare_adapter(folder: Path) -> None:
-    get_peft_model(Tiny(), LoraConfig(r=2, target_modules=["up"])).save_pretrained(folder)
+    get_peft_model(Tiny(), LoraConfig(r=2, target_modules=["up"])).save_pretrained(str(folder))
 
 
 def _parse_adapter(file: Path) -> None:
