@@ -53,9 +53,9 @@ def enable_lora(
 
 def _with_adapter_of(folder: str, model: nn.Module) -> PeftModel:
     path = existing(Path(folder))
-    if path.is_dir():
-        check_adapter(path, model)
     try:
+        if path.is_dir():
+            check_adapter(path, model)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return PeftModel.from_pretrained(model, str(path), is_trainable=True, torch_device="cpu")

@@ -87,6 +87,7 @@ def test_absurd_adapters_are_refused(
 
 def test_honest_configs_are_read(tmp_path: Path) -> None:
     for kind in sorted({entry.model_type for entry in all_entries()}):
-        with contextlib.suppress(StrictDataclassClassValidationError):  # of Gemma's assistants, whose defaults are wrong
-            AutoConfig.for_model(kind).save_pretrained(tmp_path)
-            assert config_of(tmp_path)[0].model_type == kind
+        with contextlib.suppress(StrictDataclassClassValidationError):  # of one whose defaults are wrong
+            config = AutoConfig.for_model(kind)
+            config.save_pretrained(tmp_path)
+            assert type(config_of(tmp_path)[0]) is type(config)
