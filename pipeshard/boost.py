@@ -64,7 +64,7 @@ def boost_model(
     partition = str(config.settled(model, called).partition)
 
     def costs(flow: Dataflow, batch: Batch) -> Sequence[float] | None:
-        return measured_costs(partition, model, flow, batch, config.cut, grid.device, grid.world)
+        return measured_costs(partition, model, flow, batch, config.cut, grid.device, grid.world, called)
 
     boosted = kind(model, Pipeline(config, grid, model, sample, called, costs))
     grid.mesh.warm_up(grid.device)

@@ -184,7 +184,7 @@ def study(
         units = [model.get_submodule(call.unit) for call in flow.calls]
         recomputed = any(map(recomputes, units))
         plain = metered(model, microbatch, criterion, recompute=False, cuts=cuts)[1] if recomputed else None
-        measured = _profile(profile, partition, model, flow, microbatch)
+        measured = _profile(profile, partition, model, flow, microbatch, criterion)
     policy = policy or find_policy(model)
     forms = Forms(lowered, _sliced(model, flow, training.tp_size, tp_plan, policy))
     costs = measured.times if measured else [unit_cost(*call) for call in zip(units, meter.works, strict=True)]
@@ -253,13 +253,18 @@ def first_microbatch(
 
 
 def _profile(
-    profile: Profile | str | Path | None, partition: Cuts, model: nn.Module, flow: Dataflow, microbatch: Batch
+    profile: Profile | str | Path | None,
+    partition: Cuts,
+    model: nn.Module,
+    flow: Dataflow,
+    microbatch: Batch,
+    criterion: Criterion | None,
 ) -> Profile | None:
     """The measured times, if they are asked for."""
     kind, _, path = partition.partition(":") if isinstance(partition, str) else ("", "", "")
     if profile is None and kind == "profile":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        profile = find_profile(path, model, flow, microbatch, device)
+        profile = find_profile(path, model, flow, microbatch, device, criterion)
         if path and not Path(path).exists():
             profile.save(path)
         return profile

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
+from pipeshard.batch.criterion import Criterion
 from pipeshard.batch.read import read_batch
 from pipeshard.distributed.collectives import gather
 from pipeshard.engine.weight_grad import Deferral
@@ -26,6 +27,7 @@ from pipeshard.graph.rng import Randomness
 from pipeshard.graph.shapes import blank_state
 from pipeshard.graph.taint import Value
 from pipeshard.planner.candidate import metered, unit_cost
+from pipeshard.planner.tail import tail_time
 from pipeshard.private import TreeSpec, reparametrized, tree_leaves, tree_map_only, tree_unflatten
 from pipeshard.split.partition import Cost
 
@@ -196,14 +198,20 @@ class Profile:
 
 
 def profile_units(
-    model: nn.Module, flow: Dataflow, batch: Any, device: torch.device | str, repeats: int = 5
+    model: nn.Module,
+    flow: Dataflow,
+    batch: Any,
+    device: torch.device | str,
+    repeats: int = 5,
+    criterion: Criterion | None = None,
 ) -> Profile:
     """Time the unit calls of `flow` on `device`, for a microbatch like `batch`.
 
     Each kind of unit is run alone, forward and backward, three times to warm up and `repeats` times for the median, in
     training mode. Its inputs are random numbers in the shapes that the trace finds, and masks and positions as the
     model makes them; parameters that are not on `device` are random too. A kind that does not run on such values gets
-    its estimated share of the others' time, with a warning. Only one unit is on the device at a time.
+    its estimated share of the others' time, with a warning. Only one unit is on the device at a time. To the last call
+    belongs the loss that comes after it, the model's own or that of `criterion`.
 
     Raises ConfigurationError if the batch makes other unit calls than `flow`, UsageError if no unit could be timed.
     """
@@ -212,7 +220,7 @@ def profile_units(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     captures = Captures()
-    now, _ = metered(model, microbatch, meter=captures)
+    now, _ = metered(model, microbatch, criterion, meter=captures)
     units = [model.get_submodule(call.unit) for call in now.calls]
     with preserving(model, timed=True), Randomness(device).step(0, 0):
         if not model.training:
@@ -221,25 +229,30 @@ def profile_units(
         for unit, capture in zip(units, captures.calls, strict=True):
             if id(capture) not in times:
                 times[id(capture)] = _timed(Stopwatch(unit, capture, device), repeats, model)
+        tail = tail_time(model, now, microbatch, criterion, device, repeats)
     measured = [times[id(capture)] for capture in captures.calls]
     estimates = [unit_cost(unit, work) for unit, work in zip(units, captures.works, strict=True)]
+    completed = _completed(measured, estimates)
+    completed[-1] = Cost(*(a + b for a, b in zip(completed[-1], tail, strict=True)))
     profile = Profile(
         model=type(model).__name__,
         units=tuple(call.unit for call in now.calls),
         microbatch=_shapes(microbatch),
         torch=torch.__version__,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        times=tuple(_completed(measured, estimates)),
+        times=tuple(completed),
         estimated=tuple(call.unit for call, cost in zip(now.calls, measured, strict=True) if cost is None),
     )
     profile.costs(flow)
     return profile
 
 
-def find_profile(file: str, model: nn.Module, flow: Dataflow, microbatch: Batch, device: torch.device) -> Profile:
+def find_profile(
+    file: str, model: nn.Module, flow: Dataflow, microbatch: Batch, device: torch.device, criterion: Criterion | None
+) -> Profile:
     """The one in `file`, if there is such a file, or else one that is made now; raises if it is of something else."""
     known = bool(file) and Path(file).exists()
-    profile = Profile.load(file) if known else profile_units(model, flow, microbatch, device)
+    profile = Profile.load(file) if known else profile_units(model, flow, microbatch, device, criterion=criterion)
     profile.check(model, flow, microbatch)
     return profile
 
@@ -294,6 +307,7 @@ def measured_costs(
     cut: tuple[int | None, int | None],
     device: torch.device,
     group: dist.ProcessGroup,
+    criterion: Criterion | None = None,
 ) -> list[float] | None:
     """Seconds of each unit call: the median of what the ranks of `group`, which all call it, have measured.
 
@@ -304,7 +318,7 @@ def measured_costs(
     kind, _, file = partition.partition(":")
     if kind != "profile":
         return None
-    profile = find_profile(file, model, flow, batch.split(*cut)[0], device)
+    profile = find_profile(file, model, flow, batch.split(*cut)[0], device, criterion)
     of_ranks = gather(torch.tensor(profile.costs(flow), dtype=torch.float64), group)
     if file and group.rank() == 0 and not Path(file).exists():
         profile.save(file)

@@ -80,6 +80,24 @@ def test_times_are_those_of_each_unit() -> None:
     assert found.device == "cpu" and found.microbatch == {"input_ids": (2, 6), "labels": (2, 6)}
 
 
+def late(output: Any, batch: Any) -> Tensor:
+    """A criterion of 30 ms forward and 50 ms backward."""
+    time.sleep(0.03)
+    loss: Tensor = output["loss"] * 2
+    loss.register_hook(lambda grad: time.sleep(0.05))
+    return loss
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_the_loss_belongs_to_the_last_call(on_meta: bool) -> None:
+    """It was in no time at all: of a large vocabulary it takes a tenth of a step, and the last stage was late."""
+    with torch.device("meta" if on_meta else "cpu"):
+        model = Model(Slow(1), Slow(1))
+    *others, last = profile(model, criterion=late).times
+    assert last.forward >= 0.03 and last.backward >= 0.05
+    assert all(cost.forward < 0.03 and cost.backward < 0.05 for cost in others)
+
+
 def test_the_first_runs_of_a_unit_do_not_count() -> None:
     watch = Stopwatch(nn.Linear(H, H), Capture([], frozenset(), tree_structure(())), torch.device("cpu"))
     slow, settled = [Cost(9, 9, 9)] * 3, [Cost(k, k + 1, k + 2) for k in (5, 4, 3, 2, 1)]
