@@ -75,7 +75,7 @@ class Estimate:
     @property
     def unusable(self) -> str:
         """In short why it cannot be used, if it cannot."""
-        return "refused by the plugin" if self.refused else "cannot be cut so" if self.problem else ""
+        return "not accepted" if self.refused else "cannot be cut so" if self.problem else ""
 
     @property
     def fullest(self) -> int:
