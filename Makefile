@@ -12,7 +12,7 @@
 # make faults   plants every kind of fault on every stage at every moment of a step: all ranks end by name, the next run
 #               goes on; writes the table in docs/reliability.md; make faults DISABLE=99 runs them without their mechanism
 # make hosts    cuts the cable between two hosts (network namespaces, for which it must be root) that train together
-# make fuzz     tries INPUTS broken headers, indices and manifests of checkpoints: each is read, or refused by name
+# make fuzz     tries INPUTS broken headers, indices, manifests, configs and pickles: each is read, or refused by name
 # make parity   trains every architecture of transformers split and unsplit, and writes docs/parity.md; RESUME=1 goes on
 #               where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6;
 #               PRECISION=bf16, fp16 or autocast compares in 16 bits, and adds a column
@@ -42,7 +42,7 @@ ROUNDS       ?= 9
 INPUTS       ?= 1000000
 JOBS         ?= 3
 DEVICE       ?= cuda
-PART         ?= work overhead lengths memory partition replay
+PART         ?= work overhead lengths memory partition replay guards
 
 VENV  := .venv
 BIN   := $(VENV)/bin

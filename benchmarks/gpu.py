@@ -1,12 +1,14 @@
 """GPU check: the first thing to run on a machine with GPUs. Real steps, compared with the unsplit model, as a table.
 
 `python -m benchmarks.gpu [--device cpu] [--json FILE]`: every schedule by every transport, 16 bits, replicas. Each case
-also runs a step inside `plugin.measuring()`, which waits for the whole device in every action. Where there are fewer
-GPUs than ranks, several share one: NCCL takes them for several hosts. A case that hangs is a result, and the next one
-gets new processes. With `--device cpu` the same code runs on the CPU, by gloo. Without a GPU it says so, and is done.
+also runs a step in which every action waits for the whole device, as an autotuner or a late kernel does. Where there
+are fewer GPUs than ranks, several share one: NCCL takes them for several hosts. A case that hangs is a result, and the
+next one gets new processes. With `--device cpu` the same code runs on the CPU, by gloo. Without a GPU it says so, and
+is done.
 """
 
 import argparse
+import contextlib
 import copy
 import itertools
 import json
@@ -15,7 +17,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -76,6 +78,31 @@ def cases() -> list[Case]:
     return [*of_one, *of_two, Case(dp=2), *(Case(schedule, pp=4) for schedule in ("1f1b", "interleaved", "zbv"))]
 
 
+@contextlib.contextmanager
+def settling(device: torch.device) -> Iterator[None]:
+    """Inside, every action waits for all that its device has been given."""
+
+    def settled(method: Any) -> Any:
+        def call(stage: Any, *args: Any) -> Any:
+            result = method(stage, *args)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return result
+
+        return call
+
+    from pipeshard.engine.stage import Stage
+
+    methods = {name: getattr(Stage, name) for name in ("forward", "backward", "weight")}
+    for name, method in methods.items():
+        setattr(Stage, name, settled(method))
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(Stage, name, method)
+
+
 def steps(case: Case, device: torch.device) -> Result:
     """What this rank's part of a split model makes, beside the unsplit one on the same device."""
     from colossalai.booster import Booster
@@ -125,7 +152,7 @@ def steps(case: Case, device: torch.device) -> Result:
         return max(*errors, abs(float(loss - expected)) / abs(float(expected)))
 
     worst = error(step())
-    with plugin.measuring():
+    with settling(device):
         worst = max(worst, error(step()))
     began = time.perf_counter()
     worst = max(worst, error(step()))  # which waits for the device

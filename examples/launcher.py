@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -126,6 +127,15 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # peft asks for it
 
 
+def _is_first(store: Any) -> bool:
+    """Whether no other rank has failed before; also where the rank that has the store does not answer any more."""
+    answers: list[int] = []
+    asking = threading.Thread(target=lambda: answers.append(store.add("errors", 1)), daemon=True)
+    asking.start()
+    asking.join(3.0)
+    return answers in ([], [1])
+
+
 def _join(args: argparse.Namespace, run: Run) -> int:
     # They take seconds to import, and a launcher that only waits, or tells of a wrong flag, needs none of them.
     import torch
@@ -144,7 +154,7 @@ def _join(args: argparse.Namespace, run: Run) -> int:
     try:
         run(args, Console(quiet=rank > 0, highlight=False))
     except PipeshardError as error:
-        if store.add("errors", 1) == 1:  # most errors are every rank's: the first to fail tells
+        if _is_first(store):  # most errors are every rank's: the first to fail tells
             Console(stderr=True, highlight=False).print(f"error: {error}", markup=False, soft_wrap=True)
         return 1
     dist.destroy_process_group()

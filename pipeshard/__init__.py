@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from pipeshard.checkpoint.training_state import save_training_state as save_training_state
     from pipeshard.distributed.p2p import P2P as P2P
     from pipeshard.elastic import ElasticJob as ElasticJob
+    from pipeshard.elastic import PreemptibleJob as PreemptibleJob
     from pipeshard.entry import Engine as Engine
     from pipeshard.entry import initialize as initialize
     from pipeshard.graph.trace import trace as trace
@@ -39,6 +40,7 @@ _MODULES = {
     "PipelineModule": "pipeshard.layers.pipeline_module",
     "PipelinePlugin": "pipeshard.plugin",
     "Policy": "pipeshard.split.policy",
+    "PreemptibleJob": "pipeshard.elastic",
     "Target": "pipeshard.interop.build",
     "TiedLayerSpec": "pipeshard.layers.specs",
     "analyze_tied_weights": "pipeshard.split.ties",

@@ -186,8 +186,7 @@ def _rank(rank: int, trial: Trial, folder: str) -> None:
     booster = trial.make_booster(batch)
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
     for _ in range(trial.steps):
-        with booster.plugin.measuring():
-            booster.execute_pipeline(iter([batch]), boosted, None, optimizer)
+        booster.execute_pipeline(iter([batch]), boosted, None, optimizer)
         optimizer.zero_grad()
     recording = booster.plugin.recording()
     if rank == 0:

@@ -1,4 +1,4 @@
-"""ElasticJob: training that goes on with the ranks at hand, after each loss of one, and each arrival."""
+"""Elastic: training that saves itself when it is told to end, and that goes on with the ranks at hand."""
 
 import logging
 import signal
@@ -29,46 +29,28 @@ WISHES = {signal.SIGUSR1: SAVE, signal.SIGTERM: LEAVE}
 LEFT = 128 + signal.SIGTERM  # the exit status of a rank that was asked to leave
 
 
-class ElasticJob:
-    """One run of a job that `pipeshard launch` starts again whenever ranks come or go, until the script ends.
+class PreemptibleJob:
+    """Training whose state is kept in a folder, and saved when the job is told to end, as by Slurm before it takes the
+    machines away.
 
-    It joins the process group (gloo, and NCCL where there is a GPU) unless the script has, and finds the layout of its
-    ranks: as many stages as is legal. `resume` goes on from the newest state in `directory`, and `step_done`, called
-    after each step, keeps the state there. SIGUSR1, to any rank, has it saved at the next step boundary; SIGTERM too,
-    and then all ranks leave, with status 143.
+    `resume` goes on from the newest state in `directory`, and `step_done`, called after each step, keeps the state
+    there. SIGUSR1, to any rank, has it saved at the next step boundary; SIGTERM too, and then all ranks leave, with
+    status 143.
 
-        job = ElasticJob("state", pp_size=4, global_batch=16)
-        plugin = PipelinePlugin(**job.layout.arguments)
-        dataloader = plugin.prepare_dataloader(dataset, job.layout.batch_size)
-        ...
+        job = PreemptibleJob("state")
         for step in range(job.resume(model, optimizer, scheduler, dataloader), 1000):
             ...
             job.step_done()
 
     Args:
         directory: for the training states; one that all ranks see.
-        pp_size: the most stages; or a function that chooses a Layout for a number of ranks, such as
-            `lambda ranks: AutoConfig.choose(model, batch, ranks, 16, ...)`. It is asked on rank 0.
-        global_batch: the samples of a step, over all replicas; the same whatever the ranks are.
-        microbatch_size: the samples of a microbatch.
         every: steps from one save to the next.
         keep: how many saved steps are kept.
-        timeout: seconds after which a rank that waits in the default group gives up.
 
-    Raises ConfigurationError, on every rank, where the ranks at hand have no legal layout; UsageError where it is not
-    run by a launcher, or not in the main thread, which alone can listen to signals.
+    Raises UsageError where it is not made in the main thread, which alone can listen to signals.
     """
 
-    def __init__(
-        self,
-        directory: str | Path,
-        pp_size: int | Callable[[int], Layout],
-        global_batch: int,
-        microbatch_size: int = 1,
-        every: int = 100,
-        keep: int = 3,
-        timeout: float = 1800,
-    ) -> None:
+    def __init__(self, directory: str | Path, every: int = 100, keep: int = 3) -> None:
         if not isinstance(every, int) or every < 1:
             raise ConfigurationError(f"every, in steps, must be a positive integer, got {every!r}")
         self.directory, self.every, self.keep = Path(directory), every, keep
@@ -77,14 +59,6 @@ class ElasticJob:
         self._saved = -1  # the step of the newest state
         self._wishes: deque[int] = deque()  # appending and taking are atomic: signals come at any moment
         self._listen()
-        _join(timeout)
-        ranks = dist.get_world_size()
-        if callable(pp_size):
-            self.layout = _chosen(pp_size, ranks, global_batch)
-        else:
-            self.layout = layouts(ranks, global_batch, microbatch_size, pp_size)[0]
-        if dist.get_rank() == 0:
-            logger.info("%d ranks: %s", ranks, self.layout)
 
     @together_in("job.resume")
     def resume(
@@ -108,8 +82,8 @@ class ElasticJob:
     def step_done(self) -> None:
         """After each `optimizer.zero_grad()`, on every rank: save where it is time, or was asked for, and leave if so.
 
-        Raises SystemExit with status 143 on every rank when one of them got SIGTERM, after the state is saved; to the
-        launcher it means that the ranks that remain go on. Otherwise as `save`.
+        Raises SystemExit with status 143 on every rank when one of them got SIGTERM, after the state is saved; to
+        `pipeshard launch` it means that the ranks that remain go on. Otherwise as `save`.
         """
         if self._step_done() == LEAVE:
             dist.destroy_process_group()
@@ -138,10 +112,60 @@ class ElasticJob:
 
     def _listen(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            raise UsageError("an ElasticJob listens to signals, which only the main thread can: make it there")
+            kind = type(self).__name__
+            raise UsageError(f"a {kind} listens to signals, which only the main thread can: make it there")
         for number in WISHES:
             signal.signal(number, lambda number, frame: self._wishes.append(WISHES[signal.Signals(number)]))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WISHES)  # those that came while this process was starting, too
+
+
+class ElasticJob(PreemptibleJob):
+    """One run of a job that `pipeshard launch` starts again whenever ranks come or go, until the script ends.
+
+    It joins the process group (gloo, and NCCL where there is a GPU) unless the script has, and finds the layout of its
+    ranks: as many stages as is legal. When a rank is told to end, the state is saved, and the ranks that remain go on.
+
+        job = ElasticJob("state", pp_size=4, global_batch=16)
+        plugin = PipelinePlugin(**job.layout.arguments)
+        dataloader = plugin.prepare_dataloader(dataset, job.layout.batch_size)
+        ...
+        for step in range(job.resume(model, optimizer, scheduler, dataloader), 1000):
+            ...
+            job.step_done()
+
+    Args:
+        directory: for the training states; one that all ranks see.
+        pp_size: the most stages; or a function that chooses a Layout for a number of ranks, such as
+            `lambda ranks: AutoConfig.choose(model, batch, ranks, 16, ...)`. It is asked on rank 0.
+        global_batch: the samples of a step, over all replicas; the same whatever the ranks are.
+        microbatch_size: the samples of a microbatch.
+        every: steps from one save to the next.
+        keep: how many saved steps are kept.
+        timeout: seconds after which a rank that waits in the default group gives up.
+
+    Raises ConfigurationError, on every rank, where the ranks at hand have no legal layout; UsageError where it is not
+    run by a launcher, or not in the main thread.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        pp_size: int | Callable[[int], Layout],
+        global_batch: int,
+        microbatch_size: int = 1,
+        every: int = 100,
+        keep: int = 3,
+        timeout: float = 1800,
+    ) -> None:
+        super().__init__(directory, every, keep)
+        _join(timeout)
+        ranks = dist.get_world_size()
+        if callable(pp_size):
+            self.layout = _chosen(pp_size, ranks, global_batch)
+        else:
+            self.layout = layouts(ranks, global_batch, microbatch_size, pp_size)[0]
+        if dist.get_rank() == 0:
+            logger.info("%d ranks: %s", ranks, self.layout)
 
 
 @dataclass(frozen=True)

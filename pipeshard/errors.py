@@ -57,6 +57,16 @@ class DeadlockError(PipeshardError, RuntimeError):
     """A program in which ranks wait for each other without end."""
 
 
+def of_all(error: Exception) -> Exception:
+    """Mark an error of which all ranks have agreed that each raises one now, so that nobody has to be told."""
+    error.__dict__["pipeshard_of_all"] = True
+    return error
+
+
+def is_of_all(error: BaseException) -> bool:
+    return "pipeshard_of_all" in error.__dict__
+
+
 def listed(problems: Sequence[str], shown: int = 8) -> str:
     """The first problems in one line, and how many more there are."""
     more = f"; and {len(problems) - shown} more" if len(problems) > shown else ""

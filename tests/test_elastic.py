@@ -12,17 +12,20 @@ from unittest import mock
 
 import psutil
 import pytest
+import torch.distributed as dist
 from click.testing import CliRunner
 
 import elastic
-from pipeshard import AutoConfig, ElasticJob, cli, launch
+from pipeshard import AutoConfig, ElasticJob, PreemptibleJob, cli, launch
 from pipeshard.checkpoint.training_state import newest_step
+from pipeshard.elastic import WISHES
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.planner.autoconfig import Layout, layouts
 from tests import zoo
 from tests.agents import Agents, Line, lines
 from tests.messages import assert_told
 from tests.pool import Pool
+from tests.unsplit import Split
 
 STEPS = 40
 
@@ -193,6 +196,34 @@ def test_jobs_that_cannot_work_are_refused_alike_on_every_rank(pool: Pool, tmp_p
     first, second = pool.run(refused, 2, tmp_path)
     assert first == second
     assert_told(first, expected)
+
+
+def preempted(folder: Path, begins: int) -> tuple[int, int]:
+    """What a rank leaves with when one of them is told to end in its second step, and where it began."""
+    split = Split(zoo.build("gpt2"), dist.get_world_size(), zoo.batch("gpt2"), num_microbatches=2)
+    before = [signal.getsignal(number) for number in WISHES]
+    job = PreemptibleJob(folder, every=100)
+    try:
+        begun = job.resume(split.model, split.optimizer)
+        with pytest.raises(SystemExit) as left, mock.patch.object(dist, "destroy_process_group"):
+            for step in range(begun, begun + 5):
+                split.backward(zoo.batch("gpt2"))
+                split.step()
+                if step == begun + 1 and dist.get_rank() == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                job.step_done()
+        assert job.step == begun + 2
+        return left.value.code, begun
+    finally:
+        for number, handler in zip(WISHES, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_a_job_that_is_told_to_end_leaves_its_state(pool: Pool, tmp_path: Path) -> None:
+    """Without the launcher that starts ranks again, SIGTERM ended a job, and all since its last save was lost."""
+    assert pool.run(preempted, 2, tmp_path, 0) == [(143, 0)] * 2
+    assert pool.run(preempted, 2, tmp_path, 2) == [(143, 2)] * 2
+    assert newest_step(tmp_path) == 4
 
 
 def test_a_script_without_a_launcher_is_told() -> None:

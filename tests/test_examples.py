@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -185,3 +186,14 @@ def test_an_answer_is_right_if_all_of_its_tokens_are() -> None:
 def test_a_next_token_is_compared_with_the_one_that_follows() -> None:
     batch = {"labels": torch.tensor([[1, 2, 3, 4]])}
     assert lora._next_tokens(torch.tensor([[2, 9, 4, 5]]), batch).tolist() == [[True, False, True]]
+
+
+def test_a_rank_whose_store_is_silent_tells_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0, which has the store, was stopped: the others asked it whether they were the first to fail, for ever."""
+    silent = threading.Event()
+    store = SimpleNamespace(add=lambda key, number: silent.wait(60))
+    begin = time.monotonic()
+    assert launcher._is_first(store) and time.monotonic() - begin < 10
+    silent.set()
+    assert launcher._is_first(SimpleNamespace(add=lambda key, number: 1))
+    assert not launcher._is_first(SimpleNamespace(add=lambda key, number: 2))

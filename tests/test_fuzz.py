@@ -36,11 +36,15 @@ def parser_of(name: str) -> Parser:
     return next(parser for parser in PARSERS if parser.name == name)
 
 
+HEADERS = parser_of("safetensors headers")
+
+
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
 def test_a_sample_is_read_or_refused_by_name(parser: Parser, tmp_path: Path) -> None:
     tally = trial(parser, range(round(SAMPLE * 3 * parser.share)), tmp_path)
     assert not tally.crashes, [crash.what for crash in tally.crashes]
-    assert tally.accepted > 0.03 * tally.inputs and len(tally.refusals) >= 20  # it reaches what is behind JSON
+    assert tally.accepted > 0.03 * tally.inputs  # it reaches what is behind JSON
+    assert len(tally.refusals) >= min(20, tally.inputs // 10)
 
 
 def test_the_same_number_makes_the_same_input() -> None:
@@ -107,8 +111,8 @@ def greedy_in_vain(file: Path) -> None:
 )
 def test_time_and_memory_are_limited(parse: Callable[[Path], None], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.fuzz.campaign.PATIENCE", 0.3)
-    tallies = campaign([replace(PARSERS[0], parse=parse)], 3, seed=0, processes=1, show=False)
-    (crash,) = tallies[PARSERS[0].name].crashes
+    tallies = campaign([replace(HEADERS, parse=parse)], 3, seed=0, processes=1, show=False)
+    (crash,) = tallies[HEADERS.name].crashes
     assert re.search(what, crash.what)
 
 
@@ -119,19 +123,19 @@ def dies(file: Path) -> None:
 
 
 def test_a_process_that_dies_leaves_its_input() -> None:
-    tallies = campaign([replace(PARSERS[0], parse=dies)], 6000, seed=0, processes=1, show=False)
-    (crash,) = tallies[PARSERS[0].name].crashes
+    tallies = campaign([replace(HEADERS, parse=dies)], 6000, seed=0, processes=1, show=False)
+    (crash,) = tallies[HEADERS.name].crashes
     assert b"F16" in crash.content and "died" in crash.what
 
 
 def test_a_campaign_counts_every_input() -> None:
     tallies = campaign(PARSERS, 1500, seed=1, processes=2, show=False)
-    assert [tally.inputs for tally in tallies.values()] == [500, 500, 500, 150]
+    assert [tally.inputs for tally in tallies.values()] == [50, 50, 15, 300, 500, 500, 500, 150]
     assert save(tallies, Path("nowhere")) == 0 and not Path("nowhere").exists()
     total = Tally()
     for tally in tallies.values():
         total.add(tally)
-    assert total.accepted + total.refused == 1650 and total.peak > 0
+    assert total.accepted + total.refused == 2065 and total.peak > 0
 
 
 values = st.recursive(

@@ -18,22 +18,27 @@ import torch.distributed as dist
 
 from pipeshard.distributed.collectives import gather_objects
 from pipeshard.distributed.watching import named
-from pipeshard.errors import CheckpointError, PipeshardError
+from pipeshard.errors import CheckpointError, PipeshardError, of_all
 
 LARGEST = 64 << 20  # bytes; an index of a hundred thousand tensors has a tenth of it
+VALUES = 1_000_000  # each of which takes up to a hundred bytes
 
 
 def read_document(file: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
-    Raises ValueError, or OSError, for anything else, and for a file of more than 64 MiB before it is read.
+    Raises ValueError, or OSError, for anything else, for a file of more than 64 MiB before it is read, and for one of
+    more than a million values before they are made.
     """
     if not file.is_file():
         raise FileNotFoundError("it does not exist")
     if (size := file.stat().st_size) > LARGEST:
         raise ValueError(f"it has {size} bytes, more than the {LARGEST} that are read")
+    text = file.read_text("utf-8")
+    if (values := sum(map(text.count, ",[{"))) > VALUES:
+        raise ValueError(f"it has {values} values or so, more than the {VALUES} that are read")
     try:
-        content = json.loads(file.read_text("utf-8"))
+        content = json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(content, dict):
@@ -64,7 +69,8 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
     if first is not None:
         message, rank = str(messages[first]), dist.get_process_group_ranks(group)[first]
         own = len(set(messages)) == 1 or message.startswith("rank ")  # of all ranks, or of one that is named
-        raise CheckpointError(message if own else f"{named(rank)}: {message}") from failure
+        shared = CheckpointError(message if own else f"{named(rank)}: {message}")
+        raise (of_all(shared) if group.size() == dist.get_world_size() else shared) from failure
 
 
 def new_folder(target: Path, group: dist.ProcessGroup, mark: str) -> AbstractContextManager[Path]:

@@ -9,6 +9,7 @@ import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, load_peft_weights
 from torch import Tensor, nn
 
+from pipeshard.checkpoint.configs import check_adapter
 from pipeshard.checkpoint.files import existing, new_folder, together
 from pipeshard.distributed.collectives import broadcast_bytes, gather_objects, whole
 from pipeshard.engine.engine import Pipeline
@@ -51,10 +52,13 @@ def enable_lora(
 
 
 def _with_adapter_of(folder: str, model: nn.Module) -> PeftModel:
+    path = existing(Path(folder))
     try:
+        if path.is_dir():
+            check_adapter(path, model)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
-            return PeftModel.from_pretrained(model, str(existing(Path(folder))), is_trainable=True, torch_device="cpu")
+            return PeftModel.from_pretrained(model, str(path), is_trainable=True, torch_device="cpu")
     except Exception as error:
         raise CheckpointError(
             f"{folder} has no adapter for this {type(model).__name__} ({type(error).__name__}: {error}): pass a folder "

@@ -61,14 +61,25 @@ def _refuse_bombs(file: Path, zipped: bool) -> None:
         with zipfile.ZipFile(file) as archive:
             (name,) = (name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl"))
             with archive.open(name) as content:
-                _measure(content)
+                _measure(_Bounded(content, file.stat().st_size))
         return
     with file.open("rb") as content:  # as torch wrote before 1.6: a magic number, versions, the object, its storages
         for _ in range(5):
-            _measure(content)
+            _measure(_Bounded(content, file.stat().st_size))
 
 
-def _measure(content: IO[bytes]) -> None:
+class _Bounded:
+    """A file of which no more is read at once than it has: Python first makes room for all that it is asked for."""
+
+    def __init__(self, content: IO[bytes], size: int) -> None:
+        self.content, self.size = content, size
+        self.readline, self.tell = content.readline, content.tell
+
+    def read(self, count: int) -> bytes:
+        return self.content.read(min(count, self.size))
+
+
+def _measure(content: Any) -> None:
     """Go through a pickle without making anything; ValueError for what `torch.save` makes of no plain value, or where
     the values in it, counted as often as they are referred to, are too many."""
     stack: list[

@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeshard.checkpoint.files import Save, remove, sync, together
 from pipeshard.checkpoint.hf_keys import copied_names, revert, saved_names
@@ -38,9 +39,14 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
     own = {first: saved[first] for first in sorted(policy.ownership.held[policy.stage])}
     own |= {name: name for name in sorted(state.keys() - first_names(module).keys())}  # buffers
     owned = {first: name for first, name in own.items() if policy.ownership.owner(first) == policy.stage}
-    tensors = {name: whole(state[first].detach()) for first, name in owned.items()}
+    tensors = {name: _gathered(state[first].detach()) for first, name in owned.items()}
     copies = {name: saved[first] for name, first in copied_names(module).items() if saved[first] in tensors}
     return tensors | {name: tensors[main].clone() for name, main in copies.items()}
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    """A sliced tensor whole, on the CPU: a GPU that trains slices has no room for all of them whole."""
+    return whole(tensor).to("cpu") if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass

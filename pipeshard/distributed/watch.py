@@ -30,7 +30,7 @@ from pipeshard.distributed.failures import (
 from pipeshard.distributed.monitor import Monitor
 from pipeshard.distributed.peers import KILLED, Peers
 from pipeshard.distributed.progress import NOW, Timeout, allowed, collective_of, main_stack
-from pipeshard.errors import RankError
+from pipeshard.errors import RankError, is_of_all
 
 logger = logging.getLogger("pipeshard")
 PERIOD = 0.25  # seconds between two looks at the store
@@ -91,23 +91,24 @@ class Watch:
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """A call of the user's that every rank makes, and none inside of another.
-
-        Raises RankError instead of what came of another rank's failure.
-        """
+        """A call of the user's that every rank makes, and none inside of another. Raises RankError instead of what came
+        of another rank's failure."""
         NOW.enter(name)
         try:
-            if self.fault is not None:
-                raise RankError(f"this process cannot go on, since {self.fault}. Start the ranks again", self.fault)
+            self._refuse_broken()
             yield
+            self._refuse_broken()  # with NCCL what waited in an aborted group returns, without an error
             self._well = NOW.number
         except BaseException as error:
-            told = self._explained(error)
-            if told is None:
+            if is_of_all(error) or (told := self._explained(error)) is None:
                 raise
             raise told from None if told.fault.kind == RAISED else error
         finally:
             NOW.leave()
+
+    def _refuse_broken(self) -> None:
+        if self.fault is not None:
+            raise RankError(f"this process cannot go on, since {self.fault}. Start the ranks again", self.fault)
 
     def start(self) -> None:
         self._stop.clear()

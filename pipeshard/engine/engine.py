@@ -102,11 +102,11 @@ class Pipeline:
         sample = self.reader.settle(sample)
         with self.precision.seeming(self.model), self.precision.running():
             try:
-                return sample, trace(self.model, sample, self.criterion, cuts=cuts)
+                return sample, trace(self.model, sample, self.criterion, cuts=cuts, device=self.device)
             except TraceError as error:  # a model may take no more samples than a microbatch has: one, without padding
                 sample = sample.split(*self.config.cut)[0]
                 with suppress(TraceError):
-                    return sample, trace(self.model, sample, self.criterion, cuts=cuts)
+                    return sample, trace(self.model, sample, self.criterion, cuts=cuts, device=self.device)
                 raise error from None
 
     def _partition(self, flow: Dataflow, sample: Batch, by: Cuts, costs: Sequence[float] | None) -> Policy:
@@ -255,14 +255,15 @@ class Pipeline:
         self.read = sum(batch.rows for batch in read), sum(batch.num_tokens for batch in read)
         for stage, microbatches in zip(self.stages, planned, strict=True):
             stage.begin(microbatches, criterion, train, outputs, self.scale, program.splits(stage.index))
-        self.carry.begin([microbatch.route for microbatches in planned for microbatch in microbatches])
+        routes = [microbatch.route for microbatches in planned for microbatch in microbatches]
+        self.carry.begin(routes)
         NOW.in_flight = self.grid.size > 1
         if train:
             self.gradients.add_to()
         if train or self.holdings.sharded is not None:
             self.sync.begin()
         try:
-            with self._deferring(), self._norms():
+            with self._deferring(), self._norms(), self.precision.sharing_casts([r.flow for r in routes]):
                 reduces = train and self.synchronizes and self.sync.is_early
                 self.interpreter.run(program.ranks[self.rank], self.sync.stage_done if reduces else None)
         finally:
@@ -290,9 +291,9 @@ class Pipeline:
         """The last step on every rank; all of them call it."""
         if self.last is None:
             raise UsageError("there is nothing recorded before a step: call booster.execute_pipeline first")
-        spans, waited = self.interpreter.spans, self.interpreter.waited
+        timeline = self.interpreter.timeline
         read = gather(torch.tensor(self.read), self.grid.world).sum(0) * self.grid.dp_size // self.grid.size
-        return Recording.collect(self.last, spans, waited, self.steps - 1, self.group, self.device, read.tolist())
+        return Recording.collect(self.last, timeline, self.steps - 1, self.group, self.device, read.tolist())
 
     def _deferring(self) -> AbstractContextManager[None]:
         """Around a step's actions: layers leave their weight gradients to W. Where there is none, embeddings leave

@@ -6,6 +6,7 @@ forward and its backward. So the hooks are removed here, and what they would cal
 torch.distributed.pipelining does. What torch has no public name for is in the functions at the top.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
@@ -92,8 +93,13 @@ class ShardedUnits:
     def begin(self) -> None:
         """Gather the parameters."""
         self._waiting = list(self.groups)
-        for handle in [module.unshard(async_op=True) for module in self.groups]:
-            handle.wait()
+        gathers: deque[Any] = deque()
+        for module in self.groups:  # two at a time: each needs the room of the unit twice
+            if len(gathers) == 2:
+                gathers.popleft().wait()
+            gathers.append(module.unshard(async_op=True))
+        for gather in gathers:
+            gather.wait()
         for parameter in self._all_parameters() if self.casts else ():  # 16 bits would lose what is accumulated
             parameter._unsharded_param.grad_dtype = torch.float32
 

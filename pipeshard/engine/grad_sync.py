@@ -47,24 +47,28 @@ class Bucket:
         sizes, first = [local(parameter).numel() for parameter in self.trained], self.trained[0]
         self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=grad_dtype(first), device=local(first).device)
         *parts, counts = self.flat.split([*sizes, len(sizes)])
-        counts.copy_(torch.tensor([float(parameter.grad is not None) for parameter in self.trained]))
-        for parameter, part in zip(self.trained, parts, strict=True):
+        for parameter, part, count in zip(self.trained, parts, counts, strict=True):
             align_grad(parameter)
             if (gradient := local_grad(parameter)) is not None:
+                count.fill_(1.0)  # on a GPU, where a tensor made of numbers would be waited for
                 part.copy_((gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1))
                 set_local_grad(parameter, None)
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
-    def finish(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Each parameter with its gradient summed over the holders, or None if no holder has one."""
-        if self.work is None:
-            return
+    def wait(self) -> Tensor:
+        """The sums of the counts, once the holders have met."""
+        assert self.work is not None
         NOW.wait_in(self.group, self.work)
-        flat, self.flat, self.work = self.flat, torch.empty(0), None
-        shapes = [local(parameter).shape for parameter in self.trained]
-        *parts, counts = flat.split([*map(math.prod, shapes), len(shapes)])
-        for parameter, part, shape, count in zip(self.trained, parts, shapes, counts.tolist(), strict=True):
-            yield parameter, part.view(shape) if count else None
+        self.work = None
+        return self.flat[len(self.flat) - len(self.trained) :]
+
+    def summed(self, counts: Iterator[float]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        """Each parameter with its gradient summed over the holders, or None if no holder has one: its count is next."""
+        flat, self.flat = self.flat, torch.empty(0)
+        shapes = [local(parameter).shape for parameter in self.trained] if len(flat) else []
+        *parts, _ = flat.split([*map(math.prod, shapes), len(shapes)])
+        for parameter, part, shape in zip(self.trained, parts, shapes):
+            yield parameter, part.view(shape) if next(counts) else None
 
 
 def reduction_buckets(
@@ -150,7 +154,7 @@ class GradientSync:
             self.sharded.begin()
         self._done.clear()
         for bucket in self.buckets:
-            bucket.work = None  # of a step that failed
+            bucket.flat, bucket.work = torch.empty(0), None  # of a step that failed
         for _, parameter in self.shared:
             before = local_grad(parameter)
             if before is None:  # zero_grad
@@ -185,8 +189,10 @@ class GradientSync:
         for bucket in self.buckets:
             if bucket.work is None:
                 bucket.start()
+        waited = [bucket.wait().double() for bucket in self.buckets if bucket.work is not None]
+        counts = iter(torch.cat(waited).tolist() if waited else ())  # a GPU is waited for once, not for each bucket
         for bucket in self.buckets:
-            for parameter, total in bucket.finish():
+            for parameter, total in bucket.summed(counts):
                 self._partial.pop(parameter, None)
                 if total is not None:
                     before = self._summed.pop(parameter, None)

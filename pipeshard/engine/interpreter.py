@@ -6,11 +6,8 @@ runs.
 """
 
 import contextlib
-import functools
-import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,40 +17,31 @@ from torch.profiler import record_function
 from pipeshard.distributed.p2p import P2P
 from pipeshard.distributed.progress import NOW
 from pipeshard.engine.stage import Stage
+from pipeshard.engine.timeline import Timeline
 from pipeshard.private import profiler_is_enabled
 from pipeshard.schedule.program import Action, Kind
-from pipeshard.schedule.simulate import Span
 
 MAX_PENDING_SENDS = 4  # of a transport that does not tell when a message has arrived
-MAX_AHEAD = 3  # compute actions that a host may be ahead of its GPU
 
 
 class Interpreter:
     """Runs actions in order; waits for a receive when its tensors are needed, and for a send only where its P2P does
-    not tell when it is done, once `MAX_PENDING_SENDS` more have started. On a GPU it goes on before an action is done,
-    but not further than `MAX_AHEAD`: so it lets go of what was sent, and the watch sees which action does not end, and
-    whether that waits for a message or computes.
+    not tell when it is done, once `MAX_PENDING_SENDS` more have started.
 
-    `stages` are this rank's by index, `placement[s]` is the rank of stage s. After `run`, `spans` has the start and
-    end of every compute action by `time.time()`, without waiting, and `waited` the seconds spent on waiting for each
-    other rank. On a GPU these are the times at which kernels are launched, unless `synchronous` makes every action wait
-    for the device. Under torch.profiler each action is a range of its own name.
+    `stages` are this rank's by index, `placement[s]` is the rank of stage s; `timeline` has the times of the last run.
+    Under torch.profiler each action is a range of its own name.
     """
 
     def __init__(self, stages: Mapping[int, Stage], placement: Sequence[int], p2p: P2P | None, device: torch.device):
-        self.stages, self.placement, self.device = stages, placement, device
-        self.p2p, self.synchronous = p2p, False
-        self.event = functools.partial(torch.cuda.Event, blocking=True) if device.type == "cuda" else None
-        self.spans: list[Span] = []
-        self.waited: defaultdict[int, float] = defaultdict(float)
+        self.stages, self.placement, self.device, self.p2p = stages, placement, device, p2p
+        self.timeline = Timeline(device)
         self._incoming: dict[Action, tuple[list[Tensor], list[dist.Work]]] = {}
         self._outgoing: dict[Action, list[Tensor]] = {}
         self._sends: deque[tuple[list[dist.Work], list[Tensor], int]] = deque()
-        self._ahead: deque[tuple[Action, list[tuple[Any, Sequence[int]]]]] = deque()  # with whom events wait for
 
     def run(self, actions: Sequence[Action], stage_done: Callable[[int], None] | None = None) -> None:
         """Run all of them; `stage_done(s)` is called as soon as the last backward of stage s is done."""
-        self.spans, self.waited = [], defaultdict(float)
+        self.timeline.begin()
         ends = {action.stage: action for action in actions if action.kind in (Kind.B, Kind.W)} if stage_done else {}
         profiled = profiler_is_enabled()
         try:
@@ -69,20 +57,18 @@ class Interpreter:
                 self._release_sent()
                 if stage_done and ends.get(action.stage) is action:
                     stage_done(action.stage)
-            self._catch_up(0)
+            self.timeline.end()
             while self._sends:
                 self._release()
         finally:
             self._incoming.clear()
             self._outgoing.clear()
             self._sends.clear()
-            self._ahead.clear()
 
     def _compute(self, action: Action) -> None:
         kind, i, stage = action.kind, action.microbatch, self.stages[action.stage]
-        self._ahead.append((action, []))
+        self.timeline.turn(action)
         taken = self._take(action) if kind is not Kind.W else []
-        start = time.time()
         results: list[Tensor] = []
         if kind is Kind.F:
             results = stage.forward(i, taken)
@@ -90,12 +76,9 @@ class Interpreter:
             results = stage.backward(i, taken)
         else:
             stage.weight(i)
-        self._settle()
-        self.spans.append(Span(action, start, time.time()))
         if results:
             self._outgoing[action] = results
-        self._mark(())
-        self._catch_up(MAX_AHEAD)
+        self.timeline.done()
 
     def _take(self, action: Action) -> list[Tensor]:
         """The input of a compute action: received, or left by a neighbouring stage on this rank."""
@@ -105,34 +88,11 @@ class Interpreter:
             return self._outgoing.pop(Action(action.kind, action.microbatch, message.partner.stage), [])
         tensors, works = self._incoming.pop(message)
         source = self.placement[message.partner.stage]
-        start = time.perf_counter()
         for work in works:
             self._wait(work, source)
         if works and self.p2p is not None:
-            self._mark((self.p2p.ranks[source],))
-        self._settle()
-        self.waited[source] += time.perf_counter() - start
+            self.timeline.received(source, (self.p2p.ranks[source],))
         return tensors
-
-    def _mark(self, ranks: Sequence[int]) -> None:
-        """Where the GPU has come to, once it has waited for these ranks."""
-        if self.event is not None:
-            event = self.event()
-            event.record()
-            self._ahead[-1][1].append((event, ranks))
-
-    def _catch_up(self, most: int) -> None:
-        """Wait until the GPU is behind by so many actions at most."""
-        while len(self._ahead) > most:
-            action, events = self._ahead.popleft()
-            for event, ranks in events:
-                NOW.start(action)
-                NOW.wait_until(event.synchronize, ranks)
-
-    def _settle(self) -> None:
-        """Wait for the device, where times are to be its own: also for what is sent and received then."""
-        if self.synchronous:
-            torch.cuda.synchronize(self.device)
 
     def _receive(self, action: Action) -> None:
         assert self.p2p is not None

@@ -138,13 +138,16 @@ class RouteCache:
         return key_of(criterion), self._state, modes()[1:], watched
 
     def _trace(self, batch: Batch, criterion: Criterion | None) -> Way:
-        flow = trace(self.model, batch, criterion, exact=not self._watched.isdisjoint(batch.paths))
+        flow = self._traced(batch, criterion, not self._watched.isdisjoint(batch.paths))
         deltas = flow.axes.deltas(batch)
         if deltas is None or not _answers(flow, deltas, batch):  # good for these sizes, or these very values, alone
-            flow = trace(self.model, batch, criterion, exact=True)
+            flow = self._traced(batch, criterion, True)
             deltas = flow.axes.deltas(batch)
         assert deltas is not None
         return flow, deltas
+
+    def _traced(self, batch: Batch, criterion: Criterion | None, exact: bool) -> Dataflow:
+        return trace(self.model, batch, criterion, exact, device=self.policy.replay.device)
 
     def refuse_other_way(
         self, batch: Batch, flow: Dataflow, criterion: Criterion | None, world: dist.ProcessGroup

@@ -8,8 +8,9 @@ option.
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from pipeshard.config import PRECISIONS
 from pipeshard.distributed.collectives import local, local_grad, slice_like
 from pipeshard.errors import ConfigurationError
 from pipeshard.ghost import Ghost
+from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import is_target
 from pipeshard.split.materialize import rebuilt_models, storageless
 
@@ -108,6 +110,17 @@ class MasterWeight:
             self.parameter.grad.zero_()
 
 
+@cache
+def casts_have_graphs() -> bool:
+    """Whether torch gives what it has cast where no gradients are recorded (in a reentrant checkpoint) a graph, as
+    another microbatch needs it. Before 2.11 that one would lose its gradients (pytorch#158232)."""
+    layer, x = nn.Linear(1, 1), torch.zeros(1, 1)
+    with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            layer(x)
+        return layer(x).requires_grad
+
+
 class Precision:
     """`name` is "fp32" (the model stays as it is), "bf16" or "fp16".
 
@@ -125,6 +138,21 @@ class Precision:
     def running(self) -> AbstractContextManager[object]:
         """Around forwards."""
         return torch.autocast(self.device.type, self.dtype) if self.autocasts else nullcontext()
+
+    @contextmanager
+    def sharing_casts(self, flows: Collection[Dataflow]) -> Iterator[None]:
+        """Around a step's actions: its forwards share what autocast makes of each parameter, where otherwise every
+        microbatch in flight would have its own, unless a forward writes to parameters."""
+        kinds = {place.kind for flow in flows for place in flow.carried}
+        if not self.autocasts or kinds & {"parameter", "settled"} or not casts_have_graphs():
+            yield
+            return
+        torch.autocast_increment_nesting()  # torch forgets what it has cast as the outermost context ends
+        try:
+            yield
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
 
     @contextmanager
     def seeming(self, model: nn.Module) -> Iterator[None]:

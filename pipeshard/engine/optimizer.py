@@ -130,9 +130,9 @@ class PipelineOptimizer(Optimizer):
         for parameter in [p for p in self.optim.state if p in fresh]:  # from before it was boosted, of whole parameters
             state = self.optim.state.pop(parameter)
             if parameter in updated:
-                weight, whole = updated[parameter], parameter.shape
+                weight, shape, device = updated[parameter], parameter.shape, updated[parameter].master.device
                 self.optim.state[weight.master] = {
-                    key: slice_like(value, weight.parameter) if getattr(value, "shape", None) == whole else value
+                    key: slice_like(value.to(device), weight.parameter) if shape == _shape(value) else value
                     for key, value in state.items()
                 }
         self.names |= {weight.master: weight.name for weight in updated.values()}
@@ -243,6 +243,10 @@ class PipelineOptimizer(Optimizer):
         if self._backward is None or not loss.requires_grad:
             raise UsageError(BACKWARD)
         self._backward(loss)
+
+
+def _shape(value: Any) -> Any:
+    return getattr(value, "shape", None)
 
 
 def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:

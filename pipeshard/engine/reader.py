@@ -19,7 +19,7 @@ from pipeshard.batch.tree import flatten, text
 from pipeshard.distributed.collectives import gather_objects, meet
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.mixed_precision import Precision
-from pipeshard.errors import BatchError, listed
+from pipeshard.errors import BatchError, listed, of_all
 
 SAMPLE = 8192  # values of a tensor that enter the digest of a whole batch
 
@@ -147,7 +147,7 @@ class Reader:
         try:
             agreement = agree(self.grid, batches, parts, mode, news(read) if read else 0)
         except BatchError as disagreement:
-            raise (batches if isinstance(batches, Exception) else disagreement) from None
+            raise of_all(batches if isinstance(batches, Exception) else disagreement) from None
         return list(read), agreement
 
     def first(self, agreement: Agreement) -> int:

@@ -2,7 +2,7 @@
 
 A simulation of the schedule says where bubbles should be; torch.profiler shows one rank at a time, without actions.
 A Recording has the compute actions of all ranks on one time axis, beside the simulation of the same program with the
-costs that were measured. Times are those of the hosts' wall clocks: several hosts need NTP.
+costs that were measured. Times are related by the hosts' wall clocks: several hosts need NTP.
 """
 
 import json
@@ -10,7 +10,7 @@ import math
 import os
 import resource
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pipeshard.distributed.collectives import gather
+from pipeshard.engine.timeline import Timeline
 from pipeshard.errors import ConfigurationError
 from pipeshard.schedule import Action, Kind, Program, Simulation, Span, draw_timeline, simulate
 
@@ -179,21 +180,20 @@ class Recording:
     def collect(
         cls,
         program: Program,
-        spans: Sequence[Span],
-        waited: Mapping[int, float],
+        timeline: Timeline,
         step: int,
         group: dist.ProcessGroup,
         device: torch.device,
         read: Sequence[int],
     ) -> Self:
-        """All ranks of `group`, which runs the program, call it with their own compute actions, the seconds that they
-        waited for each other rank, and the samples and tokens that were read."""
+        """All ranks of `group`, which runs the program, call it with their own timeline, and the samples and tokens
+        that were read."""
         counts = [sum(action.kind.is_compute for action in actions) for actions in program.ranks]
         most = 2 * max(counts)  # times; then come the waits, and the memory
         row = torch.zeros(most + len(counts) + 1, dtype=torch.float64)
-        for k, span in enumerate(spans):
+        for k, span in enumerate(timeline.spans):
             row[2 * k], row[2 * k + 1] = span.start, span.end
-        for rank, seconds in waited.items():
+        for rank, seconds in timeline.waited.items():
             row[most + rank] = seconds
         row[-1] = _taken(device)
         rows = gather(row, group)

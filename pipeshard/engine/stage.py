@@ -173,7 +173,8 @@ class Stage:
         """Keep nothing of the step but `loss`."""
         self.saved.clear()
         self.pending.clear()
-        self.replay.repeats.clear()
+        self.microbatches = ()
+        self.replay.end()
 
     def entering(self, i: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of what `forward(i, ...)` takes."""

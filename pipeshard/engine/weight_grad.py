@@ -66,8 +66,7 @@ class Lookup:
     def add_to(self, total: Tensor) -> None:
         ids, rows = self.ids.reshape(-1), self.gradients.reshape(-1, total.shape[1]).to(total.dtype)
         if self.padding is not None:
-            kept = ids != self.padding
-            ids, rows = ids[kept], rows[kept]
+            rows = rows.masked_fill((ids == self.padding)[:, None], 0.0)  # to leave them out, a GPU would be waited for
         if total.device.type == "cpu":
             total.index_add_(0, ids, rows)  # in the order of the rows
         else:

@@ -124,10 +124,11 @@ class Kind:
 
 
 class Kinds:
-    """The kinds that are known of a model's units, from run to run. A `meter` listens to every visit."""
+    """The kinds that are known of a model's units, from run to run. A `meter` listens to every visit. `device` is that
+    of glue, `runs_on` that of units which do not run on meta: the GPU that they are for, wherever the model is."""
 
-    def __init__(self, device: torch.device, meter: Meter | None = None) -> None:
-        self.device, self.meter = device, meter
+    def __init__(self, device: torch.device, runs_on: torch.device, meter: Meter | None = None) -> None:
+        self.device, self.runs_on, self.meter = device, runs_on, meter
         self.reuse = True
         self._known: dict[Any, list[Kind]] = {}
         self._settings: dict[str, Settings] = {}
@@ -159,9 +160,9 @@ class Kinds:
         except TraceError:
             raise
         except Exception as on_meta:  # whatever a model raises where there are no values
-            kind = casting() or self.device.type
+            kind = casting() or self.runs_on.type
             try:
-                device = self.device if kind == self.device.type else torch.device(kind)
+                device = self.runs_on if kind == self.runs_on.type else torch.device(kind)
                 return self._visit_on(device, call, taint, settings)
             except Exception as error:  # the model's own
                 raise TraceError(

@@ -194,8 +194,9 @@ def blank_state(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
     for _, t in named:
         if t not in blanks:
             values, dtype = getattr(t, "pipeshard_values", t), getattr(t, "pipeshard_dtype", t.dtype)
-            real = values.device == device and not hasattr(t, "pipeshard_trainable") and not isinstance(t, DTensor)
-            there = values.detach().to(dtype) if real else torch.zeros(t.shape, dtype=dtype, device=device)
+            real = not (values.is_meta or hasattr(t, "pipeshard_trainable") or isinstance(t, DTensor))
+            real = real and device.type != "meta"
+            there = values.detach().to(device, dtype) if real else torch.zeros(t.shape, dtype=dtype, device=device)
             blanks[t] = nn.Parameter(there, is_trainable(t)) if isinstance(t, nn.Parameter) else there.clone()
     return {name: blanks[t] for name, t in named}
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
 from pipeshard.graph.question import Recipes
@@ -110,7 +110,7 @@ class Taint(DispatchMode):
         self.is_checking = False
         self.hooks: list[Hook] = []
         self.aliases: dict[int, list[tuple[Tensor, frozenset[Tag]]]] = {}
-        self._alive: list[Any] = []  # storages: a freed one's address would be used again
+        self._alive: list[Any] = []  # that no address is used again
 
     def of(self, tensors: Iterable[Any]) -> frozenset[Tag]:
         """All tags of these tensors; what is not a tensor has none."""
@@ -118,18 +118,18 @@ class Taint(DispatchMode):
 
     def mark(self, tensor: Tensor, tags: frozenset[Tag], home: Value | None = None) -> None:
         """Replace the tags of a tensor's storage; `home` says that the storage is this value itself."""
-        self._alive.append(tensor.untyped_storage())
+        self._alive.append(_address(tensor))
         self.tags[storage_of(tensor)] = tags
         if home is not None:
             self.homes[storage_of(tensor)] = home
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = list(_tensors((*args, *kwargs.values())))
+        inputs = list(tensors_in((*args, *kwargs.values())))
         tags = self.of(inputs) if func._overloadpacket not in SHAPED else NOTHING
         run = self._run_in_glue if self.inside is None else self._run_in_unit
         result, tags = run(func, args, kwargs, inputs, tags)
-        for output in _tensors((result,)):
+        for output in tensors_in((result,)):
             self._add(output, tags)
         if func._schema.is_mutable:
             for target in mutated(func, args, kwargs):
@@ -169,7 +169,7 @@ class Taint(DispatchMode):
         result, hidden = func(*args, **kwargs), frozenset({Hidden(self.inside)})
         self.met |= tags - hidden
         self.flops += _flops(func, args, kwargs, result)
-        self.elements += sum(output.numel() for output in _tensors((result,)))
+        self.elements += sum(output.numel() for output in tensors_in((result,)))
         return result, hidden
 
     def _without_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
@@ -232,51 +232,14 @@ class Taint(DispatchMode):
         """Two tensors are of one memory in truth, though not here: when one is written to, the other changes as
         something with these tags."""
         for a, b in ((one, other), (other, one)):
-            self._alive.append(a.untyped_storage())
+            self._alive.append(_address(a))
             self.aliases.setdefault(storage_of(a), []).append((b, unseen))
 
     def _add(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
         key = storage_of(tensor)
         if key not in self.tags:
-            self._alive.append(tensor.untyped_storage())
+            self._alive.append(_address(tensor))
         self.tags[key] = self.tags.get(key, NOTHING) | tags
-
-
-class Reading(TorchFunctionMode):
-    """Tells a Taint when a tensor is read past all operators: by `tolist`, `numpy`, `np.asarray`, or as a number in a
-    sequence that becomes a tensor or an index; when one is only checked, which decides nothing; and when somebody
-    listens to its gradient. Inside a unit on meta it ends what torch would cast, which on meta it does not, and what
-    takes the address of a tensor, which is 0 there: a kernel that is given it (Triton's) would read and write there."""
-
-    READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
-    BUILDERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
-    INDEXERS = (Tensor.__getitem__, Tensor.__setitem__)
-    LISTENERS = (Tensor.register_hook, Tensor.retain_grad)
-
-    def __init__(self, taint: Taint) -> None:
-        super().__init__()
-        self.taint = taint
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.LISTENERS:
-            self.taint.hook(args[0])
-        elif func is Tensor.data_ptr and args[0].is_meta:
-            raise RuntimeError("a tensor on meta has no address")
-        elif func in self.READERS:
-            self.taint.decide(self.taint.of(args[:1]))
-        elif func in self.BUILDERS or func in self.INDEXERS:
-            outer = args[1] if func in self.INDEXERS else args
-            items = outer if isinstance(outer, tuple) else [outer]
-            nested = [item for item in items if isinstance(item, list | tuple)]
-            self.taint.decide(self.taint.of(_tensors(nested)), shaping=True)
-        elif self.taint.inside is not None and casting() and any(t.is_meta for t in _tensors(args)):
-            raise RuntimeError("by shape alone torch.autocast casts nothing")
-        classes = (*args, *(kwargs or {}).values())[1:] if func is nn.functional.one_hot else ()
-        self.taint.is_checking = classes > (0,)  # else their number is the largest value
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self.taint.is_checking = False
 
 
 def casting() -> str | None:
@@ -289,18 +252,23 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def _address(tensor: Tensor) -> Any:
+    """What keeps the address of a tensor's memory from being given to another, though not that memory itself."""
+    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else tensor
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors([args[position] if position < len(args) else kwargs.get(argument.name)])
+            yield from tensors_in([args[position] if position < len(args) else kwargs.get(argument.name)])
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -321,10 +289,10 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
 def _deciding(func: Any, args: Any) -> list[Tensor]:
     """The inputs of an operator whose values Python, or the shape of the result, depends on."""
     if func is aten.index.Tensor:  # a boolean index
-        return [t for t in _tensors([args[1]]) if t.dtype in (torch.bool, torch.uint8)]
+        return [t for t in tensors_in([args[1]]) if t.dtype in (torch.bool, torch.uint8)]
     if func._overloadpacket is aten.masked_select or func is aten.repeat_interleave.self_Tensor:
         return [args[1]]
-    return list(_tensors(args)) if func._overloadpacket in DECIDING else []
+    return list(tensors_in(args)) if func._overloadpacket in DECIDING else []
 
 
 def _where() -> str:

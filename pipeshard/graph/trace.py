@@ -32,7 +32,12 @@ ROWS, LENGTH = 2, 8  # a trace runs on this many samples, and on no more positio
 
 @inside_pipeshard()
 def trace(
-    model: nn.Module, batch: Any, criterion: Criterion | None = None, exact: bool = False, cuts: Sequence[str] = ()
+    model: nn.Module,
+    batch: Any,
+    criterion: Criterion | None = None,
+    exact: bool = False,
+    cuts: Sequence[str] = (),
+    device: torch.device | None = None,
 ) -> Dataflow:
     """The Dataflow of `model` called with `batch`, and of `criterion(output, batch)` (by default the output's loss).
 
@@ -40,7 +45,8 @@ def trace(
     shapes, input shapes) finds on meta. Nothing of the model changes, and no random number is drawn from the user's
     generators. The trace is repeated with other batch and sequence sizes, so that shapes are known for all of them;
     with `exact` it is run once, on the batch as it is, and holds for its sizes alone. Works for a model on meta.
-    Modules named in `cuts` are units, whatever they are inside of.
+    Modules named in `cuts` are units, whatever they are inside of. A unit that does not run on meta (it asks for
+    values, or its kernels need memory) runs once on `device`, by default the model's.
 
     Raises TraceError naming the unit or the line that fails, PartitionError for a name that no module has.
     """
@@ -50,21 +56,26 @@ def trace(
     cuts = paths_of(model, cuts)
     if not exact:
         try:
-            return _trace_any(model, sample, criterion, encoder_decoder, cuts)
+            return _trace_any(model, sample, criterion, encoder_decoder, cuts, device)
         except (TraceError, BatchError) as error:  # its samples cannot be told apart, or not so few of them
             logger.debug("%s is traced with the whole batch: %s", type(model).__name__, error)
     with preserving(model, criterion) as before:
-        tracer = Tracer(model, criterion, sample, cuts=cuts)
+        tracer = Tracer(model, criterion, sample, cuts=cuts, device=device)
         flow = carrying(tracer, sample, None, before, tracer.run(sample))
     return _pinned(replace(informed(flow), axes=Axes.of(sample, encoder_decoder)), 0)
 
 
 def _trace_any(
-    model: nn.Module, sample: Batch, criterion: Criterion | None, encoder_decoder: bool, cuts: Sequence[str]
+    model: nn.Module,
+    sample: Batch,
+    criterion: Criterion | None,
+    encoder_decoder: bool,
+    cuts: Sequence[str],
+    device: torch.device | None,
 ) -> Dataflow:
     """The Dataflow for batches of any size, from two samples."""
     real, sample = sample, sample.take(torch.arange(ROWS) % sample.rows)
-    tracer = Tracer(model, criterion, sample, cuts=cuts)
+    tracer = Tracer(model, criterion, sample, cuts=cuts, device=device)
     short = Axes.of(sample, encoder_decoder).shortened(sample, LENGTH)
     with preserving(model, criterion) as before:
         try:

@@ -6,8 +6,8 @@ model's own forward runs, on the values of a small batch; a unit's call is answe
 returns, and a Taint follows from there what is computed from what.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,10 @@ from pipeshard.graph.dataflow import Call, Dataflow, Reads
 from pipeshard.graph.kinds import Kind, Kinds, UnitCall
 from pipeshard.graph.meter import Meter
 from pipeshard.graph.question import Recipes
+from pipeshard.graph.reading import Reading, noting_backward, noting_functions
 from pipeshard.graph.rng import CheckpointSpans, Randomness, python_state
 from pipeshard.graph.shapes import Axes, TensorSpec, as_trained, placeholder
-from pipeshard.graph.taint import Hidden, Input, Kept, Reading, Tag, Taint, Used, Value
+from pipeshard.graph.taint import Hidden, Input, Kept, Tag, Taint, Used, Value
 from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import CutPoint, check_aliases, check_call, find_units, handled
 from pipeshard.private import tree_flatten
@@ -37,7 +38,8 @@ class _SeenOutside(Exception):
 
 
 class Tracer:
-    """Runs the glue of one model; remembers the kinds of its units from run to run. A `meter` listens to every run.
+    """Runs the glue of one model; remembers the kinds of its units from run to run, which are visited on `device` where
+    they need one. A `meter` listens to every run.
 
     Attributes:
         reset: called before every run.
@@ -53,12 +55,13 @@ class Tracer:
         sample: Batch,
         meter: Meter | None = None,
         cuts: Sequence[str] = (),
+        device: torch.device | None = None,
     ) -> None:
         self.model, self.criterion, self.meter = model, criterion, meter
         self.units = find_units(model, cuts)
         tensors = (*model.parameters(), *sample.tensors.values())
         self.device = next(t.device for t in tensors if not t.is_meta)
-        self.kinds = Kinds(self.device, meter)
+        self.kinds = Kinds(self.device, device or self.device, meter)
         self.python_random = False
         self.reset: Callable[[], None] = lambda: None
         self.listen: Callable[[int | None, bool], None] = lambda call, is_through: None
@@ -90,8 +93,8 @@ class Tracer:
             self.meter.running(self.taint) if self.meter else nullcontext(),
             self.taint,
             Reading(self.taint),
-            _noting_functions(self.taint) as sealed,
-            _noting_backward(self.taint),
+            noting_functions(self.taint) as sealed,
+            noting_backward(self.taint),
         ):
             state, self.seed = python_state(), torch.initial_seed()
             output = self._forward(batch)
@@ -241,60 +244,6 @@ class Tracer:
         tensor = placeholder(leaf, self.device)
         self.taint.mark(tensor, frozenset({value}), home=value)
         return tensor
-
-
-@contextmanager
-def _noting_functions(taint: Taint) -> Iterator[list[int]]:
-    """Yields the unit calls inside a custom autograd function (reformer's reversible layers), whose backward calls them
-    again in a way of its own."""
-    sealed: list[int] = []
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        first = taint.calls
-        result = original.__get__(None, cls)(*args, **kwargs)
-        sealed.extend(range(first, taint.calls))
-        return result
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
-        yield sealed
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def _noting_backward(taint: Taint) -> Iterator[None]:
-    """Notes gradients that glue computes by itself as a decision: of the graph through units each stage has only a
-    part. Inside, such gradients are zeros; what is computed inside one unit is that unit's own affair."""
-    grad, backward = torch.autograd.grad, torch.autograd.backward
-
-    def is_of_units(tensors: Sequence[Any]) -> bool:
-        tags = frozenset(tag for tag in taint.of(tensors) if isinstance(tag, Value | Hidden))
-        taint.decide(tags)
-        return bool(tags) and taint.inside is None
-
-    def grad_instead(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_of_units(_listed(outputs)):
-            return grad(outputs, inputs, *args, **kwargs)
-        gradients = [torch.zeros_like(t, requires_grad=bool(kwargs.get("create_graph"))) for t in _listed(inputs)]
-        for gradient in gradients:
-            taint.mark(gradient, taint.of([*_listed(outputs), *_listed(inputs)]))
-        return tuple(gradients)
-
-    def backward_instead(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if not is_of_units(_listed(tensors)):
-            backward(tensors, *args, **kwargs)
-
-    torch.autograd.grad, torch.autograd.backward = grad_instead, backward_instead
-    try:
-        yield
-    finally:
-        torch.autograd.grad, torch.autograd.backward = grad, backward
-
-
-def _listed(tensors: Any) -> list[Any]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Size, Tensor, nn
 
 from pipeshard.errors import TraceError
-from pipeshard.graph.places import MISSING, Path, content_of, is_object, put, put_content, resolve
+from pipeshard.graph.places import MISSING, Path, content_of, format_path, is_object, put, put_content, resolve
 from pipeshard.graph.snapshot import Change, Snapshot
 from pipeshard.private import (
     SUPPORTED_NODES,
@@ -174,7 +174,14 @@ def _entries(change: Change, known: Mapping[int, Path]) -> list[Any]:
 def _leave(source: Source, content: Any, unit: nn.Module, arguments: Any) -> None:
     """Put `content` where the call would have left it."""
     if source.how == "written":
-        resolve_from(source.place, unit, arguments).copy_(content)
+        target = resolve_from(source.place, unit, arguments)
+        if target.is_leaf and target.requires_grad:
+            raise TraceError(
+                f"a {type(unit).__name__} writes to {format_path(source.place[1:])}, which is trained, in its forward; "
+                "the backward of an earlier microbatch needs it as it was. Change weights after optimizer.step(), or "
+                "compute others of them in the forward (torch.nn.utils.parametrize)"
+            )
+        target.copy_(content)
     elif source.how == "added":
         holder = resolve_from(source.place, unit, arguments)
         put_content(holder, [*holder, *content])

@@ -41,6 +41,8 @@ def shard(
     for tensor in (*model.parameters(), *model.buffers()):
         if not is_released(tensor):
             tensor.data = tensor.data.to(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # NCCL takes memory past torch, which keeps that of what was released
     guard(model)
     return on_meta
 

@@ -81,7 +81,13 @@ class Replay:
         self.active: Run | None = None
         self.recomputing, self.proves = False, True  # whether what units leave at places is compared with the trace
         self.repeats = Repeats(self.randomness)
-        self._blanks: dict[tuple[Any, Blank], Tensor] = {}
+        self._blanks: dict[tuple[Any, Blank], Tensor] = {}  # of the last step
+        self._used: dict[tuple[Any, Blank], Tensor] = {}  # of this one
+
+    def end(self) -> None:
+        """After a step, whose blanks the next one may need; those of other lengths are dropped."""
+        self.repeats.clear()
+        self._blanks, self._used = (self._used or self._blanks), {}
 
     def run(
         self, route: Route, deltas: Sequence[int], received: Mapping[Value, Tensor], forward: Callable[[], Any]
@@ -245,12 +251,10 @@ class Replay:
         return self._blank((), leaf).expand(shape) if aside else self._blank(shape, leaf)
 
     def _blank(self, shape: Any, kind: Blank) -> Tensor:
-        blank = self._blanks.get((shape, kind))
+        blank = self._used.get((shape, kind), self._blanks.get((shape, kind)))
         if blank is None:
-            if len(self._blanks) >= 16:
-                self._blanks.clear()
             blank = torch.full(shape, kind.fill, dtype=kind.dtype, device=self.device)
-            self._blanks[shape, kind] = blank
+        self._used[shape, kind] = blank
         return blank.detach()  # glue may write to it, and must not leave its graph in ours
 
     def _keep(self, step: Step, of_result: list[Any], asides: list[tuple[Source, Any]], run: Run) -> None:

@@ -16,10 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipeshard.checkpoint import files
 from pipeshard.distributed import failures as alarm
+from pipeshard.distributed.failures import GONE, Fault
 from pipeshard.distributed.watch import PERIOD, SILENT, Watch
-from pipeshard.errors import RankError
+from pipeshard.engine.reader import Reader
+from pipeshard.errors import BatchError, CheckpointError, RankError
+from tests import zoo
 from tests.pool import Pool
+from tests.unsplit import Split
 
 SERVER = """
 import sys, torch.distributed as dist
@@ -69,6 +74,23 @@ def fail_at_a_silent_store(call: str, error: Exception, silent: float) -> tuple[
 LOST = RuntimeError("Connection closed by peer")
 
 
+def returns_though_aborted() -> str:
+    """What a call ends with that returned, but whose groups were broken meanwhile."""
+    watch = Watch(timeout=None, named="rank {} of 1".format)
+    try:
+        with pytest.raises(RankError) as caught, watch.call("execute_pipeline"):
+            watch.fault = Fault(GONE, 3, "rank 3", message="rank 3 was killed")
+        return str(caught.value)
+    finally:
+        watch.stop()
+
+
+def test_what_an_aborted_wait_has_returned_is_not_handed_out(pool: Pool) -> None:
+    """NCCL ends what waits in an aborted group without an error: a step gave the loss that happened to be there."""
+    [said] = pool.run(returns_though_aborted, 1)
+    assert "rank 3 was killed" in said
+
+
 @pytest.mark.parametrize("silent", [0.0, SILENT * PERIOD + 1.0], ids=["just now", "long since"])
 def test_a_lost_connection_is_explained_by_the_silent_store(pool: Pool, silent: float) -> None:
     [(seconds, message, _, stopped)] = pool.run(fail_at_a_silent_store, 1, "save_training_state", LOST, silent)
@@ -95,3 +117,34 @@ def test_a_question_is_put_where_no_thread_can_start() -> None:
 def test_what_a_question_raises_is_raised_where_it_is_asked() -> None:
     with pytest.raises(RankError, match="as it is"):
         alarm.Alarm.ask(mock.Mock(gone=False), mock.Mock(side_effect=RankError("as it is")))
+
+
+def steps_of_a_late_rank() -> tuple[str, float, str]:
+    """What an empty iterator on rank 0 comes to, where rank 1 leaves the call a second later, and the step after it."""
+    data = zoo.batch("gpt2")
+    split, step = Split(zoo.build("gpt2"), dist.get_world_size(), data, num_microbatches=2), Reader.next
+    saves = files.gather_objects
+
+    def late(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            finally:
+                time.sleep(1.0 * dist.get_rank())
+
+        return call
+
+    with mock.patch.object(Reader, "next", late(step)), pytest.raises(BatchError) as caught:
+        split.booster.execute_pipeline(iter([data] * dist.get_rank()), split.model, None, split.optimizer)
+    loss = float(split.backward(data)["loss"])
+    with mock.patch.object(files, "gather_objects", late(saves)), pytest.raises(CheckpointError) as failed:
+        split.booster.save_model(split.model, "/proc/nowhere", shard=True)
+    split.backward(data)
+    return str(caught.value), loss, str(failed.value)
+
+
+def test_an_error_of_all_ranks_ends_nobody_who_leaves_it_late(pool: Pool) -> None:
+    """One lost packet, and the others took the rank for one that hangs: a full disk ended the job."""
+    (first, loss, failed), (second, other, later) = pool.run(steps_of_a_late_rank, 2)
+    assert "iterator is empty" in first and "iterator is empty" in second
+    assert loss == other > 0 and failed == later

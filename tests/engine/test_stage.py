@@ -224,4 +224,4 @@ def test_a_new_sequence_length_costs_less_than_five_milliseconds(pool: Pool) -> 
 def test_every_kind_of_action_is_known_to_the_interpreter() -> None:
     interpreter = Interpreter({0: NoStage()}, (0,), None, torch.device("cpu"))
     interpreter.run([Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)])
-    assert [str(span.action) for span in interpreter.spans] == ["F0@0", "B0@0"]
+    assert [str(span.action) for span in interpreter.timeline.spans] == ["F0@0", "B0@0"]

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from pipeshard.engine.stage import Stage
 from pipeshard.schedule import SCHEDULES
 from tests import zoo
 from tests.pool import Pool, WorkerError
 from tests.strict import EarlyP2P, OrderedPairP2P, OrderError, PairP2P, StrictP2P
 from tests.unsplit import Split, Unsplit, differences
+
+
+@contextlib.contextmanager
+def synchronizing() -> Iterator[None]:
+    """Inside, something in every action waits for the device, as an autotuner does."""
+
+    def settled(method: Any) -> Any:
+        def call(stage: Stage, *args: Any) -> Any:
+            StrictP2P.last.synchronize()
+            result = method(stage, *args)
+            StrictP2P.last.synchronize()
+            return result
+
+        return call
+
+    methods = {name: settled(getattr(Stage, name)) for name in ("forward", "backward", "weight")}
+    with mock.patch.multiple(Stage, **methods):
+        yield
 
 
 def trained(schedule: str, p2p: type, synchronizes: bool, m: int = 4) -> list[str]:
@@ -21,8 +43,7 @@ def trained(schedule: str, p2p: type, synchronizes: bool, m: int = 4) -> list[st
     unsplit, chunks = Unsplit(copy.deepcopy(model)), 2 if schedule == "interleaved" else 1
     data = zoo.batch("llama", rows=m)
     split = Split(model, p, data, num_microbatches=m, schedule=schedule, num_model_chunks=chunks, p2p=p2p)
-    split.model.pipeline.interpreter.synchronous = synchronizes  # as in plugin.measuring() on a GPU
-    with mock.patch("torch.cuda.synchronize", lambda device: StrictP2P.last.synchronize()):
+    with synchronizing() if synchronizes else contextlib.nullcontext():
         found = differences(split, unsplit, data, num_microbatches=m)
         split.step()
         unsplit.step()

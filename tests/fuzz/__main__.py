@@ -14,13 +14,15 @@ SHOWN = 8  # kinds of refusals, the most frequent first
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--inputs", type=int, default=1_000_000, help="over the three parsers (default: %(default)s)")
+    parser.add_argument("--inputs", type=int, default=1_000_000, help="in all, about (default: %(default)s)")
+    parser.add_argument("--parser", action="append", help="one of them, and no other; may be given several times")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=Path, default=Path("outputs/fuzz"), help="a folder for inputs that crash")
     arguments = parser.parse_args()
     begin = time.monotonic()
-    tallies = campaign(PARSERS, arguments.inputs, arguments.seed, arguments.processes)
+    chosen = [parser for parser in PARSERS if not arguments.parser or parser.name in arguments.parser]
+    tallies = campaign(chosen, arguments.inputs, arguments.seed, arguments.processes)
     report(tallies, time.monotonic() - begin)
     return save(tallies, arguments.output)
 

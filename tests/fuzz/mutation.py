@@ -28,11 +28,17 @@ LENGTHS = [0, 1, 2, 7, 8, 9, 2**16, 10**8 - 1, 10**8, 10**8 + 1, 2**31, 2**32, 2
 
 @dataclass(frozen=True)
 class Seed:
-    """A valid input: `text` is JSON; where it is framed, a header, with its length before and `body` behind it."""
+    """A valid input: `text` is JSON; where it is framed, a header, with its length before and `body` behind it. Of
+    another `codec` it stands for bytes that are no text."""
 
     text: str
     body: bytes = b""
     framed: bool = False
+    codec: str = "utf-8"
+
+    @property
+    def content(self) -> bytes:
+        return self.text.encode(self.codec)
 
 
 class Mutator:
@@ -45,7 +51,7 @@ class Mutator:
     def make(self, number: int) -> bytes:
         self.random.seed(number)
         seed = self.random.choice(self.seeds)
-        text = seed.text.encode()
+        text = seed.content
         for _ in range(self.random.choice((1, 1, 1, 2, 3, 5))):
             text = self.random.choice(self._changes)(self, text)
         if not seed.framed:
@@ -146,7 +152,7 @@ class Mutator:
         elif kind == 4:
             del content[at:]
         elif kind == 5:
-            content[at:] = self.random.choice(self.seeds).text.encode()[at:]
+            content[at:] = self.random.choice(self.seeds).content[at:]
         else:
             content[at : at + 4] = self._value().encode(errors="surrogatepass")
         return bytes(content)

@@ -1,16 +1,28 @@
 """Parsers: those that read what strangers may have written, with valid inputs, and what is certain of their answers."""
 
+import io
 import json
+import tempfile
+import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save, save_file
+from torch import nn
+from transformers import AutoConfig, GenerationConfig
 
+from pipeshard.checkpoint.configs import config_of, generation_config_of
+from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.checkpoint.manifest import MANIFEST, flaw
+from pipeshard.checkpoint.pickles import has_content, load_plain
 from pipeshard.checkpoint.safetensors_files import INDICES, WEIGHTS, Source, check_shards, join, read_shards
 from pipeshard.errors import CheckpointError
+from pipeshard.hf import ADAPTER_CONFIG
+from pipeshard.private import tree_leaves
 from tests.fuzz.mutation import Seed
 
 NAMES = (
@@ -150,7 +162,130 @@ MAPPED = ('"a.0"', '"weight_map"', '"a.safetensors"', '"b.safetensors"', '["a.sa
 LISTED = ('"files"', '"format"', '"training.pt"', "100", '{"training.pt":100}', '["training.pt"]', '"model"', '"empty"')
 TOLD = ('"DCP_SHARDING_INFO"', '"{}"', '"[[0]]"', r'"{\"state.w.step\":1}"', r'"{\"state.w.exp_avg\":{}}"', '"[[[[[[["')
 
+class Tiny(nn.Module):
+    """What adapters are put on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.up(x))
+        return out
+
+
+def _prepare_adapter(folder: Path) -> None:
+    get_peft_model(Tiny(), LoraConfig(r=2, target_modules=["up"])).save_pretrained(str(folder))
+
+
+def _parse_adapter(file: Path) -> None:
+    enable_lora(Tiny(), str(file.parent), None, None)
+
+
+def _adapters() -> tuple[Seed, ...]:
+    with tempfile.TemporaryDirectory() as folder:
+        _prepare_adapter(Path(folder))
+        plain = json.loads((Path(folder) / ADAPTER_CONFIG).read_text())
+    return Seed(json.dumps(plain)), Seed(json.dumps(plain | {"target_modules": "u.|d+", "rank_pattern": {"up": 3}}))
+
+
+def _nothing(folder: Path) -> None:
+    pass
+
+
+def _parse_config(file: Path) -> None:
+    config_of(file.parent, trust_remote_code=False)
+
+
+def _configs() -> tuple[Seed, ...]:
+    kinds = ("llama", "t5", "mixtral", "vit", "whisper", "qwen2_vl", "xlnet")
+    return tuple(Seed(AutoConfig.for_model(kind).to_json_string(use_diff=kind != "llama")) for kind in kinds)
+
+
+def _parse_generation_config(file: Path) -> None:
+    generation_config_of(file.parent)
+
+
+def _pickled(value: object, zipped: bool) -> Seed:
+    """A file as torch wrote it before archives, or the pickle in an archive."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer, _use_new_zipfile_serialization=zipped)
+    content = buffer.getvalue()
+    if zipped:
+        with zipfile.ZipFile(buffer) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+            content = archive.read(name)
+    return Seed(content.decode("latin-1"), codec="latin-1")
+
+
+STATE = {
+    "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3)}},
+    "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "foreach": None, "params": [0]}],
+    "names": OrderedDict(a=torch.Size([2, 3]), b=torch.bfloat16),
+    "half": torch.zeros(4, dtype=torch.bfloat16)[1:],
+}
+MAGIC = b"\x80\x02\x8a\n"  # of a file that is no archive
+
+
+def _parse_pickle(file: Path) -> None:
+    """What is read is no larger than the file."""
+    content = file.read_bytes()
+    if not content.startswith(MAGIC):
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("archive/data.pkl", content)
+            archive.writestr("archive/byteorder", "little")
+            archive.writestr("archive/version", "3\n")
+            for key in range(3):
+                archive.writestr(f"archive/data/{key}", bytes(64))
+    for tensor in tree_leaves(load_plain(file, "a state", "save it again")):
+        if isinstance(tensor, torch.Tensor) and has_content(tensor):
+            assert tensor.untyped_storage().nbytes() <= file.stat().st_size
+
+
+OPCODES = (
+    *("cbuiltins\nbytearray\n", "cposix\nsystem\n", "ctorch\nFloatStorage\n", "ccollections\nOrderedDict\n"),
+    *("ctorch._utils\n_rebuild_tensor_v2\n", "c_codecs\nencode\n", "I9999999999999\n", "(I1099511627776\ntR"),
+    *("(lp9\n", "}", "]", "(", "t", "R", "b", "2" * 40, "h\x01", "q\x01", "h\x01h\x01\x86q\x01" * 9),
+    *("s", "u", "a", "e", "Q"),
+)
+
 PARSERS = (
+    Parser(
+        "configs",
+        "config.json",
+        _configs(),
+        ("1000000000", "99999999", '"num_labels"', '"num_hidden_layers"', '"model_type"', '"t5"', '"auto_map"'),
+        _nothing,
+        _parse_config,
+        share=1 / 30,
+    ),
+    Parser(
+        "generation configs",
+        "generation_config.json",
+        (Seed(GenerationConfig(max_new_tokens=3, eos_token_id=[1, 2]).to_json_string(use_diff=False)),),
+        ('"max_length"', '"eos_token_id"', "[1,2]", '"cache_config"', '"quantized"', '"watermarking_config"'),
+        _nothing,
+        _parse_generation_config,
+        share=1 / 30,
+    ),
+    Parser(
+        "adapter configs",
+        ADAPTER_CONFIG,
+        _adapters(),
+        ("20000000", '"r"', '"up"', '["up"]', '"(u+)+x"', '"LORA"', '"peft_type"', '"PROMPT_TUNING"', '"rank_pattern"'),
+        _prepare_adapter,
+        _parse_adapter,
+        share=1 / 100,
+    ),
+    Parser(
+        "pickles",
+        "training.pt",
+        (_pickled(STATE, False), _pickled(STATE, True)),
+        OPCODES,
+        _nothing,
+        _parse_pickle,
+        share=1 / 5,
+    ),
     Parser(
         "safetensors headers",
         WEIGHTS[0],

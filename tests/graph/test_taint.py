@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipeshard.graph.taint import Input, Reading, Taint, Value
+from pipeshard.graph.reading import Reading
+from pipeshard.graph.taint import Input, Taint, Value, storage_of
 
 A, B = Value(0, 0), Value(1, 0)
 READINGS: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -88,3 +90,16 @@ def test_tags_go_with_values_and_not_with_shapes() -> None:
     for run in (torch.zeros_like, torch.rand_like, lambda x: x.new_zeros(2), lambda x: torch.zeros(x.shape)):
         taint, result = watched(lambda x, i, run=run: run(x))
         assert not taint.of([result])
+
+
+def test_addresses_are_kept_and_no_memory() -> None:
+    """Every stand-in of a trace was alive until its end: on a GPU, all activations of a model at once."""
+    taint, seen = Taint(torch.device("cpu")), set()
+    for _ in range(50):
+        tensor = torch.zeros(8)
+        memory = StorageWeakRef(tensor.untyped_storage())
+        taint.mark(tensor, frozenset({A}))
+        seen.add(storage_of(tensor))
+        del tensor
+        assert memory.expired()
+    assert len(seen) == 50

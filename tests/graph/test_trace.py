@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipeshard import trace
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import ConfigurationError, PartitionError, TraceError
+from pipeshard.graph.kinds import Kinds
 from pipeshard.graph.taint import Value
 from pipeshard.graph.units import find_units
 from pipeshard.split.partition import balance, forbidden_cuts
@@ -344,3 +345,25 @@ def test_no_unit_gets_the_address_of_a_tensor_on_meta(tmp_path: Path) -> None:
     assert [call.unit for call in trace(model, batch()).calls] == ["embed", "layers.0", "layers.1", "layers.2", "head"]
     taken = Addressed.log.read_text().split()
     assert taken and "0" not in taken
+
+
+def test_such_a_unit_runs_on_the_plugin_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ran where the model was: on the CPU as a rule, where kernels for GPUs (flash attention) do not run."""
+    devices, visit_on = [], Kinds._visit_on
+
+    def noted(kinds: Kinds, device: torch.device, *args: Any) -> Any:
+        devices.append(device)
+        return visit_on(kinds, device, *args)
+
+    class Known(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert float(self.weight.sum()) == H * H  # its own values are there
+            return super().forward(x)
+
+    model, elsewhere = Glued(), torch.device("cpu", 0)
+    model.layers = nn.ModuleList(Known(H, H) for _ in range(3))
+    for layer in model.layers:
+        nn.init.ones_(layer.weight)
+    monkeypatch.setattr(Kinds, "_visit_on", noted)
+    trace(model, batch(), device=elsewhere)
+    assert set(devices) == {torch.device("meta"), elsewhere}

@@ -308,5 +308,10 @@ CASES = {
         optimizer=nets.NormsLate,
         refused="does something else to parameters together",
     ),
+    "clamped weights": Case(
+        nets.Clamped,
+        "A layer clamps its own weight first: that was an error of torch's from amid the trace.",
+        refused="writes to a.weight, which is trained",
+    ),
     "control": Case(Net, "Nothing special."),
 }

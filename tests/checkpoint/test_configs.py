@@ -1,0 +1,93 @@
+"""Configs of strangers: what would fill the memory, or never end, is refused by name before it is made."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from pipeshard import PipelinePlugin
+from pipeshard.checkpoint import configs
+from pipeshard.checkpoint.configs import check_adapter, config_of, generation_config_of
+from pipeshard.checkpoint.files import VALUES, read_document
+from pipeshard.errors import CheckpointError
+from tests import zoo
+from tests.parity.entries import all_entries
+
+
+def folder_with(path: Path, **fields: Any) -> Path:
+    document = json.loads(LlamaConfig(num_hidden_layers=1, hidden_size=32).to_json_string(use_diff=False)) | fields
+    (path / "config.json").write_text(json.dumps(document))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_hidden_layers": 3_000_000}, "it says num_hidden_layers=3000000, more than 1000000"),
+        ({"num_labels": 30_000_000}, "it says num_labels=30000000, more than 500000"),
+        ({"text_config": {"n_layer": [2, 10**12]}}, "it says n_layer=1000000000000"),
+        ({"num_hidden_layers": 900_000}, "it is of more than 2000 modules"),
+        ({"hidden_size": 2**62, "num_attention_heads": 1}, "no model can be made of the config"),
+        ({"attn_implementation": "stranger/kernel"}, "no model can be made|has no config of a model"),
+    ],
+)
+def test_absurd_configs_are_refused(
+    fields: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """500 bytes took 6 GB, or minutes; some ended in torch's own error."""
+    monkeypatch.setattr(configs, "MODULES", 2000)
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    with pytest.raises(CheckpointError, match=message):
+        PipelinePlugin.from_pretrained(AutoModelForCausalLM, folder_with(tmp_path, **fields))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KiB
+    assert time.process_time() - begin < 10
+
+
+def test_a_document_is_measured_before_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    os.truncate(tmp_path / "config.json", 40 << 30)  # it takes no room on the disk
+    with pytest.raises(CheckpointError, match="has no config of a model: ValueError: it has 42949672960 bytes"):
+        config_of(tmp_path)
+    (tmp_path / "config.json").write_text('{"a": [' + "[]," * VALUES + "1]}")
+    with pytest.raises(ValueError, match=r"it has 2\d{6} values or so, more than the 1000000 that are read"):
+        read_document(tmp_path / "config.json")
+    (tmp_path / "generation_config.json").symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match=r"the generation_config.json of .* cannot be read"):
+        generation_config_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"r": 20_000_000}, "it says r=20000000, more than 65536"),
+        ({"rank_pattern": {"x": 10**9}}, "it says x=1000000000, more than 65536"),
+        ({"num_virtual_tokens": 60_000, "token_dim": 60_000}, "its virtual tokens are 3600000000 numbers"),
+        ({"target_modules": "((model|layers|[a-z.0-9]+)+)+!"}, "are not matched within 1 seconds"),
+        ({"target_modules": "(("}, "not regular expressions: .*unterminated subpattern"),
+    ],
+)
+def test_absurd_adapters_are_refused(
+    fields: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter of 200 bytes took 10 GB; a regular expression held the interpreter for ever."""
+    monkeypatch.setattr(configs, "PATIENCE", 1.0)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8} | fields))
+    with pytest.raises(CheckpointError, match=message):
+        check_adapter(tmp_path, zoo.build("llama"))
+
+
+def test_honest_configs_are_read(tmp_path: Path) -> None:
+    for kind in sorted({entry.model_type for entry in all_entries()}):
+        with contextlib.suppress(StrictDataclassClassValidationError):  # of one whose defaults are wrong
+            config = AutoConfig.for_model(kind)
+            config.save_pretrained(tmp_path)
+            assert type(config_of(tmp_path)[0]) is type(config)
