@@ -191,6 +191,7 @@ docs: .venv-docs/installed
 
 # Away from this folder, where `import pipeshard` would find the sources. The tests need ColossalAI, which pip's check would
 # complain of, so they come last.
+release-check: export PYTHONPATH =
 release-check:
 	@rm -rf build && mkdir -p build/release
 	@$(PYTHON) -m venv build/release/tools && build/release/tools/bin/python -m pip --disable-pip-version-check install -qq build
