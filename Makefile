@@ -191,6 +191,7 @@ docs: .venv-docs/installed
 
 # Away from this folder, where `import pipeshard` would find the sources. The tests need ColossalAI, which pip's check would
 # complain of, so they come last.
+release-check: export PYTHONPATH =
 release-check:
 	@rm -rf build && mkdir -p build/release
 	@$(PYTHON) -m venv build/release/tools && build/release/tools/bin/python -m pip --disable-pip-version-check install -qq build
@@ -199,10 +200,12 @@ release-check:
 	  echo "release-check: $$file" && rm -rf fresh && $(PYTHON) -m venv fresh && pip="fresh/bin/python -m pip --disable-pip-version-check" && \
 	  $$pip install -qq torch==2.13.0 && $$pip install -qq $$file && $$pip check && \
 	  fresh/bin/python -c 'import pipeshard; [getattr(pipeshard, name) for name in pipeshard.__all__]; import pipeshard.policies' && \
-	  fresh/bin/pipeshard demo 2>said && { test ! -s said || { cat said; exit 1; }; } || exit 1; \
+	  start=$$(date +%s) && fresh/bin/pipeshard demo 2>said && { test ! -s said || { cat said; exit 1; }; } && \
+	  took=$$(( $$(date +%s) - start )) && echo "release-check: the demo took $$took s" && test $$took -lt 90 || exit 1; \
 	done && $$pip install -qq "$$file[dev,examples,colossalai]" && $$pip install -qq --no-deps colossalai==0.5.0 && \
 	$$pip install -qq --no-deps --editable pipeshard-*/ && \
-	cd pipeshard-*/ && ../fresh/bin/python -m pytest --collect-only --quiet | tail -1 && \
+	cd pipeshard-*/ && { ../fresh/bin/python -m pytest --collect-only --disable-warnings >../log || { cat ../log; exit 1; }; } && \
+	tail -1 ../log && \
 	../fresh/bin/python -m pytest tests/test_package.py tests/test_cli.py tests/test_initialize.py
 
 bench: setup setup-peers

@@ -78,7 +78,7 @@ def _warn_of_16_bits(model: nn.Module) -> None:
     short = [p for p in trained if p.dtype in (torch.float16, torch.bfloat16)]
     if short:
         logger.warning(
-            "%d of the %d trained parameters are %s, without fp32 values beside them: updates smaller than 1/%d of a "
+            "%d of the %d trained parameters are %s, without fp32 copies: updates smaller than 1/%d of a "
             "value round to nothing. Pass PipelinePlugin(precision='bf16'), which keeps fp32 values, or load the model "
             "in fp32 (from_pretrained(..., dtype=torch.float32))",
             len(short),

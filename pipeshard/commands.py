@@ -111,7 +111,7 @@ def _schedules(plan: Plan) -> Table:
 
 def _line(plan: Plan, estimate: Estimate) -> list[str]:
     if estimate.problem:
-        return [estimate.name, "-", "-", "-", "-", "-", "cannot be cut so"]
+        return [estimate.name, "-", "-", "-", "-", "-", estimate.unusable]
     time = f"{_digits(estimate.time)} s" if plan.unit == "seconds" else f"{estimate.time / plan.num_microbatches:.3f}"
     fits = {None: "", True: "yes", False: "no"}[estimate.fits]
     mark = "recommended" if estimate.name == plan.recommended else ""

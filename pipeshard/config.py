@@ -59,8 +59,8 @@ class PipelineConfig:
 
     Args:
         pp_size: p, the number of stages.
-        num_microbatches, microbatch_size: exactly one of the two; how each batch is cut along its samples. With
-            pp_size=1 both may be left out, and for a PipelineTrainer, which has gradient_accumulation_steps.
+        num_microbatches: how many microbatches each batch is cut into along its samples, or instead
+        microbatch_size: the samples of each. With pp_size=1 and for a PipelineTrainer, both may be left out.
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1" or "zbv". With the last two, the weight gradients of linear
             and embedding layers are computed apart, while a stage would wait. Or a `pipeshard.schedule.Program`, or a
             function of (p, m, v) that returns one, which is run as it is, messages added.

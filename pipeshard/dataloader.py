@@ -178,7 +178,8 @@ class ResumableDataLoader(DataLoader[Any]):
     Args:
         batch_size: the samples of one replica's batch.
         seed: what the order of the samples and the workers' seeds depend on, together with the epoch.
-        replica, num_replicas: which of how many shares of the data this one is.
+        replica: which share of the data this one is.
+        num_replicas: how many shares there are.
         options: DataLoader's own. A `generator` among them gives the seed; without a `collate_fn`, samples with lists
             of numbers are put together by transformers' default_data_collator.
 

@@ -139,7 +139,8 @@ class ElasticJob(PreemptibleJob):
             `lambda ranks: AutoConfig.choose(model, batch, ranks, 16, ...)`. It is asked on rank 0.
         global_batch: the samples of a step, over all replicas; the same whatever the ranks are.
         microbatch_size: the samples of a microbatch.
-        every, keep: as in a PreemptibleJob.
+        every: steps from one save to the next.
+        keep: how many saved steps are kept.
         timeout: seconds after which a rank that waits in the default group gives up.
 
     Raises ConfigurationError, on every rank, where the ranks at hand have no legal layout; UsageError where it is not

@@ -32,8 +32,8 @@ def initialize(
 ) -> "Engine":
     """Split a model into pipeline stages, of which this process keeps its own; every process calls it.
 
-        engine = pipeshard.initialize(model, optimizer, dataloader=dataloader, pp_size=2, num_microbatches=8)
-        model, optimizer, criterion, dataloader, lr_scheduler = engine  # as from ColossalAI's booster.boost
+        engine = pipeshard.initialize(model, optimizer, dataloader=loader, pp_size=2, num_microbatches=8)
+        model, optimizer, criterion, loader, lr_scheduler = engine  # as from ColossalAI's booster.boost
 
     Args:
         model: any module; where its weights are on meta, each process makes or loads those of its own stage.
@@ -78,8 +78,12 @@ class Engine:
 
     Attributes:
         plugin: the PipelinePlugin, which has `prepare_dataloader`, `recording`, `measuring`, `grid` and others.
-        model, optimizer, criterion, dataloader, lr_scheduler: what `boost` returned last; iterating gives these five.
         checkpoint_io: what saves and loads.
+        model: what `boost` returned last, as are the next four; iterating gives these five.
+        optimizer: that of this process's part of the model.
+        criterion: as it was given.
+        dataloader: as it was given.
+        lr_scheduler: as it was given.
     """
 
     model: PipelineModel | None = None

@@ -42,6 +42,7 @@ from pipeshard.engine.outputs import ReturnOutputs
 from pipeshard.engine.recording import Recording
 from pipeshard.errors import UsageError
 from pipeshard.schedule.given import Schedule
+from pipeshard.script import fold
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.partition import Cuts
 from pipeshard.split.policy import Policy
@@ -57,7 +58,8 @@ class PipelinePlugin:
     every stage. Rank 0 is the first slice of the first stage of the first replica; then come slices, stages, replicas.
 
     Args:
-        pp_size and the others by name: the fields of `pipeshard.config.PipelineConfig`, which says what each one means.
+        pp_size: the number of stages. It and those that are given by name are the fields of
+            `pipeshard.config.PipelineConfig`, which says what each one means.
         foreign: what ColossalAI's HybridParallelPlugin takes beside these. `pp_style` is the schedule; options for
             speed are left out, with a warning; the others are refused, unless they have their defaults, with what to
             use here instead.
@@ -110,6 +112,8 @@ class PipelinePlugin:
         arguments = {name: value for name, value in locals().items() if name in PipelineConfig.__dataclass_fields__}
         register_plugin(type(self))
         alone = standing_alone()  # one process with all stages
+        if watchdog:
+            fold()
         with constructing():
             refuse_positional(positional)
             warns = not dist.is_initialized() or dist.get_rank() == 0

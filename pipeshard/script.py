@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 FOLDER = "PIPESHARD_ERRORS"  # names the folder in which the ranks of an agent note how they ended
+TORCHRUN = "TORCHELASTIC_ERROR_FILE"  # names a file in the folder that each of torchrun's ranks has, attempt by attempt
 OTHERS = ("RankError", "DistBackendError", "DistNetworkError", "DistStoreError")  # that came of another rank's failure
 _DIFFERS = re.compile(r"0x[0-9a-f]+|\[rank\d+\]: ?")
 
@@ -39,9 +40,30 @@ def tell_once(kind: type[BaseException], error: BaseException, trace: TracebackT
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next
     text = "".join(traceback.format_exception(kind, error, trace))
-    folder = os.environ.get(FOLDER)
-    if folder is None or note(Path(folder), kind.__name__, text):
+    folder = notes()
+    if folder is None or note(folder, kind.__name__, text):
         sys.stderr.write(text)
+    elif FOLDER not in os.environ:  # `pipeshard launch` counts them
+        sys.stderr.write(f"rank {os.environ.get('RANK')} ended by the same {kind.__name__} as another rank\n")
+
+
+def fold() -> None:
+    """Have a rank that torchrun started tell errors once, too, unless something else prints its errors."""
+    if os.environ.get(TORCHRUN) and sys.excepthook is sys.__excepthook__:
+        sys.excepthook = tell_once
+
+
+def notes() -> Path | None:
+    """Where ranks note how they ended; with torchrun a folder of those that print to the same place."""
+    if FOLDER in os.environ or not os.environ.get(TORCHRUN):
+        return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
+    try:
+        place = os.fstat(sys.stderr.fileno())
+        folder = Path(os.environ[TORCHRUN]).parent.parent / f"errors-{place.st_dev}-{place.st_ino}"
+        folder.mkdir(exist_ok=True)
+    except (OSError, AttributeError, ValueError):  # stderr is not a file
+        return None
+    return folder
 
 
 def note(folder: Path, kind: str, text: str) -> bool:

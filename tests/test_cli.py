@@ -89,6 +89,13 @@ def test_slices_divide_what_a_rank_holds() -> None:
     assert result.exit_code == 1 and "tp_size=3 does not divide num_attention_heads=4" in result.output
 
 
+def test_what_the_plugin_refuses_is_marked() -> None:
+    shown = invoke(*MODEL, *SIZES, "--dp", "2", "--fsdp").output
+    assert [line.split()[0] for line in shown.splitlines() if line.endswith("not accepted  ")] == ["zb-h1", "zbv"]
+    result = invoke(*MODEL, *SIZES, "--dp", "2", "--fsdp", "--schedule", "zbv")
+    assert result.exit_code == 1 and result.output.startswith("error: fsdp=True does not go with schedule='zbv'")
+
+
 def test_what_does_not_fit_is_refused_and_recompute_counted() -> None:
     result = invoke(*MODEL, *SIZES, "--device-memory", "100kB")
     assert result.exit_code == 1

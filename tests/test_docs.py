@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
+import inspect
 import io
 import os
 import re
@@ -26,7 +28,9 @@ from tests.pool import Pool
 DOCS = ROOT / "docs"
 PAGES = sorted((DOCS / "coming-from").glob("*.md"))
 # Words that no other engine's documentation has. They may stand in the middle of a page, not where one looks first.
-QUAINT = r"\b(dearest|piles?|piled|beside|amid|ragged|strangers?|fullest|good-bye|re-typed|anew|come and go|told)\b"
+QUAINT = (
+    r"\b(dearest|piles?|piled|beside|amid|ragged|strangers?|fullest|good-bye|re-typed|anew|come and go|told|in rows)\b"
+)
 
 
 def run(code: str) -> list[float]:
@@ -106,18 +110,32 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert set(pipeshard.__all__) <= shown
 
 
+def test_the_reference_has_a_row_for_each_argument() -> None:
+    """`model, optimizer: ...` became an argument "model," of type "optimizer"."""
+    shown = re.findall(r"^::: (pipeshard\.[\w.]+)\.(\w+)", (DOCS / "api.md").read_text(), re.MULTILINE)
+    for module, name in shown:
+        kind = getattr(importlib.import_module(module), name)
+        for one in (kind, *(vars(kind).values() if isinstance(kind, type) else ())):
+            text = inspect.getdoc(one) if callable(one) else None
+            for section in re.findall(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)+)", text or "", re.MULTILINE):
+                rows = re.findall(r"^    (\S.*)", section, re.MULTILINE)
+                assert [row for row in rows if not re.match(r"\w+:", row)] == [], name
+
+
 def test_what_one_reads_first_is_in_plain_words() -> None:
-    """Headings and first paragraphs of pages, and errors."""
+    """Headings, the first paragraph of every section, and what errors and warnings are made of."""
     quaint = []
     for page in [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]:
-        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-        paragraphs = [part for part in text.split("\n\n") if part.strip() and part.strip()[0] not in "#|!<-"]
-        read = [*re.findall(r"^#+ .*", text, re.MULTILINE), *paragraphs[:1]]
+        read = re.findall(r"^#+ .*", prose(page), re.MULTILINE)
+        for section in re.split(r"^#+ ", prose(page), flags=re.MULTILINE):
+            paragraphs = [part for part in section.split("\n\n")[1:] if part.strip() and part.strip()[0] not in "|!<-"]
+            read += paragraphs[:1]
         quaint += [f"{page.name}: {found[0]}" for part in read for found in re.finditer(QUAINT, part, re.IGNORECASE)]
     for path in PACKAGE.rglob("*.py"):
-        raised = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
-        texts = [part.value for node in raised for part in ast.walk(node) if isinstance(part, ast.Constant)]
-        quaint += [f"{path.name}: {text}" for text in texts if re.search(QUAINT, str(text), re.IGNORECASE)]
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        described = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+        texts = [str(node.value) for node in nodes if isinstance(node, ast.Constant) and id(node) not in described]
+        quaint += [f"{path.name}: {text}" for text in texts if re.search(QUAINT, text, re.IGNORECASE)]
     assert quaint == []
 
 
@@ -146,6 +164,22 @@ def test_links_of_the_package_s_description_are_absolute() -> None:
     links = re.findall(r"\]\(([^)]+)\)", shown)
     assert len(links) > 20 and all(link.startswith("https://") for link in links)
     assert f"{setup.FILES}docs/parity.svg" in links and f"{setup.PAGES}docs/first-hour.md" in links
+    paths = [link.removeprefix(setup.FILES).removeprefix(setup.PAGES).partition("#")[0] for link in links]
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+def test_the_repository_has_one_address() -> None:
+    named = ["pyproject.toml", "CITATION.cff", "mkdocs.yml", "setup.py", "docs/hooks.py", "README.md", "SECURITY.md"]
+    texts = "".join((ROOT / name).read_text() for name in named)
+    assert set(re.findall(r"https://(?:raw\.)?github\w*\.com/([\w.-]+/[\w.-]+)", texts)) == {"pipeshard/pipeshard"}
+    assert f'FILES = "{setup.PAGES}"' in (DOCS / "hooks.py").read_text()
+
+
+def test_features_are_counted_right() -> None:
+    table = (DOCS / "trainer.md").read_text().partition("<!-- features -->")[2].partition("<!-- end of features -->")[0]
+    count = len(re.findall(r"^\| ", table, re.MULTILINE)) - 1  # but for its head
+    for page in ("README.md", "Makefile"):
+        assert re.findall(r"(\d+) features", (ROOT / page).read_text()) == [str(count)]
 
 
 def test_releases_are_dated() -> None:

@@ -36,7 +36,8 @@ class Recording:
         waited: `waited[r][q]` is how long rank r waited for messages of rank q.
         step: the number of the step, from 0.
         memory: the most bytes that each rank had taken by then: of its GPU, or as a process.
-        samples, tokens: what all replicas have read; tokens are the elements of `input_ids`, 0 where there is none.
+        samples: how many all replicas have read.
+        tokens: the elements of `input_ids` in these; 0 where there is none.
     """
 
     program: Program

@@ -212,7 +212,7 @@ class Chain:
 
     def __str__(self) -> str:
         names = ", ".join("..." if name is ... else name for name in self.beside)
-        beside = f"and beside it {names}" if names else "and nothing else"
+        beside = f"and also {names}" if names else "and nothing else"
         return f"each layer reads {', '.join(self.handed_on)} of the one before it {beside}"
 
     def mismatch(self, flow: Dataflow) -> str:
@@ -226,7 +226,7 @@ class Chain:
             if not handed_on or len(handed_on) > len(self.handed_on) or too_many:
                 return (
                     f"{unit} reads {_makers(flow, handed_on)} where it comes after "
-                    f"{flow.calls[before].unit}, and beside it {_makers(flow, beside)}"
+                    f"{flow.calls[before].unit}, and also {_makers(flow, beside)}"
                 )
         return ""
 

@@ -34,7 +34,8 @@ class PipelineModule(nn.Module):
         layers: modules, LayerSpecs, TiedLayerSpecs, and functions, lambdas, partials, bound methods or other callables
             of one argument, in any iterable: an nn.Sequential or nn.ModuleList too.
         num_stages: refuse a pipeline of another number of stages (times the chunks on each process).
-        topology, activation_checkpoint_func: None. The plugin says which rank does what; recompute is pipeshard's own.
+        topology: None; the plugin says which rank does what.
+        activation_checkpoint_func: None; recompute is pipeshard's own.
         loss_fn: `loss_fn(output, labels)`, a scalar; the criterion where `boost` gets none. Batches are then
             `(inputs, labels)`; `(inputs,)` has none.
         seed_layers: layer k of a spec is built after `seed_fn(base_seed + k)` instead, by default torch.manual_seed.

@@ -111,7 +111,7 @@ class Considered:
         layout, estimate = self.layout, self.estimate
         sizes = f"p={layout.pp_size} dp={layout.dp_size} m={layout.num_microbatches}×{layout.microbatch_size}"
         if estimate.problem:
-            return f"{sizes} {estimate.name}: cannot be cut so"
+            return f"{sizes} {estimate.name}: {estimate.unusable}"
         beyond = ", too much" if estimate.fits is False else ""
         figures = f"{estimate.time:.4g}, idle {estimate.bubble:.1%}, takes {format_bytes(estimate.peak)}{beyond}"
         return f"{sizes} {estimate.name}: {figures}"
@@ -222,6 +222,8 @@ def _simulated(subject: Subject, layout: Layout, names: Sequence[str], unit: flo
 
 def _best(considered: Sequence[Considered], limit: int | None) -> Considered:
     possible = [each for each in considered if not each.estimate.problem]
+    if all(each.estimate.refused for each in considered):
+        raise ConfigurationError(f"the plugin refuses every schedule to choose from: {considered[0].estimate.problem}")
     if not possible:
         raise PartitionError(f"the model cannot be cut for any of them: {considered[0].estimate.problem}")
     fitting = [each for each in possible if each.estimate.fits is not False]

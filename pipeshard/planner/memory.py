@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 from torch import Tensor, nn
 
-from pipeshard.config import check_precision, check_replicas
+from pipeshard.config import PipelineConfig, check_precision, check_replicas
 from pipeshard.engine.grad_sync import BUCKET
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.dataflow import Dataflow
@@ -117,6 +117,20 @@ class Training:
         divided = "zero_stage=1" if self.zero_stage else "fsdp" if self.fsdp else "each whole"
         replicas = f", {self.dp_size} replicas, {divided}" if self.dp_size > 1 else ""
         return f"optimizer {self.optimizer}{low}{replicas}" + (f", tp_size {self.tp_size}" if self.tp_size > 1 else "")
+
+    def config(self, schedule: str, pp_size: int, num_microbatches: int, num_model_chunks: int = 1) -> PipelineConfig:
+        """The plugin's arguments for it under a schedule; ConfigurationError where the plugin refuses them."""
+        return PipelineConfig(
+            pp_size=pp_size,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            num_model_chunks=num_model_chunks,
+            precision=self.precision,
+            dp_size=self.dp_size,
+            zero_stage=self.zero_stage,
+            fsdp=self.fsdp,
+            tp_size=self.tp_size,
+        )
 
     @property
     def parts(self) -> int:

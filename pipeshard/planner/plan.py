@@ -8,8 +8,6 @@ from typing import Any
 
 from pipeshard.planner.memory import Memory, Training
 from pipeshard.schedule.draw import draw_timeline
-from pipeshard.schedule.passes import shorten_cooldown
-from pipeshard.schedule.program import make_program
 from pipeshard.schedule.simulate import Simulation, simulate_parts
 
 
@@ -56,7 +54,8 @@ class Estimate:
     """One schedule: the time of a step, the idle share of all ranks' time, and what each rank takes.
 
     `counts` are the unit calls of each stage. `fits` says whether every rank stays within the limit (None: there is
-    none). `problem` says why the model cannot be cut so; then nothing else is known.
+    none). `problem` says why the model cannot be cut so, or why the plugin refuses the schedule with the other
+    arguments (`refused`); then nothing else is known.
     """
 
     schedule: str
@@ -67,10 +66,16 @@ class Estimate:
     memory: tuple[Memory, ...] = ()
     fits: bool | None = None
     problem: str = ""
+    refused: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.schedule}, v={self.num_model_chunks}" if self.schedule == "interleaved" else self.schedule
+
+    @property
+    def unusable(self) -> str:
+        """In short why it cannot be used, if it cannot."""
+        return "not accepted" if self.refused else "cannot be cut so" if self.problem else ""
 
     @property
     def fullest(self) -> int:
@@ -127,9 +132,9 @@ class Plan:
 
     def simulate(self) -> Simulation:
         """The time line of a step."""
-        program = make_program(self.schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
+        config = self.training.config(self.schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
         costs = [(stage.forward, stage.backward, stage.weight) for stage in self.stages]
-        return simulate_parts(shorten_cooldown(program), *zip(*costs, strict=True))
+        return simulate_parts(config.program(self.num_microbatches), *zip(*costs, strict=True))
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Draw that into the file `path`, in the format that its suffix names (png, svg, pdf). Needs matplotlib."""

@@ -19,8 +19,7 @@ from pipeshard.planner.candidate import Candidate, Subject, metered, unit_cost
 from pipeshard.planner.memory import Footprint, Forms, Training, format_bytes, parse_bytes
 from pipeshard.planner.plan import Estimate, Plan
 from pipeshard.planner.profile import Profile, find_profile
-from pipeshard.schedule.passes import shorten_cooldown
-from pipeshard.schedule.program import SCHEDULES, make_program, num_chunks
+from pipeshard.schedule.program import SCHEDULES, num_chunks
 from pipeshard.split.partition import Cuts, named
 from pipeshard.split.policy import Policy, find_policy
 from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
@@ -106,13 +105,18 @@ def plan(
         device_memory: what a rank has, such as "80GB" or a number of bytes.
         optimizer: "adamw" (two states a parameter), "sgd" (with momentum: one) or "none"; a state is as large as its
             parameter's gradient.
-        precision, dp_size, zero_stage, fsdp: as for the plugin: "bf16" and "fp16" take fp32 gradients, values and
-            states beside parameters of 16 bits.
-        tp_size, tp_plan: as for the plugin. Parameters that are sliced are divided, with their gradients and states;
-            times and activations are those of whole units.
+        precision: as for the plugin: "bf16" and "fp16" take fp32 gradients, values and states besides parameters of 16
+            bits.
+        dp_size: as for the plugin, and so are the next two.
+        zero_stage: 1 divides the optimizer's state among the replicas.
+        fsdp: True divides what is kept of a unit among the replicas.
+        tp_size: as for the plugin. Parameters that are sliced are divided, with their gradients and states; times and
+            activations are those of whole units.
+        tp_plan: as for the plugin.
         profile: measured units (a Profile or its file) instead of estimates; `partition="profile"` measures them here
             and now, "profile:PATH" unless that file is there.
-        policy, criterion: as for the plugin.
+        policy: as for the plugin.
+        criterion: as for the plugin.
 
     Raises PartitionError where the schedule asked for, or every one, is impossible or needs more than `device_memory`;
     ConfigurationError for arguments that cannot work; TraceError for a model that cannot be cut.
@@ -131,7 +135,7 @@ def plan(
     estimates = [c.estimate(unit) if isinstance(c, Candidate) else c for c in tried]
     impossible = next((e for e in estimates if e.problem and chosen in (None, (e.schedule, e.num_model_chunks))), None)
     if impossible and (chosen or not candidates):
-        raise PartitionError(impossible.problem)
+        raise (ConfigurationError if impossible.refused else PartitionError)(impossible.problem)
     best, reason = recommend(estimates, limit)
     if best.fits is False:  # none does: that which takes least is the nearest to it
         best = min((e for e in estimates if not e.problem), key=lambda e: e.peak)
@@ -215,9 +219,13 @@ def _sliced(
 
 
 def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | Estimate:
-    """The model cut for this schedule, or an estimate that says why it cannot be."""
+    """The model cut for this schedule, or an estimate that says why it cannot be, or the plugin would not run it."""
     try:
-        return Candidate(subject, shorten_cooldown(make_program(name, p, m, v)), v)
+        program = subject.training.config(name, p, m, v).program(m)
+    except ConfigurationError as error:
+        return Estimate(name, v, problem=str(error), refused=True)
+    try:
+        return Candidate(subject, program, v)
     except PartitionError as error:
         return Estimate(name, v, problem=str(error))
 

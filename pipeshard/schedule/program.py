@@ -294,7 +294,7 @@ def _from_csv(path: Path) -> Program:
     for letter, action in (each for actions in rows for each in actions):
         if action.kind is Kind.B and (letter == "I") != (action._replace(kind=Kind.W) in weights):
             _, i, stage = action
-            problem = f"{stage}I{i} without {stage}W{i}" if letter == "I" else f"{stage}W{i} beside {stage}B{i}"
+            problem = f"{stage}I{i} without {stage}W{i}" if letter == "I" else f"{stage}W{i} together with {stage}B{i}"
             raise ConfigurationError(f"{path}: {problem}. B is the whole backward, I and W are its two parts")
     m = 1 + max(action.microbatch for actions in rows for _, action in actions)
     ranks = tuple(tuple(action for _, action in actions) for actions in rows)

@@ -44,10 +44,10 @@ SHAPES = (
     "hook or autocast around execute_pipeline change them"
 )
 PLACE = "Other stages do not get it as it is now. Return it instead, as a tensor, or change it alike in every forward"
-PLAIN_TENSOR = "Other stages get its numbers alone: return the rest beside it, or cut elsewhere (partition=[...])"
+PLAIN_TENSOR = "Other stages get only its numbers: return the rest as a tensor, or cut elsewhere (partition=[...])"
 CONSTANT = (
-    "What a unit returns beside tensors is the same on all stages, as the trace has seen it, so it must not depend on "
-    "the values of tensors: return a tensor (x.max(), not x.max().item())"
+    "What a unit returns other than tensors is the same on all stages, as the trace has seen it, so it must not depend "
+    "on the values of tensors: return a tensor (x.max(), not x.max().item())"
 )
 
 

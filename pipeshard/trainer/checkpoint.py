@@ -126,7 +126,7 @@ def newest(folder: Path, group: dist.ProcessGroup) -> str:
 def _flaw(folder: Path) -> str:
     """Why a checkpoint is not complete, by the names and sizes of its files."""
     if not (folder / FOLDER / REST).is_file():
-        return f"it has no {FOLDER}/{REST}; of one process, load the model by from_pretrained and train anew"
+        return f"it has no {FOLDER}/{REST}; of one process, load the model by from_pretrained and begin again"
     name = STEP.fullmatch(folder.name)
     if why := flaw(folder, int(name[1]) if name else None):
         return why

@@ -50,9 +50,9 @@ def test_heads_side_by_side_are_no_chain() -> None:
 @pytest.mark.parametrize(
     ("rungs", "dense", "beside", "found"),
     [
-        (True, False, (), r"layers\.1 reads layers\.0\[0\] where it comes after layers\.0, and beside it embed\[0\]"),
+        (True, False, (), r"layers\.1 reads layers\.0\[0\] where it comes after layers\.0, and also embed\[0\]"),
         (True, False, ("embeddings",), ""),
-        (False, True, (), r"layers\.3 reads layers\.2\[0\] .* and beside it layers\.0\[0\], layers\.1\[0\]"),
+        (False, True, (), r"layers\.3 reads layers\.2\[0\] .* and also layers\.0\[0\], layers\.1\[0\]"),
         (True, True, ("embeddings",), r"layers\.3 reads layers\.2\[0\]"),
         (True, True, ("embeddings", ...), ""),
     ],
@@ -68,7 +68,7 @@ def test_what_is_handed_on() -> None:
     assert "encoder.block.1 reads encoder.block.0[0], encoder.block.0[1] where" in (
         Chain(("hidden states",), ("encoder output",)).mismatch(flow)
     )
-    assert "beside it encoder.final_layer_norm[0]" in Chain(("hidden states", "bias", "bias")).mismatch(flow)
+    assert "and also encoder.final_layer_norm[0]" in Chain(("hidden states", "bias", "bias")).mismatch(flow)
 
 
 def test_a_layer_that_does_not_read_the_one_before_is_a_mismatch() -> None:
@@ -79,7 +79,7 @@ def test_a_layer_that_does_not_read_the_one_before_is_a_mismatch() -> None:
             return self.head(self.layers[2](second) + first)
 
     mismatch = Chain(("hidden states",), ("embeddings",)).mismatch(traced(Skipping()))
-    assert "layers.1 reads nothing where it comes after layers.0, and beside it embed[0]" in mismatch
+    assert "layers.1 reads nothing where it comes after layers.0, and also embed[0]" in mismatch
 
 
 class Cache:

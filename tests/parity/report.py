@@ -192,7 +192,7 @@ def _in_16_bits(found: Sequence[Result], low: Mapping[str, Mapping[Any, Result]]
     return [
         "## In 16 bits",
         "",
-        'The same with `precision="bf16"`, with `"fp16"`, and with `autocast=True` (of bf16), beside one process that',
+        'The same with `precision="bf16"`, with `"fp16"`, and with `autocast=True` (of bf16), against one process that',
         "computes likewise: parameters in 16 bits where transformers makes them so, gradients added up in fp32 over",
         "the same microbatches. The order of sums is the same, so most are equal to the bit. It is another one where",
         "several stages use one weight, whose gradients are then added up in fp32; and kernels round by how their",

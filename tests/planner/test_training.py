@@ -12,11 +12,13 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from pipeshard import AutoConfig, PipelinePlugin, plan
+from pipeshard.config import PipelineConfig
 from pipeshard.distributed.collectives import local
 from pipeshard.engine.grad_sync import BUCKET
 from pipeshard.errors import ConfigurationError, PartitionError
 from pipeshard.graph.units import find_units
 from pipeshard.planner.memory import Memory, Training
+from pipeshard.planner.plan import Estimate
 from pipeshard.split.policy import find_policy
 from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
 from tests import zoo
@@ -190,3 +192,55 @@ def test_a_layout_is_chosen_by_what_its_replicas_take() -> None:
 def test_what_the_plugin_would_refuse_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         plan(zoo.build("llama"), zoo.batch("llama", ROWS, LENGTH), 2, num_microbatches=4, **options)
+
+
+def accepted(estimate: Estimate, pp_size: int, dp_size: int, options: dict[str, Any]) -> bool:
+    try:
+        PipelineConfig(
+            pp_size=pp_size,
+            dp_size=dp_size,
+            num_microbatches=4,
+            schedule=estimate.schedule,
+            num_model_chunks=estimate.num_model_chunks,
+            **options,
+        )
+    except ConfigurationError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("divided", [{}, {"zero_stage": 1}, {"fsdp": True}], ids=str)
+def test_what_is_recommended_is_what_the_plugin_accepts(divided: dict[str, Any], tp_size: int, precision: str) -> None:
+    """With fsdp, zbv was recommended, which the plugin refuses."""
+    model, batch = zoo.build("llama"), zoo.batch("llama", ROWS, LENGTH)
+    options: dict[str, Any] = {"tp_size": tp_size, "precision": precision, **divided}
+    made = plan(model, batch, 2, num_microbatches=4, dp_size=2, **options)
+    assert [e.refused for e in made.schedules] == [not accepted(e, 2, 2, options) for e in made.schedules]
+    assert {e.schedule for e in made.schedules if e.refused} == ({"zb-h1", "zbv"} if "fsdp" in divided else set())
+    assert made.recommended == made.estimate.name and accepted(made.estimate, 2, 2, options)
+    assert made.estimate.time == pytest.approx(made.simulate().makespan)
+    chosen = AutoConfig.choose(model, batch, 4 * tp_size, 8, 2, **options)
+    PipelineConfig(**chosen.arguments, **{name: value for name, value in options.items() if name != "tp_size"})
+    for each in chosen.considered:
+        fits = accepted(each.estimate, each.layout.pp_size, each.layout.dp_size, options)
+        assert each.estimate.refused != fits
+
+
+def test_a_schedule_that_the_plugin_refuses_is_refused() -> None:
+    model, batch = zoo.build("llama"), zoo.batch("llama", ROWS, LENGTH)
+    options: dict[str, Any] = {"dp_size": 2, "fsdp": True}
+    with pytest.raises(ConfigurationError, match="fsdp=True does not go with schedule='zbv'"):
+        plan(model, batch, 2, num_microbatches=4, schedule="zbv", **options)
+    with pytest.raises(ConfigurationError, match="refuses every schedule to choose from: fsdp=True does not go with"):
+        AutoConfig.choose(model, batch, 4, 8, 2, schedules=["zbv", "zb-h1"], fsdp=True)
+    found = AutoConfig.choose(model, batch, 4, 8, 2, fsdp=True).considered
+    assert any(str(each).endswith(" zbv: not accepted") for each in found)
+
+
+def test_a_step_is_simulated_as_the_plugin_runs_it() -> None:
+    """With slices the gradients of the last microbatches do not leave before W."""
+    model, batch = zoo.build("llama"), zoo.batch("llama", ROWS, LENGTH)
+    times = [plan(model, batch, 2, num_microbatches=4, schedule="1f1b", tp_size=n).estimate.time for n in (1, 2)]
+    assert times[0] < times[1]

@@ -116,7 +116,7 @@ def waiting() -> Program:
         ("0F0,0B0\n0F1,0B1", "stage 0 is on ranks 0, 1"),
         ("0F0,0B0\n2F0,2B0", r"the stages are \[0, 2\]"),
         ("0F0,0I0", "0I0 without 0W0"),
-        ("0F0,0B0,0W0", "0W0 beside 0B0"),
+        ("0F0,0B0,0W0", "0W0 together with 0B0"),
         ("", r"the stages are \[\]"),
     ],
 )
