@@ -30,8 +30,9 @@ from transformers import (
 )
 
 from pipeshard import PipelinePlugin
-from pipeshard.checkpoint import load as pretrained
+from pipeshard.checkpoint import configs as pretrained
 from pipeshard.engine.optimizer import PipelineOptimizer
+from pipeshard.engine.refusals import plain
 from pipeshard.errors import CheckpointError, ConfigurationError, PipeshardError, UsageError
 from tests import zoo
 from tests.messages import assert_told
@@ -410,6 +411,14 @@ def test_lazy_tensors_of_colossalai_are_refused_by_name(pool: Pool) -> None:
     """It was a RuntimeError: META device type not an accelerator."""
     for message in pool.run_expecting(ConfigurationError, lazily, 2):
         assert "under colossalai's LazyInitContext" in message and "torch.device('meta')" in message
+
+
+def test_layers_of_bitsandbytes_are_refused_by_name() -> None:
+    """In four bits the first step ended: a layer was not what it had been when the model was boosted."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = nn.Sequential(nn.Linear(4, 4), bitsandbytes.nn.Linear4bit(4, 4))
+    with pytest.raises(ConfigurationError, match="1 is a Linear4bit of bitsandbytes, which replaces its weight"):
+        plain(model)
 
 
 def test_a_name_of_the_hub_is_looked_for_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

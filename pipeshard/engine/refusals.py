@@ -60,6 +60,12 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
     if (wrapper := getattr(sys.modules.get("colossalai.interface"), "ModelWrapper", None)) is not None:
         refused[wrapper] = "one Booster boosts it, that of the PipelinePlugin"
     for name, module in model.named_modules():
+        if type(module).__module__.startswith("bitsandbytes."):
+            raise ConfigurationError(
+                f"{name} is a {type(module).__name__} of bitsandbytes, which replaces its weight as it runs: load the "
+                "model without a quantization_config, in torch.bfloat16 to save memory, with its frozen part on more "
+                "stages"
+            )
         for kind, instead in refused.items():
             if isinstance(module, kind):
                 raise ConfigurationError(
