@@ -13,6 +13,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.shapes import TensorSpec
+from pipeshard.graph.taint import Taint
 from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import handled
 from pipeshard.split.partition import Cost
@@ -49,7 +50,7 @@ def _run(
             start = _now(device)
         return result
 
-    with handled(units, reply), torch.enable_grad():
+    with handled(units, reply), torch.enable_grad(), Taint(device):  # which runs glue that reads weights on meta
         loss = loss_of(batch.call(model), criterion, batch)
     middle = _now(device)
     if loss is not None and loss.requires_grad:
