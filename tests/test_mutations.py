@@ -29,13 +29,13 @@ def no_tie_sync() -> Any:
 
 
 def ties_averaged() -> Any:
-    summed = gradients.Bucket.finish
+    summed = gradients.Bucket.summed
 
-    def averaged(self: gradients.Bucket) -> Any:
-        for parameter, total in summed(self):
+    def averaged(self: gradients.Bucket, counts: Any) -> Any:
+        for parameter, total in summed(self, counts):
             yield parameter, None if total is None else total / self.group.size()
 
-    return mock.patch("pipeshard.engine.grad_sync.Bucket.finish", averaged)
+    return mock.patch("pipeshard.engine.grad_sync.Bucket.summed", averaged)
 
 
 def tie_counted_twice() -> Any:

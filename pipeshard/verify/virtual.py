@@ -87,6 +87,7 @@ class VirtualRank:
             if exact and self.planner.unproven(batch, m, self.criterion):
                 self.planner.learn(batch, batch.split(m)[0], self.criterion)
             planned = self.planner.plan(batch.split(m), self.criterion, outputs.needed, exact)
+            self.microbatches = planned[-1]  # of the last of its stages
             for stage, microbatches in zip(self.stages.values(), planned, strict=True):
                 stage.begin(microbatches, self.criterion, True, outputs, 1.0, splits[stage.index])
             self.carry.begin([microbatch.route for microbatches in planned for microbatch in microbatches])
@@ -150,7 +151,7 @@ class Virtual:
     @property
     def microbatches(self) -> Sequence[Microbatch]:
         """Those of the last step, with what the loss of each counted."""
-        return self.last.stages[len(self.placement) - 1].microbatches
+        return self.last.microbatches
 
     @property
     def weights(self) -> list[float]:
