@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop(script.FOLDER, None)  # of a launcher that ran in this process
     return subprocess.run(
         [sys.executable, "-m", *command], capture_output=True, text=True, timeout=500, cwd=folder, env=environment
     )
@@ -161,6 +162,7 @@ def test_impatient_people(tmp_path: Path, program: str) -> None:
     )
     command = ["-m", program, "--nproc-per-node", "2", "train.py"] if program != "examples" else ["train.py"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop(script.FOLDER, None)  # of a launcher that ran in this process
     environment.pop("RANK", None)
     agent = subprocess.Popen(
         [sys.executable, *command], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
