@@ -31,7 +31,7 @@ def tail_time(
         for _ in range(1 + repeats):
             runs.append(_run(model, flow, microbatch.to(device), criterion, device))
     medians = [statistics.median(part) for part in zip(*runs[1:], strict=True)]
-    return Cost(*medians, 0.0) if medians else NOTHING
+    return Cost(medians[0], medians[1], 0.0) if medians else NOTHING
 
 
 def _run(
