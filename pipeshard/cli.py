@@ -80,6 +80,9 @@ def main() -> None:
 @click.option("--fsdp", is_flag=True, help="With fsdp=True over the replicas.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that slice each stage.")
 @click.option("--recompute", is_flag=True, help="With activation recompute.")
+@click.option("--lora", metavar="RANK", type=click.IntRange(min=1), help="With adapters of this rank only.")
+@click.option("--tflops", type=float, help="10^12 operations a second that a device sustains: times in seconds.")
+@click.option("--bandwidth", help="Between two ranks, a second, such as 50GB. [default: messages take no time]")
 @click.option("--draw", metavar="PATH", callback=_writable, help="Draw the simulated step (png, svg, pdf).")
 @click.option(
     "--json", "json_path", metavar="PATH", callback=_writable, help="Write the plan as JSON; - in place of the tables."
@@ -103,6 +106,9 @@ def plan(
     fsdp: bool,
     tp: int,
     recompute: bool,
+    lora: int | None,
+    tflops: float | None,
+    bandwidth: str | None,
     draw: str | None,
     json_path: str | None,
 ) -> None:
@@ -121,7 +127,7 @@ def plan(
         from pipeshard.planner.models import build, precision_of
         from pipeshard.planner.planner import plan as make_plan
 
-        built = build(model, fields, dtype, recompute)
+        built = build(model, fields, dtype, recompute, lora or 0)
     with progress("planning"):
         made = make_plan(
             built,
@@ -140,6 +146,8 @@ def plan(
             zero_stage=int(zero),
             fsdp=fsdp,
             tp_size=tp,
+            tflops=tflops,
+            bandwidth=bandwidth,
         )
     if json_path == "-":
         click.echo(made.to_json())

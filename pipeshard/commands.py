@@ -99,9 +99,9 @@ def _table(title: str) -> Table:
 def _schedules(plan: Plan) -> Table:
     unit = "in seconds" if plan.unit == "seconds" else "over that of a step without idle time"
     table = _table(f"Schedules; step: its time {unit}")
-    table.padding = (0, 2, 0, 0)
-    table.add_column("")
-    for name in ("step", "idle", "peak rank", "memory", "fits"):
+    table.padding = (0, 1 if _has_speed(plan) else 2, 0, 0)
+    table.add_column("", no_wrap=True)
+    for name in ("step", *(["tokens/s"] if _has_speed(plan) else []), "idle", "peak rank", "memory", "fits"):
         table.add_column(name, justify="right")
     table.add_column("")
     for estimate in plan.schedules:
@@ -109,14 +109,19 @@ def _schedules(plan: Plan) -> Table:
     return table
 
 
+def _has_speed(plan: Plan) -> bool:
+    return plan.unit == "seconds" and plan.tokens > 0
+
+
 def _line(plan: Plan, estimate: Estimate) -> list[str]:
     if estimate.problem:
-        return [estimate.name, "-", "-", "-", "-", "-", estimate.unusable]
+        return [estimate.name, *["-"] * (5 + _has_speed(plan)), estimate.unusable]
+    speed = [f"{plan.tokens / estimate.time:,.0f}"] if _has_speed(plan) else []
     time = f"{_digits(estimate.time)} s" if plan.unit == "seconds" else f"{estimate.time / plan.num_microbatches:.3f}"
     fits = {None: "", True: "yes", False: "no"}[estimate.fits]
     mark = "recommended" if estimate.name == plan.recommended else ""
     peak = format_bytes(estimate.peak)
-    return [estimate.name, time, f"{estimate.bubble:.1%}", str(estimate.fullest), peak, fits, mark]
+    return [estimate.name, time, *speed, f"{estimate.bubble:.1%}", str(estimate.fullest), peak, fits, mark]
 
 
 _TIMES = {"seconds": "ms", "relative": "a microbatch's time / p"}

@@ -89,6 +89,31 @@ def test_slices_divide_what_a_rank_holds() -> None:
     assert result.exit_code == 1 and "tp_size=3 does not divide num_attention_heads=4" in result.output
 
 
+def test_adapters_train_little_and_have_no_weight_gradients_of_the_rest() -> None:
+    whole, adapted = (json.loads(invoke(*MODEL, *SIZES, "--json", "-", *o).output) for o in ([], ["--lora", "2"]))
+    assert whole["parameters"] < adapted["parameters"] < 1.2 * whole["parameters"]
+    for one, two in zip(whole["stages"], adapted["stages"], strict=True):
+        assert 0 < two["memory"]["optimizer"] < 0.2 * one["memory"]["optimizer"]
+    shares = [sum(s["backward"] + s["weight"] for s in p["stages"]) / sum(s["forward"] for s in p["stages"])
+              for p in (whole, adapted)]  # fmt: skip
+    assert 1 < shares[1] < 0.7 * shares[0]
+
+
+def test_a_device_s_speed_gives_seconds_and_tokens() -> None:
+    """Times were relative unless units had been measured, which a laptop cannot do for somebody's GPUs."""
+    plans = [json.loads(invoke(*MODEL, *SIZES, "--json", "-", "--tflops", each).output) for each in ("0.001", "0.002")]
+    slow, fast = (plan["schedules"] for plan in plans)
+    assert plans[0]["unit"] == "seconds"
+    assert all(a["time"] == pytest.approx(2 * b["time"]) for a, b in zip(slow, fast, strict=True))
+    late = json.loads(invoke(*MODEL, *SIZES, "--json", "-", "--tflops", "0.002", "--bandwidth", "1MB").output)
+    assert late["latency"] == late["stages"][1]["received"] / 10**6 > 0
+    assert all(a["time"] > b["time"] for a, b in zip(late["schedules"], fast, strict=True))
+    shown = invoke(*MODEL, *SIZES, "--tflops", "0.000001", "--dp", "2").output
+    line = next(line for line in shown.splitlines() if line.startswith("1f1b"))
+    assert float(line.split()[3].replace(",", "")) == pytest.approx(4 * 16 * 2 / float(line.split()[1]), abs=0.5)
+    assert max(map(len, shown.splitlines())) <= 80 and "interleaved, v=2" in shown
+
+
 def test_what_the_plugin_refuses_is_marked() -> None:
     shown = invoke(*MODEL, *SIZES, "--dp", "2", "--fsdp").output
     assert [line.split()[0] for line in shown.splitlines() if line.endswith("not accepted  ")] == ["zb-h1", "zbv"]
@@ -119,6 +144,10 @@ def test_what_does_not_fit_is_refused_and_recompute_counted() -> None:
         ([*MODEL, *SIZES, "--partition", "evenly"], "error: partition='evenly' is unknown: use one of"),
         ([*MODEL, "--pp", "9", "--microbatches", "4"], "error: "),
         ([*MODEL, *SIZES, "--device-memory", "much"], "error: device_memory='much' is not a size"),
+        ([*MODEL, *SIZES, "--tflops", "-1"], "error: tflops must be a positive number, got -1.0"),
+        ([*MODEL, *SIZES, "--tflops", "1", "--bandwidth", "wide"], "error: bandwidth='wide' is not a size"),
+        ([*MODEL, *SIZES, "--bandwidth", "1GB"], "error: bandwidth needs times in seconds: give tflops, or a profile"),
+        ([*MODEL, *SIZES, "--lora", "2", "--tp", "2"], "error: tp_size=2: adapters on sliced layers"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(arguments: list[str], message: str) -> None:

@@ -188,7 +188,7 @@ class AutoConfig(Layout):
             if microbatch.rows != size:
                 raise ConfigurationError(f"microbatch_size={size}: the batch has {microbatch.rows} samples only")
             subject = study(model, microbatch, criterion, policy, partition, training, limit, profile, tp_plan)
-            measured = subject.measured
+            measured = subject.in_seconds
             unit = unit or (1.0 if measured else sum(map(sum, subject.costs)) * global_batch / size / ranks or 1.0)
             considered += [each for layout in legal for each in _simulated(subject, layout, schedules, unit)]
         considered.sort(key=lambda each: (bool(each.estimate.problem), each.estimate.time))

@@ -75,6 +75,7 @@ def unit_cost(unit: nn.Module, work: Work) -> Cost:
         parameters=sum(p.numel() for p in unit.parameters() if is_trainable(p)),
         waiting_flops=sum(work.by_parameter.get(name, 0) for name in waiting),
         waiting_parameters=sum(p.numel() for p in set(waiting.values())),
+        frozen_flops=sum(work.by_parameter.get(name, 0) for name, p in unit.named_parameters() if not is_trainable(p)),
         recomputed=recomputes(unit),
     )
 
@@ -151,8 +152,8 @@ SHOWN = 5  # names in the short form of a stage's units
 class Subject:
     """What is planned, and what is known of it: the cost of each unit call, and what runs of calls take.
 
-    `forms` are those that parameters have in `training`. `measured` says whether costs are in seconds, `recomputed`
-    whether a unit recomputes its activations.
+    `forms` are those that parameters have in `training`. `in_seconds` says whether costs are, `recomputed` whether a
+    unit recomputes its activations. `bandwidth` is that of messages, in bytes a second; without it they take no time.
     """
 
     model: nn.Module
@@ -164,7 +165,8 @@ class Subject:
     training: Training
     limit: int | None
     forms: Forms
-    measured: bool = False
+    in_seconds: bool = False
+    bandwidth: float | None = None
     recomputed: bool = False
     policies: dict[tuple[str, tuple[int, ...]], Policy] = field(default_factory=dict)
 
@@ -237,7 +239,7 @@ class Candidate:
     def estimate(self, unit: float) -> Estimate:
         """How long a step takes, in this unit."""
         costs = [Cost(*(part / unit for part in cost)) for cost in of_stages(self.subject.costs, self.counts)]
-        simulation = simulate_parts(self.program, *zip(*costs, strict=True))
+        simulation = simulate_parts(self.program, *zip(*costs, strict=True), latency=self.latency)
         return Estimate(
             self.program.name,
             self.num_model_chunks,
@@ -248,19 +250,31 @@ class Candidate:
             self.fits,
         )
 
+    @cached_property
+    def boundaries(self) -> list[Boundary]:
+        return boundaries(self.subject.flow, self.policy.stages, len(self.program.placement))
+
+    @property
+    def latency(self) -> float:
+        """The seconds that the largest message takes."""
+        subject = self.subject
+        if subject.bandwidth is None:
+            return 0.0
+        crossings = (_crossings(subject.flow, boundary) for boundary in self.boundaries)
+        return max(sum(value.bytes for value in values) for values in crossings) / subject.bandwidth
+
     def stages(self, unit: float) -> tuple[StagePlan, ...]:
         """Each stage, with times in this unit."""
         subject, policy, placement = self.subject, self.policy, self.program.placement
         parts = len(placement)
         held = held_parameters(subject.model, subject.flow, policy.stages, policy.units, parts)
-        crossing = boundaries(subject.flow, policy.stages, parts)
         costs = of_stages(subject.costs, self.counts)
         ends = list(itertools.accumulate(self.counts))
         stages = []
         for s, rank in enumerate(placement):
             earlier = set().union(*(held[other] for other in range(s) if placement[other] == rank))
             own = [subject.parameters[name] for name in held[s] - earlier]
-            enters = _crossings(subject.flow, crossing[s])
+            enters = _crossings(subject.flow, self.boundaries[s])
             is_message = s > 0 and placement[s - 1] != rank
             kept, again = self.alive[s] * self.kept[s], self.recomputed[s]
             calls = [call.unit for call in subject.flow.calls[ends[s] - self.counts[s] : ends[s]]]

@@ -23,12 +23,12 @@ UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**
 UNITS |= {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "tib": 2**40}  # as Slurm and nvidia-smi are told
 
 
-def parse_bytes(size: str | int) -> int:
+def parse_bytes(size: str | int, name: str = "device_memory") -> int:
     """The number of bytes that "80GB", "79.2 GiB" or a plain number says; ConfigurationError for anything else."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE)
     unit = found[2].lower() if found else ""
     if found is None or (unit or "b") not in UNITS or float(found[1]) <= 0:
-        raise ConfigurationError(f"device_memory={size!r} is not a size: write 80GB, 80G, 40GiB, or a number of bytes")
+        raise ConfigurationError(f"{name}={size!r} is not a size: write 80GB, 80G, 40GiB, or a number of bytes")
     return int(float(found[1]) * UNITS[unit or "b"])
 
 

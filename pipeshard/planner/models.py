@@ -24,11 +24,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TASKS = ("CausalLM", "ImageTextToText", "ImageClassification", "CTC", "SequenceClassification")
 
 
-def build(source: str, fields: Sequence[str] = (), dtype: str | None = None, recompute: bool = False) -> nn.Module:
+def build(
+    source: str, fields: Sequence[str] = (), dtype: str | None = None, recompute: bool = False, lora: int = 0
+) -> nn.Module:
     """The model of a Hugging Face folder, a config.json, or a model type, on meta and in training mode.
 
     `fields` are `key=value` for the config, values as in JSON or plain text. Without `dtype` ("bf16", "fp16", "fp32")
-    it is the config's, or else bf16. Raises ConfigurationError for what is not there or unknown.
+    it is the config's, or else bf16. With `lora`, the rank of adapters on all linear layers, only these are trained.
+    Raises ConfigurationError for what is not there or unknown.
     """
     config = _config(source, dict(map(_field, fields)))
     if dtype is not None and dtype not in DTYPES:
@@ -40,8 +43,19 @@ def build(source: str, fields: Sequence[str] = (), dtype: str | None = None, rec
             raise ConfigurationError(f"{type(model).__name__} has no activation recompute: leave --recompute out")
         if recompute:
             model.gradient_checkpointing_enable()
+        if lora:
+            model = _adapted(model, lora)
     trained: nn.Module = model.train()
     return trained
+
+
+def _adapted(model: Any, rank: int) -> nn.Module:
+    from peft import LoraConfig, get_peft_model  # which takes a second
+
+    try:
+        return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    except ValueError as error:
+        raise ConfigurationError(f"{type(model).__name__} cannot have adapters: {error}") from error
 
 
 def precision_of(model: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -92,8 +93,9 @@ class Estimate:
 class Plan:
     """How a model would run on `pp_size` ranks; made by `pipeshard.plan`.
 
-    Sizes are in bytes. Times are in `unit`: "seconds" where units were measured; else "relative": what one microbatch
-    takes in all, divided by p, is 1, so that a step without any idle time takes `num_microbatches`. `stages` are those
+    Sizes are in bytes. Times are in `unit`: "seconds" where units were measured or `tflops` was given; else "relative":
+    what one microbatch takes in all, divided by p, is 1, so that a step without any idle time takes `num_microbatches`.
+    `latency` is the time that a message takes. `stages` are those
     of `schedule`, which is the `recommended` one (for the `reason` given) unless another was asked for. `counts` may
     be given to the plugin as `partition`. `training` is what is counted beside the
     parameters, `limit` the memory of a device, if one was given.
@@ -108,6 +110,7 @@ class Plan:
     limit: int | None
     partition: str
     unit: str
+    latency: float
     schedule: str
     num_model_chunks: int
     stages: tuple[StagePlan, ...]
@@ -130,11 +133,17 @@ class Plan:
         """How many unit calls each stage gets."""
         return list(self.estimate.counts)
 
+    @property
+    def tokens(self) -> int:
+        """The tokens of a step on all replicas; 0 where the model reads none."""
+        shape = self.microbatch.get("input_ids", (0,))
+        return math.prod(shape) * self.num_microbatches * self.training.dp_size
+
     def simulate(self) -> Simulation:
         """The time line of a step."""
         config = self.training.config(self.schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
         costs = [(stage.forward, stage.backward, stage.weight) for stage in self.stages]
-        return simulate_parts(config.program(self.num_microbatches), *zip(*costs, strict=True))
+        return simulate_parts(config.program(self.num_microbatches), *zip(*costs, strict=True), latency=self.latency)
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Draw that into the file `path`, in the format that its suffix names (png, svg, pdf). Needs matplotlib."""

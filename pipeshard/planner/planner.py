@@ -1,6 +1,8 @@
 """Plan: schedules compared for a model, and one of them advised."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from pipeshard.planner.memory import Footprint, Forms, Training, format_bytes, p
 from pipeshard.planner.plan import Estimate, Plan
 from pipeshard.planner.profile import Profile, find_profile
 from pipeshard.schedule.program import SCHEDULES, num_chunks
-from pipeshard.split.partition import Cuts, named
+from pipeshard.split.partition import Cost, Cuts, named
 from pipeshard.split.policy import Policy, find_policy
 from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
 
@@ -91,6 +93,8 @@ def plan(
     fsdp: bool = False,
     tp_size: int = 1,
     tp_plan: Mapping[str, str] | None = None,
+    tflops: float | None = None,
+    bandwidth: str | int | None = None,
 ) -> Plan:
     """How `model` would train on `pp_size` ranks with each schedule, and which one to use.
 
@@ -117,6 +121,10 @@ def plan(
             and now, "profile:PATH" unless that file is there.
         policy: as for the plugin.
         criterion: as for the plugin.
+        tflops: 10^12 operations a second that a device sustains on such a model (not the data sheet's): times are then
+            in seconds.
+        bandwidth: between two ranks, a second, as "50GB" or a number of bytes; every message is taken for as large as
+            the largest. Without it messages take no time. Needs times in seconds.
 
     Raises PartitionError where the schedule asked for, or every one, is impossible or needs more than `device_memory`;
     ConfigurationError for arguments that cannot work; TraceError for a model that cannot be cut.
@@ -128,7 +136,8 @@ def plan(
     microbatch, m = first_microbatch(model, batch, num_microbatches, microbatch_size, seq_len)
     training = Training(optimizer, precision, dp_size, zero_stage, fsdp, tp_size)
     subject = study(model, microbatch, criterion, policy, partition, training, limit, profile, tp_plan)
-    unit = 1.0 if subject.measured else sum(map(sum, subject.costs)) / pp_size or 1.0
+    subject = timed(subject, tflops, bandwidth)
+    unit = 1.0 if subject.in_seconds else sum(map(sum, subject.costs)) / pp_size or 1.0
 
     tried = [attempt(subject, name, pp_size, m, v) for name, v in schedules(chosen, num_model_chunks)]
     candidates = {(c.program.name, c.num_model_chunks): c for c in tried if isinstance(c, Candidate)}
@@ -156,7 +165,8 @@ def plan(
         training=training,
         limit=limit,
         partition=partition if isinstance(partition, str) else ", ".join(map(str, partition)),
-        unit="seconds" if subject.measured else "relative",
+        unit="seconds" if subject.in_seconds else "relative",
+        latency=shown.latency,
         schedule=shown.program.name,
         num_model_chunks=shown.num_model_chunks,
         stages=shown.stages(unit),
@@ -202,9 +212,25 @@ def study(
         training=training,
         limit=limit,
         forms=forms,
-        measured=measured is not None,
+        in_seconds=measured is not None,
         recomputed=recomputed,
     )
+
+
+def timed(subject: Subject, tflops: float | None, bandwidth: str | int | None) -> Subject:
+    """The same with times in seconds, on a device that sustains so many 10^12 operations a second."""
+    if tflops is not None:
+        if isinstance(tflops, bool) or not isinstance(tflops, int | float) or not 0 < tflops < math.inf:
+            raise ConfigurationError(f"tflops must be a positive number, got {tflops!r}")
+        if subject.in_seconds:
+            raise ConfigurationError("tflops and a profile both say how long a unit takes: give one of the two")
+        costs = [Cost(*(part / (tflops * 1e12) for part in cost)) for cost in subject.costs]
+        subject = replace(subject, costs=costs, in_seconds=True)
+    if bandwidth is not None:
+        if not subject.in_seconds:
+            raise ConfigurationError("bandwidth needs times in seconds: give tflops, or a profile")
+        subject = replace(subject, bandwidth=float(parse_bytes(bandwidth, "bandwidth")))
+    return subject
 
 
 def _sliced(

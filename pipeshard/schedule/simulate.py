@@ -90,12 +90,16 @@ def simulate(
 
 
 def simulate_parts(
-    program: Program, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float]
+    program: Program,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weight: Sequence[float],
+    latency: float = 0.0,
 ) -> Simulation:
     """`simulate` with the costs of B and W known apart: B takes both in a program without W, too."""
     if not program.has_weight:
         backward, weight = [b + w for b, w in zip(backward, weight, strict=True)], [0.0] * len(weight)
-    return simulate(program, forward, backward, weight)
+    return simulate(program, forward, backward, weight, latency)
 
 
 @contextmanager

@@ -77,17 +77,20 @@ def cost_of(
     parameters: int,
     waiting_flops: float = 0.0,
     waiting_parameters: int = 0,
+    frozen_flops: float = 0.0,
     recomputed: bool = False,
 ) -> Cost:
     """Relative time of a unit call, in floating-point operations, from the `flops` and `elements` of one forward.
 
     Both count three times (forward, input gradient, weight gradient), four times where the forward is recomputed; an
     element computed counts as `ELEMENT` operations, and so does each trainable parameter, whose gradient is written
-    and added up: that prices embeddings. Waiting are those of layers whose weight gradient can be deferred.
+    and added up: that prices embeddings. Waiting are those of layers whose weight gradient can be deferred, and frozen
+    those of parameters that get none.
     """
     once = flops + ELEMENT * elements
     weight = waiting_flops + 2 * ELEMENT * waiting_parameters
-    return Cost(once, (3 if recomputed else 2) * once + 2 * ELEMENT * parameters - weight, weight)
+    backward = (3 if recomputed else 2) * once + 2 * ELEMENT * parameters - frozen_flops
+    return Cost(once, backward - weight, weight)
 
 
 def call_costs(flow: Dataflow, units: Mapping[str, nn.Module], scale: float = 1.0) -> list[float]:
