@@ -10,6 +10,7 @@ it is one of them. MODEL is smollm2, a Hugging Face folder or an id of the hub; 
 import argparse
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +61,21 @@ def run(args: argparse.Namespace, console: Console) -> None:
     from pipeshard.trainer import pipelined
 
     class Sft(SFTTrainer):
-        """Logs also the most memory that each rank has had, and prints what it logs."""
+        """Logs also the most memory that each rank has had, and prints what it logs, and how long it will take."""
+
+        first: tuple[int, float] | None = None  # step that was logged, and when
 
         def log(self, logs: dict[str, float], *rest: Any) -> None:
-            every = [0.0] * dist.get_world_size()
-            dist.all_gather_object(every, torch.cuda.max_memory_allocated() / 2**30 if gpu else resident())
+            usage, every = resource.getrusage(resource.RUSAGE_SELF), [0.0] * dist.get_world_size()
+            dist.all_gather_object(every, torch.cuda.max_memory_allocated() / 2**30 if gpu else usage.ru_maxrss / 2**20)
             super().log(logs | {f"memory_gib/rank{rank}": most for rank, most in enumerate(every)}, *rest)
-            shown = self.state.log_history[-1]
+            shown, last = self.state.log_history[-1], self.state.max_steps
+            step, begun = self.first = self.first or (shown["step"], time.monotonic())
+            left = (time.monotonic() - begun) / max(1, shown["step"] - step) * (last - shown["step"])
             line = "".join(f"  {name} {shown[key]:.4g}" for key, name in SHOWN.items() if key in shown)
             if line:
-                console.print(f"step {shown['step']}{line}  GiB {' '.join(f'{most:.2f}' for most in every)}")
+                memory = " ".join(f"{most:.2f}" for most in every)
+                console.print(f"step {shown['step']}/{last}{line}  GiB {memory}  {left / 60:.1f} min left")
 
     output, gpu = args.output / "sft", torch.cuda.is_available()
     config = SFTConfig(
@@ -100,10 +106,6 @@ def run(args: argparse.Namespace, console: Console) -> None:
     trainer.train(resume_from_checkpoint=args.resume)
     trainer.save_model(str(output / "model"))
     console.print(f"wrote {output}/model")
-
-
-def resident() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def rows(data: str) -> Any:

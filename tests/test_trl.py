@@ -117,7 +117,8 @@ def answer(folder: Path) -> str:
 def test_the_example_trains_a_model_that_answers(pool: Pool, tmp_path: Path, kind: str) -> None:
     flags = [*chats(tmp_path), *(["--lora=8"] if kind == "adapters" else [])]
     said, other = pool.run(train_chats, 2, flags, timeout=200)
-    steps = re.findall(r"step (\d+)  loss ([\d.]+)  lr [\de.-]+  norm [\d.]+  tokens/s [\d.]+  GiB [\d.]+ [\d.]+", said)
+    shown = r"step (\d+)/40  loss ([\d.]+)  lr [\de.-]+  norm [\d.]+  tokens/s [\d.]+  GiB [\d.]+ [\d.]+  [\d.]+ min"
+    steps = re.findall(shown, said)
     assert [int(step) for step, _ in steps] == [*range(1, 41)] and not other
     lower = 0.95 if kind == "adapters" else 0.7
     assert float(steps[-1][1]) < lower * float(steps[0][1]) and len(re.findall("held-out loss", said)) == 2
@@ -131,7 +132,7 @@ def test_the_example_trains_a_model_that_answers(pool: Pool, tmp_path: Path, kin
         before = transformers.AutoModelForCausalLM.from_pretrained(saved / "model").state_dict()
         shutil.rmtree(saved / "checkpoint-40")
         (again,) = pool.run(train_chats, 1, [*flags, "--pp=1", "--resume"], timeout=200)
-        assert re.search(r"step 21  loss", again) and not re.search(r"step 20  loss", again)
+        assert re.search(r"step 21/40  loss", again) and not re.search(r"step 20/40  loss", again)
         after = transformers.AutoModelForCausalLM.from_pretrained(saved / "model").state_dict()
         assert all(torch.allclose(after[name], before[name], atol=1e-5) for name in before)
 

@@ -314,17 +314,19 @@ def survivors(folders: list[Path]) -> list[Any]:
     return found
 
 
-def killings(pool: Pool, folder: Path, moments: list[tuple[int, int, int]], use_async: bool = False) -> list[int]:
-    """Kill saves at these (step, rank, moment), and say which step is found, once it is certain that it is whole."""
+def killings(pool: Pool, folder: Path, moments: list[tuple[int, int, float]], use_async: bool = False) -> list[int]:
+    """Kill saves at these (step, rank, moment), and say which step is found, once it is certain that it is whole. A
+    negative moment is counted from the save's end, and a fraction is one of all that the rank has."""
     ranks = pool.run(two_saves, 2, folder, use_async)
     values = {step: joined([rank[1][step] for rank in ranks]) for step in (1, 2)}
     folders = []
-    for step, rank, moment in moments:
-        folders.append(folder / f"killed-{step}-{rank}-{moment}")
+    for step, rank, at in moments:
+        folders.append(folder / f"killed-{step}-{rank}-{at}")
         shutil.copytree(folder / "1", folders[-1])
         count = ranks[rank][0]
+        moment = int(at * count) if 0 < at < 1 else int(at) % count
         with pytest.raises(WorkerError, match=f"rank {rank} died exit code -9"):
-            pool.run(killed, 2, folders[-1], step, rank, moment if moment >= 0 else count + moment, use_async)
+            pool.run(killed, 2, folders[-1], step, rank, moment, use_async)
     again = pool.run(survivors, 2, folders)
     steps = []
     for found in zip(*again, strict=True):
@@ -345,9 +347,10 @@ def test_a_rank_killed_while_it_saves_leaves_the_previous_or_the_new_state(pool:
 
 @pytest.mark.parametrize("moments", [[(2, 0, 0), (2, 1, 2), (2, 0, -1)], pytest.param(None, marks=pytest.mark.slow)])
 def test_a_rank_killed_while_it_saves_in_the_background_leaves_the_previous_or_the_new_state(
-    pool: Pool, tmp_path: Path, moments: list[tuple[int, int, int]] | None
+    pool: Pool, tmp_path: Path, moments: list[tuple[int, int, float]] | None
 ) -> None:
-    steps = killings(pool, tmp_path, moments or [(2, k % 2, 2 * k - 30) for k in range(30)], use_async=True)
+    all_along = [(2, k % 2, k / 30) for k in range(29)] + [(2, 0, -1)]
+    steps = killings(pool, tmp_path, moments or all_along, use_async=True)
     assert moments is None or (steps[0], steps[-1]) == (1, 2)
 
 
