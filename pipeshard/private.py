@@ -42,6 +42,7 @@ DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 disabled_torch_function = torch._C._disabled_torch_function_impl
 functorch_is_active = torch._C._are_functorch_transforms_active
+functorch_unwrapped = torch._C._functorch.get_unwrapped
 profiler_is_enabled = torch._C._autograd._profiler_enabled
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 will_execute = torch._C._will_engine_execute_node
@@ -125,6 +126,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "functorch_is_active",
+    "functorch_unwrapped",
     "is_namedtuple_instance",
     "keystr",
     "nccl_group",

@@ -128,6 +128,16 @@ def test_a_module_runs_with_other_tensors() -> None:
 
 def test_engine_and_hooks_tell_what_they_do() -> None:
     assert not private.profiler_is_enabled() and not private.functorch_is_active()
+    inner, x = [], torch.ones(3)
+
+    def square(y: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(NotImplementedError, match="storage"):
+            y.untyped_storage()
+        inner.append(private.functorch_unwrapped(y).untyped_storage().data_ptr())
+        return y.square().sum()
+
+    torch.func.grad(square)(x)
+    assert inner == [x.untyped_storage().data_ptr()]
     with torch.autograd.profiler.profile():
         assert private.profiler_is_enabled()
     assert private.saved_tensors_hooks(False) is None

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
 from pipeshard.graph.question import Recipes
-from pipeshard.private import DispatchMode, tree_map_only
+from pipeshard.private import DispatchMode, functorch_unwrapped, tree_map_only
 
 
 class Value(NamedTuple):
@@ -248,8 +248,13 @@ def casting() -> str | None:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What tells whose memory a tensor has; a sparse one has none of its own."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor)
+    """What tells whose memory a tensor has; a sparse one has none of its own, and one of torch.func that of another."""
+    if tensor.layout is not torch.strided:
+        return -id(tensor)
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return storage_of(functorch_unwrapped(tensor))
 
 
 def _address(tensor: Tensor) -> Any:

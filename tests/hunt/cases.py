@@ -90,6 +90,9 @@ CASES = {
         "Each layer leaves its auxiliary loss on itself, as in Megatron's mixtures of experts: the loss missed the "
         "terms of other stages, since a visit undid the attribute before glue could read it.",
     ),
+    "by torch.func": Case(
+        nets.Energies, "Layers take gradients by torch.func.grad: refused by an error of torch's about storages."
+    ),
     "in a list": Case(nets.InList, "Layers append their losses to a list that glue hands them: lost with the copy."),
     "in a dict": Case(nets.InDict, "The same with a dict: only mappings that were no plain dict were known."),
     "in a namespace": Case(nets.InNamespace, "The same with an object's attribute, which nobody looked at."),

@@ -77,6 +77,17 @@ class OnItself(Block):
         return y
 
 
+class OfFunc(Block):
+    """Descends an energy of its own, whose gradient torch.func makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - torch.func.grad(lambda y: torch.tanh(self.a(y)).square().sum())(x) + torch.vmap(self.b)(x)
+
+
+class Energies(Net):
+    block = OfFunc
+
+
 class Stashed(Adding):
     block = OnItself
 
