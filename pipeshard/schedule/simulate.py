@@ -94,6 +94,7 @@ def simulate_parts(
     forward: Sequence[float],
     backward: Sequence[float],
     weight: Sequence[float],
+    *,
     latency: float = 0.0,
 ) -> Simulation:
     """`simulate` with the costs of B and W known apart: B takes both in a program without W, too."""
