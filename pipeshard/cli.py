@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -22,10 +23,7 @@ MICROBATCH_SIZE = click.option(
 )
 CHUNKS = click.option("--chunks", type=click.IntRange(min=1), help="Model chunks of a rank, for interleaved.")
 PARTITIONS = "auto | uniform | parameters | profile | profile:PATH | type:REGEX | 3,4,4,3 (unit calls of each stage)"
-
 PARTITION = click.option("--partition", default="auto", show_default=True, help=PARTITIONS)
-
-
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 
@@ -155,9 +153,8 @@ def plan(
         from pipeshard.commands import show
 
         show(made)
-    if json_path not in (None, "-"):
-        with open(json_path, "w") as file:
-            file.write(made.to_json() + "\n")
+    if json_path and json_path != "-":
+        Path(json_path).write_text(made.to_json() + "\n")
     if draw is not None:
         with progress("drawing"):
             made.draw(draw)
@@ -265,8 +262,6 @@ def verify(
       pipeshard verify llama hidden_size=64 num_hidden_layers=8 --pp 4 --schedule zbv
     """
     with progress("proving"):
-        from pathlib import Path
-
         from pipeshard.commands import CODES, prove_model, prove_script
 
         if what.endswith(".py"):
@@ -302,8 +297,6 @@ def launch(arguments: tuple[str, ...]) -> None:
 @click.argument("folder", type=click.Path(exists=True, file_okay=False))
 def crash(folder: str) -> None:
     """Tell what happened, from the reports that failed ranks have left in FOLDER (crash/rank-0.json, ...)."""
-    from pathlib import Path
-
     from pipeshard.distributed.crash import page
 
     try:

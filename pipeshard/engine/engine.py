@@ -200,7 +200,7 @@ class Pipeline:
             refuse_compiled(self.model, self.policy.units)
         self.policy.replace_forward()  # again: checkpointing may have been enabled since
         outputs = Outputs(return_outputs, num_batches)
-        problems = self.sync.problems() if train else []
+        problems = self.holdings.problems(self.config.num_microbatches) if train else []
         trained = self.sync.trained()
         exact = self.config.has_exact_loss and (train or return_loss or outputs.with_loss)
 

@@ -1,5 +1,6 @@
 """Parameters: those of this rank, in the form that they have here, and the check that they stay in their places."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from pipeshard.split.materialize import is_released
 from pipeshard.split.policy import Policy
 from pipeshard.split.tensor_parallel import slice_parameters
 from pipeshard.split.ties import kept_tied, put_parameter
+
+logger = logging.getLogger("pipeshard")
 
 
 class HeldParameters:
@@ -40,7 +43,7 @@ class HeldParameters:
         fsdp: bool,
         plan: Mapping[str, str] | None = None,
     ) -> None:
-        self.model, self.policy, self.grid = model, policy, grid
+        self.model, self.policy, self.grid, self._warned = model, policy, grid, False
         self.units = policy.held_units
         before = self.held = {name: p for name, p in model.named_parameters() if not is_released(p)}
         self._share_values()
@@ -121,6 +124,25 @@ class HeldParameters:
         apart = {p for unit in self.units.values() for p in unit.parameters()} - self._in_units()
         with kept_tied(self.model):
             return ShardedUnits(self.units, used, self.grid.mesh.along(DP), dtype, apart)
+
+    def problems(self, num_microbatches: int | None) -> list[str]:
+        """What would be done to a part of a gradient, though it was meant for all of it."""
+        problems, several = self.sync.problems(), num_microbatches != 1
+        hooked = [name for name, parameter in self.held.items() if several and parameter._backward_hooks]
+        if hooked and not problems and not self._warned:
+            self._warned = True
+            logger.warning(
+                "gradient hooks, as that of %s, get each microbatch's part of a gradient: its sum is that of the whole "
+                "batch if they are linear (scaling, masking), and another one if they are not (clamping, normalizing)",
+                hooked[0],
+            )
+        return problems + [
+            f"{name} has a hook that is called when its gradient has been accumulated, which it is after each "
+            "microbatch, when a part of it is there (register_post_accumulate_grad_hook): remove the hook, and use "
+            "the gradient between execute_pipeline and optimizer.step, or use one microbatch"
+            for name, parameter in self.held.items()
+            if several and getattr(parameter, "_post_accumulate_grad_hooks", None)
+        ]
 
     def _refuse_hooks(self, before: Mapping[str, nn.Parameter]) -> None:
         replaced = [name for name, parameter in before.items() if self.held[name] is not parameter]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +184,18 @@ def clamp_accumulated(model: Net) -> None:
     model.embed.weight.register_post_accumulate_grad_hook(clamp)
 
 
+def step_in_backward(model: Net) -> None:
+    """An optimizer within the backward pass stepped after each microbatch, of biases without a word."""
+
+    def step(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad)
+        parameter.grad = None
+
+    for layer in model.layers:
+        layer.b.bias.register_post_accumulate_grad_hook(step)
+
+
 def hook_last_unit(model: Net) -> None:
     """The one on a unit with which a stage ends never ran: backward begins behind it."""
     model.layers[1].register_full_backward_hook(lambda module, inputs, outputs: (0.5 * inputs[0],))
@@ -205,10 +218,17 @@ def listened() -> float:
         model.layers[2].a.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
 
     both = Both(Net, prepare)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pipeshard").addHandler(handler)
     for half in (0, 1):  # the microbatches one after the other, as hooks see them
         part = {name: tensor[2 * half : 2 * half + 2] for name, tensor in data().items()}
         (0.5 * both.alone(**part)["loss"]).backward()
     both.booster.execute_pipeline(iter([data()]), both.model, None, both.optimizer)
+    logging.getLogger("pipeshard").removeHandler(handler)
+    warned = [text for text in said if text.startswith("gradient hooks, as that of layers.2.a.weight, get each")]
+    assert len(warned) == (torch.distributed.get_rank() == 1)
     return both.error()
 
 
@@ -217,6 +237,7 @@ def test_hooks(pool: Pool) -> None:
     for prepare, kind, message in (
         (clamp_parameter, Tied, "embed.weight, which several ranks hold"),
         (clamp_accumulated, Tied, "embed.weight, which several ranks hold"),
+        (step_in_backward, Net, ".b.bias has a hook that is called when its gradient has been accumulated"),
         (hook_last_unit, Net, "layers.1 (Block) has a backward hook"),
         (prehook_last_unit, Net, "layers.1 (Block) has a backward hook"),
         (hook_whole_model, Net, "the model (Net) has a backward hook"),
