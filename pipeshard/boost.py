@@ -9,16 +9,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.criterion import Criterion, refuse_criterion, takes_outputs_alone
+from pipeshard.batch.criterion import Criterion, takes_outputs_alone
 from pipeshard.batch.read import find_sample
-from pipeshard.checkpoint.lora import refuse_blank_adapters
 from pipeshard.config import PipelineConfig
-from pipeshard.distributed.agreement import compare_ranks, model_texts, optimizer_texts
+from pipeshard.distributed.agreement import compare_ranks, optimizer_texts
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer, replace_parameters
-from pipeshard.engine.refusals import check_separable, plain
+from pipeshard.engine.refusals import check_separable, plain, refuse_blank_adapters, refuse_criterion
 from pipeshard.errors import UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.planner.profile import measured_costs
@@ -52,7 +51,7 @@ def boost_model(
     became = share_weights(model, config.shared_weights, warns=grid.first)
     if optimizer is not None:
         replace_parameters(optimizer, became)
-    texts = model_texts(model) | ({} if optimizer is None else optimizer_texts(optimizer))
+    texts = _texts(model) | ({} if optimizer is None else optimizer_texts(optimizer))
     compare_ranks(texts, grid.world, grid.named)
     size = config.num_microbatches or config.microbatch_size or 1
     sample = find_sample(model, config.dry_run_input, dataloader, config.batch_dims or {}, size, grid.device)
@@ -61,9 +60,8 @@ def boost_model(
     prove_at_boost(config, grid, model, optimizer, called, sample)
     if optimizer is not None and grid.first and not config.lowers:
         _warn_of_16_bits(model)
-    partition = str(config.settled(model, called).partition)
 
-    def costs(flow: Dataflow, batch: Batch) -> Sequence[float] | None:
+    def costs(partition: str, flow: Dataflow, batch: Batch) -> Sequence[float]:
         return measured_costs(partition, model, flow, batch, config.cut, grid.device, grid.world, called)
 
     boosted = kind(model, Pipeline(config, grid, model, sample, called, costs))
@@ -71,6 +69,16 @@ def boost_model(
     if called is None and criterion is not None:
         boosted.pipeline.criterion = criterion
     return boosted, boosted.pipeline.criterion
+
+
+def _texts(model: nn.Module) -> dict[str, list[str]]:
+    """The parameters of a whole model, and which of them are trained."""
+    named = list(model.named_parameters())
+    return {
+        "the model's class": [type(model).__qualname__],
+        "the model": [f"{name} of shape {tuple(p.shape)} and {p.dtype}" for name, p in named],
+        "what is trained": [f"{name}.requires_grad={p.requires_grad}" for name, p in named],
+    }
 
 
 def _warn_of_16_bits(model: nn.Module) -> None:

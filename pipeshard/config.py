@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from pipeshard.batch.batch_dims import check_declared
 from pipeshard.batch.criterion import Criterion
@@ -219,15 +218,15 @@ class PipelineConfig:
         self._refuse_split_backward(program)
         return shorten_cooldown(program) if self.defers and isinstance(self.schedule, str) else program
 
-    def settled(self, model: nn.Module, criterion: Criterion | None) -> Settled:
+    def settled(self, hints: PipelineHints | None, criterion: Criterion | None) -> Settled:
         """These arguments and the user's criterion, with the model's hints where they leave something open.
 
         Raises ConfigurationError for a model that is made for another number of stages.
         """
-        hints: PipelineHints = getattr(model, "pipeline_hints", PipelineHints())
+        hints = hints or PipelineHints()
         if hints.num_stages not in (None, self.num_stages):
             raise ConfigurationError(
-                f"{type(model).__name__} is made for num_stages={hints.num_stages}, but pp_size={self.pp_size} with "
+                f"the model is made for num_stages={hints.num_stages}, but pp_size={self.pp_size} with "
                 f"{self.num_model_chunks} chunks on each process makes {self.num_stages} stages: give both the same, "
                 "or leave num_stages out"
             )

@@ -78,25 +78,6 @@ def _called(criterion: Criterion, output: Any, inputs: Any) -> Any:
         raise
 
 
-def refuse_criterion(criterion: Criterion | None, model: nn.Module) -> None:
-    """Raises ConfigurationError for a criterion that cannot be called, or with parameters to train that are not the
-    model's."""
-    if criterion is not None and not callable(criterion):
-        raise ConfigurationError(f"the criterion is a {type(criterion).__name__}: pass criterion(outputs, inputs)")
-    if criterion is not None and not hasattr(criterion, "of_batch"):
-        takes_outputs_alone(criterion)
-    if not isinstance(criterion, nn.Module):
-        return
-    known = set(model.parameters())
-    foreign = [name for name, p in criterion.named_parameters() if p.requires_grad and p not in known]
-    if foreign:
-        raise ConfigurationError(
-            f"the criterion ({type(criterion).__name__}) has parameters of its own, {foreign[0]} the first, "
-            "which would be trained on no stage: make it a child of the model that computes the loss in its forward, "
-            "or freeze them"
-        )
-
-
 def own_loss(output: Any) -> Tensor | None:
     """The loss that a model's output has itself, under that name."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)

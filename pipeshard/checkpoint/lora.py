@@ -66,17 +66,6 @@ def _with_adapter_of(folder: str, model: nn.Module) -> PeftModel:
         ) from error
 
 
-def refuse_blank_adapters(model: nn.Module) -> None:
-    """Refuse a PeftModel on meta: what adapters begin with is peft's to say, and may depend on the model's weights."""
-    blank = [name for name, p in model.named_parameters() if p.is_meta] if isinstance(model, PeftModel) else []
-    if blank:
-        raise ConfigurationError(
-            f"{len(blank)} parameters of this {type(model).__name__} are on meta, {blank[0]} the first, but adapters "
-            "begin with values that peft gives them where the model has its own: build or load the model with its "
-            "weights before booster.enable_lora, and leave low_cpu_mem_usage out"
-        )
-
-
 def save_lora(model: nn.Module, checkpoint: str) -> None:
     """Write the folder `checkpoint` with every adapter of a boosted PeftModel, as its `save_pretrained` would unsplit.
 

@@ -11,7 +11,6 @@ from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
 from pipeshard.distributed.collectives import gather_objects
@@ -56,16 +55,6 @@ def versions() -> dict[str, list[str]]:
         except PackageNotFoundError:
             lines.append(f"no {package}")
     return {"a version": lines}
-
-
-def model_texts(model: nn.Module) -> dict[str, list[str]]:
-    """The parameters of a whole model, and which of them are trained."""
-    named = list(model.named_parameters())
-    return {
-        "the model's class": [type(model).__qualname__],
-        "the model": [f"{name} of shape {tuple(p.shape)} and {p.dtype}" for name, p in named],
-        "what is trained": [f"{name}.requires_grad={p.requires_grad}" for name, p in named],
-    }
 
 
 def optimizer_texts(optimizer: Optimizer) -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.criterion import Criterion, refuse_criterion
+from pipeshard.batch.criterion import Criterion
 from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.agreement import compare_ranks, compare_trained
@@ -28,7 +28,7 @@ from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
 from pipeshard.engine.parameters import HeldParameters, Places
 from pipeshard.engine.reader import Reader
 from pipeshard.engine.recording import Recording
-from pipeshard.engine.refusals import refuse_compiled, refuse_recomputed
+from pipeshard.engine.refusals import refuse_compiled, refuse_criterion, refuse_recomputed
 from pipeshard.engine.running_state import Carry, deferred
 from pipeshard.engine.stage import NaNCheck, Stage
 from pipeshard.engine.weight_grad import Deferral
@@ -40,7 +40,7 @@ from pipeshard.hf import disable_caches
 from pipeshard.schedule.program import Program, forward_only
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.materialize import compile_units, shard
-from pipeshard.split.partition import Cuts, named
+from pipeshard.split.partition import Cuts, is_profile, named
 from pipeshard.split.policy import Policy, find_policy
 from pipeshard.split.refusals import refuse_backward_hooks
 from pipeshard.split.tensor_parallel import plan_of
@@ -51,7 +51,7 @@ TRAINED, UNPROVEN = 1, 2  # news: bits of what ranks tell each other at the begi
 class Pipeline:
     """Shards `model` to this rank's stages and runs steps of them; made by every rank at the same time.
 
-    `costs(flow, sample)` measures the unit calls, where the partition is to go by that.
+    `costs(partition, flow, sample)` measures the unit calls, where the partition is to go by that.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Pipeline:
         model: nn.Module,
         sample: Batch,
         criterion: Criterion | None,
-        costs: Callable[[Dataflow, Batch], Sequence[float] | None] = lambda flow, sample: None,
+        costs: Callable[[str, Dataflow, Batch], Sequence[float]],
     ) -> None:
         self.config, self.grid, self.model, self.device = config, grid, model, grid.device
         self.rank, self.num_stages, self.group = grid.stage, grid.pp_size, grid.stages
@@ -75,14 +75,14 @@ class Pipeline:
         self.read = 0, 0  # the samples and tokens that it read
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # of the whole model
 
-        partition, recompute, self.criterion = config.settled(model, criterion)
+        partition, recompute, self.criterion = config.settled(getattr(model, "pipeline_hints", None), criterion)
         refuse_criterion(self.criterion, model)
         refuse_compiled(model, find_units(model, paths_of(model, named(partition))))
         self.cached = disable_caches(model)  # configs to be given their cache back
         self.reader = Reader(RowDims(model, config.batch_dims), lambda: self.config.cut, grid, self.precision)
         sample, flow = self._trace(sample, named(partition))
         with self.precision.seeming(model), self.precision.running():
-            measured = costs(flow, sample)
+            measured = costs(partition, flow, sample) if is_profile(partition) else None
         self.policy = self._partition(flow, sample, partition, measured)
         self.containers = containers(model, self.policy.units)
         self.called = [*self.containers, *self.policy.units.values()]
@@ -155,7 +155,6 @@ class Pipeline:
         self.carry = Carry(self.model)
         self.stages = [
             Stage(
-                self.model,
                 self.policy.replay,
                 index,
                 index == len(self.policy.placement) - 1,

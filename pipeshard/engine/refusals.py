@@ -1,4 +1,4 @@
-"""Refusals: models that others have wrapped, and optimizers that look at more than one parameter at a time.
+"""Refusals: models, criteria and optimizers that could not be trained exactly in parts, refused at boost.
 
 An optimizer that couples parameters (LBFGS, sharpness-aware minimization, a norm over all of them) would silently do
 something else on every stage. torch's own are known; any other class is tried on tiny parameters, as a whole and in
@@ -13,11 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import LBFGS, Adafactor, Optimizer
 
+from pipeshard.batch.criterion import Criterion, takes_outputs_alone
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.mesh import Grid
 from pipeshard.errors import ConfigurationError, UsageError
@@ -73,6 +75,36 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
                     f"it was before that (not prepared by accelerate either), {instead}"
                 )
     return model
+
+
+def refuse_blank_adapters(model: nn.Module) -> None:
+    """Refuse a PeftModel on meta: what adapters begin with is peft's to say, and may depend on the model's weights."""
+    blank = [name for name, p in model.named_parameters() if p.is_meta] if isinstance(model, PeftModel) else []
+    if blank:
+        raise ConfigurationError(
+            f"{len(blank)} parameters of this {type(model).__name__} are on meta, {blank[0]} the first, but adapters "
+            "begin with values that peft gives them where the model has its own: build or load the model with its "
+            "weights before booster.enable_lora, and leave low_cpu_mem_usage out"
+        )
+
+
+def refuse_criterion(criterion: Criterion | None, model: nn.Module) -> None:
+    """Raises ConfigurationError for a criterion that cannot be called, or with parameters to train that are not the
+    model's."""
+    if criterion is not None and not callable(criterion):
+        raise ConfigurationError(f"the criterion is a {type(criterion).__name__}: pass criterion(outputs, inputs)")
+    if criterion is not None and not hasattr(criterion, "of_batch"):
+        takes_outputs_alone(criterion)
+    if not isinstance(criterion, nn.Module):
+        return
+    known = set(model.parameters())
+    foreign = [name for name, p in criterion.named_parameters() if p.requires_grad and p not in known]
+    if foreign:
+        raise ConfigurationError(
+            f"the criterion ({type(criterion).__name__}) has parameters of its own, {foreign[0]} the first, "
+            "which would be trained on no stage: make it a child of the model that computes the loss in its forward, "
+            "or freeze them"
+        )
 
 
 def refuse_compiled(model: nn.Module, units: Mapping[str, nn.Module]) -> None:

@@ -11,7 +11,6 @@ a stage is a leaf of its autograd graph, and backward starts at what leaves it.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -132,7 +131,6 @@ class Stage:
 
     def __init__(
         self,
-        model: nn.Module,
         replay: Replay,
         index: int,
         is_last: bool,
@@ -141,7 +139,7 @@ class Stage:
         finite: NaNCheck | None = None,
         carry: Callable[[Route], AbstractContextManager[object]] = lambda route: nullcontext(),
     ) -> None:
-        self.model, self.replay, self.index, self.is_last, self.deferral = model, replay, index, is_last, deferral
+        self.replay, self.index, self.is_last, self.deferral = replay, index, is_last, deferral
         self.around, self.finite, self.carry = around, finite, carry
         self._flows: dict[int, Dataflow] = {}
         self._before: set[Place] = set()  # what has got a gradient in an earlier step
@@ -197,10 +195,9 @@ class Stage:
                 tensor.requires_grad_(route.flow.spec(value).requires_grad)
         self.replay.randomness.microbatch(i)
         with self.around(), self.carry(route):
-            forward = partial(microbatch.batch.call, self.model)
             # Of a leaf autocast would keep what it cast it to: gradients would be summed there, in 16 bits.
             lent = {value: t.view_as(t) for value, t in received.items()} if casting() else received
-            output, made = self.replay.run(route, microbatch.deltas, lent, forward)
+            output, made = self.replay.run(route, microbatch.deltas, lent, microbatch.batch)
             loss = self._loss(output, microbatch) if self.is_last else None
         if self.train:
             entered = [received[value] for value in route.enters.gradients]

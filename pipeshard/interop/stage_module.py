@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ class StageModule(nn.Module):
 
     @inside_pipeshard()
     def forward(self, *received: Tensor, **batch: Any) -> Any:
-        model, policy, criterion = self._source
+        _, policy, criterion = self._source
         policy.replace_forward()  # again: another target of the same model may have been the last to run
         microbatch = self.microbatch(batch)
         route = microbatch.route
@@ -84,7 +83,7 @@ class StageModule(nn.Module):
         with randomness.step(torch.initial_seed() % 2**63, self._forwards):
             randomness.microbatch(0)
             entering = dict(zip(route.enters.values, received, strict=True))
-            output, made = policy.replay.run(route, microbatch.deltas, entering, partial(microbatch.batch.call, model))
+            output, made = policy.replay.run(route, microbatch.deltas, entering, microbatch.batch)
         self._forwards += 1
         self._planner.stepped()
         if not self.is_last:

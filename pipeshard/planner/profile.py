@@ -308,16 +308,14 @@ def measured_costs(
     device: torch.device,
     group: dist.ProcessGroup,
     criterion: Criterion | None = None,
-) -> list[float] | None:
+) -> list[float]:
     """Seconds of each unit call: the median of what the ranks of `group`, which all call it, have measured.
 
-    `cut` is the number of microbatches in `batch`, or the samples in each. None if `partition` is neither "profile" nor
-    "profile:PATH". A file that is there is read, one that is not is written.
+    `partition` is "profile" or "profile:PATH"; `cut` is the number of microbatches in `batch`, or the samples in each.
+    A file that is there is read, one that is not is written.
     Raises as `profile_units` and `Profile.load` do.
     """
-    kind, _, file = partition.partition(":")
-    if kind != "profile":
-        return None
+    file = partition.partition(":")[2]
     profile = find_profile(file, model, flow, batch.split(*cut)[0], device, criterion)
     of_ranks = gather(torch.tensor(profile.costs(flow), dtype=torch.float64), group)
     if file and group.rank() == 0 and not Path(file).exists():

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeGuard
 
 from torch import nn
 
@@ -61,6 +61,11 @@ class Partition:
 def named(partition: Cuts) -> list[str]:
     """The modules that a partition names."""
     return [] if isinstance(partition, str) else [entry for entry in partition if isinstance(entry, str)]
+
+
+def is_profile(partition: Cuts) -> TypeGuard[str]:
+    """Whether a partition goes by measured times: "profile", or "profile:PATH"."""
+    return isinstance(partition, str) and partition.partition(":")[0] == "profile"
 
 
 class Cost(NamedTuple):

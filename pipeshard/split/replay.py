@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeshard.batch.batch import Batch
 from pipeshard.errors import TraceError, UsageError
 from pipeshard.graph.places import format_path, is_comparable
 from pipeshard.graph.rng import Randomness, Repeat, Repeats
@@ -90,14 +91,15 @@ class Replay:
         self._blanks, self._used = (self._used or self._blanks), {}
 
     def run(
-        self, route: Route, deltas: Sequence[int], received: Mapping[Value, Tensor], forward: Callable[[], Any]
+        self, route: Route, deltas: Sequence[int], received: Mapping[Value, Tensor], batch: Batch
     ) -> tuple[Any, dict[Value, Tensor]]:
-        """Run `forward` (the whole model) as this stage: its output (None before the last stage), what leaves."""
+        """Run the model on a microbatch as this stage: its output (None before the last stage), what leaves."""
         self.active = run = Run(route, received, route.sizes(deltas))
         self.randomness.python = route.flow.python_random
         self.randomness.at(0)
         try:
-            output = forward() if route.stop != 0 else None  # with this batch, nothing of the stage is called
+            # Where the first stop is 0, nothing of the stage is called with this batch.
+            output = batch.call(self.model) if route.stop != 0 else None
         except StageDone:
             output = None
         finally:

@@ -167,7 +167,7 @@ class _Proving:
         return own.model, loss
 
     def _criterion(self, own: Copies) -> Criterion | None:
-        return self.config.settled(own.model, own.criterion).criterion
+        return self.config.settled(getattr(own.model, "pipeline_hints", None), own.criterion).criterion
 
     def _sides(self, dtype: torch.dtype | None) -> tuple[Virtual, Reference]:
         own = self._copy(dtype)

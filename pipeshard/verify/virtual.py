@@ -26,7 +26,7 @@ from pipeshard.graph.trace import trace
 from pipeshard.hf import disable_caches
 from pipeshard.schedule.program import Action, Kind, Program
 from pipeshard.split.materialize import is_released, shard
-from pipeshard.split.partition import named
+from pipeshard.split.partition import is_profile, named
 from pipeshard.split.policy import find_policy
 from pipeshard.verify.compare import Different
 from pipeshard.verify.reference import Copies
@@ -43,8 +43,8 @@ class VirtualRank:
     def __init__(self, config: PipelineConfig, rank: int, own: Copies, device: torch.device, seed: int) -> None:
         self.rank, self.own, self.config = rank, own, config
         self.model = model = own.model
-        partition, recompute, self.criterion = config.settled(model, own.criterion)
-        if str(partition).startswith("profile"):  # measured by all ranks together
+        partition, recompute, self.criterion = config.settled(getattr(model, "pipeline_hints", None), own.criterion)
+        if is_profile(partition):  # measured by all ranks together
             partition = "auto"
         disable_caches(model)
         if config.num_microbatches != 1:
@@ -63,7 +63,7 @@ class VirtualRank:
         last, replay = config.num_stages - 1, self.policy.replay
         self.carry = Carry(model)
         around = self.carry.around
-        self.stages = {s: Stage(model, replay, s, s == last, self.deferral, carry=around) for s in self.policy.chunks}
+        self.stages = {s: Stage(replay, s, s == last, self.deferral, carry=around) for s in self.policy.chunks}
         self.optimizer: PipelineOptimizer | None = None
 
     def narrow(self) -> None:

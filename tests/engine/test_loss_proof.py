@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy, cross_entropy, dropout, normalize
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.criterion import key_of, refuse_criterion
+from pipeshard.batch.criterion import key_of
 from pipeshard.batch.read import read_batch
 from pipeshard.engine.loss import LossRule, find_loss_rule
+from pipeshard.engine.refusals import refuse_criterion
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.trace import trace
 from tests.parity.build import batch as make_batch
