@@ -21,7 +21,7 @@ from pipeshard.engine.refusals import check_separable, plain, refuse_blank_adapt
 from pipeshard.errors import UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.planner.profile import measured_costs
-from pipeshard.split.ties import share_weights
+from pipeshard.split.ties import share_weights, tie_on_meta
 from pipeshard.verify.decide import prove_at_boost
 
 logger = logging.getLogger("pipeshard")
@@ -48,9 +48,9 @@ def boost_model(
     # One of the outputs alone is for the script to call, as ColossalAI's scripts do, or for execute_pipeline.
     called = None if criterion is not None and takes_outputs_alone(criterion) else criterion
     refuse_blank_adapters(model)
-    became = share_weights(model, config.shared_weights, warns=grid.first)
-    if optimizer is not None:
-        replace_parameters(optimizer, became)
+    for became in (tie_on_meta(model), share_weights(model, config.shared_weights, warns=grid.first)):
+        if optimizer is not None:
+            replace_parameters(optimizer, became)
     texts = _texts(model) | ({} if optimizer is None else optimizer_texts(optimizer))
     compare_ranks(texts, grid.world, grid.named)
     size = config.num_microbatches or config.microbatch_size or 1

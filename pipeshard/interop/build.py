@@ -21,7 +21,7 @@ from pipeshard.interop.stage_module import StageModule, as_keywords
 from pipeshard.split.materialize import shard
 from pipeshard.split.partition import Boundary, boundaries, named
 from pipeshard.split.policy import Policy, find_policy
-from pipeshard.split.ties import analyze_tied_weights
+from pipeshard.split.ties import analyze_tied_weights, tie_on_meta
 
 SHIPPED = "pipeshard.interop.targets"  # beside those of this file
 
@@ -129,6 +129,7 @@ def build(
     model that cannot be cut.
     """
     chosen = find_target(target, options)
+    tie_on_meta(model)
     sample = read_batch(model, dummy_inputs(model) if batch is None else batch)
     flow, policy = partition(model, cuts, sample, criterion, chosen, torch.device(device))
     ties = analyze_ties(model, policy)

@@ -12,12 +12,14 @@ import itertools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from pipeshard.errors import ConfigurationError, unknown
 from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.taint import storage_of
 from pipeshard.split.partition import Partition
 
 logger = logging.getLogger("pipeshard")
@@ -54,6 +56,20 @@ def put_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Make this the parameter of this one name."""
     path, _, key = name.rpartition(".")
     model.get_submodule(path)._parameters[key] = parameter
+
+
+def tie_on_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """Make one of the parameters on meta that are all of one memory; returns what each of the others became.
+
+    accelerate's `init_empty_weights` makes a Parameter of its own for every name as it is assigned, so that a tie
+    would be lost, but of the same memory.
+    """
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, p in model.named_parameters():
+        if p.is_meta and p.numel():
+            key = storage_of(p), p.storage_offset(), tuple(p.shape), p.stride(), p.dtype
+            groups.setdefault(key, []).append(name)
+    return share_weights(model, [names for names in groups.values() if len(names) > 1])
 
 
 def share_weights(
@@ -185,7 +201,7 @@ def refuse_overlaps(model: nn.Module, held: Sequence[Collection[str]]) -> None:
         first = int(parameter.storage_offset())
         last = first + sum(int((size - 1) * stride) for size, stride in sizes)
         if parameter.numel():
-            spans.setdefault(parameter.untyped_storage()._cdata, []).append((first, last, name))
+            spans.setdefault(storage_of(parameter), []).append((first, last, name))
     for one, other in (pair for of_one in spans.values() for pair in itertools.combinations(sorted(of_one), 2)):
         stages = [{stage for stage, names in enumerate(held) if name in names} for *_, name in (one, other)]
         if other[0] <= one[1] and stages[0] != stages[1]:

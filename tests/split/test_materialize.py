@@ -16,6 +16,7 @@ from pipeshard import PipelinePlugin
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.split.initialize import initialize
 from pipeshard.split.materialize import allocate
+from pipeshard.split.ties import names_of
 from tests import zoo
 from tests.batch.test_made_up import MadeUp
 from tests.parity.build import build
@@ -203,3 +204,15 @@ def test_a_step_before_the_weights_are_loaded(pool: Pool) -> None:
 def test_a_rule_that_is_none(rule: Any) -> None:
     with pytest.raises(ConfigurationError, match="init_weights"):
         PipelinePlugin(pp_size=1, num_microbatches=1, init_weights=rule)
+
+
+def tied_names() -> list[tuple[str, ...]]:
+    split = Split(on_meta("llama-tied", empty=True), dist.get_world_size(), zoo.batch("llama-tied"), num_microbatches=2)
+    return [names for names in names_of(split.model.unwrap()).values() if len(names) > 1]
+
+
+def test_ties_survive_init_empty_weights(pool: Pool) -> None:
+    """accelerate's context makes a Parameter for every name, of one memory: a tied model that was built under it was
+    refused by two stages, and trained untied by one. The cases of that were not in the sample of every run."""
+    for p in (1, 2):
+        assert pool.run(tied_names, p) == [[("model.embed_tokens.weight", "lm_head.weight")]] * p
