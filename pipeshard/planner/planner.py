@@ -25,6 +25,7 @@ from pipeshard.schedule.program import SCHEDULES, num_chunks
 from pipeshard.split.partition import Cost, Cuts, named
 from pipeshard.split.policy import Policy, find_policy
 from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
+from pipeshard.split.ties import tie_on_meta
 
 # From the simplest on: less to go wrong, fewer messages, less memory.
 SIMPLEST = ("1f1b", "zb-h1", "gpipe", "zbv", "interleaved")
@@ -188,6 +189,7 @@ def study(
     tp_plan: Mapping[str, str] | None = None,
 ) -> Subject:
     """What is known of a model and its microbatch before it is cut; arguments and errors are those of `plan`."""
+    tie_on_meta(model)
     cuts = named(partition)
     precision = Precision(training.precision, False, torch.device("cpu"))
     lowered, microbatch = precision.lowered(model), precision.of_batch(microbatch)
