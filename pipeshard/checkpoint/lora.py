@@ -9,8 +9,8 @@ import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, load_peft_weights
 from torch import Tensor, nn
 
-from pipeshard.checkpoint.configs import check_adapter
 from pipeshard.checkpoint.files import existing, new_folder, together
+from pipeshard.checkpoint.untrusted import check_adapter
 from pipeshard.distributed.collectives import broadcast_bytes, gather_objects, whole
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from pipeshard.checkpoint.files import is_inside, read_document, sync
-from pipeshard.checkpoint.pickles import has_content, load_plain
+from pipeshard.checkpoint.files import sync
+from pipeshard.checkpoint.untrusted import has_content, is_inside, load_plain, read_document
 from pipeshard.distributed.collectives import local, reason
 from pipeshard.errors import CheckpointError, listed
 

@@ -22,9 +22,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from pipeshard.checkpoint.files import new_folder, together
 from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.lora import load_lora, save_lora
-from pipeshard.checkpoint.manifest import MANIFEST, damage, flaw, lock, sums_of, write_manifest
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
-from pipeshard.checkpoint.state_save import OPTIMIZER, REST
+from pipeshard.checkpoint.state_folder import MANIFEST, OPTIMIZER, REST, damage, flaw, lock, sums_of, write_manifest
 from pipeshard.checkpoint.training_state import random_state, read_rest, rest_of, restore_rest, set_random_state
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.engine.model import PipelineModel

@@ -23,7 +23,6 @@ from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.plugin import PipelinePlugin
-from pipeshard.trainer.accelerator import REPLICAS, PipelineAccelerator
 from pipeshard.trainer.checkpoint import (
     Randomness,
     load_state,
@@ -33,10 +32,9 @@ from pipeshard.trainer.checkpoint import (
     save_state,
     save_weights,
 )
-from pipeshard.trainer.objective import ITEMS, Asking, Objective
-from pipeshard.trainer.preferences import Preferences
+from pipeshard.trainer.objective import ITEMS, Asking, Objective, Preferences
 from pipeshard.trainer.refusals import cut, refuse, refuse_class
-from pipeshard.trainer.stages import Stages, configured
+from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages, configured
 
 # The private names of transformers.Trainer that are overridden here; none is called. Nothing else of it is taken for
 # granted but what it documents.
