@@ -25,7 +25,7 @@ from pipeshard.distributed.collectives import share_value
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.plugin import PipelinePlugin
-from pipeshard.trainer.stand_ins import PipelineAccelerator
+from pipeshard.trainer.stand_ins import PipelineAccelerator, StandIn
 
 ITEMS = "num_items_in_batch"
 COMPARED = 8  # batches of which the loss is compared with that of a compute_loss which gathers nothing
@@ -129,16 +129,8 @@ class Objective:
             _put(vars(trainer), before)
 
 
-class Asking:
+class Asking(StandIn):
     """A model in name, which tells by Called what it is called with."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.module = model
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "module":
-            raise AttributeError(name)
-        return getattr(self.module, name)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         if args:

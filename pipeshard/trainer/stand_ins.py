@@ -6,9 +6,8 @@ replicas, and to gather numbers from them, not among processes; it wraps nothing
 of the whole model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -101,15 +100,18 @@ class PipelineAccelerator(Accelerator):
         return loader
 
     def gather(self, tensor: Any) -> Any:
+        def gathered(one: Tensor) -> Tensor:
+            rows = gather(one, self.grid.replicas).to(one.device)
+            return rows.flatten(0, 1) if one.ndim else rows
+
+        return self._of_replicas(gathered, tensor)
+
+    def _of_replicas(self, combine: Callable[[Tensor], Tensor], tensor: Any) -> Any:
         if self.is_muted:
             return recursively_apply(_ones, tensor, error_on_other_type=True)
         if self.num_processes == 1:
             return tensor
-        return recursively_apply(self._gathered, tensor, error_on_other_type=True)
-
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        rows = gather(tensor, self.grid.replicas).to(tensor.device)
-        return rows.flatten(0, 1) if tensor.ndim else rows
+        return recursively_apply(combine, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """With objects among them, a list; what was read twice at the end of an epoch is left out."""
@@ -137,17 +139,12 @@ class PipelineAccelerator(Accelerator):
         return recursively_apply(padded, tensor, error_on_other_type=True)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        if self.is_muted:
-            return recursively_apply(_ones, tensor, error_on_other_type=True)
-        if self.num_processes == 1:
-            return tensor
-
         def reduced(one: Tensor) -> Tensor:
             rows = gather(one, self.grid.replicas)
             total = rows.mean(0) if reduction == "mean" else rows.sum(0)
             return (total * scale).to(one)
 
-        return recursively_apply(reduced, tensor, error_on_other_type=True)
+        return self._of_replicas(reduced, tensor)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         raise UsageError(BACKWARD)
@@ -178,28 +175,26 @@ def _ones(tensor: Tensor) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-@contextmanager
-def configured(plugin: PipelinePlugin, **changes: Any) -> Iterator[None]:
-    """Inside, models are boosted with other arguments."""
-    before, plugin.config = plugin.config, replace(plugin.config, **changes)
-    try:
-        yield
-    finally:
-        plugin.config = before
+class StandIn:
+    """Has what `module` has, and is called in its place."""
 
-
-class Stages:
-    """The stages of `module`, all of which every rank asks for the same."""
-
-    def __init__(self, plugin: PipelinePlugin, module: nn.Module, boosted: PipelineModel) -> None:
-        self.plugin, self.module, self.boosted = plugin, module, boosted
-        self.optimizer: PipelineOptimizer | None = None
-        self.loss_only = False  # of what is evaluated
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "module":
             raise AttributeError(name)
         return getattr(self.module, name)
+
+
+class Stages(StandIn):
+    """The stages of `module`, all of which every rank asks for the same."""
+
+    def __init__(self, plugin: PipelinePlugin, module: nn.Module, boosted: PipelineModel) -> None:
+        super().__init__(module)
+        self.plugin, self.boosted = plugin, boosted
+        self.optimizer: PipelineOptimizer | None = None
+        self.loss_only = False  # of what is evaluated
 
     def optimize(self, optimizer: Any) -> PipelineOptimizer:
         """Let an optimizer of the whole model train this rank's part of it."""
@@ -228,7 +223,7 @@ class Stages:
         return loss.as_subclass(Tensor)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """The outputs of a batch, on every rank."""
+        """The outputs of a batch, on every rank, without what is kept for generation."""
         if torch.is_grad_enabled():
             raise UsageError(
                 "model(...) of a pipeline evaluates, under torch.no_grad(): while training it is called once, inside "
@@ -240,18 +235,14 @@ class Stages:
         out = self.plugin.execute_pipeline(iter([inputs]), self.boosted, None, None, return_outputs=not self.loss_only)
         if self.loss_only:
             return ModelOutput(loss=out["loss"].as_subclass(Tensor))
-        shown = self._shown(out["outputs"])
+        shown = out["outputs"]
+        if isinstance(shown, dict):
+            dropped = getattr(getattr(self.module, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+            shown = {name: value for name, value in shown.items() if name not in dropped}
         if pipeline.group.size() > 1:
             shown = share_value(shown, pipeline.last_rank, pipeline.group)
         shown = tree_map_only(Tensor, self._placed, shown)
         return ModelOutput(**shown) if isinstance(shown, dict) else shown
-
-    def _shown(self, outputs: Any) -> Any:
-        """What of the outputs is not kept for generation."""
-        dropped = getattr(getattr(self.module, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
-        if isinstance(outputs, dict):
-            return {name: value for name, value in outputs.items() if name not in dropped}
-        return outputs
 
     def _placed(self, tensor: Tensor) -> Tensor:
         pipeline = self.boosted.pipeline
