@@ -25,7 +25,7 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # whatever it is, the others must not wait for this rank
         failure = error
     mine = str(failure) if isinstance(failure, PipeshardError) else failure and f"{type(failure).__name__}: {failure}"
     messages = gather_objects(mine, group)
@@ -185,7 +185,7 @@ class Save(ABC):
             if self.stage == 0:
                 self._await_others()
                 self.commit()
-        except Exception as error:
+        except Exception as error:  # nobody else sees what a thread raises; the next save raises it
             self.failed = error
             self.abandon()
             self._mark(self.stage, "failed").touch()

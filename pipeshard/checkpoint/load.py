@@ -61,7 +61,8 @@ class Conversion:
         self.pieces: dict[str, Piece] = {}
         self.unexpected: list[str] = []
         transforms = _transforms(model)
-        renamings, converters = _sorted(transforms)
+        renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
+        converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         known = dict.fromkeys(names, True)
         prefix = model.base_model_prefix or None if isinstance(model, PreTrainedModel) else None
@@ -96,6 +97,7 @@ def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _transforms(model: nn.Module) -> list[Any]:
+    """None of them with transformers 4."""
     if conversion_mapping is None or not isinstance(model, PreTrainedModel):
         return []
     return list(conversion_mapping.get_model_conversion_mapping(model))
@@ -114,13 +116,6 @@ def _replaced(key: str, renamings: Iterable[tuple[str, str]]) -> str:
         if count:
             return renamed
     return key
-
-
-def _sorted(transforms: list[Any]) -> tuple[list[Any], list[Any]]:
-    if core_model_loading is None:
-        return [], []
-    renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
-    return renamings, [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
 
 
 def _renamed(
@@ -193,7 +188,7 @@ class _Plan:
     def _shapes_made(self, piece: Piece) -> dict[str, tuple[int, ...]]:
         try:
             made = piece.convert(self.model, lambda key: torch.empty(self.source.shapes[key], device="meta"))
-        except Exception as error:
+        except Exception as error:  # what a conversion of transformers raises for shapes that it does not expect
             sources = ", ".join(key for key, _ in piece.sources[:3])
             self.problems.append(f"{piece.target} cannot be made of {sources} ({type(error).__name__}: {error})")
             return {piece.target: self.shapes[piece.target]}

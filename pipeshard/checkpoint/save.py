@@ -1,6 +1,7 @@
 """Save: each stage writes its own tensors of a Hugging Face checkpoint, which takes the old one's place at once."""
 
 import copy
+import itertools
 import json
 import os
 import re
@@ -218,11 +219,9 @@ def _ready(tensor: Tensor, snapshot: bool) -> Tensor:
 
 def _generation(folder: Path) -> str:
     """Something that keeps new shards' names apart from those that the folder has."""
-    taken = {path.name for path in folder.glob("model*.safetensors")} if folder.is_dir() else set()
-    k = 0
-    while any(name.startswith(f"model{f'-v{k}' if k else ''}-0") for name in taken):
-        k += 1
-    return f"-v{k}" if k else ""
+    taken = {path.name for path in folder.glob("model*.safetensors")}
+    marks = (f"-v{k}" if k else "" for k in itertools.count())
+    return next(mark for mark in marks if not any(name.startswith(f"model{mark}-0") for name in taken))
 
 
 def saved_names(model: nn.Module) -> dict[str, str]:

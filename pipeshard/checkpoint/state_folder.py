@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeshard.checkpoint.files import Save, place, sync
+from pipeshard.checkpoint.files import Save, place, sync, together
 from pipeshard.checkpoint.optimizer import DESCRIPTION
 from pipeshard.checkpoint.safetensors_files import Content as FileContent
 from pipeshard.checkpoint.safetensors_files import write_files
@@ -47,10 +47,13 @@ MODEL, OPTIMIZER, REST = "model", "optimizer", "training.pt"  # the parts of a s
 MARKS = ".marks"  # in the hidden folder, of ranks whose part is done
 
 
-def sums_of(folder: Path, group: dist.ProcessGroup) -> dict[str, str]:
-    """The SHA-256 of all files that the first rank finds in the folder; every rank calls it, and reads some of them."""
-    here = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    return _shared_out(folder, gather_objects(here, group)[0], group)
+def seal(folder: Path, step: int, stages: int, group: dist.ProcessGroup) -> None:
+    """Write the manifest of all files that the first rank finds in the folder; every rank calls it, and reads some."""
+    with together(group):
+        here = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        sums = _shared_out(folder, gather_objects(here, group)[0], group)
+        if group.rank() == 0:
+            write_manifest(folder, step, stages, sums)
 
 
 def write_manifest(folder: Path, step: int, stages: int, sums: dict[str, str]) -> None:

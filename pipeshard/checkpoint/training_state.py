@@ -30,8 +30,7 @@ from pipeshard.checkpoint.state_folder import (
     damage,
     flaw,
     lock,
-    sums_of,
-    write_manifest,
+    seal,
 )
 from pipeshard.checkpoint.untrusted import load_plain
 from pipeshard.distributed.collectives import gather_objects, together_in
@@ -116,10 +115,7 @@ def save_training_state(
             save_optimizer(optimizer, folder / OPTIMIZER, shard=True)
         if pipeline.grid.first:
             torch.save(rest(), folder / REST)
-        with together(pipeline.grid.world):
-            sums = sums_of(folder, pipeline.grid.world)
-            if pipeline.grid.first:
-                write_manifest(folder, step, pipeline.num_stages, sums)
+        seal(folder, step, pipeline.num_stages, pipeline.grid.world)
     with together(pipeline.grid.world):
         if pipeline.grid.first:
             _keep(parent, keep)
@@ -323,7 +319,7 @@ def read_rest(file: Path) -> dict[str, Any]:
             if not isinstance(rest.get(key), dict | None):
                 raise TypeError(f"{key} must be a dict")
         check_random_state(rest["random"])
-    except Exception as error:
+    except Exception as error:  # generators, and what anybody may have written in their place, raise anything
         raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error}): {advice}") from error
     return rest
 

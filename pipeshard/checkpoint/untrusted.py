@@ -122,7 +122,8 @@ def check_adapter(folder: Path, model: nn.Module) -> None:
             raise ValueError(f"its virtual tokens are {values} numbers, more than {VIRTUAL}")
         keys = ("target_modules", "exclude_modules", "layers_pattern")
         patterns = [document[key] for key in keys if isinstance(document.get(key), str)]
-        patterns += [key for kind in ("rank_pattern", "alpha_pattern") for key in _keys(document.get(kind))]
+        mappings = [document.get(key) for key in ("rank_pattern", "alpha_pattern")]
+        patterns += [key for mapping in mappings if isinstance(mapping, dict) for key in mapping]
         _match(patterns, [name for name, _ in model.named_modules()])
 
 
@@ -130,7 +131,7 @@ def check_adapter(folder: Path, model: nn.Module) -> None:
 def _named(what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # transformers and peft raise anything for what is not as they expect it
         raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
 
 
@@ -175,10 +176,6 @@ def _numbers(document: Any) -> Iterator[tuple[str, int]]:
             yield key, value
 
 
-def _keys(mapping: Any) -> list[str]:
-    return list(mapping) if isinstance(mapping, dict) else []
-
-
 MATCHING = """
 import json, re, sys
 patterns, names = json.load(sys.stdin)
@@ -211,7 +208,7 @@ def _cached(name: Path) -> Path:
         return Path(snapshot_download(str(name), local_files_only=True))
     except HFValidationError:  # no name that the hub can have
         raise CheckpointError(message) from None
-    except Exception:
+    except Exception:  # the hub's errors are of several kinds, which change; whatever it is, the model is not here
         raise CheckpointError(
             f"{message}, or, of a model of the Hugging Face hub, download it once, before the ranks start, by "
             f"huggingface_hub.snapshot_download({str(name)!r})"
@@ -235,11 +232,9 @@ def load_plain(file: Path, kind: str, advice: str) -> Any:
         if not file.is_file():
             raise FileNotFoundError("it does not exist")
         zipped = zipfile.is_zipfile(file)
-        if zipped:
-            _refuse_compressed(file)
         _refuse_bombs(file, zipped)
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
-    except Exception as error:
+    except Exception as error:  # zipfile, pickletools and torch raise anything for a broken file
         raise CheckpointError(f"{file} is not {kind} ({reason(error)}): {advice}") from error
 
 
@@ -248,19 +243,15 @@ def has_content(tensor: Tensor) -> bool:
     return not tensor.is_meta and tensor.layout is torch.strided and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
-def _refuse_compressed(file: Path) -> None:
-    """Torch never compresses: what does may be of any size once it is unpacked."""
-    with zipfile.ZipFile(file) as archive:
-        packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-    if packed:
-        raise ValueError(f"{packed[0]!r} in it is compressed, which torch.save does not do")
-
-
 def _refuse_bombs(file: Path, zipped: bool) -> None:
     """A pickle of a few bytes can make gigabytes (`bytearray(2**40)`), or a tuple of tuples that is never hashed to its
-    end, in C, where nothing interrupts it. What `torch.save` writes of plain values needs neither."""
+    end, in C, where nothing interrupts it. What `torch.save` writes of plain values needs neither. It never compresses:
+    what is compressed may be of any size once it is unpacked."""
     if zipped:
         with zipfile.ZipFile(file) as archive:
+            packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+            if packed:
+                raise ValueError(f"{packed[0]!r} in it is compressed, which torch.save does not do")
             (name,) = (name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl"))
             with archive.open(name) as content:
                 _measure_pickle(_Bounded(content, file.stat().st_size))
