@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipeshard.batch.criterion import Criterion
 from pipeshard.boost import boost_model, boost_optimizer, check_optimizer
-from pipeshard.checkpoint.configs import blank_model
 from pipeshard.checkpoint.io import PipelineCheckpointIO
 from pipeshard.checkpoint.lora import enable_lora
+from pipeshard.checkpoint.untrusted import blank_model
 from pipeshard.compat import (
     PipelineStageManager,
     missing_attribute,

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from pipeshard import PipelinePlugin
-from pipeshard.checkpoint import configs as pretrained
+from pipeshard.checkpoint import untrusted
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.refusals import plain
 from pipeshard.errors import CheckpointError, ConfigurationError, PipeshardError, UsageError
@@ -429,6 +429,6 @@ def test_a_name_of_the_hub_is_looked_for_in_its_cache(tmp_path: Path, monkeypatc
         PipelinePlugin.from_pretrained(AutoModelForCausalLM, "no/such/folder")
     zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
     found = {"owner/name": str(tmp_path)}
-    monkeypatch.setattr(pretrained, "snapshot_download", lambda name, local_files_only: found[name])
+    monkeypatch.setattr(untrusted, "snapshot_download", lambda name, local_files_only: found[name])
     model: Any = PipelinePlugin.from_pretrained(AutoModelForCausalLM, "owner/name")
     assert model.config.num_hidden_layers == 4 and model._pretrained == str(tmp_path)

@@ -17,10 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeshard.checkpoint import files as document
-from pipeshard.checkpoint import manifest
 from pipeshard.checkpoint import safetensors_files as shards
 from pipeshard.checkpoint import safetensors_files as source
+from pipeshard.checkpoint import state_folder, untrusted
 from pipeshard.errors import CheckpointError
 from tests.covering import ALL
 from tests.fuzz.__main__ import save
@@ -61,8 +60,15 @@ def careless(file: Path) -> Iterator[None]:
 FAULTS: dict[str, tuple[str, Any, str, Any, str, int]] = {
     "an error is not named": ("safetensors headers", source, "_named", careless, "SafetensorError|RuntimeError", 1000),
     "another folder is read": ("indices", source, "_of_folder", lambda index, name: str(name), "AssertionError", 1000),
-    "a manifest leads elsewhere": ("manifests", manifest, "is_inside", lambda name: True, "AssertionError", 1000),
-    "a key is not looked for": ("manifests", manifest, "short", lambda value: {}[value], "KeyError|TypeError", 1000),
+    "a manifest leads elsewhere": ("manifests", state_folder, "is_inside", lambda name: True, "AssertionError", 1000),
+    "a key is not looked for": (
+        "manifests",
+        state_folder,
+        "short",
+        lambda value: {}[value],
+        "KeyError|TypeError",
+        1000,
+    ),
     "a header is believed": (
         "slices of an optimizer",
         shards,
@@ -184,12 +190,12 @@ def test_any_manifest_is_whole_or_flawed(tmp_path: Path, files: Any, form: Any) 
     (tmp_path / "a").write_bytes(b"1")
     (tmp_path / "manifest.json").write_text(json.dumps({"files": files, "format": form}))
     whole = form == 1 and isinstance(files, dict) and set(files) <= {"a"} and all(size == 1 for size in files.values())
-    assert whole or manifest.flaw(tmp_path)
+    assert whole or state_folder.flaw(tmp_path)
 
 
 @few
 @given(names)
 def test_a_name_inside_is_inside(tmp_path: Path, name: str) -> None:
-    if document.is_inside(name):
+    if untrusted.is_inside(name):
         path = Path(os.path.normpath(tmp_path / name))
         assert path != tmp_path and path.is_relative_to(tmp_path)

@@ -23,7 +23,7 @@ from pipeshard import PipelinePlugin
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.private import tree_leaves
 from pipeshard.trainer import PipelineTrainer, pipelined
-from pipeshard.trainer.accelerator import PipelineAccelerator
+from pipeshard.trainer.stand_ins import PipelineAccelerator
 from pipeshard.trainer.trainer import PRIVATE, Loop
 from tests.house import PACKAGE
 from tests.pool import Pool

@@ -1,7 +1,6 @@
 """Files: written atomically, and by all ranks together."""
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -11,48 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from typing import Any, TypeGuard
+from pathlib import Path
 
 import torch.distributed as dist
 
 from pipeshard.distributed.collectives import gather_objects
 from pipeshard.distributed.watching import named
 from pipeshard.errors import CheckpointError, PipeshardError, of_all
-
-LARGEST = 64 << 20  # bytes; an index of a hundred thousand tensors has a tenth of it
-VALUES = 1_000_000  # each of which takes up to a hundred bytes
-
-
-def read_document(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises ValueError, or OSError, for anything else, for a file of more than 64 MiB before it is read, and for one of
-    more than a million values before they are made.
-    """
-    if not file.is_file():
-        raise FileNotFoundError("it does not exist")
-    if (size := file.stat().st_size) > LARGEST:
-        raise ValueError(f"it has {size} bytes, more than the {LARGEST} that are read")
-    text = file.read_text("utf-8")
-    if (values := sum(map(text.count, ",[{"))) > VALUES:
-        raise ValueError(f"it has {values} values or so, more than the {VALUES} that are read")
-    try:
-        content = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"it must be an object, not a {type(content).__name__}")
-    return content
-
-
-def is_inside(name: object) -> TypeGuard[str]:
-    """Whether this names a file in a folder or in a folder within it; a link there may lead anywhere, as in the caches
-    of the Hugging Face hub."""
-    if not isinstance(name, str) or "\0" in name:
-        return False
-    path = PurePosixPath(name)
-    return name == str(path) != "." and not path.is_absolute() and ".." not in path.parts
 
 
 @contextmanager
@@ -61,7 +25,7 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # whatever it is, the others must not wait for this rank
         failure = error
     mine = str(failure) if isinstance(failure, PipeshardError) else failure and f"{type(failure).__name__}: {failure}"
     messages = gather_objects(mine, group)
@@ -221,7 +185,7 @@ class Save(ABC):
             if self.stage == 0:
                 self._await_others()
                 self.commit()
-        except Exception as error:
+        except Exception as error:  # nobody else sees what a thread raises; the next save raises it
             self.failed = error
             self.abandon()
             self._mark(self.stage, "failed").touch()

@@ -15,9 +15,9 @@ from pipeshard.checkpoint.files import Save, new_file, together
 from pipeshard.checkpoint.load import load_weights
 from pipeshard.checkpoint.lora import save_lora
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
-from pipeshard.checkpoint.pickles import load_plain
 from pipeshard.checkpoint.safetensors_files import PICKLED
 from pipeshard.checkpoint.save import FileSave, FolderSave, owned
+from pipeshard.checkpoint.untrusted import load_plain
 from pipeshard.distributed.collectives import together_in
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.model import PipelineModel
@@ -78,20 +78,15 @@ class PipelineCheckpointIO:
                 f"use_safetensors=True, but {checkpoint} is read as what torch.save writes: name it "
                 f".safetensors instead of {suffix}"
             )
-        with self._leading(boosted) as (leads, tensors):
-            self.saving = use_async
-            if leads:
-                save = FileSave.plan(boosted, tensors, Path(checkpoint), snapshot=use_async)
-                self._save(save, boosted, use_async)
+        self._save(boosted, use_async, lambda tensors: FileSave.plan(boosted, tensors, Path(checkpoint), use_async))
 
     @together_in("save_model")
     def save_folder(self, model: nn.Module, folder: Path, size_per_shard: int = SHARD, use_async: bool = False) -> None:
         """`save_model` with `shard=True`, also of a model with adapters, which `load_model` reads."""
-        with self._leading(boosted_model(model)) as (leads, tensors):
-            self.saving = use_async
-            if leads:
-                save = FolderSave.plan(boosted_model(model), tensors, folder, size_per_shard, snapshot=use_async)
-                self._save(save, boosted_model(model), use_async)
+        boosted = boosted_model(model)
+        self._save(
+            boosted, use_async, lambda tensors: FolderSave.plan(boosted, tensors, folder, size_per_shard, use_async)
+        )
 
     def planned(self, model: nn.Module, folder: Path) -> FolderSave | None:
         """A save of the folder from copies, for `write` and `commit`; None where that is not for this rank to do."""
@@ -104,21 +99,24 @@ class PipelineCheckpointIO:
         self.pending, self.saving = save, True
         save.start()
 
-    def _save(self, save: Save, boosted: PipelineModel, use_async: bool) -> None:
-        """By the ranks of one pipeline."""
-        group = boosted.pipeline.group
-        if use_async:
-            self.start(save)
-            return
-        try:
-            with together(group):
-                save.write()
-            with together(group):
-                if self.grid.first:
-                    save.commit()
-        except CheckpointError:
-            save.abandon()
-            raise
+    def _save(self, boosted: PipelineModel, use_async: bool, plan: Callable[[dict[str, Tensor]], Save]) -> None:
+        with self._leading(boosted) as (leads, tensors):
+            self.saving = use_async
+            if not leads:
+                return
+            save, group = plan(tensors), boosted.pipeline.group
+            if use_async:
+                self.start(save)
+                return
+            try:
+                with together(group):
+                    save.write()
+                with together(group):
+                    if self.grid.first:
+                        save.commit()
+            except CheckpointError:
+                save.abandon()
+                raise
 
     @contextmanager
     def _leading(self, boosted: PipelineModel) -> Iterator[tuple[bool, dict[str, Tensor]]]:

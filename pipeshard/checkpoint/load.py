@@ -1,23 +1,137 @@
-"""Load: each stage takes its own tensors out of a Hugging Face checkpoint."""
+"""Load: each stage takes its own tensors out of a Hugging Face checkpoint, which may name or fuse them otherwise."""
 
+import copy
 import logging
 import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from pipeshard.checkpoint.files import together
-from pipeshard.checkpoint.hf_keys import Conversion, Piece
 from pipeshard.checkpoint.safetensors_files import Source
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import CheckpointError, listed
 from pipeshard.split.ties import first_names
 
+try:
+    from transformers import conversion_mapping, core_model_loading
+except ImportError:  # transformers 4 has models in the layout of their checkpoints
+    conversion_mapping = core_model_loading = None
+
 logger = logging.getLogger("pipeshard")
 SHOWN = 8  # names that a warning lists
+
+
+@dataclass
+class Piece:
+    """Tensors of a checkpoint that become one or several of the model: experts that are stacked, a matrix cut in three.
+
+    `sources` are their keys, each with the pattern of the transformation that it matched.
+    """
+
+    target: str
+    transform: Any = None
+    sources: list[tuple[str, str]] = field(default_factory=list)
+
+    def convert(self, model: nn.Module, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """The model's tensors by name; `read` gives one of the checkpoint."""
+        if self.transform is None:
+            return {self.target: read(self.sources[0][0])}
+        transform = copy.deepcopy(self.transform)
+        for key, pattern in self.sources:
+            transform.add_tensor(self.target, key, pattern, lambda key=key: read(key))
+        made = transform.convert(self.target, model=model, config=getattr(model, "config", None))
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class Conversion:
+    """What the keys of one checkpoint become in `model`: `pieces`, and the keys that are `unexpected`.
+
+    `transforms` are those that were needed; `revert` undoes them, as `save_pretrained` does.
+    """
+
+    def __init__(self, model: nn.Module, keys: Iterable[str], names: Iterable[str]) -> None:
+        self.pieces: dict[str, Piece] = {}
+        self.unexpected: list[str] = []
+        transforms = _transforms(model)
+        renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
+        converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        known = dict.fromkeys(names, True)
+        prefix = model.base_model_prefix or None if isinstance(model, PreTrainedModel) else None
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+        older = _older(model)
+        for key in sorted(keys, key=_natural):
+            target, pattern = _renamed(_replaced(key, older), renamings, converters, prefix, known)
+            if target not in known and key in known:
+                target, pattern = _renamed(key, [], [], prefix, known)
+            if target not in known:
+                if not any(re.search(expression, key) for expression in ignored):
+                    self.unexpected.append(key)
+                continue
+            transform = by_pattern[pattern] if pattern is not None else None
+            piece = self.pieces.setdefault(target, Piece(target, transform))
+            piece.sources.append((key, pattern or key))
+        self.transforms = [transform for transform in transforms if transform.was_used()]
+
+
+def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of one stage in the layout of its checkpoints, as `save_pretrained` would write them."""
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    kept = {name: tensor for name, tensor in state.items() if name not in ignored}
+    if core_model_loading is None:
+        names = {
+            re.sub(r"\(.*\)", "", new.lstrip("^")): re.sub(r"\(.*\)", "", old.lstrip("^")) for old, new in _older(model)
+        }
+        return {_replaced(name, names.items()): tensor for name, tensor in kept.items()}
+    if not isinstance(model, PreTrainedModel):
+        return kept
+    return dict(core_model_loading.revert_weight_conversion(model, kept))
+
+
+def _transforms(model: nn.Module) -> list[Any]:
+    """None of them with transformers 4."""
+    if conversion_mapping is None or not isinstance(model, PreTrainedModel):
+        return []
+    return list(conversion_mapping.get_model_conversion_mapping(model))
+
+
+def _older(model: nn.Module) -> Iterable[tuple[str, str]]:
+    """What transformers 4 renames in the checkpoints of some classes: patterns, and what takes their place."""
+    mapping: dict[str, str] = getattr(model, "_checkpoint_conversion_mapping", None) or {}
+    return mapping.items() if core_model_loading is None else ()
+
+
+def _replaced(key: str, renamings: Iterable[tuple[str, str]]) -> str:
+    """The key with the first that matches."""
+    for pattern, name in renamings:
+        renamed, count = re.subn(pattern, name, key)
+        if count:
+            return renamed
+    return key
+
+
+def _renamed(
+    key: str, renamings: list[Any], converters: list[Any], prefix: str | None, known: Mapping[str, bool]
+) -> tuple[str, str | None]:
+    if core_model_loading is not None:
+        meta: Any = known
+        return core_model_loading.rename_source_key(key, renamings, converters, prefix, meta)
+    if key not in known and prefix:  # a head's model from a bare one's checkpoint, or the other way round
+        shorter = key.removeprefix(f"{prefix}.")
+        return next((name for name in (shorter, f"{prefix}.{key}") if name in known), key), None
+    return key, None
+
+
+def _natural(key: str) -> list[Any]:
+    return [(part.isdigit(), int(part) if part.isdigit() else part) for part in key.split(".")]
 
 
 def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing: bool = False) -> int:
@@ -74,7 +188,7 @@ class _Plan:
     def _shapes_made(self, piece: Piece) -> dict[str, tuple[int, ...]]:
         try:
             made = piece.convert(self.model, lambda key: torch.empty(self.source.shapes[key], device="meta"))
-        except Exception as error:
+        except Exception as error:  # what a conversion of transformers raises for shapes that it does not expect
             sources = ", ".join(key for key, _ in piece.sources[:3])
             self.problems.append(f"{piece.target} cannot be made of {sources} ({type(error).__name__}: {error})")
             return {piece.target: self.shapes[piece.target]}

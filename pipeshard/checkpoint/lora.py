@@ -9,8 +9,8 @@ import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, load_peft_weights
 from torch import Tensor, nn
 
-from pipeshard.checkpoint.configs import check_adapter
 from pipeshard.checkpoint.files import existing, new_folder, together
+from pipeshard.checkpoint.untrusted import check_adapter
 from pipeshard.distributed.collectives import broadcast_bytes, gather_objects, whole
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
@@ -45,7 +45,7 @@ def enable_lora(
         return _with_adapter_of(pretrained_dir, model)
     try:
         return get_peft_model(model, lora_config)
-    except Exception as error:
+    except Exception as error:  # peft raises anything for what is not as it expects it
         raise ConfigurationError(
             f"peft cannot put adapters of this lora_config on {type(model).__name__}: {type(error).__name__}: {error}"
         ) from error
@@ -59,7 +59,7 @@ def _with_adapter_of(folder: str, model: nn.Module) -> PeftModel:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return PeftModel.from_pretrained(model, str(path), is_trainable=True, torch_device="cpu")
-    except Exception as error:
+    except Exception as error:  # as above
         raise CheckpointError(
             f"{folder} has no adapter for this {type(model).__name__} ({type(error).__name__}: {error}): pass a folder "
             "that booster.save_lora_as_pretrained or peft's save_pretrained wrote for this model"

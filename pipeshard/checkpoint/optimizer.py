@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pipeshard.checkpoint.files import existing, new_file, new_folder, together
-from pipeshard.checkpoint.pickles import has_content, load_plain
 from pipeshard.checkpoint.safetensors_files import Content as FileContent
 from pipeshard.checkpoint.safetensors_files import check_shards, contents, read_shards, write_files
+from pipeshard.checkpoint.untrusted import has_content, load_plain
 from pipeshard.distributed.collectives import encode, gather_objects, is_packed, like, local, slice_like, whole
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, MessageError, listed

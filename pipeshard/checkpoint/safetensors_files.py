@@ -11,8 +11,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -27,8 +26,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from pipeshard.checkpoint.files import is_inside, read_document, sync
-from pipeshard.checkpoint.pickles import has_content, load_plain
+from pipeshard.checkpoint.files import sync
+from pipeshard.checkpoint.untrusted import has_content, is_inside, load_plain, read_document
 from pipeshard.distributed.collectives import local, reason
 from pipeshard.errors import CheckpointError, listed
 
@@ -96,7 +95,7 @@ class Source:
 
         try:
             found = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)
-        except Exception as error:
+        except Exception as error:  # gguf checks little of what it reads
             raise CheckpointError(f"{file} cannot be read as GGUF: {type(error).__name__}: {error}") from error
         self._states[file] = found["tensors"]
         return {key: tuple(tensor.shape) for key, tensor in self._states[file].items()}
@@ -303,7 +302,7 @@ def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
     """What the headers of the files say."""
     try:
         return HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata  # type: ignore[return-value]
-    except Exception as error:
+    except Exception as error:  # torch looks for keys of JSON that anybody may have written
         raise CheckpointError(f"{folder} is damaged: {reason(error)}") from error
 
 
@@ -316,11 +315,9 @@ def _is_whole(stored: TensorStorageMetadata) -> bool:
         return False
     boxes = sorted([(at, at + size) for at, size in zip(c.offsets, c.sizes)] for c in chunks)
     for k, box in enumerate(boxes if dims else []):
-        behind = takewhile(partial(_begins_before, box[0][1]), islice(boxes, k + 1, None))
-        if any(all(a < d and c < b for (a, b), (c, d) in zip(box, other)) for other in behind):
-            return False
+        for other in islice(boxes, k + 1, None):
+            if other[0][0] >= box[0][1]:  # and so do all that follow
+                break
+            if all(a < d and c < b for (a, b), (c, d) in zip(box, other)):
+                return False
     return True
-
-
-def _begins_before(end: int, box: list[tuple[int, int]]) -> bool:
-    return box[0][0] < end

@@ -1,6 +1,7 @@
 """Save: each stage writes its own tensors of a Hugging Face checkpoint, which takes the old one's place at once."""
 
 import copy
+import itertools
 import json
 import os
 import re
@@ -15,15 +16,16 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from pipeshard.checkpoint.files import Save, remove, sync, together
-from pipeshard.checkpoint.hf_keys import copied_names, revert, saved_names
+from pipeshard.checkpoint.load import revert
 from pipeshard.checkpoint.safetensors_files import INDICES, PICKLED, WEIGHTS, join, write_file
 from pipeshard.distributed.collectives import gather_objects, whole
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
 from pipeshard.hf import enable_caches
-from pipeshard.split.ties import first_names
+from pipeshard.split.ties import first_names, names_of
 
 SINGLE, INDEX = WEIGHTS[0], INDICES[0]
 OWN = re.compile(r"model(-.*)?\.safetensors|\.pipeshard-.*")  # what a save may have left in a folder
@@ -217,8 +219,38 @@ def _ready(tensor: Tensor, snapshot: bool) -> Tensor:
 
 def _generation(folder: Path) -> str:
     """Something that keeps new shards' names apart from those that the folder has."""
-    taken = {path.name for path in folder.glob("model*.safetensors")} if folder.is_dir() else set()
-    k = 0
-    while any(name.startswith(f"model{f'-v{k}' if k else ''}-0") for name in taken):
-        k += 1
-    return f"-v{k}" if k else ""
+    taken = {path.name for path in folder.glob("model*.safetensors")}
+    marks = (f"-v{k}" if k else "" for k in itertools.count())
+    return next(mark for mark in marks if not any(name.startswith(f"model{mark}-0") for name in taken))
+
+
+def saved_names(model: nn.Module) -> dict[str, str]:
+    """The name under which each parameter is saved, by its first name: of tied ones, that which the architecture ties
+    the others to."""
+    patterns = _tied_patterns(model)
+
+    def main(names: tuple[str, ...]) -> str:
+        return next((name for name in names if not any(p.search(name) for p in patterns)), names[0])
+
+    return {first: main(names) for first, names in names_of(model).items()}
+
+
+def copied_names(model: nn.Module) -> dict[str, str]:
+    """Further names under which a parameter is saved, each with the first one: those that transformers would not tie by
+    itself when it loads the checkpoint, since the user tied them (`shared_weights`)."""
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    patterns, saved = _tied_patterns(model), saved_names(model)
+    return {
+        name: first
+        for first, names in names_of(model).items()
+        for name in names
+        if name != saved[first] and not any(pattern.search(name) for pattern in patterns)
+    }
+
+
+def _tied_patterns(model: nn.Module) -> list[re.Pattern[str]]:
+    """Of the names that the architecture ties to others."""
+    tied = getattr(model, "all_tied_weights_keys", None)
+    tied = tied if tied is not None else getattr(model, "_tied_weights_keys", None) or ()
+    return [re.compile(key) for key in tied]

@@ -52,7 +52,7 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
     if rank is None or rank == pipeline.rank:
         try:
             copied = _copied(pipeline, torch.device(device))
-        except Exception as error:
+        except Exception as error:  # the user's attributes may have a __deepcopy__ of their own
             failure = f"{type(pipeline.model).__name__} cannot be copied on stage {pipeline.rank}: {error!r}"
     for stage, tensors in enumerate(_agreed(pipeline, failure)):
         for entry in tensors:

@@ -5,8 +5,9 @@ import logging
 import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,20 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipeshard.checkpoint.files import existing, hidden, make_way, new_folder, remove, restore, together
 from pipeshard.checkpoint.io import boosted_model, io_of
-from pipeshard.checkpoint.manifest import MANIFEST, damage, flaw, lock, sums_of, write_manifest
 from pipeshard.checkpoint.optimizer import load_optimizer, part_of, save_optimizer
-from pipeshard.checkpoint.pickles import load_plain
-from pipeshard.checkpoint.state_save import MARKS, MODEL, OPTIMIZER, REST, StateSave
+from pipeshard.checkpoint.state_folder import (
+    MANIFEST,
+    MARKS,
+    MODEL,
+    OPTIMIZER,
+    REST,
+    StateSave,
+    damage,
+    flaw,
+    lock,
+    seal,
+)
+from pipeshard.checkpoint.untrusted import load_plain
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import CheckpointError
@@ -94,35 +105,32 @@ def save_training_state(
         if pipeline.grid.first:
             lock(parent, model)
             _remove_leftovers(parent)
+    target, rest = _folder(parent, step), partial(rest_of, pipeline, lr_scheduler, dataloader)
     if use_async:
-        checkpoints.start(_in_background(parent, step, model, optimizer, lr_scheduler, dataloader, keep))
+        checkpoints.start(_planned(target, step, model, optimizer, rest, finish=partial(_keep, parent, keep)))
         return
-    with new_folder(_folder(parent, step), pipeline.grid.world, mark=MANIFEST) as folder:
+    with new_folder(target, pipeline.grid.world, mark=MANIFEST) as folder:
         checkpoints.save_folder(model, folder / MODEL)
         if optimizer is not None:
             save_optimizer(optimizer, folder / OPTIMIZER, shard=True)
         if pipeline.grid.first:
-            torch.save(rest_of(pipeline, lr_scheduler, dataloader), folder / REST)
-        with together(pipeline.grid.world):
-            sums = sums_of(folder, pipeline.grid.world)
-            if pipeline.grid.first:
-                write_manifest(folder, step, pipeline.num_stages, sums)
+            torch.save(rest(), folder / REST)
+        seal(folder, step, pipeline.num_stages, pipeline.grid.world)
     with together(pipeline.grid.world):
         if pipeline.grid.first:
             _keep(parent, keep)
 
 
-def _in_background(
-    parent: Path,
+def _planned(
+    target: Path,
     step: int,
     model: nn.Module,
     optimizer: Optimizer | None,
-    lr_scheduler: LRScheduler | None,
-    dataloader: Any,
-    keep: int,
+    rest: Callable[[], dict[str, Any]],
+    finish: Callable[[], None],
 ) -> StateSave:
     """A save that needs nothing of the ranks any more; all of them plan it together."""
-    pipeline, target = boosted_model(model).pipeline, _folder(parent, step)
+    pipeline = boosted_model(model).pipeline
     world, first = pipeline.grid.world, pipeline.grid.first
     writing = hidden(target, "writing")
     with together(world):
@@ -133,7 +141,7 @@ def _in_background(
     folder_save = io_of(model).planned(model, writing / MODEL)
     part = None if optimizer is None else part_of(optimizer)
     with together(world):
-        rest = copy.deepcopy(rest_of(pipeline, lr_scheduler, dataloader)) if first else None
+        copied = copy.deepcopy(rest()) if first else None
     return StateSave(
         target=target,
         stage=world.rank(),
@@ -142,17 +150,21 @@ def _in_background(
         writing=writing,
         model=folder_save,
         optimizer=part,
-        rest=rest,
+        rest=copied,
         step=step,
         pipeline_stages=pipeline.num_stages,
-        finish=lambda: _keep(parent, keep),
+        finish=finish,
     )
 
 
 def _keep(parent: Path, keep: int) -> None:
-    """Remove all complete steps but the last ones."""
+    """Remove all complete steps but the last ones; each is hidden first, so that nobody takes it for complete while it
+    goes."""
     for old in sorted(_saved(parent))[:-keep]:
-        _remove(_folder(parent, old))
+        folder = _folder(parent, old)
+        removed = hidden(folder, "removed")
+        os.rename(folder, removed)
+        remove(removed)
 
 
 @together_in("load_training_state")
@@ -198,15 +210,9 @@ def load_training_state(
                 path.rename(path.with_name(f"{path.name}.damaged"))
     with together(pipeline.grid.world):
         rest = read_rest(folder / REST)
-        missing = [
-            name
-            for name, given, saved in (
-                ("optimizer", optimizer, (folder / OPTIMIZER).exists()),
-                ("lr_scheduler", lr_scheduler, rest.get("lr_scheduler") is not None),
-                ("dataloader", dataloader, rest.get("dataloader") is not None),
-            )
-            if given is not None and not saved
-        ]
+        given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
+        saved = rest | {"optimizer": folder / OPTIMIZER if (folder / OPTIMIZER).exists() else None}
+        missing = [name for name in given if given[name] is not None and saved.get(name) is None]
         if missing:
             raise CheckpointError(f"{folder} was saved without {', '.join(missing)}: load it without, too")
         if dataloader is not None:
@@ -313,16 +319,9 @@ def read_rest(file: Path) -> dict[str, Any]:
             if not isinstance(rest.get(key), dict | None):
                 raise TypeError(f"{key} must be a dict")
         check_random_state(rest["random"])
-    except Exception as error:
+    except Exception as error:  # generators, and what anybody may have written in their place, raise anything
         raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error}): {advice}") from error
     return rest
-
-
-def _remove(folder: Path) -> None:
-    """Hidden first, so that nobody takes it for complete while it goes."""
-    removed = hidden(folder, "removed")
-    os.rename(folder, removed)
-    remove(removed)
 
 
 def _remove_leftovers(parent: Path) -> None:

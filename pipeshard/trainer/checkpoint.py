@@ -22,9 +22,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from pipeshard.checkpoint.files import new_folder, together
 from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.lora import load_lora, save_lora
-from pipeshard.checkpoint.manifest import MANIFEST, damage, flaw, lock, sums_of, write_manifest
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
-from pipeshard.checkpoint.state_save import OPTIMIZER, REST
+from pipeshard.checkpoint.state_folder import MANIFEST, OPTIMIZER, REST, damage, flaw, lock, seal
 from pipeshard.checkpoint.training_state import random_state, read_rest, rest_of, restore_rest, set_random_state
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.engine.model import PipelineModel
@@ -77,10 +76,7 @@ def save_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
         save_optimizer(optimizer, made / OPTIMIZER, shard=True)
         if grid.first:
             torch.save({**rest_of(model.pipeline, lr_scheduler), **random}, made / REST)
-    with together(grid.world):
-        sums = sums_of(folder, grid.world)
-        if grid.first:
-            write_manifest(folder, step, model.pipeline.num_stages, sums)
+    seal(folder, step, model.pipeline.num_stages, grid.world)
 
 
 def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any) -> Any:

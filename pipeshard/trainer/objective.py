@@ -3,21 +3,29 @@
 Before a step it is asked what it calls the model with, on every rank. In the step the last stage calls it again, with
 what the model has returned in the place of the model: muted, as the pipeline's criterion, of which nothing but the
 loss is kept, for it is also traced; and once for all else that it does (metrics), which the other ranks are told of.
+
+Of the loss of TRL's DPOTrainer another run of a model, the reference, is part, but a pipeline runs one model in a step.
+So the reference's log-probabilities are computed before, by its own stages, or by the model's with the adapters off,
+and put beside the batch, where TRL has them too if they are precomputed.
 """
 
+import inspect
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import FOR_CRITERION
+from pipeshard.checkpoint.files import together
 from pipeshard.distributed.collectives import share_value
 from pipeshard.engine.engine import Pipeline
-from pipeshard.errors import UsageError
-from pipeshard.trainer.accelerator import PipelineAccelerator
+from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.plugin import PipelinePlugin
+from pipeshard.trainer.stand_ins import PipelineAccelerator, StandIn
 
 ITEMS = "num_items_in_batch"
 COMPARED = 8  # batches of which the loss is compared with that of a compute_loss which gathers nothing
@@ -121,16 +129,8 @@ class Objective:
             _put(vars(trainer), before)
 
 
-class Asking:
+class Asking(StandIn):
     """A model in name, which tells by Called what it is called with."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.module = model
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "module":
-            raise AttributeError(name)
-        return getattr(self.module, name)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         if args:
@@ -201,3 +201,64 @@ def _put(holder: dict[Any, Any], content: Mapping[Any, Any]) -> None:
             _put(holder[key], value)
         else:
             holder[key] = value
+
+
+CHOSEN, REJECTED, BOTH = "ref_chosen_logps", "ref_rejected_logps", "ref_logps"  # of B pairs, and of 2B rows
+
+
+class Preferences:
+    """Above a DPOTrainer, of whose public names are `precompute_ref_logps`, `ref_model` and `compute_ref_log_probs`."""
+
+    pipeline: PipelinePlugin
+    precompute_ref_logps: bool
+    ref_model: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs |= dict(zip(inspect.signature(super().__init__).parameters, args))
+        given = kwargs.get("args")
+        if getattr(given, "sync_ref_model", False):
+            raise ConfigurationError(
+                "sync_ref_model=True would mix the parameters of two models, which are in parts here: leave it out"
+            )
+        if getattr(given, "precompute_ref_log_probs", False):
+            for name in ("train_dataset", "eval_dataset"):
+                kwargs[name] = self._on_disk(kwargs.get(name), Path(kwargs["args"].output_dir) / "datasets" / name)
+        super().__init__(**kwargs)
+
+    def _on_disk(self, dataset: Any, folder: Path) -> Any:
+        """A dataset in memory as one whose files all ranks share: the first one adds log-probabilities to them."""
+        from datasets import Dataset  # which TRL needs, but transformers does not
+
+        if isinstance(dataset, dict):
+            return {name: self._on_disk(one, folder / name) for name, one in dataset.items()}
+        if not isinstance(dataset, Dataset) or dataset.cache_files:
+            return dataset
+        grid = self.pipeline.grid
+        with together(grid.world):
+            if grid.first:
+                dataset.save_to_disk(folder)
+        return Dataset.load_from_disk(folder)
+
+    def with_reference(self, inputs: dict[str, Any], is_sample: bool = False) -> dict[str, Any]:
+        """The batch with the reference's log-probabilities, one for each of its rows; every rank calls it. A sample,
+        by which the stages are yet to be made, gets zeros."""
+        if BOTH in inputs:
+            return inputs
+        inputs = dict(inputs)
+        if CHOSEN in inputs:
+            chosen, rejected = inputs.pop(CHOSEN), inputs.pop(REJECTED)
+        elif is_sample:
+            chosen, rejected = torch.zeros(len(inputs["input_ids"])).chunk(2)
+        else:
+            model = self.ref_model if self.ref_model is not None else self._own_stages()  # type: ignore[attr-defined]
+            chosen, rejected = self.compute_ref_log_probs(model, inputs)  # type: ignore[attr-defined]
+        return inputs | {BOTH: torch.cat([chosen, rejected])}
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        inputs = self.with_reference(inputs) if not isinstance(model, Asking) else dict(inputs)
+        inputs[CHOSEN], inputs[REJECTED] = inputs.pop(BOTH).chunk(2)
+        before, self.precompute_ref_logps = self.precompute_ref_logps, True
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.precompute_ref_logps = before

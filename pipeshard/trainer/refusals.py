@@ -1,6 +1,7 @@
 """Refusals: the arguments of a Trainer that have no meaning for a pipeline, by name, with what to do instead."""
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch.distributed as dist
@@ -11,63 +12,43 @@ from pipeshard.errors import ConfigurationError
 
 _DIVIDED = "the plugin divides what replicas keep: pass PipelinePlugin(zero_stage=1) or fsdp=True"
 _FULL = "it would cast the stages' weights: evaluate with bf16=True or fp16=True, which casts what is computed"
-_FUSED = "it updates weights inside of backward, before gradients are summed or clipped: use another optimizer"
-# What to look at in the arguments, and why it is not for a pipeline.
-REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "predict_with_generate": (
-        lambda args: getattr(args, "predict_with_generate", False),
-        "a pipeline does not generate: save the model, and generate with plain transformers",
-    ),
-    "deepspeed": (lambda args: args.deepspeed, _DIVIDED),
-    "fsdp": (lambda args: args.fsdp, _DIVIDED),
-    "parallelism_config": (
-        lambda args: getattr(args, "parallelism_config", None),
-        "replicas and slices are those of PipelinePlugin(dp_size=..., tp_size=...)",
-    ),
-    "auto_find_batch_size": (
-        lambda args: args.auto_find_batch_size,
-        "one stage alone would run out of memory: `pipeshard plan` says which batch size fits",
-    ),
-    "fp16_full_eval": (lambda args: args.fp16_full_eval, _FULL),
-    "bf16_full_eval": (lambda args: args.bf16_full_eval, _FULL),
-    "optim": (lambda args: "lomo" in str(args.optim).lower() or "layerwise" in str(args.optim).lower(), _FUSED),
-    "use_liger_kernel": (
-        lambda args: args.use_liger_kernel,
-        "its kernels have not been compared under a pipeline: leave it out",
-    ),
-    "debug": (
-        lambda args: args.debug,
-        "its hooks decide on what a stage has not: PipelinePlugin(check_finite=True) finds what is not finite",
-    ),
-    "use_legacy_prediction_loop": (
-        lambda args: getattr(args, "use_legacy_prediction_loop", False),
-        "leave it out: evaluation_loop is the one that is known",
-    ),
-    "past_index": (lambda args: getattr(args, "past_index", -1) >= 0, "stages keep nothing from one batch to the next"),
-    "jit_mode_eval": (lambda args: getattr(args, "jit_mode_eval", False), "stages are not traced by torch.jit"),
+# Why what these arguments are set to is not for a pipeline.
+REFUSED = {
+    "predict_with_generate": "a pipeline does not generate: save the model, and generate with plain transformers",
+    "deepspeed": _DIVIDED,
+    "fsdp": _DIVIDED,
+    "parallelism_config": "replicas and slices are those of PipelinePlugin(dp_size=..., tp_size=...)",
+    "auto_find_batch_size": "one stage alone would run out of memory: `pipeshard plan` says which batch size fits",
+    "fp16_full_eval": _FULL,
+    "bf16_full_eval": _FULL,
+    "optim": "it updates weights inside of backward, before gradients are summed or clipped: use another optimizer",
+    "use_liger_kernel": "its kernels have not been compared under a pipeline: leave it out",
+    "debug": "its hooks decide on what a stage has not: PipelinePlugin(check_finite=True) finds what is not finite",
+    "use_legacy_prediction_loop": "leave it out: evaluation_loop is the one that is known",
+    "past_index": "stages keep nothing from one batch to the next",
+    "jit_mode_eval": "stages are not traced by torch.jit",
     "train_sampling_strategy": (
-        lambda args: getattr(args, "train_sampling_strategy", "") == "batch_rebalance",
-        "it deals batches out to processes, but the stages of a replica read the same: use group_by_length",
+        "it deals batches out to processes, but the stages of a replica read the same: use group_by_length"
     ),
-    "accelerator_config.dispatch_batches": (
-        lambda args: args.accelerator_config.dispatch_batches,
-        "every rank reads for itself: leave it out",
-    ),
+    "accelerator_config.dispatch_batches": "every rank reads for itself: leave it out",
     "accelerator_config.gradient_accumulation_kwargs": (
-        lambda args: args.accelerator_config.gradient_accumulation_kwargs,
-        "a window is one step of the pipeline: give gradient_accumulation_steps",
+        "a window is one step of the pipeline: give gradient_accumulation_steps"
     ),
+}
+# Which values of an argument are refused, where it is not all that are true.
+SOME: dict[str, Callable[[Any], bool]] = {
+    "optim": lambda value: "lomo" in str(value).lower() or "layerwise" in str(value).lower(),
+    "past_index": lambda value: value >= 0,
+    "train_sampling_strategy": lambda value: value == "batch_rebalance",
 }
 
 
 def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
     """Raise ConfigurationError for what a pipelined Trainer called `name` cannot do."""
-    for argument, (is_given, why) in REFUSED.items():
-        if is_given(args):
-            holder: Any = args
-            for part in argument.split("."):
-                holder = getattr(holder, part)
-            raise ConfigurationError(f"{name} is refused {argument}={holder!r}, since {why}")
+    for argument, why in REFUSED.items():
+        value = reduce(lambda holder, part: getattr(holder, part, None), argument.split("."), args)
+        if value is not None and SOME.get(argument, bool)(value):
+            raise ConfigurationError(f"{name} is refused {argument}={value!r}, since {why}")
     if dist.get_world_size() != args.world_size:
         raise ConfigurationError(
             f"torch.distributed has {dist.get_world_size()} ranks, but accelerate, and so {name}, sees "

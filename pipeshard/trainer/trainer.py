@@ -9,6 +9,7 @@ So what the user's class overrides is called as ever, and what it asks of `super
 its callbacks, logs, schedules and files stay Trainer's own. An accumulation window is one step of the pipeline.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.plugin import PipelinePlugin
-from pipeshard.trainer.accelerator import REPLICAS, PipelineAccelerator
 from pipeshard.trainer.checkpoint import (
     Randomness,
     load_state,
@@ -33,10 +33,9 @@ from pipeshard.trainer.checkpoint import (
     save_state,
     save_weights,
 )
-from pipeshard.trainer.objective import ITEMS, Asking, Objective
-from pipeshard.trainer.preferences import Preferences
+from pipeshard.trainer.objective import ITEMS, Objective, Preferences
 from pipeshard.trainer.refusals import cut, refuse, refuse_class
-from pipeshard.trainer.stages import Stages, configured
+from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages, StandIn
 
 # The private names of transformers.Trainer that are overridden here; none is called. Nothing else of it is taken for
 # granted but what it documents.
@@ -110,8 +109,11 @@ class Loop(Trainer):
         if args.torch_compile and not config.compile:
             given = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
             changes["compile"] = {name: value for name, value in given.items() if value} or True
-        with configured(self.pipeline, **changes):
+        self.pipeline.config = replace(config, **changes)
+        try:
             boosted, *_ = self.pipeline.configure(model, None, objective)
+        finally:
+            self.pipeline.config = config
         boosted.pipeline.criterion = None  # which belongs to training alone
         if folder := getattr(model, "_pretrained", None):
             load_weights(boosted, Path(folder))
@@ -141,7 +143,7 @@ class Loop(Trainer):
         return made
 
     def unwrapped(self, model: Any) -> Any:
-        return model.module if isinstance(model, Stages | Asking) else model
+        return model.module if isinstance(model, StandIn) else model
 
     # data
 

@@ -15,9 +15,8 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from pipeshard import PipelinePlugin
-from pipeshard.checkpoint import configs
-from pipeshard.checkpoint.configs import check_adapter, config_of, generation_config_of
-from pipeshard.checkpoint.files import VALUES, read_document
+from pipeshard.checkpoint import untrusted
+from pipeshard.checkpoint.untrusted import VALUES, check_adapter, config_of, generation_config_of, read_document
 from pipeshard.errors import CheckpointError
 from tests import zoo
 from tests.parity.entries import all_entries
@@ -44,7 +43,7 @@ def test_absurd_configs_are_refused(
     fields: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """500 bytes took 6 GB, or minutes; some ended in torch's own error."""
-    monkeypatch.setattr(configs, "MODULES", 2000)
+    monkeypatch.setattr(untrusted, "MODULES", 2000)
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(CheckpointError, match=message):
         PipelinePlugin.from_pretrained(AutoModelForCausalLM, folder_with(tmp_path, **fields))
@@ -79,7 +78,7 @@ def test_absurd_adapters_are_refused(
     fields: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An adapter of 200 bytes took 10 GB; a regular expression held the interpreter for ever."""
-    monkeypatch.setattr(configs, "PATIENCE", 1.0)
+    monkeypatch.setattr(untrusted, "PATIENCE", 1.0)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8} | fields))
     with pytest.raises(CheckpointError, match=message):
         check_adapter(tmp_path, zoo.build("llama"))

@@ -22,12 +22,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeshard import PipelinePlugin, load_training_state, save_training_state
-from pipeshard.checkpoint import files as document
-from pipeshard.checkpoint import manifest
 from pipeshard.checkpoint import safetensors_files as shards
+from pipeshard.checkpoint import state_folder, untrusted
 from pipeshard.checkpoint.optimizer import VALUE, flaw
-from pipeshard.checkpoint.pickles import load_plain
 from pipeshard.checkpoint.safetensors_files import Source, check_shards, contents, join, read_shards, write_files
+from pipeshard.checkpoint.untrusted import load_plain
 from pipeshard.errors import CheckpointError
 from tests.checkpoint.test_training_state import Training
 from tests.messages import assert_told
@@ -53,10 +52,10 @@ def plant(file: Path, mark: Path) -> None:
 
 
 def complete(place: Path) -> None:
-    (place / manifest.MANIFEST).unlink()
+    (place / state_folder.MANIFEST).unlink()
     files = [path for path in place.rglob("*") if path.is_file()]
     sums = {str(path.relative_to(place)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-    manifest.write_manifest(place, 1, 2, sums)
+    state_folder.write_manifest(place, 1, 2, sums)
 
 
 def stranger(folder: Path) -> list[str]:
@@ -149,7 +148,7 @@ def test_a_stranger_s_training_state_runs_no_code(pool: Pool, tmp_path: Path) ->
             assert safe_open(file, "pt").keys() is not None
         elif file.suffix == ".json":
             assert json.loads(file.read_text())
-        elif file.name != manifest.LOCK:
+        elif file.name != state_folder.LOCK:
             assert file.suffix == ".pt" and torch.load(file, weights_only=True)
 
 
@@ -266,9 +265,9 @@ def test_a_stranger_s_code_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "manifest.json"])
 def test_a_document_that_is_too_large_is_not_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / name).touch()
-    os.truncate(tmp_path / name, document.LARGEST + 1)
+    os.truncate(tmp_path / name, untrusted.LARGEST + 1)
     monkeypatch.setattr(Path, "read_text", None)
-    said = manifest.flaw(tmp_path)
+    said = state_folder.flaw(tmp_path)
     if name != "manifest.json":
         with pytest.raises(CheckpointError) as caught:
             Source(tmp_path)

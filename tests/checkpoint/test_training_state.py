@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from pipeshard import PipelinePlugin, load_training_state, save_training_state
 from pipeshard.checkpoint import safetensors_files as shards
 from pipeshard.checkpoint.io import io_of
-from pipeshard.checkpoint.manifest import lock
+from pipeshard.checkpoint.state_folder import lock
 from pipeshard.checkpoint.training_state import newest_step
 from pipeshard.errors import CheckpointError
 from tests import zoo
@@ -527,7 +527,7 @@ def saving_once(folder: Path, step: int) -> None:
 
 HOLDS = """
 import pathlib, sys, time
-from pipeshard.checkpoint.manifest import lock
+from pipeshard.checkpoint.state_folder import lock
 lock(pathlib.Path(sys.argv[1]), lock)
 print("holds", flush=True)
 time.sleep(600)

@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process that has started thre
 
 from rich.console import Console
 
-from pipeshard.checkpoint.manifest import LOCK
+from pipeshard.checkpoint.state_folder import LOCK
 from tests.faults import job
 from tests.faults.job import SIZE
 from tests.faults.mechanisms import MECHANISMS, RELIES

@@ -15,11 +15,10 @@ from safetensors.torch import save, save_file
 from torch import nn
 from transformers import AutoConfig, GenerationConfig
 
-from pipeshard.checkpoint.configs import config_of, generation_config_of
 from pipeshard.checkpoint.lora import enable_lora
-from pipeshard.checkpoint.manifest import MANIFEST, flaw
-from pipeshard.checkpoint.pickles import has_content, load_plain
 from pipeshard.checkpoint.safetensors_files import INDICES, WEIGHTS, Source, check_shards, join, read_shards
+from pipeshard.checkpoint.state_folder import MANIFEST, flaw
+from pipeshard.checkpoint.untrusted import config_of, generation_config_of, has_content, load_plain
 from pipeshard.errors import CheckpointError
 from pipeshard.hf import ADAPTER_CONFIG
 from pipeshard.private import tree_leaves

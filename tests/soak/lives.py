@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeshard.checkpoint.manifest import LOCK
+from pipeshard.checkpoint.state_folder import LOCK
 from tests.faults.ranks import Ranks
 from tests.soak import job
 from tests.soak.course import SIZE, Course, Stop

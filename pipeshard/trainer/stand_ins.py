@@ -1,11 +1,12 @@
-"""Accelerator: what a Trainer asks of accelerate, answered for the replicas of a pipeline.
+"""Stand-ins: a boosted model and its processes, in the forms in which a Trainer uses a model and accelerate.
 
-To a Trainer every process reads other data and holds all of the model. Here the stages of a replica read the same, so
-accelerate has to deal out data among replicas, and to gather numbers from them, not among processes; it wraps nothing,
-scales nothing and clips by the norm of the whole model.
+A Trainer trains a model on windows of batches, and calls it on one to evaluate it. To it every process reads other
+data and holds all of the model. Here the stages of a replica read the same, so accelerate has to deal out data among
+replicas, and to gather numbers from them, not among processes; it wraps nothing, scales nothing and clips by the norm
+of the whole model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -16,13 +17,17 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader
+from transformers.utils import ModelOutput
 
-from pipeshard.distributed.collectives import gather, gather_objects
+from pipeshard.batch.criterion import Criterion
+from pipeshard.distributed.collectives import gather, gather_objects, share_value
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.outputs import BACKWARD
 from pipeshard.errors import UsageError
+from pipeshard.plugin import PipelinePlugin
+from pipeshard.private import tree_map_only
 
 REPLICAS = "shared_by"  # attribute of a loader that deals out its batches: among how many replicas
 
@@ -95,15 +100,18 @@ class PipelineAccelerator(Accelerator):
         return loader
 
     def gather(self, tensor: Any) -> Any:
+        def gathered(one: Tensor) -> Tensor:
+            rows = gather(one, self.grid.replicas).to(one.device)
+            return rows.flatten(0, 1) if one.ndim else rows
+
+        return self._of_replicas(gathered, tensor)
+
+    def _of_replicas(self, combine: Callable[[Tensor], Tensor], tensor: Any) -> Any:
         if self.is_muted:
             return recursively_apply(_ones, tensor, error_on_other_type=True)
         if self.num_processes == 1:
             return tensor
-        return recursively_apply(self._gathered, tensor, error_on_other_type=True)
-
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        rows = gather(tensor, self.grid.replicas).to(tensor.device)
-        return rows.flatten(0, 1) if tensor.ndim else rows
+        return recursively_apply(combine, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """With objects among them, a list; what was read twice at the end of an epoch is left out."""
@@ -131,17 +139,12 @@ class PipelineAccelerator(Accelerator):
         return recursively_apply(padded, tensor, error_on_other_type=True)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        if self.is_muted:
-            return recursively_apply(_ones, tensor, error_on_other_type=True)
-        if self.num_processes == 1:
-            return tensor
-
         def reduced(one: Tensor) -> Tensor:
             rows = gather(one, self.grid.replicas)
             total = rows.mean(0) if reduction == "mean" else rows.sum(0)
             return (total * scale).to(one)
 
-        return recursively_apply(reduced, tensor, error_on_other_type=True)
+        return self._of_replicas(reduced, tensor)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         raise UsageError(BACKWARD)
@@ -170,3 +173,96 @@ class PipelineAccelerator(Accelerator):
 def _ones(tensor: Tensor) -> Tensor:
     """As many, which nothing depends on."""
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+class StandIn:
+    """Has what `module` has, and is called in its place."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "module":
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+
+class Stages(StandIn):
+    """The stages of `module`, all of which every rank asks for the same."""
+
+    def __init__(self, plugin: PipelinePlugin, module: nn.Module, boosted: PipelineModel) -> None:
+        super().__init__(module)
+        self.plugin, self.boosted = plugin, boosted
+        self.optimizer: PipelineOptimizer | None = None
+        self.loss_only = False  # of what is evaluated
+
+    def optimize(self, optimizer: Any) -> PipelineOptimizer:
+        """Let an optimizer of the whole model train this rank's part of it."""
+        _, made, *_ = self.plugin.configure(self.boosted, optimizer)
+        assert made is not None
+        self.optimizer = made
+        return made
+
+    def step(
+        self, window: Sequence[dict[str, Any]], criterion: Criterion | None, weight: float, note: Any = False
+    ) -> Tensor:
+        """Add the gradients of several batches, and return the sum of their losses; each times `weight`.
+
+        `note(output, batch)` is called on the last stage, after each.
+        """
+        out = self.plugin.execute_pipeline(
+            iter(window),
+            self.boosted,
+            criterion,
+            self.optimizer,
+            return_outputs=note,
+            num_batches=len(window),
+            weight=weight,
+        )
+        loss: Tensor = out["loss"]
+        return loss.as_subclass(Tensor)
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """The outputs of a batch, on every rank, without what is kept for generation."""
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "model(...) of a pipeline evaluates, under torch.no_grad(): while training it is called once, inside "
+                "of compute_loss(model, inputs), with the batch that training_step was given"
+            )
+        if args:
+            raise UsageError("model(...) of a pipeline takes a batch by name: model(**inputs)")
+        pipeline = self.boosted.pipeline
+        out = self.plugin.execute_pipeline(iter([inputs]), self.boosted, None, None, return_outputs=not self.loss_only)
+        if self.loss_only:
+            return ModelOutput(loss=out["loss"].as_subclass(Tensor))
+        shown = out["outputs"]
+        if isinstance(shown, dict):
+            dropped = getattr(getattr(self.module, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+            shown = {name: value for name, value in shown.items() if name not in dropped}
+        if pipeline.group.size() > 1:
+            shown = share_value(shown, pipeline.last_rank, pipeline.group)
+        shown = tree_map_only(Tensor, self._placed, shown)
+        return ModelOutput(**shown) if isinstance(shown, dict) else shown
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        pipeline = self.boosted.pipeline
+        short = pipeline.config.autocast and tensor.dtype in (torch.float16, torch.bfloat16)
+        tensor = tensor.as_subclass(Tensor).to(pipeline.device)
+        return tensor.float() if short else tensor  # as accelerate gives back what autocast has made
+
+    def train(self, mode: bool = True) -> "Stages":
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "Stages":
+        return self.train(False)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """None: whoever looks at gradients, or clips, would see those of one stage."""
+        return iter(())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
+        else:
+            self.boosted.zero_grad(set_to_none)

@@ -1,4 +1,4 @@
-"""Manifest: what a complete training state consists of, by size and content, and who may write beside it.
+"""State folder: a whole training state on disk, what it consists of, and who writes it.
 
 A folder is complete when its manifest is there and every file in it has the size that the manifest says. Disks flip
 bits and people mix folders, so each file's SHA-256 is there too; `sha256sum` prints the same. To read what has just
@@ -7,33 +7,53 @@ been written costs little, as it is still in the page cache; the ranks share it 
 Two jobs that save into one folder (a requeued one beside its zombie) would remove each other's saves under way, so the
 first rank locks the folder for as long as its model lives. The kernel gives such a lock back when a process ends,
 however it ends; forked children do not have it, and it holds over NFS.
+
+It may be written in the background, from copies, by every rank its part:
+
+    all ranks, between two steps      copy weights, optimizer and the rest ──▶ go on training
+    a thread of each rank             writes its files into a hidden folder, with their sums ──▶ marks its part done
+    the first rank's thread           waits for all marks ──▶ manifest ──▶ the folder gets its name
 """
 
 import fcntl
 import hashlib
 import json
 import os
+import shutil
 import socket
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from pipeshard.checkpoint.files import is_inside, read_document
+from pipeshard.checkpoint.files import Save, place, sync, together
+from pipeshard.checkpoint.optimizer import DESCRIPTION
+from pipeshard.checkpoint.safetensors_files import Content as FileContent
+from pipeshard.checkpoint.safetensors_files import write_files
+from pipeshard.checkpoint.save import FolderSave
+from pipeshard.checkpoint.untrusted import is_inside, read_document
 from pipeshard.distributed.collectives import gather_objects
 from pipeshard.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST, LOCK = "manifest.json", ".writer"
+MODEL, OPTIMIZER, REST = "model", "optimizer", "training.pt"  # the parts of a state
+MARKS = ".marks"  # in the hidden folder, of ranks whose part is done
 
 
-def sums_of(folder: Path, group: dist.ProcessGroup) -> dict[str, str]:
-    """The SHA-256 of all files that the first rank finds in the folder; every rank calls it, and reads some of them."""
-    here = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    return _shared_out(folder, gather_objects(here, group)[0], group)
+def seal(folder: Path, step: int, stages: int, group: dist.ProcessGroup) -> None:
+    """Write the manifest of all files that the first rank finds in the folder; every rank calls it, and reads some."""
+    with together(group):
+        here = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        sums = _shared_out(folder, gather_objects(here, group)[0], group)
+        if group.rank() == 0:
+            write_manifest(folder, step, stages, sums)
 
 
 def write_manifest(folder: Path, step: int, stages: int, sums: dict[str, str]) -> None:
@@ -130,3 +150,58 @@ _held: dict[str, int] = {}  # of this process, by folder: to close any other han
 
 def _unlock(key: str) -> None:
     os.close(_held.pop(key))
+
+
+@dataclass
+class StateSave(Save):
+    """Its stages are all ranks. What they write is planned, and copied, by all of them together."""
+
+    writing: Path  # the hidden folder
+    model: FolderSave | None  # on the ranks of the first replica
+    optimizer: tuple[list[FileContent], dict[str, Any] | None] | None  # of `part_of`
+    rest: dict[str, Any] | None  # on the first rank: what training.pt holds
+    step: int
+    pipeline_stages: int
+    finish: Callable[[], None]  # on the first rank, once the state is complete
+
+    def write(self) -> None:
+        optimizer, rest = self.writing / OPTIMIZER, self.writing / REST
+        if self.model is not None:
+            self.model.write()
+        own: list[Path] = []
+        if self.optimizer is not None:
+            files, description = self.optimizer
+            own += write_files(files, optimizer, self.stage)
+            if description is not None:
+                torch.save(description, optimizer / DESCRIPTION)
+                own.append(optimizer / DESCRIPTION)
+        if self.rest is not None:
+            torch.save(self.rest, rest)
+            own.append(rest)
+        shards = [] if self.model is None else [self.model.target / name for name in self.model.parts]
+        own += [shard for shard in shards if shard.exists()]  # a single one is still hidden
+        sums = {str(path.relative_to(self.writing)): sum_of(path) for path in own}
+        self.beside(f"sums{self.stage}").write_text(json.dumps(sums))
+
+    def commit(self) -> None:
+        if self.model is not None:
+            self.model.commit()
+        sums: dict[str, str] = {}
+        for stage in range(self.stages):
+            sums |= json.loads(self.beside(f"sums{stage}").read_text())
+        shutil.rmtree(self.writing / MARKS)
+        names = [str(path.relative_to(self.writing)) for path in self.writing.rglob("*") if path.is_file()]
+        found = {name: sums.get(name) or sum_of(self.writing / name) for name in sorted(names)}
+        write_manifest(self.writing, self.step, self.pipeline_stages, found)
+        sync(self.writing, *self.writing.rglob("*"))
+        place(self.writing, self.target)
+        self.finish()
+
+    def abandon(self) -> None:
+        if self.model is not None:
+            self.model.abandon()
+        if self.stage == 0:
+            shutil.rmtree(self.writing, ignore_errors=True)
+
+    def beside(self, name: str) -> Path:
+        return self.writing / MARKS / name

@@ -1,33 +1,71 @@
-"""Configs: the JSON documents beside a model's weights, measured before anything is made of them.
+"""Untrusted: what anybody may have written (JSON, configs, pickles), measured before anything is made of it.
 
 A config of a few bytes may name so many layers, labels or ranks that transformers and peft would fill the memory, or
-never come back: they make what it says, and look at no bounds.
+never come back: they make what it says, and look at no bounds. And `torch.load(weights_only=True)` runs no code, but a
+few bytes of a pickle may still have it take all memory or never end.
 """
 
 import json
 import math
+import pickletools
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, TypeGuard
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoConfig, GenerationConfig
 
-from pipeshard.checkpoint.files import read_document
+from pipeshard.distributed.collectives import reason
 from pipeshard.errors import CheckpointError, ConfigurationError
 from pipeshard.hf import ADAPTER_CONFIG
 
+LARGEST = 64 << 20  # bytes; an index of a hundred thousand tensors has a tenth of it
+VALUES = 1_000_000  # each of which takes up to a hundred bytes
+
+
+def read_document(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises ValueError, or OSError, for anything else, for a file of more than 64 MiB before it is read, and for one of
+    more than a million values before they are made.
+    """
+    if not file.is_file():
+        raise FileNotFoundError("it does not exist")
+    if (size := file.stat().st_size) > LARGEST:
+        raise ValueError(f"it has {size} bytes, more than the {LARGEST} that are read")
+    text = file.read_text("utf-8")
+    if (values := sum(map(text.count, ",[{"))) > VALUES:
+        raise ValueError(f"it has {values} values or so, more than the {VALUES} that are read")
+    try:
+        content = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"it must be an object, not a {type(content).__name__}")
+    return content
+
+
+def is_inside(name: object) -> TypeGuard[str]:
+    """Whether this names a file in a folder or in a folder within it; a link there may lead anywhere, as in the caches
+    of the Hugging Face hub."""
+    if not isinstance(name, str) or "\0" in name:
+        return False
+    path = PurePosixPath(name)
+    return name == str(path) != "." and not path.is_absolute() and ".." not in path.parts
+
+
 COUNTED = re.compile(r"(^|_)(num|n|layers?|depths?|blocks|stages|heads|groups|experts|hashes|buckets)(_|$)")
 NOT_COUNTED = re.compile(r"param|token|sample|step|flop|size")  # of the training, or of a text
-MOST, LABELS, MODULES = 1_000_000, 500_000, 200_000  # of what a config counts, of its labels, of what it makes
+THINGS, LABELS, MODULES = 1_000_000, 500_000, 200_000  # of what a config counts, of its labels, of what it makes
 RANK, VIRTUAL = 65_536, 2**28  # what an adapter may count, and the numbers of its virtual tokens
 PROMPT = "num_virtual_tokens", "token_dim", "num_layers", "num_transformer_submodules"
 PATIENCE = 10.0  # seconds in which the names of modules are to be matched
@@ -61,7 +99,7 @@ def config_of(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
     """
     with _named(f"{folder} has no config of a model"):
         for file in sorted(folder.glob("config*.json")):  # one names others, for other versions of transformers
-            _measure(read_document(file))
+            _measure_config(read_document(file))
         config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
         return config, unknown
 
@@ -84,7 +122,8 @@ def check_adapter(folder: Path, model: nn.Module) -> None:
             raise ValueError(f"its virtual tokens are {values} numbers, more than {VIRTUAL}")
         keys = ("target_modules", "exclude_modules", "layers_pattern")
         patterns = [document[key] for key in keys if isinstance(document.get(key), str)]
-        patterns += [key for kind in ("rank_pattern", "alpha_pattern") for key in _keys(document.get(kind))]
+        mappings = [document.get(key) for key in ("rank_pattern", "alpha_pattern")]
+        patterns += [key for mapping in mappings if isinstance(mapping, dict) for key in mapping]
         _match(patterns, [name for name, _ in model.named_modules()])
 
 
@@ -92,7 +131,7 @@ def check_adapter(folder: Path, model: nn.Module) -> None:
 def _named(what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # transformers and peft raise anything for what is not as they expect it
         raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
 
 
@@ -115,11 +154,11 @@ def _counting(folder: Path) -> Iterator[None]:
         handle.remove()
 
 
-def _measure(document: Any) -> None:
+def _measure_config(document: Any) -> None:
     """Raise ValueError for a number that transformers would make as many things of."""
     for key, number in _numbers(document):
         is_counted = COUNTED.search(key) and not NOT_COUNTED.search(key)
-        most = LABELS if key == "num_labels" else MOST if is_counted else None
+        most = LABELS if key == "num_labels" else THINGS if is_counted else None
         if most is not None and number > most:
             raise ValueError(f"it says {key}={number}, more than {most}")
 
@@ -135,10 +174,6 @@ def _numbers(document: Any) -> Iterator[tuple[str, int]]:
             rest += [(key, inner) for inner in value]
         elif isinstance(value, int):
             yield key, value
-
-
-def _keys(mapping: Any) -> list[str]:
-    return list(mapping) if isinstance(mapping, dict) else []
 
 
 MATCHING = """
@@ -173,8 +208,100 @@ def _cached(name: Path) -> Path:
         return Path(snapshot_download(str(name), local_files_only=True))
     except HFValidationError:  # no name that the hub can have
         raise CheckpointError(message) from None
-    except Exception:
+    except Exception:  # the hub's errors are of several kinds, which change; whatever it is, the model is not here
         raise CheckpointError(
             f"{message}, or, of a model of the Hugging Face hub, download it once, before the ranks start, by "
             f"huggingface_hub.snapshot_download({str(name)!r})"
         ) from None
+
+
+MOST = 4_000_000  # steps to unpickle a file, and values in what it makes: an optimizer of 100,000 tensors takes as many
+MADE_OF = re.compile(
+    r"collections (OrderedDict|Counter)|_codecs encode|torch Size|torch (\w+Storage|[a-z0-9_]+)"
+    r"|torch\._utils _rebuild_(tensor(_v2)?|parameter|meta_tensor_no_storage)|torch\._tensor _rebuild_from_type_v2"
+    r"|torch\.storage (Untyped|Typed)Storage"
+)
+
+
+def load_plain(file: Path, kind: str, advice: str) -> Any:
+    """What `torch.save` wrote, by `torch.load(weights_only=True)`; tensors are on the CPU, mapped from the file.
+
+    Raises CheckpointError, which says that the file is not `kind`, and the `advice`, for what cannot be read so.
+    """
+    try:
+        if not file.is_file():
+            raise FileNotFoundError("it does not exist")
+        zipped = zipfile.is_zipfile(file)
+        _refuse_bombs(file, zipped)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+    except Exception as error:  # zipfile, pickletools and torch raise anything for a broken file
+        raise CheckpointError(f"{file} is not {kind} ({reason(error)}): {advice}") from error
+
+
+def has_content(tensor: Tensor) -> bool:
+    """Whether the file has a value for each element: a description may make tensors of any shape of nothing."""
+    return not tensor.is_meta and tensor.layout is torch.strided and tensor.nbytes <= tensor.untyped_storage().nbytes()
+
+
+def _refuse_bombs(file: Path, zipped: bool) -> None:
+    """A pickle of a few bytes can make gigabytes (`bytearray(2**40)`), or a tuple of tuples that is never hashed to its
+    end, in C, where nothing interrupts it. What `torch.save` writes of plain values needs neither. It never compresses:
+    what is compressed may be of any size once it is unpacked."""
+    if zipped:
+        with zipfile.ZipFile(file) as archive:
+            packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+            if packed:
+                raise ValueError(f"{packed[0]!r} in it is compressed, which torch.save does not do")
+            (name,) = (name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl"))
+            with archive.open(name) as content:
+                _measure_pickle(_Bounded(content, file.stat().st_size))
+        return
+    with file.open("rb") as content:  # as torch wrote before 1.6: a magic number, versions, the object, its storages
+        for _ in range(5):
+            _measure_pickle(_Bounded(content, file.stat().st_size))
+
+
+class _Bounded:
+    """A file of which no more is read at once than it has: Python first makes room for all that it is asked for."""
+
+    def __init__(self, content: IO[bytes], size: int) -> None:
+        self.content, self.size = content, size
+        self.readline, self.tell = content.readline, content.tell
+
+    def read(self, count: int) -> bytes:
+        return self.content.read(min(count, self.size))
+
+
+def _measure_pickle(content: Any) -> None:
+    """Go through a pickle without making anything; ValueError for what `torch.save` makes of no plain value, or where
+    the values in it, counted as often as they are referred to, are too many."""
+    # How many values are in each, in a list, as pickles refer to them; None is a mark.
+    stack: list[list[int] | None] = []
+    memo: dict[Any, list[int]] = {}
+    for k, (code, argument, _) in enumerate(pickletools.genops(content)):
+        if k > MOST:
+            raise ValueError(f"it takes more than {MOST} steps to unpickle: use safetensors")
+        if code.name == "GLOBAL" and not MADE_OF.fullmatch(str(argument)):
+            raise ValueError(f"Unsupported global: GLOBAL {str(argument).replace(' ', '.')} is not of plain values")
+        if code.name == "MARK":
+            stack.append(None)
+        elif code.name.endswith("PUT"):
+            memo[argument] = stack[-1] or [1]
+        elif code.name.endswith("GET"):
+            stack.append(memo[argument])
+        else:
+            taken = []
+            before = [each is pickletools.markobject for each in code.stack_before]
+            if any(before):
+                while (top := stack.pop()) is not None:
+                    taken.append(top)
+            for _ in range(before.index(True) if any(before) else len(before)):
+                taken.append(stack.pop() or [1])
+            total = 1 + sum(count for (count,) in taken)
+            if total > MOST:
+                raise ValueError(f"it unfolds to more than {MOST} values")
+            if code.name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"):
+                taken[-1][0] = total  # the object itself, below what is put into it
+                stack.append(taken[-1])
+            elif code.stack_after:
+                stack.append([total])
