@@ -1,29 +1,126 @@
-"""Build: a model cut into stages, and handed to the runtime that is to train them."""
+"""Build: a model cut into stages, each of them an ordinary `nn.Module`, and handed to the runtime that trains them."""
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.criterion import Criterion
+from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.batch.read import dummy_inputs, read_batch
-from pipeshard.errors import ConfigurationError
+from pipeshard.engine.microbatches import RouteCache
+from pipeshard.engine.stage import Microbatch
+from pipeshard.errors import BatchError, ConfigurationError, UsageError
+from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
-from pipeshard.interop.stage_module import StageModule, as_keywords
 from pipeshard.split.materialize import shard
 from pipeshard.split.partition import Boundary, boundaries, named
 from pipeshard.split.policy import Policy, find_policy
+from pipeshard.split.route import Recompute
 from pipeshard.split.ties import analyze_tied_weights, tie_on_meta
 
-SHIPPED = "pipeshard.interop.targets"  # beside those of this file
+SHIPPED = "pipeshard.interop.targets"
+
+
+class StageModule(nn.Module):
+    """Stage `index` of a model: `stage(*received, **batch)` on the stage's values, in one process or in many.
+
+    `received` are the tensors that the stage before returned (none on the first one), `batch` is the whole microbatch
+    by the names of the model's arguments, on every stage. It returns a tuple of tensors, with their graph; the last
+    stage the loss where the batch or the criterion gives one, and otherwise, or with `whole`, the model's output.
+
+    Its modules are the units that it runs, under their names in the model, and the parameters that glue reads. Random
+    numbers depend on torch's seed, which has to be the same on every rank, and on the number of forwards so far.
+    """
+
+    def __init__(
+        self, model: nn.Module, policy: Policy, index: int, criterion: Criterion | None = None, whole: bool = False
+    ) -> None:
+        super().__init__()
+        self.index, self.num_stages, self.whole = index, len(policy.placement), whole
+        # A tuple keeps the model, with what this stage does not hold, from being registered as a part of this one.
+        self._source = (model, policy, criterion)
+        self._planner = RouteCache(model, policy, Recompute.of(False, 0, self.num_stages))
+        self._forwards = 0
+        policy.replay.proves = False  # another runtime may leave caches on, which the trace had off
+        calls = zip(policy.flow.calls, policy.stages, strict=True)
+        running = dict.fromkeys(call.unit for call, stage in calls if stage == index)
+        for unit in running:
+            node, key = _node(self, unit)
+            node.add_module(key, policy.units[unit])
+        own = set(self.parameters())
+        for name in sorted(policy.ownership.held_by_parts[index]):
+            if (parameter := model.get_parameter(name)) not in own:  # one that glue reads
+                node, key = _node(self, name)
+                node.register_parameter(key, parameter)
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+    def train(self, mode: bool = True) -> "StageModule":
+        """Of all units, since glue asks the modules around them."""
+        super().train(mode)
+        self._source[0].train(mode)
+        return self
+
+    def microbatch(self, batch: Mapping[str, Any]) -> Microbatch:
+        """What this stage makes of a microbatch: its route, and the shapes of what enters and leaves."""
+        model, policy, criterion = self._source
+        place = policy.chunks.index(self.index)
+        return self._planner.plan([read_batch(model, dict(batch))], criterion, self.whole, False)[place][0]
+
+    @inside_pipeshard()
+    def forward(self, *received: Tensor, **batch: Any) -> Any:
+        _, policy, criterion = self._source
+        policy.replace_forward()  # again: another target of the same model may have been the last to run
+        microbatch = self.microbatch(batch)
+        route = microbatch.route
+        if len(received) != len(route.enters.values):
+            raise UsageError(
+                f"stage {self.index} got {len(received)} tensors where it takes {len(route.enters.values)}: pass what "
+                f"stage {self.index - 1} returned for this microbatch, and the microbatch itself by keywords"
+                if self.index
+                else f"stage 0 got {len(received)} tensors: pass the microbatch by keywords, stage(**batch)"
+            )
+        randomness = policy.replay.randomness
+        with randomness.step(torch.initial_seed() % 2**63, self._forwards):
+            randomness.microbatch(0)
+            entering = dict(zip(route.enters.values, received, strict=True))
+            output, made = policy.replay.run(route, microbatch.deltas, entering, microbatch.batch)
+        self._forwards += 1
+        self._planner.stepped()
+        if not self.is_last:
+            return tuple(made[value].contiguous() for value in route.leaves.values)
+        loss = None if self.whole else loss_of(output, criterion, microbatch.batch)
+        return output if loss is None else loss
+
+
+def _node(root: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module that this path ends in, of empty ones where there are none yet, and the name in it."""
+    *above, key = path.split(".")
+    for name in above:
+        if name not in root._modules:
+            root.add_module(name, nn.Module())
+        root = root.get_submodule(name)
+    return root, key
+
+
+def as_keywords(model: nn.Module, data: Any) -> dict[str, Any]:
+    """A batch by the names of the model's arguments; BatchError for one that does not fit them."""
+    if isinstance(data, Mapping):
+        return dict(data)
+    batch = Batch.of(data)
+    try:
+        return dict(inspect.signature(model.forward).bind(*batch.data).arguments)
+    except TypeError as error:
+        raise BatchError(f"the batch does not fit {type(model).__name__}.forward ({error}): pass a dict") from error
 
 
 @dataclass(frozen=True)
@@ -180,79 +277,3 @@ def liveness(flow: Dataflow, policy: Policy, whole: bool) -> list[Boundary]:
 def construct(model: nn.Module, policy: Policy, criterion: Criterion | None, whole: bool) -> dict[int, StageModule]:
     """The stages of this process, as modules."""
     return {index: StageModule(model, policy, index, criterion, whole) for index in policy.chunks}
-
-
-class SplitModel(nn.Module):
-    """The stages of a model one after the other; what passes between them is what would cross between processes."""
-
-    def __init__(self, model: nn.Module, stages: list[StageModule]) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(stages)
-        self._model = (model,)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        batch = as_keywords(self._model[0], args) | kwargs if args else kwargs
-        values: Any = ()
-        for stage in self.stages:
-            values = stage(*values, **batch)
-        return values
-
-
-class OneProcess(Target):
-    """`target=None`."""
-
-    whole_output = True
-
-    def take(self, split: Split) -> SplitModel:
-        return SplitModel(split.model, list(split.stages.values()))
-
-
-register_target(None, OneProcess)
-
-
-class Boosted(NamedTuple):
-    """A booster, and what its `boost` returned."""
-
-    booster: Any
-    model: Any
-    optimizer: Any
-
-
-class Colossalai(Target):
-    """`target="colossalai"`: a Booster with a PipelinePlugin, and the boosted model.
-
-    Args:
-        num_microbatches: how each batch is cut.
-        optimizer: the model's, or a function that makes it of its parameters.
-        plugin: further arguments of PipelinePlugin.
-    """
-
-    shards_itself = True
-
-    def __init__(
-        self, num_microbatches: int, optimizer: Optimizer | Callable[[Any], Optimizer] | None = None, **plugin: Any
-    ) -> None:
-        self.num_microbatches, self.optimizer, self.plugin = num_microbatches, optimizer, plugin
-
-    def take(self, split: Split) -> Boosted:
-        from colossalai.booster import Booster
-
-        from pipeshard.plugin import PipelinePlugin
-
-        stages = split.num_stages // self.plugin.get("num_model_chunks", 1)
-        plugin = PipelinePlugin(
-            stages,
-            num_microbatches=self.num_microbatches,
-            partition=split.policy.partition_by,
-            dry_run_input=split.sample.data,
-            **self.plugin,
-        )
-        booster = Booster(plugin=plugin)
-        optimizer = self.optimizer
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            optimizer = optimizer(split.model.parameters())
-        model, optimizer, *_ = booster.boost(split.model, optimizer, split.criterion)
-        return Boosted(booster, model, optimizer)
-
-
-register_target("colossalai", Colossalai)

@@ -1,23 +1,104 @@
-"""Targets: torch's pipelining and DeepSpeed, which train the stages of a model by engines of their own."""
+"""Targets: one process, a Booster, torch's pipelining and DeepSpeed, which run or train the stages of a model."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.grad_sync import GradientSync
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import BatchError, ConfigurationError, TraceError, UsageError
-from pipeshard.interop.build import Split, Target, register_target
-from pipeshard.interop.stage_module import StageModule, as_keywords
+from pipeshard.interop.build import Split, StageModule, Target, as_keywords, register_target
 
-STEP = {"target", "losses", "return_outputs", "loss_kwargs"}  # arguments of its own
+STEP = {"target", "losses", "return_outputs", "loss_kwargs"}  # arguments of torch's schedule.step
+
+
+class SplitModel(nn.Module):
+    """The stages of a model one after the other; what passes between them is what would cross between processes."""
+
+    def __init__(self, model: nn.Module, stages: list[StageModule]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self._model = (model,)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        batch = as_keywords(self._model[0], args) | kwargs if args else kwargs
+        values: Any = ()
+        for stage in self.stages:
+            values = stage(*values, **batch)
+        return values
+
+
+class OneProcess(Target):
+    """`target=None`."""
+
+    whole_output = True
+
+    def take(self, split: Split) -> SplitModel:
+        return SplitModel(split.model, list(split.stages.values()))
+
+
+register_target(None, OneProcess)
+
+
+class Boosted(NamedTuple):
+    """A booster, and what its `boost` returned."""
+
+    booster: Any
+    model: Any
+    optimizer: Any
+
+
+class Colossalai(Target):
+    """`target="colossalai"`: a Booster with a PipelinePlugin, and the boosted model.
+
+    Args:
+        num_microbatches: how each batch is cut.
+        optimizer: the model's, or a function that makes it of its parameters.
+        plugin: further arguments of PipelinePlugin.
+    """
+
+    shards_itself = True
+
+    def __init__(
+        self, num_microbatches: int, optimizer: Optimizer | Callable[[Any], Optimizer] | None = None, **plugin: Any
+    ) -> None:
+        self.num_microbatches, self.optimizer, self.plugin = num_microbatches, optimizer, plugin
+
+    def take(self, split: Split) -> Boosted:
+        from colossalai.booster import Booster
+
+        from pipeshard.plugin import PipelinePlugin
+
+        stages = split.num_stages // self.plugin.get("num_model_chunks", 1)
+        plugin = PipelinePlugin(
+            stages,
+            num_microbatches=self.num_microbatches,
+            partition=split.policy.partition_by,
+            dry_run_input=split.sample.data,
+            **self.plugin,
+        )
+        booster = Booster(plugin=plugin)
+        optimizer = self.optimizer
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            optimizer = optimizer(split.model.parameters())
+        model, optimizer, *_ = booster.boost(split.model, optimizer, split.criterion)
+        return Boosted(booster, model, optimizer)
+
+
+register_target("colossalai", Colossalai)
+
+
+def loss_of_stage(output: Tensor, target: Any) -> Tensor:
+    """The loss, for a runtime that asks a function for it: the last stage has computed it."""
+    return output
 
 
 @dataclass(frozen=True)
@@ -51,10 +132,7 @@ class TorchStages:
         for parameter in self.parameters():
             parameter.grad = None
 
-    @staticmethod
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        """For the schedule, where the last stage computes the loss by itself."""
-        return output
+    loss_fn = staticmethod(loss_of_stage)  # for the schedule
 
 
 class Torch(Target):
@@ -95,18 +173,17 @@ class Torch(Target):
                 "nothing gives a loss to train on, and gradients return for one that the last stage makes alone: give "
                 "the batch labels, or pass criterion= to build. The schedule's loss_fn is built.loss_fn then"
             )
-        if taken := STEP & set(as_keywords(split.model, split.sample.data)):
+        batch = as_keywords(split.model, split.sample.data)
+        if taken := STEP & set(batch):
             raise BatchError(
                 f"the batch's {min(taken)} cannot be distinguished from that of torch's "
                 f"schedule.step(..., {min(taken)}=): name the model's argument otherwise"
             )
         device = split.policy.replay.device
         holdings = HeldParameters(split.model, split.policy, self.grid, Precision("fp32", False, device), fsdp=False)
-        batch = as_keywords(split.model, split.sample.data)
-        group = self.grid.stages
         kind = _stage_class(split.stages.values())
         stages = [
-            kind(stage, index, split.num_stages, device, *_shapes(stage, batch, split), group=group)
+            kind(stage, index, split.num_stages, device, *_shapes(stage, batch, split), group=self.grid.stages)
             for index, stage in split.stages.items()
         ]
         return TorchStages(stages, holdings.sync)
@@ -171,11 +248,6 @@ class Tied(nn.Module):
         return inputs
 
 
-def loss_of_stage(output: Tensor, labels: Any) -> Tensor:
-    """The last stage has computed it."""
-    return output
-
-
 class Deepspeed(Target):
     """`target="deepspeed"`: a PipelineModule for `deepspeed.initialize(model=...)`; ranks that are more than stages are
     replicas. Each stage is built by its own ranks, and is one layer; tied weights are TiedLayerSpecs beside them.
@@ -206,36 +278,34 @@ class Deepspeed(Target):
             raise UsageError("nothing gives a loss to train on: give the batch labels, or pass a criterion")
         batch = as_keywords(split.model, split.sample.data)
         _refuse_unsendable(split, batch)
-        tied = split.policy.ownership.shared()
+        names, tied = tuple(batch), split.policy.ownership.shared()
         layers: list[Any] = []
         parts = [0]
         for index in range(split.num_stages):
-            for name in [name for name, stages in tied.items() if index in stages]:
+            for name in (name for name, stages in tied.items() if index in stages):
                 weight = split.model.get_parameter(name) if index in split.stages else None
                 layers.append(TiedLayerSpec(name.replace(".", "/"), Tied, weight, tied_weight_attr="weight"))
-            layers.append(LayerSpec(StageLayer, split.stages.get(index), tuple(batch)))
+            layers.append(LayerSpec(StageLayer, split.stages.get(index), names))
             parts.append(len(layers))
 
         class StagesModule(PipelineModule):
             """DeepSpeed's PipelineModule, cut where the stages end."""
 
-            microbatch_names = tuple(batch)
+            microbatch_names = names
 
             def _partition_layers(self, method: str = "") -> None:
                 self.parts = parts
                 self._set_bounds(start=parts[self.stage_id], stop=parts[self.stage_id + 1])
 
             def microbatches(self, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[Any]:
-                return _microbatches(self.microbatch_names, batches)
+                for batch in batches:
+                    if set(batch) != set(names):
+                        raise BatchError(
+                            f"a microbatch has {sorted(batch)}, but the model was built for {sorted(names)}"
+                        )
+                    yield tuple(batch[name] for name in names), torch.zeros(())
 
         return StagesModule(layers=layers, num_stages=split.num_stages, loss_fn=loss_of_stage, **self.module)
-
-
-def _microbatches(names: Sequence[str], batches: Iterable[Mapping[str, Tensor]]) -> Iterator[Any]:
-    for batch in batches:
-        if set(batch) != set(names):
-            raise BatchError(f"a microbatch has {sorted(batch)}, but the model was built for {sorted(names)}")
-        yield tuple(batch[name] for name in names), torch.zeros(())
 
 
 def _refuse_unsendable(split: Split, batch: Mapping[str, Any]) -> None:

@@ -105,14 +105,14 @@ class PipelineModule(nn.Module):
             self.build()
         interval = self.activation_checkpoint_interval
         if self._is_cut or not interval or not torch.is_grad_enabled():
-            return self._run(0, len(self.layers), inputs)
-        classes, allowed = [type(layer).__name__ for layer in self.layers], self.checkpointable_layers
-        for start in range(0, len(classes), interval):
-            end = start + interval
-            if allowed is None or set(classes[start:end]) <= set(allowed):
-                inputs = checkpoint(self._run, start, end, inputs, use_reentrant=False)
+            return _run(self.layers, inputs)
+        layers, allowed = list(self.layers), self.checkpointable_layers
+        for start in range(0, len(layers), interval):
+            part = layers[start : start + interval]
+            if allowed is None or {type(layer).__name__ for layer in part} <= set(allowed):
+                inputs = checkpoint(_run, part, inputs, use_reentrant=False)
             else:
-                inputs = self._run(start, end, inputs)
+                inputs = _run(part, inputs)
         return inputs
 
     def build(self) -> Self:
@@ -144,15 +144,16 @@ class PipelineModule(nn.Module):
                 self.build()
         return super()._apply(fn, recurse)
 
-    def _run(self, start: int, end: int, x: Any) -> Any:
-        for layer in list(self.layers)[start:end]:
-            x = layer(x)
-        return x
-
     @property
     def _is_cut(self) -> bool:
         """Whether a trace or a stage answers the calls of the layers."""
         return any(isinstance(vars(layer).get("forward"), Interception) for layer in self.layers)
+
+
+def _run(layers: Iterable[nn.Module], x: Any) -> Any:
+    for layer in layers:
+        x = layer(x)
+    return x
 
 
 class _Uncut(nn.ModuleList):

@@ -92,7 +92,15 @@ class Function(nn.Module):
         self.place = place  # no two functions are units of one kind, of which the trace would run only one
         carried = [value for value in _carried(fn) if isinstance(value, nn.Module)]
         self.carried = nn.ModuleList(dict.fromkeys(carried)) if carried else None
-        self._refuse_hidden()
+        bare = [value for value in _carried(fn) if isinstance(value, nn.Parameter)]
+        hidden = [value for value in _closed_over(fn) if isinstance(value, nn.Module | nn.Parameter)]
+        if bare or hidden:
+            raise ConfigurationError(
+                f"layer {place}, the function {_name(fn)}, brings a {type([*bare, *hidden][0]).__name__} "
+                f"along {'in its closure or defaults' if hidden else 'as an argument'}, where it cannot be followed: "
+                "use a method of the module, functools.partial with the module as an argument, or "
+                "TiedLayerSpec(..., forward_fn=...)"
+            )
 
     @property
     def pipeshard_type(self) -> str:
@@ -104,17 +112,6 @@ class Function(nn.Module):
 
     def extra_repr(self) -> str:
         return _name(self.fn)
-
-    def _refuse_hidden(self) -> None:
-        bare = [value for value in _carried(self.fn) if isinstance(value, nn.Parameter)]
-        hidden = [value for value in _closed_over(self.fn) if isinstance(value, nn.Module | nn.Parameter)]
-        if bare or hidden:
-            raise ConfigurationError(
-                f"layer {self.place}, the function {_name(self.fn)}, brings a {type([*bare, *hidden][0]).__name__} "
-                f"along {'in its closure or defaults' if hidden else 'as an argument'}, where it cannot be followed: "
-                "use a method of the module, functools.partial with the module as an argument, or "
-                "TiedLayerSpec(..., forward_fn=...)"
-            )
 
 
 def _name(fn: Any) -> str:

@@ -4,9 +4,9 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pipeshard.schedule.program import Kind, Program
+from pipeshard.schedule.program import Action, Kind, Program
 from pipeshard.schedule.simulate import Simulation, Span, simulate
 
 if TYPE_CHECKING:
@@ -82,9 +82,10 @@ def draw_timeline(
         if length:
             idle = 1 - math.fsum(span.end - span.start for row in rows for span in row) / (len(rows) * length)
             axes.set_title(f"{length * scale:.4g}{unit}, {idle:.1%} idle", loc="right", fontsize=9)
-    kinds = {span.action.kind for _, rows in panels for row in rows for span in row}
+    actions = {span.action for _, rows in panels for row in rows for span in row}
+    kinds = {action.kind for action in actions}
     shades = [(kind, chunk) for kind in _COLOURS if kind in kinds for chunk in range(chunks)]
-    called = _NAMES | {Kind.B: _backward({tuple(span.action) for _, rows in panels for row in rows for span in row})}
+    called = _NAMES | {Kind.B: _backward(actions)}
     names = [called[kind] + (f", chunk {chunk + 1}" if chunks > 1 else "") for kind, chunk in shades]
     patches = [Patch(color=_shade(*shade), label=name) for shade, name in zip(shades, names)]
     figure.legend(handles=patches, loc="outside lower right", ncols=max(len(kinds), 1), frameon=False)
@@ -92,9 +93,9 @@ def draw_timeline(
     figure.savefig(path, dpi=150)
 
 
-def _backward(actions: Set[tuple[Any, ...]]) -> str:
+def _backward(actions: Set[Action]) -> str:
     """What B is called: the whole backward pass where no W belongs to it, else the part before W."""
-    split = {(Kind.W, i, s) in actions for kind, i, s in actions if kind is Kind.B}
+    split = {Action(Kind.W, i, s) in actions for kind, i, s in actions if kind is Kind.B}
     if split == {False, True}:
         return "backward (input gradients where it is split)"
     return "input gradients" if True in split else _NAMES[Kind.B]

@@ -36,7 +36,7 @@ def check(program: Program) -> None:
 
 def _kinds(program: Program) -> list[Kind]:
     """The kinds of action that a complete program has, given those that this one has."""
-    used = {action.kind for actions in program.ranks for action in actions}
+    used = program.kinds
     backward = not used <= FORWARD
     kinds = [Kind.F, *[Kind.B] * backward, *[Kind.W] * (Kind.W in used)]
     messages = [kind for kind in Kind if not kind.is_compute and (backward or kind in FORWARD)]
@@ -72,7 +72,7 @@ def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
     if not isinstance(program, Program):
         raise ConfigurationError(f"{name_of(schedule)}({p}, {m}, {v}) returned a {type(program).__name__}, no Program")
     program = _first(program, m)
-    _check(program, p, m)
+    _check(program, p)
     return program
 
 
@@ -109,7 +109,7 @@ def _first(program: Program, m: int) -> Program:
     return Program(program.name, m, program.placement, tuple(ranks))
 
 
-def _check(program: Program, p: int, m: int) -> None:
+def _check(program: Program, p: int) -> None:
     v, rest = divmod(len(program.placement), max(len(program.ranks), 1))
     if len(program.ranks) != p or rest:
         raise ConfigurationError(

@@ -30,26 +30,23 @@ def add_communication(program: Program) -> Program:
 
 
 def _with_messages(program: Program, actions: tuple[Action, ...], position: Positions) -> tuple[Action, ...]:
-    sends = _crossing(program, SEND)
-    posts = _posts(program, actions, position)
+    sends, posts = crossing(program, SEND), _posts(program, actions, position)
     result: list[Action] = []
     for k, action in enumerate(actions):
         kind, i, stage = action
-        if k in posts:
-            result += reversed(posts[k])
-        result.append(action)
+        result += [*reversed(posts[k]), action]
         if (kind, stage) in sends:
             result.append(Action(sends[kind, stage], i, stage))
     return tuple(result)
 
 
-def _posts(program: Program, actions: tuple[Action, ...], position: Positions) -> dict[int, list[Action]]:
+def _posts(program: Program, actions: tuple[Action, ...], position: Positions) -> list[list[Action]]:
     """The receives to post just before the k-th of one rank's `actions`, by k, the first one last.
 
     Messages on an edge arrive in the order they were sent, so a receive that is needed late but sent early is posted
     before those sent after it: its slot becomes the smallest of theirs. Posting earlier never blocks.
     """
-    receives = _crossing(program, RECEIVE)
+    receives = crossing(program, RECEIVE)
     edges: defaultdict[int, list[tuple[float, int, Action]]] = defaultdict(list)
     for k, (kind, i, stage) in enumerate(actions):
         if (kind, stage) in receives:
@@ -57,12 +54,11 @@ def _posts(program: Program, actions: tuple[Action, ...], position: Positions) -
             source = stage + PARTNER[message][1]
             sent = position.get((kind, i, source), math.inf)  # one never sent is the simulator's to report
             edges[program.placement[source]].append((sent, _one_early(actions, k), Action(message, i, stage)))
-    posts: defaultdict[int, list[Action]] = defaultdict(list)
+    posts: list[list[Action]] = [[] for _ in actions]
     for source in sorted(edges, reverse=True):
         earliest = len(actions)
         for _, slot, receive in sorted(edges[source], reverse=True):
-            if slot < earliest:
-                earliest = slot
+            earliest = min(earliest, slot)
             posts[earliest].append(receive)
     return posts
 
@@ -73,7 +69,7 @@ def _one_early(actions: tuple[Action, ...], k: int) -> int:
     return max(k - 1, 0)
 
 
-def _crossing(program: Program, messages: dict[Kind, Kind]) -> dict[Step, Kind]:
+def crossing(program: Program, messages: dict[Kind, Kind]) -> dict[Step, Kind]:
     """For each step whose message of this sort goes to or comes from another rank, the kind of that message."""
     stages = range(len(program.placement))
     return {(kind, s): message for kind, message in messages.items() for s in stages if program.crosses(message, s)}

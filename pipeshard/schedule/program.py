@@ -69,9 +69,6 @@ class Action(NamedTuple):
         return Action(kind, self.microbatch, self.stage + step)
 
 
-TORCH_KINDS = {"F": Kind.F, "B": Kind.B, "I": Kind.B, "W": Kind.W}  # torch's names; I is a B with a W
-
-
 @dataclass(frozen=True, slots=True)
 class Program:
     """What each rank of a pipeline does in one training step, in order.
@@ -87,8 +84,33 @@ class Program:
 
     @staticmethod
     def from_csv(path: str | Path) -> "Program":
-        """The order of actions in a file that torch.distributed.pipelining has written, see `_from_csv`."""
-        return _from_csv(Path(path))
+        """The order of actions in a file as torch.distributed.pipelining writes and reads it ("compute_only").
+
+        A line for each rank has cells such as 1F0 (stage, kind, microbatch). Kinds are F, B (the whole backward), I
+        (input gradients) and W; empty cells are idle time; of `(0F1;3B0)OVERLAP_F_B` one comes after the other.
+
+        Raises ConfigurationError for other cells, and for a stage on several ranks; `program_of` checks the rest.
+        """
+        path = Path(path)
+        with path.open(newline="") as file:
+            rows = [[action for cell in row for action in _read(cell, path)] for row in csv.reader(file)]
+        placement: dict[int, int] = {}
+        for rank, actions in enumerate(rows):
+            for _, (_, _, stage) in actions:
+                if (first := placement.setdefault(stage, rank)) != rank:
+                    raise ConfigurationError(f"{path}: stage {stage} is on ranks {first}, {rank}")
+        if sorted(placement) != [*range(len(placement))] or not placement:
+            raise ConfigurationError(f"{path}: the stages are {sorted(placement)}, not 0 to p*v-1")
+        found = [each for actions in rows for each in actions]
+        split = {(i, stage) for letter, (_, i, stage) in found if letter == "W"}
+        for letter, (kind, i, stage) in found:
+            if kind is Kind.B and (letter == "I") != ((i, stage) in split):
+                weights = f"{stage}W{i}"
+                problem = f"{stage}I{i} without {weights}" if letter == "I" else f"{weights} together with {stage}B{i}"
+                raise ConfigurationError(f"{path}: {problem}. B is the whole backward, I and W are its two parts")
+        m = 1 + max(action.microbatch for _, action in found)
+        ranks = tuple(tuple(action for _, action in actions) for actions in rows)
+        return Program(path.stem, m, tuple(placement[stage] for stage in sorted(placement)), ranks)
 
     @property
     def kinds(self) -> set[Kind]:
@@ -274,33 +296,6 @@ def num_chunks(name: str, v: int = 1) -> int:
     return 2 if name == "zbv" else v
 
 
-def _from_csv(path: Path) -> Program:
-    """The order in a file as torch.distributed.pipelining writes and reads it ("compute_only"): a line for each rank,
-    with cells such as 1F0 (stage, kind, microbatch). Kinds are F, B (the whole backward), I (input gradients) and W;
-    empty cells are idle time; of `(0F1;3B0)OVERLAP_F_B` one comes after the other.
-
-    Raises ConfigurationError for other cells, and for a stage on several ranks; `program_of` checks the rest.
-    """
-    with path.open(newline="") as file:
-        rows = [[action for cell in row for action in _read(cell, path)] for row in csv.reader(file)]
-    placement: dict[int, int] = {}
-    for rank, actions in enumerate(rows):
-        for _, action in actions:
-            if placement.setdefault(action.stage, rank) != rank:
-                raise ConfigurationError(f"{path}: stage {action.stage} is on ranks {placement[action.stage]}, {rank}")
-    if sorted(placement) != [*range(len(placement))] or not placement:
-        raise ConfigurationError(f"{path}: the stages are {sorted(placement)}, not 0 to p*v-1")
-    weights = {action for actions in rows for _, action in actions if action.kind is Kind.W}
-    for letter, action in (each for actions in rows for each in actions):
-        if action.kind is Kind.B and (letter == "I") != (action._replace(kind=Kind.W) in weights):
-            _, i, stage = action
-            problem = f"{stage}I{i} without {stage}W{i}" if letter == "I" else f"{stage}W{i} together with {stage}B{i}"
-            raise ConfigurationError(f"{path}: {problem}. B is the whole backward, I and W are its two parts")
-    m = 1 + max(action.microbatch for actions in rows for _, action in actions)
-    ranks = tuple(tuple(action for _, action in actions) for actions in rows)
-    return Program(path.stem, m, tuple(placement[stage] for stage in sorted(placement)), ranks)
-
-
 def _read(cell: str, path: Path) -> list[tuple[str, Action]]:
     """The actions of a cell, with torch's letters of their kinds."""
     overlapped = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell.strip())
@@ -314,5 +309,6 @@ def _read(cell: str, path: Path) -> list[tuple[str, Action]]:
                 f"{path}: {text!r} is not a compute action, such as 0F0, 1B2, 1I2 or 1W2: write the file "
                 'by format="compute_only"'
             )
-        found.append((match[2], Action(TORCH_KINDS[match[2]], int(match[3]), int(match[1]))))
+        kind = Kind.B if match[2] == "I" else Kind(match[2])  # I is a B with a W
+        found.append((match[2], Action(kind, int(match[3]), int(match[1]))))
     return found

@@ -15,6 +15,7 @@ from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 from pipeshard.errors import ConfigurationError, DeadlockError
+from pipeshard.schedule.passes import crossing
 from pipeshard.schedule.program import RECEIVE, SEND, Action, Program
 from pipeshard.schedule.simulate import simulate
 
@@ -125,7 +126,7 @@ def _check_ends(program: Program, lanes: Lanes) -> None:
 def _graph(program: Program, lanes: Lanes, device: Device) -> dict[Node, list[Node]]:
     """What each end of a message, each message and each compute action waits for."""
     place = program.placement
-    receive = {(k, s): kind for k, kind in RECEIVE.items() for s in range(len(place)) if program.crosses(kind, s)}
+    receive = crossing(program, RECEIVE)
     graph: defaultdict[Node, list[Node]] = defaultdict(list)
     for actions in program.ranks:
         computed: list[Node] = []  # the last of each, if there is one
