@@ -31,7 +31,8 @@ from pipeshard.hf import IGNORED, LABELS, MASK, config_of, text_config
 from pipeshard.planner.memory import UNITS, format_bytes
 from pipeshard.planner.models import build
 from pipeshard.planner.plan import Estimate, Plan
-from pipeshard.verify.compare import DIFFERENT, EXACT, UNPROVEN, Proof, Proven, alone
+from pipeshard.verify.decide import Proven, alone
+from pipeshard.verify.proof import DIFFERENT, EXACT, UNPROVEN, Proof
 
 WIDTH = 80
 

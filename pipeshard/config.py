@@ -15,9 +15,9 @@ from pipeshard.schedule.given import Schedule, chunks_of, is_v, program_of
 from pipeshard.schedule.passes import shorten_cooldown
 from pipeshard.schedule.program import Program
 from pipeshard.split.initialize import InitWeights
+from pipeshard.split.materialize import refuse_compile_options
 from pipeshard.split.partition import Cuts
 from pipeshard.split.policy import Policy
-from pipeshard.split.refusals import refuse_compile_options
 from pipeshard.split.route import Recompute
 
 REDUCTIONS = ("token", "batch", "microbatch")

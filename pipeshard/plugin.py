@@ -46,7 +46,7 @@ from pipeshard.script import fold
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.partition import Cuts
 from pipeshard.split.policy import Policy
-from pipeshard.verify.compare import standing_alone
+from pipeshard.verify.decide import standing_alone
 
 ONE_GRID = {"pg_mesh": "mesh", "dp_group": "replicas", "pp_group": "stages", "tp_group": "slices", "device": "device"}
 

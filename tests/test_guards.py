@@ -15,8 +15,8 @@ import torch
 from pipeshard import PipelinePlugin
 from pipeshard.batch.read import read_batch
 from pipeshard.errors import PipeshardError
-from pipeshard.verify.compare import EXACT, alone
-from pipeshard.verify.proof import prove
+from pipeshard.verify.decide import alone
+from pipeshard.verify.proof import EXACT, prove
 from tests.hunt.cases import CASES
 from tests.hunt.run import run
 from tests.pool import Pool

@@ -41,8 +41,7 @@ from pipeshard.schedule.program import Program, forward_only
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.materialize import compile_units, shard
 from pipeshard.split.partition import Cuts, is_profile, named
-from pipeshard.split.policy import Policy, find_policy
-from pipeshard.split.refusals import refuse_backward_hooks
+from pipeshard.split.policy import Policy, find_policy, refuse_backward_hooks
 from pipeshard.split.tensor_parallel import plan_of
 
 TRAINED, UNPROVEN = 1, 2  # news: bits of what ranks tell each other at the beginning of a step

@@ -26,8 +26,7 @@ from pipeshard.graph.kinds import modes
 from pipeshard.graph.snapshot import Flags
 from pipeshard.graph.trace import trace
 from pipeshard.split.partition import boundaries
-from pipeshard.split.policy import Policy
-from pipeshard.split.refusals import refuse_hooks, refuse_unsplittable
+from pipeshard.split.policy import Policy, refuse_hooks, refuse_unsplittable
 from pipeshard.split.route import Recompute, Route
 
 FLOWS = 128  # Dataflows that are kept: batches may hold something that differs in each, and that a trace depends on

@@ -1,27 +1,30 @@
-"""Candidate: a model with the costs of its unit calls, cut within a memory limit, and simulated for one schedule."""
+"""Candidate: a model whose unit calls are metered, cut within a memory limit, and simulated for one schedule."""
 
+import copy
 import heapq
 import itertools
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
 from pipeshard.engine.weight_grad import deferring_function
 from pipeshard.errors import PartitionError
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.graph.meter import Meter, Work
+from pipeshard.graph.meter import Meter, Visit, Work
 from pipeshard.graph.preserve import preserving
 from pipeshard.graph.shapes import Axes, is_trainable
+from pipeshard.graph.taint import Value
 from pipeshard.graph.tracer import Tracer
 from pipeshard.graph.units import paths_of
 from pipeshard.hf import recomputes
-from pipeshard.planner.memory import Footprint, Forms, Memory, Training, alive_at_peak, tensor_bytes
-from pipeshard.planner.plan import Crossing, Estimate, StagePlan
+from pipeshard.planner.memory import Footprint, Forms, Memory, Training, alive_at_peak
+from pipeshard.planner.plan import Estimate, StagePlan, crossings, in_short
+from pipeshard.private import TreeSpec
 from pipeshard.schedule.program import Program
 from pipeshard.schedule.simulate import simulate_parts
 from pipeshard.split.partition import Boundary, Cost, Cuts, balance, boundaries, cost_of, forbidden_cuts
@@ -54,10 +57,43 @@ def metered(
     return replace(flow, axes=axes.pin(set(range(len(axes.sizes))))), meter
 
 
-def estimated(model: nn.Module, microbatch: Batch, criterion: Criterion | None = None) -> list[Cost]:
-    """The relative time of each unit call of one microbatch."""
-    flow, meter = metered(model, microbatch, criterion)
-    return [unit_cost(model.get_submodule(call.unit), work) for call, work in zip(flow.calls, meter.works, strict=True)]
+@dataclass
+class Capture:
+    """The arguments of a unit call; `made_up` are the leaves that come from units, and so have no values."""
+
+    leaves: list[Any]
+    made_up: frozenset[int]
+    tree: TreeSpec
+
+
+class Captures(Meter):
+    """A Meter that keeps the arguments of every kind of call.
+
+    Attributes:
+        calls: the capture of each unit call, the same object for calls of one kind.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Capture] = []
+        self.kinds: dict[int, tuple[Visit, Capture]] = {}  # by the identity of the visit
+
+    def add(self, visit: Visit, arguments: Sequence[Any], tree: TreeSpec, result: Sequence[Any]) -> None:
+        if not self.works:  # the first call of a run
+            self.calls, self.kinds = [], {}
+        super().add(visit, arguments, tree, result)
+        if id(visit) not in self.kinds:
+            made_up = frozenset(k for k, leaf in enumerate(arguments) if self._is_made_up(leaf))
+            self.kinds[id(visit)] = visit, Capture([copied(leaf) for leaf in arguments], made_up, tree)
+        self.calls.append(self.kinds[id(visit)][1])
+
+    def _is_made_up(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and any(isinstance(tag, Value) for tag in self.taint.of([leaf]))
+
+
+def copied(leaf: Any) -> Any:
+    """An argument that a unit may change, such as a cache, for one run of it."""
+    return copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf
 
 
 def unit_cost(unit: nn.Module, work: Work) -> Cost:
@@ -80,10 +116,9 @@ def unit_cost(unit: nn.Module, work: Work) -> Cost:
     )
 
 
-def of_stages(costs: Sequence[Cost], counts: Sequence[int]) -> list[Cost]:
-    """The sum of the calls' costs on each stage."""
-    calls, nothing = iter(costs), Cost(0.0, 0.0, 0.0)
-    return [Cost(*map(sum, zip(nothing, *(next(calls) for _ in range(count))))) for count in counts]
+def runs_of(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """The first call of each stage, and the first after it."""
+    return list(itertools.pairwise([0, *itertools.accumulate(counts)]))
 
 
 TRIES = 64
@@ -115,8 +150,7 @@ def fit(
             counts = balance(weights, num_stages, forbidden, fits)
         except PartitionError:
             return
-        ends = list(itertools.accumulate(counts))
-        sums = [sum(weights[end - count : end]) for count, end in zip(counts, ends)]
+        sums = [sum(weights[start:end]) for start, end in runs_of(counts)]
         heapq.heappush(queue, ((max(sums), sum(s * s for s in sums)), next(order), counts, caps))
 
     look(caps)
@@ -135,17 +169,13 @@ def fit(
 def _heaviest(program: Program, counts: Sequence[int], footprint: Footprint) -> dict[int, tuple[int | None, int]]:
     """Of the rank that takes most: for each of its stages, the microbatches alive when it does (None: at the end of a
     step), and the bytes."""
-    edges = [0, *itertools.accumulate(counts)]
-    runs = list(itertools.pairwise(edges))
+    runs = runs_of(counts)
     kept = [footprint.activations(*run) for run in runs]
     peaks = [alive_at_peak(actions, kept) for actions in program.ranks]
     moments: list[dict[int, int | None]] = [{**peak} for peak in peaks]
     moments += [dict.fromkeys(peak) for peak in peaks]
     taken = [{s: (count, footprint.total(*runs[s], count)) for s, count in moment.items()} for moment in moments]
     return max(taken, key=lambda stages: sum(size for _, size in stages.values()))
-
-
-SHOWN = 5  # names in the short form of a stage's units
 
 
 @dataclass(eq=False)
@@ -216,12 +246,12 @@ class Candidate:
         subject, placement = self.subject, self.program.placement
         self.policy = subject.cut(partition, placement)
         self.counts = [self.policy.stages.count(stage) for stage in range(len(placement))]
-        runs = list(itertools.pairwise([0, *itertools.accumulate(self.counts)]))
-        self.kept = [subject.footprint.activations(*run) for run in runs]
+        self.runs = runs_of(self.counts)
+        self.kept = [subject.footprint.activations(*run) for run in self.runs]
         self.alive: dict[int, int] = {}
         for actions in self.program.ranks:
             self.alive |= alive_at_peak(actions, self.kept)
-        self.recomputed = [subject.footprint.recomputed(*run) for run in runs]
+        self.recomputed = [subject.footprint.recomputed(*run) for run in self.runs]
         self.memory = [
             replace(
                 subject.takes([subject.parameters[name] for name in held]),
@@ -236,10 +266,15 @@ class Candidate:
         limit = self.subject.limit
         return None if limit is None else all(memory.total <= limit for memory in self.memory)
 
+    def costs(self, unit: float) -> list[Cost]:
+        """The sum of the calls' costs on each stage, in this unit."""
+        nothing = Cost(0.0, 0.0, 0.0)
+        sums = [map(sum, zip(nothing, *self.subject.costs[start:end])) for start, end in self.runs]
+        return [Cost(*(part / unit for part in parts)) for parts in sums]
+
     def estimate(self, unit: float) -> Estimate:
         """How long a step takes, in this unit."""
-        costs = [Cost(*(part / unit for part in cost)) for cost in of_stages(self.subject.costs, self.counts)]
-        simulation = simulate_parts(self.program, *zip(*costs, strict=True), latency=self.latency)
+        simulation = simulate_parts(self.program, *zip(*self.costs(unit), strict=True), latency=self.latency)
         return Estimate(
             self.program.name,
             self.num_model_chunks,
@@ -260,34 +295,31 @@ class Candidate:
         subject = self.subject
         if subject.bandwidth is None:
             return 0.0
-        crossings = (_crossings(subject.flow, boundary) for boundary in self.boundaries)
-        return max(sum(value.bytes for value in values) for values in crossings) / subject.bandwidth
+        largest = max(sum(value.bytes for value in crossings(subject.flow, each)) for each in self.boundaries)
+        return largest / subject.bandwidth
 
     def stages(self, unit: float) -> tuple[StagePlan, ...]:
         """Each stage, with times in this unit."""
         subject, policy, placement = self.subject, self.policy, self.program.placement
-        parts = len(placement)
-        held = held_parameters(subject.model, subject.flow, policy.stages, policy.units, parts)
-        costs = of_stages(subject.costs, self.counts)
-        ends = list(itertools.accumulate(self.counts))
+        held = held_parameters(subject.model, subject.flow, policy.stages, policy.units, len(placement))
+        costs = self.costs(unit)
         stages = []
         for s, rank in enumerate(placement):
             earlier = set().union(*(held[other] for other in range(s) if placement[other] == rank))
             own = [subject.parameters[name] for name in held[s] - earlier]
-            enters = _crossings(subject.flow, self.boundaries[s])
+            enters = crossings(subject.flow, self.boundaries[s])
             is_message = s > 0 and placement[s - 1] != rank
             kept, again = self.alive[s] * self.kept[s], self.recomputed[s]
-            calls = [call.unit for call in subject.flow.calls[ends[s] - self.counts[s] : ends[s]]]
             stages.append(
                 StagePlan(
                     stage=s,
                     rank=rank,
-                    units=in_short(calls),
+                    units=in_short([call.unit for call in subject.flow.calls[slice(*self.runs[s])]]),
                     calls=self.counts[s],
                     parameters=sum(subject.parameters[name].numel() for name in held[s]),
-                    forward=costs[s].forward / unit,
-                    backward=costs[s].backward / unit,
-                    weight=costs[s].weight / unit,
+                    forward=costs[s].forward,
+                    backward=costs[s].backward,
+                    weight=costs[s].weight,
                     memory=replace(subject.takes(own), activations=kept, recomputed=again),
                     alive=self.alive[s],
                     kept=self.kept[s],
@@ -297,36 +329,3 @@ class Candidate:
                 )
             )
         return tuple(stages)
-
-
-def _crossings(flow: Dataflow, boundary: Boundary) -> tuple[Crossing, ...]:
-    crossings = []
-    for value in boundary.values:
-        spec, unit = flow.spec(value), flow.calls[value.call].unit
-        dtype = str(spec.dtype).removeprefix("torch.")
-        crossings.append(Crossing(unit, spec.shape, dtype, tensor_bytes(spec), value in boundary.gradients))
-    return tuple(crossings)
-
-
-def in_short(names: Sequence[str]) -> str:
-    """Names in a row, where those that only differ in a number that counts up are one: embed, layers.0-11, norm."""
-    groups: list[tuple[str, str, int, int]] = []  # what is before the number, after it, the first and the last one
-    for name in names:
-        before, number, after = _numbered(name)
-        if groups and number >= 0 and groups[-1][:2] == (before, after) and groups[-1][3] + 1 == number:
-            groups[-1] = (*groups[-1][:3], number)
-        else:
-            groups.append((before, after, number, number))
-    shown = [
-        before + ("" if first < 0 else f"{first}" if first == last else f"{first}-{last}") + after
-        for before, after, first, last in groups
-    ]
-    if len(shown) > SHOWN:
-        return f"{shown[0]} ... {shown[-1]}"
-    return ", ".join(shown)
-
-
-def _numbered(name: str) -> tuple[str, int, str]:
-    """A name around its last number that stands alone between dots: ("layers.", 3, ".attention")."""
-    found = re.fullmatch(r"(|.*\.)(\d+)((?:\.[^.]*[^.\d][^.]*)*)", name)
-    return (found[1], int(found[2]), found[3]) if found else (name, -1, "")

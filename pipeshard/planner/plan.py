@@ -1,15 +1,18 @@
 """Plan: how a model would run as a pipeline, as data."""
 
-import dataclasses
 import json
 import math
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeshard.planner.memory import Memory, Training
+from pipeshard.graph.dataflow import Dataflow
+from pipeshard.planner.memory import Memory, Training, tensor_bytes
 from pipeshard.schedule.draw import draw_timeline
 from pipeshard.schedule.simulate import Simulation, simulate_parts
+from pipeshard.split.partition import Boundary
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,16 @@ class Crossing:
     dtype: str
     bytes: int
     gradient: bool
+
+
+def crossings(flow: Dataflow, boundary: Boundary) -> tuple[Crossing, ...]:
+    """What enters a stage there."""
+    crossings = []
+    for value in boundary.values:
+        spec, unit = flow.spec(value), flow.calls[value.call].unit
+        dtype = str(spec.dtype).removeprefix("torch.")
+        crossings.append(Crossing(unit, spec.shape, dtype, tensor_bytes(spec), value in boundary.gradients))
+    return tuple(crossings)
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,29 @@ class StagePlan:
     enters: tuple[Crossing, ...]
     received: int
     returned: int
+
+
+SHOWN = 5  # names in the short form of a stage's units
+
+
+def in_short(names: Sequence[str]) -> str:
+    """Names in a row, where those that only differ in a number that counts up are one: embed, layers.0-11, norm."""
+    groups: list[tuple[str, str, int, int]] = []  # what is before the number, after it, the first and the last one
+    for name in names:
+        # around its last number that stands alone between dots: ("layers.", 3, ".attention")
+        found = re.fullmatch(r"(|.*\.)(\d+)((?:\.[^.]*[^.\d][^.]*)*)", name)
+        before, number, after = (found[1], int(found[2]), found[3]) if found else (name, -1, "")
+        if groups and number >= 0 and groups[-1][:2] == (before, after) and groups[-1][3] + 1 == number:
+            groups[-1] = (*groups[-1][:3], number)
+        else:
+            groups.append((before, after, number, number))
+    shown = [
+        before + ("" if first < 0 else f"{first}" if first == last else f"{first}-{last}") + after
+        for before, after, first, last in groups
+    ]
+    if len(shown) > SHOWN:
+        return f"{shown[0]} ... {shown[-1]}"
+    return ", ".join(shown)
 
 
 @dataclass(frozen=True)
@@ -153,13 +189,9 @@ class Plan:
 
     def to_json(self) -> str:
         """All of it as JSON text."""
-        return json.dumps(_plain(self) | {"counts": self.counts, "optimizer": self.optimizer}, indent=2)
+        content = vars(self) | {"counts": self.counts, "optimizer": self.optimizer}
+        return json.dumps(content, default=_fields, indent=2)
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return fields | ({"total": value.total} if isinstance(value, Memory) else {})
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+def _fields(value: Any) -> dict[str, Any]:
+    return vars(value) | ({"total": value.total} if isinstance(value, Memory) else {})

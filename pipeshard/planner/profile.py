@@ -1,11 +1,12 @@
 """Profile: the time of each unit call, measured on a device, the same on every rank."""
 
+import contextlib
 import copy
 import json
 import statistics
 import time
 import warnings
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -15,20 +16,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.criterion import Criterion
+from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.batch.read import read_batch
 from pipeshard.distributed.collectives import gather
 from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.graph.meter import Meter, Visit
 from pipeshard.graph.preserve import preserving
 from pipeshard.graph.rng import Randomness
-from pipeshard.graph.shapes import blank_state
-from pipeshard.graph.taint import Value
-from pipeshard.planner.candidate import metered, unit_cost
-from pipeshard.planner.tail import tail_time
-from pipeshard.private import TreeSpec, reparametrized, tree_leaves, tree_map_only, tree_unflatten
+from pipeshard.graph.shapes import TensorSpec, blank_state
+from pipeshard.graph.taint import Taint
+from pipeshard.graph.unit_outputs import answer
+from pipeshard.graph.units import handled
+from pipeshard.planner.candidate import Capture, Captures, copied, metered, unit_cost
+from pipeshard.private import reparametrized, tree_leaves, tree_map_only, tree_unflatten
 from pipeshard.split.partition import Cost
 
 SPREAD = 0.02  # the standard deviation of made-up parameters
@@ -36,43 +37,6 @@ SPREAD = 0.02  # the standard deviation of made-up parameters
 # may each get memory from the system that no run had before: an embedding's is five times as long then.
 WARM_UPS = 3
 COLD = 64 * 2**20  # bytes written before F and B, which in a step find in no cache what other units have run since
-
-
-@dataclass
-class Capture:
-    """The arguments of a unit call; `made_up` are the leaves that come from units, and so have no values."""
-
-    leaves: list[Any]
-    made_up: frozenset[int]
-    tree: TreeSpec
-
-
-class Captures(Meter):
-    """A Meter that keeps the arguments of every kind of call.
-
-    Attributes:
-        calls: the capture of each unit call, the same object for calls of one kind.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Capture] = []
-        self.kinds: list[tuple[Visit, Capture]] = []
-
-    def add(self, visit: Visit, arguments: Sequence[Any], tree: TreeSpec, result: Sequence[Any]) -> None:
-        if not self.works:  # the first call of a run
-            self.calls, self.kinds = [], []
-        super().add(visit, arguments, tree, result)
-        known = next((capture for of_kind, capture in self.kinds if of_kind is visit), None)
-        if known is None:
-            made_up = frozenset(k for k, leaf in enumerate(arguments) if self._is_made_up(leaf))
-            leaves = [_copied(leaf) for leaf in arguments]
-            known = Capture(leaves, made_up, tree)
-            self.kinds.append((visit, known))
-        self.calls.append(known)
-
-    def _is_made_up(self, leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and any(isinstance(tag, Value) for tag in self.taint.of([leaf]))
 
 
 class Stopwatch:
@@ -95,25 +59,25 @@ class Stopwatch:
         deferral = Deferral(self.unit.modules())
         with reparametrized(self.unit, state), deferral.installed(), torch.enable_grad():
             runs = [self._run(arguments, deferral) for _ in range(WARM_UPS + repeats)]
-        return Cost(*(statistics.median(part) for part in zip(*runs[WARM_UPS:], strict=True)))
+        return _median(runs[WARM_UPS:])
 
     def _run(self, arguments: list[Any], deferral: Deferral) -> Cost:
-        leaves = tree_map_only(Tensor, lambda t: t.clone(), [_copied(leaf) for leaf in arguments])
+        leaves = tree_map_only(Tensor, lambda t: t.clone(), [copied(leaf) for leaf in arguments])
         args, kwargs = tree_unflatten(leaves, self.capture.tree)
         self.cold.zero_()
-        start = self._now()
+        start = _now(self.device)
         result = self.unit(*args, **kwargs)
-        forward = self._now() - start
+        forward = _now(self.device) - start
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
         gradients = [torch.randn_like(t) for t in made]
         pending = deferral.begin()
         self.cold.zero_()
-        start = self._now()
+        start = _now(self.device)
         if made:
             torch.autograd.backward(made, gradients)
-        middle = self._now()
+        middle = _now(self.device)
         deferral.finish(pending)
-        return Cost(forward, middle - start, self._now() - middle)
+        return Cost(forward, middle - start, _now(self.device) - middle)
 
     def _placed(self, leaf: Any, made_up: bool) -> Any:
         """An argument on the device, with random values in the place of values that a unit would have made."""
@@ -129,14 +93,60 @@ class Stopwatch:
             there = leaf.detach().to(self.device)
         return there.requires_grad_(leaf.requires_grad)
 
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+
+def _tail_time(
+    model: nn.Module, flow: Dataflow, microbatch: Batch, criterion: Criterion | None, device: torch.device, repeats: int
+) -> Cost:
+    """Median seconds of forward and backward after the last unit call of `flow`, which is of this microbatch: of the
+    loss, as the model's own code or a criterion makes it. Units are answered by random numbers. Nothing where the model
+    does not run on these."""
+    runs: list[Cost] = []
+    with contextlib.suppress(Exception):  # whatever a model raises on such values, or one on meta without any
+        for _ in range(1 + repeats):
+            runs.append(_run_tail(model, flow, microbatch.to(device), criterion, device))
+    return _median(runs[1:] or [Cost(0.0, 0.0, 0.0)])
 
 
-def _copied(leaf: Any) -> Any:
-    return copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf
+def _run_tail(
+    model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None, device: torch.device
+) -> Cost:
+    units, start, made = {call.unit: model.get_submodule(call.unit) for call in flow.calls}, 0.0, list[Tensor]()
+    calls = iter(flow.calls)
+    last = flow.calls[-1]
+
+    def reply(unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        nonlocal start
+        call = next(calls)
+        leaves = [_made_up(leaf, device, made) if isinstance(leaf, TensorSpec) else leaf for leaf in call.leaves]
+        result = answer(units[unit], call.parts, leaves, (args, kwargs))
+        if call is last:
+            start = _now(device)
+        return result
+
+    with handled(units, reply), torch.enable_grad(), Taint(device):  # which runs glue that reads weights on meta
+        loss = loss_of(batch.call(model), criterion, batch)
+    middle = _now(device)
+    if loss is not None and loss.requires_grad:
+        torch.autograd.grad(loss, made, allow_unused=True)
+    return Cost(middle - start, _now(device) - middle, 0.0)
+
+
+def _made_up(spec: TensorSpec, device: torch.device, made: list[Tensor]) -> Tensor:
+    if not spec.dtype.is_floating_point:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+    tensor = torch.randn(spec.shape, dtype=spec.dtype, device=device).requires_grad_(spec.requires_grad)
+    made += [tensor] if spec.requires_grad else []
+    return tensor.view_as(tensor)  # which may be written to
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _median(runs: Sequence[Cost]) -> Cost:
+    return Cost(*(statistics.median(part) for part in zip(*runs, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -229,7 +239,7 @@ def profile_units(
         for unit, capture in zip(units, captures.calls, strict=True):
             if id(capture) not in times:
                 times[id(capture)] = _timed(Stopwatch(unit, capture, device), repeats, model)
-        tail = tail_time(model, now, microbatch, criterion, device, repeats)
+        tail = _tail_time(model, now, microbatch, criterion, device, repeats)
     measured = [times[id(capture)] for capture in captures.calls]
     estimates = [unit_cost(unit, work) for unit, work in zip(units, captures.works, strict=True)]
     completed = _completed(measured, estimates)

@@ -72,6 +72,27 @@ def compile_units(units: Mapping[str, nn.Module], **options: Any) -> None:
         interception.compiled = torch.compile(interception.original, **options)
 
 
+def refuse_compile_options(options: Mapping[str, Any], pp_size: int, by_whole_batch: bool) -> None:
+    """Refuse what torch.compile is asked for, and cannot do for units of a pipeline; `by_whole_batch`: it compiles, and
+    batch norm is to wait for the whole batch."""
+    if by_whole_batch:
+        raise ConfigurationError(
+            "deferred_batch_norm=True does not go with compile: what a compiled unit normalizes is not seen"
+        )
+    if "units" in options:
+        raise ConfigurationError(
+            f'compile={options!r}: consecutive units are no longer compiled as one function. Drop "units", '
+            "and make layers that should be fused one module of the model"
+        )
+    modes = ("reduce-overhead", "max-autotune")
+    graphs = options.get("mode") in modes or "triton.cudagraphs" in options.get("options", {})
+    if graphs and pp_size > 1:
+        raise ConfigurationError(
+            f"compile={options!r}: CUDA graphs write the results of each microbatch where those of the one before are, "
+            "which is still to go backward. Drop them, or use mode='max-autotune-no-cudagraphs'"
+        )
+
+
 def _build_skeletons(model: nn.Module, policy: Policy, seed: int) -> None:
     """Those in held units become what their constructors make of them; the others stay, with buffers of zeros."""
     inside = {module for unit in policy.get_held_layers() for module in unit.modules()}

@@ -1,7 +1,8 @@
-"""Compare: what differs between the split model and the unsplit one, and the Proof that comes of it."""
+"""Compare: where the split model differs from the unsplit one, in a step, in what is saved, and in whole losses."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
@@ -9,70 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.batch.tree import flatten_with_names
-
-EXACT, DIFFERENT, UNPROVEN = "exact", "different", "unproven"
-
-
-@dataclass(frozen=True)
-class Proof:
-    """ "exact", "different" or "unproven", the last two with the reason; what was compared how often, `but` what was
-    not, and how long it took. `refused` is whether the reason is an error that training raises, too."""
-
-    kind: str
-    reason: str = ""
-    counts: dict[str, int] = field(default_factory=dict)
-    but: tuple[str, ...] = ()
-    seconds: float = 0.0
-    refused: bool = False
-
-
-class Proven(BaseException):
-    """Leaves the program at booster.boost, with the proof; `what` was proven, or not."""
-
-    def __init__(self, proof: Proof, what: str) -> None:
-        super().__init__(f"{what}: {proof.kind}")
-        self.proof, self.what = proof, what
-
-
-@dataclass
-class Alone:
-    """`pp_size` is the number of stages, in place of that which the plugin is given."""
-
-    pp_size: int | None = None
-
-
-_now: Alone | None = None
-
-
-def standing_alone() -> Alone | None:
-    """Whether this process stands for all ranks, and how many."""
-    return _now
-
-
-@contextlib.contextmanager
-def alone(pp_size: int | None = None) -> Iterator[None]:
-    """Inside, a plugin in a world of one process has all stages, and booster.boost raises Proven."""
-    global _now
-    before, _now = _now, Alone(pp_size)
-    try:
-        yield
-    finally:
-        _now = before
-
+from pipeshard.graph.units import Interception
+from pipeshard.private import tree_leaves
+from pipeshard.split.ties import first_names
+from pipeshard.verify.reference import Copies, Reference
+from pipeshard.verify.virtual import Different, Virtual
 
 LOSS, GRADIENT = 1e-5, 1e-4  # relative errors that rounding may make
 FINE = 1e-9  # in fp64
 FLOOR = 1e-3  # of the largest gradient: what is smaller than that is compared with it
 DEPTH = 3  # of the lists and dicts that an attribute may be
-
-
-class Different(Exception):
-    """The split model is not the unsplit one; says what differs, and in which part of a step, if that is known."""
-
-    def __init__(self, what: str, part: str = "") -> None:
-        super().__init__(what)
-        self.part = part
 
 
 @dataclass
@@ -83,12 +33,12 @@ class Comparison:
     """
 
     fine: bool = False
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
 
     def loss(self, split: Tensor, unsplit: Tensor, what: str) -> None:
         if not self._close(split, unsplit, LOSS, 1e-3):
             raise Different(f"{what} is {float(split):.7g}, unsplit {float(unsplit):.7g}", "forward")
-        self.count("losses")
+        self.counts["losses"] += 1
 
     def gradients(self, split: Mapping[str, Tensor | None], unsplit: Mapping[str, Tensor | None], what: str) -> None:
         """In the order given, which is that of the backward pass."""
@@ -101,7 +51,7 @@ class Comparison:
                 if not self._close(gradient, expected, GRADIENT, FLOOR * largest):
                     gap = _gap(gradient, expected)
                     raise Different(f"the gradient of {name} {what} is another: {gap}", "backward")
-                self.count("gradients")
+                self.counts["gradients"] += 1
 
     def tensors(self, split: Mapping[str, Any], unsplit: Mapping[str, Any], kind: str, what: str) -> None:
         """Parameters, buffers and what is saved, by name."""
@@ -111,7 +61,7 @@ class Comparison:
         for name, expected in unsplit.items():
             if not self.same(split[name], expected):
                 raise Different(f"{name} {what} is another: {_gap(split[name], expected)}")
-            self.count(kind)
+            self.counts[kind] += 1
 
     def values(self, split: Any, unsplit: Any, kind: str, what: str) -> None:
         """Numbers and tensors in nested values; what is poison (nan) in the split is a difference."""
@@ -119,7 +69,7 @@ class Comparison:
         for name, expected in theirs.items():
             if name in mine and not _poison(mine[name]) and not self.same(mine[name], expected):
                 raise Different(f"{what}{name} is {_text(mine[name], expected)}")
-            self.count(kind)
+            self.counts[kind] += 1
 
     def same(self, split: Any, unsplit: Any) -> bool:
         if isinstance(unsplit, Tensor) and isinstance(split, Tensor):
@@ -134,19 +84,16 @@ class Comparison:
         """As far as the dtype can tell."""
         if split.shape != unsplit.shape:
             return False
-        if split.dtype is unsplit.dtype and split.device == unsplit.device and _equal(split, unsplit):
-            return True
-        if split.layout is not torch.strided or unsplit.layout is not torch.strided:
+        if not split.layout is unsplit.layout is torch.strided:
             split, unsplit = split.to_dense(), unsplit.to_dense()
+        elif split.dtype is unsplit.dtype and split.device == unsplit.device and torch.equal(split, unsplit):
+            return True  # to the bit, as they mostly are: that is looked at first, since it is quick
         if not (unsplit.is_floating_point() or unsplit.is_complex()) or not unsplit.numel():
             return torch.equal(split, unsplit.to(split.dtype))
         relative = FINE if self.fine else max(relative, 8 * torch.finfo(unsplit.dtype).eps)
         gap = (split.detach() - unsplit.detach().to(split.device)).abs()
         gap = gap.masked_fill(split.isnan() & unsplit.isnan() | (split == unsplit), 0)  # infinities are alike, too
         return bool(gap.max() <= relative * max(_size(unsplit), floor))
-
-    def count(self, kind: str) -> None:
-        self.counts[kind] = self.counts.get(kind, 0) + 1
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
@@ -166,14 +113,9 @@ def _leaves(value: Any, name: str = "", depth: int = DEPTH) -> Iterator[tuple[st
             yield from _leaves(inner, f"{name}[{key}]", depth - 1)
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
-    """Of a model's output."""
-    return dict(flatten_with_names(tree)[0])
-
-
-def _equal(split: Tensor, unsplit: Tensor) -> bool:
-    """To the bit, as they mostly are: that is looked at first, since it is quick."""
-    return split.layout is unsplit.layout is torch.strided and torch.equal(split, unsplit)
+def output_tensors(output: Any) -> dict[str, Tensor]:
+    """Of a model's output, by name."""
+    return {name: leaf for name, leaf in flatten_with_names(output)[0] if isinstance(leaf, Tensor)}
 
 
 def _a(gradient: Tensor | None) -> str:
@@ -202,3 +144,197 @@ def _text(split: Any, unsplit: Any) -> str:
     if isinstance(unsplit, Tensor) and unsplit.numel() != 1:
         return f"another: {_gap(split, unsplit)}"
     return f"{float(split):.7g}, unsplit {float(unsplit):.7g}"
+
+
+def gradients(split: Virtual, reference: Reference) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """By name, in the order of the backward pass; ties have their sums."""
+    calls = {unit: k for k, (unit, _) in enumerate(split.policy.flow.occurrences)}
+
+    def place(name: str) -> int:
+        return max((k for unit, k in calls.items() if name.startswith(f"{unit}.")), default=-1)
+
+    parameters = dict(reference.model.named_parameters())
+    names = sorted(parameters, key=place, reverse=True)
+    unsplit = {name: parameters[name].grad for name in names if parameters[name].requires_grad}
+    holders = {name: [rank for rank in split.ranks if name in rank.held] for name in unsplit}
+    if lost := [name for name, ranks in holders.items() if not ranks and unsplit[name] is not None]:
+        raise Different(f"no stage holds {lost[0]}, which gets a gradient")
+    mine = {name: ranks[0].held[name].grad if ranks else None for name, ranks in holders.items()}
+    for k, parameter in enumerate(reference.own.foreign()):
+        name = f"parameter {k} of the optimizer that is not the model's"
+        unsplit[name], mine[name] = parameter.grad, split.last.foreign[k].grad
+    return mine, unsplit
+
+
+def compare_state(
+    comparison: Comparison, split: Virtual, reference: Reference, during: str, fickle: Collection[str] = ()
+) -> None:
+    """Buffers, and what forwards have left on modules, by the stage that has them, but for `fickle` attributes."""
+    buffers = dict(reference.model.named_buffers())
+    mine = {name: split.of(name).model.get_buffer(name) for name in buffers}
+    comparison.tensors(mine, buffers, "buffers", during)
+    for path, module in reference.model.named_modules():
+        here = attributes(split.of(f"{path}.").model.get_submodule(path))
+        for name, value in attributes(module).items():
+            if name in here and here[name] is not value and f"{path}.{name}" not in fickle:
+                where = f"{path}.{name}" if path else f"the model's {name}"
+                comparison.values(here[name], value, "attributes", f"{where} {during}")
+
+
+def differing(one: nn.Module, other: nn.Module) -> frozenset[str]:
+    """The attributes that two runs of one model leave with other values."""
+    found, comparison = set(), Comparison()
+    for path, module in one.named_modules():
+        there = attributes(other.get_submodule(path))
+        for name, value in attributes(module).items():
+            try:
+                comparison.values(value, there.get(name), "attributes", name)
+            except Different:
+                found.add(f"{path}.{name}")
+    return frozenset(found)
+
+
+def compare_trained(comparison: Comparison, split: Virtual, reference: Reference, when: str) -> None:
+    """Parameters of all stages that hold them, and what is saved."""
+    for name, parameter in reference.model.named_parameters():
+        for rank in split.ranks:
+            if name in rank.held:
+                comparison.tensors({name: rank.held[name]}, {name: parameter}, "parameters", when)
+    for k, parameter in enumerate(reference.own.foreign()):
+        name = f"parameter {k} of the optimizer that is not the model's"
+        comparison.tensors({name: split.last.foreign[k]}, {name: parameter}, "parameters", when)
+    first = first_names(reference.model)
+    states = [rank.model.state_dict() for rank in split.ranks]
+    expected = reference.model.state_dict()
+    missing = expected.keys() ^ states[0].keys()
+    if missing:
+        raise Different(f"{min(missing)} is in one state dict only, of the split model and the unsplit one, {when}")
+    saved = {name: states[split.policy.ownership.owner(first.get(name, name))][name] for name in expected}
+    comparison.tensors(saved, expected, "saved", f"in what is saved {when}")
+
+
+# The leaves of what units returned, by unit, which call of it in a microbatch's forward, and which microbatch.
+Results = dict[tuple[str, int, int], list[Any]]
+
+
+def first_unit(
+    split: Virtual,
+    reference: Reference,
+    rows: Callable[[Batch, int], Batch],
+    m: int,
+    at: tuple[int, int],
+    note: Callable[[], None],
+) -> str:
+    """Which unit, in the order of the forward, first returns something else than unsplit; "" where none does."""
+    units = list(split.policy.units)
+    of_ranks: list[Results] = [{} for _ in split.ranks]
+    unsplit: Results = {}
+    with contextlib.ExitStack() as around:
+        for rank, results in zip(split.ranks, of_ranks, strict=True):
+            around.enter_context(_recorded(rank.model, units, results))
+        around.enter_context(_recorded(reference.model, units, unsplit))
+        with contextlib.suppress(Exception):  # of any kind: what was recorded until then tells where it begins
+            split.step(lambda batch: rows(batch, 0), m, False, at)
+        reference.step(rows(reference.own.sample, 0).split(m), split.weights, at, note)
+    for (unit, k, i), expected in unsplit.items():
+        stage = split.policy.partition.stages.get((unit, k), 0)
+        leaves = of_ranks[split.placement[stage]].get((unit, k, i), [])
+        if len(leaves) != len(expected):
+            return ""
+        for mine, theirs in zip(leaves, expected, strict=True):
+            if type(mine) is not type(theirs) or not Comparison().same(mine, theirs):
+                return f"It begins at unit {unit} (stage {stage}, microbatch {i}), whose result is another"
+    return ""
+
+
+@contextlib.contextmanager
+def _recorded(model: nn.Module, units: list[str], results: Results) -> Iterator[None]:
+    """Inside, what the forwards of units return is kept; a stage's of its own units."""
+    calls, microbatches = Counter[str](), Counter[tuple[str, int]]()
+
+    def begin(module: nn.Module, args: Any) -> None:
+        calls.clear()
+
+    def recording(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            call = name, calls[name]
+            calls[name] += 1
+            result = forward(*args, **kwargs)
+            leaves = tree_leaves(result)
+            if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):  # as in a trace
+                copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+                results[*call, microbatches[call]] = copies
+                microbatches[call] += 1
+            return result
+
+        return run
+
+    handle = model.register_forward_pre_hook(begin)
+    for name in units:
+        unit: Any = model.get_submodule(name)
+        if isinstance(unit.forward, Interception):
+            unit.forward.original = recording(name, unit.forward.original)
+        else:
+            unit.forward = recording(name, unit.forward)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+Evaluated = tuple[Tensor, list[Tensor]] | None
+
+
+def evaluated(own: Copies, criterion: Criterion | None, batch: Batch) -> Evaluated:
+    """The loss and the output's tensors in evaluation mode, where nothing is drawn; None without a loss."""
+    own.model.eval()
+    with torch.no_grad():
+        output = batch.call(own.model)
+        loss = loss_of(output, criterion, batch)
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.ndim]
+    return None if loss is None else (loss, leaves)
+
+
+def compare_whole(
+    comparison: Comparison, batch: Batch, m: int, split: Virtual, evaluate: Callable[[Batch, int], list[Evaluated]]
+) -> str:
+    """Compare the loss of `batch` with that which the weights of the last step make of m microbatches; returns why that
+    cannot be, "" otherwise.
+
+    `evaluate(batch, n)` evaluates a fresh copy of the unsplit model n times.
+    """
+    flow = split.microbatches[0].route.flow
+    if flow.loss is not None and (flow.loss.hidden or any(flow.is_aside(value) for value in flow.loss.values)):
+        return "it has an auxiliary part"
+    parts, end = [], 0
+    for i, part in enumerate(batch.split(m)):
+        start, end = end, end + part.rows
+        parts.append(batch.take(torch.arange(start, end)))
+        comparison.tensors(part.tensors, parts[-1].tensors, "inputs", f"of microbatch {i}")
+    (whole,), each = evaluate(batch, 1), [evaluate(part, 1)[0] for part in parts]
+    if whole is None or None in each:
+        return "there is none in evaluation mode"
+    weights = [microbatch.share for microbatch in split.microbatches]
+    loss, losses = float(whole[0]), [float(one[0]) for one in each if one is not None]
+    made = sum(weight * one for weight, one in zip(weights, losses, strict=True) if weight)
+    if abs(made - loss) <= max(LOSS, 8 * torch.finfo(whole[0].dtype).eps) * max(abs(loss), 1e-3):
+        comparison.counts["batch losses"] += 1
+        return ""
+    columns = list(zip(whole[1], *(one[1] for one in each if one is not None)))
+    if any(not _alike_apart(leaf, leaves) for leaf, *leaves in columns):
+        return "its samples have to do with each other"
+    first, again = evaluate(parts[-1], 2)
+    if not columns and (first is None or again is None or not torch.equal(first[0], again[0])):
+        return "it depends on state or chance"
+    raise Different(
+        f"the loss of {batch.rows} samples is {loss:.7g}, but {made:.7g} made of those of {m} microbatches, which "
+        f"count {', '.join(f'{weight:.3g}' for weight in weights)}: pass loss_reduction='microbatch' if the mean of "
+        "the microbatches' losses is meant, or use one microbatch"
+    )
+
+
+def _alike_apart(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether the samples of an output, counted by its first dimension, are what they are in a smaller batch."""
+    if any(part.shape[1:] != whole.shape[1:] for part in parts) or sum(map(len, parts)) != len(whole):
+        return False
+    return Comparison().same(torch.cat(list(parts)), whole)

@@ -1,9 +1,11 @@
 """Decide: which models are proven when they are boosted, and what is said of it."""
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import astuple
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -20,8 +22,7 @@ from pipeshard.errors import VerificationError
 from pipeshard.hf import is_of_transformers
 from pipeshard.planner.memory import format_bytes
 from pipeshard.schedule.given import name_of
-from pipeshard.verify.compare import DIFFERENT, EXACT, UNPROVEN, Proof, Proven, standing_alone
-from pipeshard.verify.proof import prove
+from pipeshard.verify.proof import DIFFERENT, EXACT, UNPROVEN, Proof, prove
 
 logger = logging.getLogger("pipeshard")
 SECONDS = 5.0  # that "auto" may take
@@ -30,6 +31,40 @@ COPIES = 9  # of the parameters: three of the model, those of all stages togethe
 PERIOD = 1.0  # seconds after which the ranks that wait are told that it goes on
 KNOWN = ("torch", "transformers", "peft", "colossalai")  # packages whose modules docs/parity.md is about
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Proven(BaseException):
+    """Leaves the program at booster.boost, with the proof; `what` was proven, or not."""
+
+    def __init__(self, proof: Proof, what: str) -> None:
+        super().__init__(f"{what}: {proof.kind}")
+        self.proof, self.what = proof, what
+
+
+@dataclass
+class Alone:
+    """`pp_size` is the number of stages, in place of that which the plugin is given."""
+
+    pp_size: int | None = None
+
+
+_now: Alone | None = None
+
+
+def standing_alone() -> Alone | None:
+    """Whether this process stands for all ranks, and how many."""
+    return _now
+
+
+@contextlib.contextmanager
+def alone(pp_size: int | None = None) -> Iterator[None]:
+    """Inside, a plugin in a world of one process has all stages, and booster.boost raises Proven."""
+    global _now
+    before, _now = _now, Alone(pp_size)
+    try:
+        yield
+    finally:
+        _now = before
 
 
 def prove_at_boost(
@@ -115,7 +150,8 @@ def _on_first(grid: Grid, work: Callable[[Callable[[], None]], Proof]) -> Proof:
     if not grid.first:
         while not int(gather(torch.tensor(0), grid.world)[0]):
             pass
-        return _shared(None, grid)
+        nothing: tuple[Any, ...] = ()
+        return Proof(*gather_objects(nothing, grid.world)[0])
     told = time.monotonic()
 
     def note() -> None:
@@ -127,11 +163,5 @@ def _on_first(grid: Grid, work: Callable[[Callable[[], None]], Proof]) -> Proof:
 
     proof = work(note)
     gather(torch.tensor(1), grid.world)
-    return _shared(proof, grid)
-
-
-def _shared(proof: Proof | None, grid: Grid) -> Proof:
-    """The proof of the first rank, for all of them."""
-    told = gather_objects(None if proof is None else astuple(proof), grid.world)[0]
-    assert told is not None
-    return Proof(*told)
+    gather_objects(astuple(proof), grid.world)
+    return proof

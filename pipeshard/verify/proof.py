@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from pipeshard.batch.criterion import Criterion
 from pipeshard.config import PipelineConfig
 from pipeshard.errors import PipeshardError
 from pipeshard.ghost import inside_pipeshard
-from pipeshard.verify.compare import DIFFERENT, EXACT, UNPROVEN, Comparison, Different, Proof, named_leaves
-from pipeshard.verify.differences import (
+from pipeshard.verify.compare import (
+    Comparison,
     Evaluated,
     compare_state,
     compare_trained,
@@ -25,17 +25,32 @@ from pipeshard.verify.differences import (
     evaluated,
     first_unit,
     gradients,
+    output_tensors,
 )
 from pipeshard.verify.reference import Copies, NoLoss, Reference, generators, undisturbed
-from pipeshard.verify.virtual import Virtual
+from pipeshard.verify.virtual import Different, Virtual
 
 logger = logging.getLogger("pipeshard")
+EXACT, DIFFERENT, UNPROVEN = "exact", "different", "unproven"
 ROWS, PARTS = 5, 2  # samples of a step, and the microbatches that they are cut into: they differ in size
 SEED = 20261123
 BEGINS = {
     "forward": "All units return the same: it begins in what the model or the criterion does between or after them",
     "backward": "All units return the same: it begins in the backward pass",
 }
+
+
+@dataclass(frozen=True)
+class Proof:
+    """ "exact", "different" or "unproven", the last two with the reason; what was compared how often, `but` what was
+    not, and how long it took. `refused` is whether the reason is an error that training raises, too."""
+
+    kind: str
+    reason: str = ""
+    counts: dict[str, int] = field(default_factory=dict)
+    but: tuple[str, ...] = ()
+    seconds: float = 0.0
+    refused: bool = False
 
 
 class Unproven(Exception):
@@ -60,15 +75,7 @@ def prove(
     optimizer's step, what is saved, and the batch's loss with that of the microbatches. After `seconds` it gives up;
     `note` is called now and then.
     """
-    start = time.perf_counter()
-
-    def tick() -> None:
-        if seconds is not None and time.perf_counter() - start > seconds:
-            raise Unproven(f"it takes longer than {seconds:g} s")
-        note()
-
-    given = Copies(model, criterion, optimizer, sample)
-    proving = _Proving(config, given, device, tick, seconds)
+    proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, seconds, note)
     kind, reason, refused = EXACT, "", False
     with undisturbed(device):
         try:
@@ -82,7 +89,7 @@ def prove(
         except Exception as error:
             logger.debug("the proof failed", exc_info=True)
             kind, reason = UNPROVEN, f"{type(error).__name__}: {error}"
-    return Proof(kind, reason, proving.counts, tuple(proving.but), time.perf_counter() - start, refused)
+    return Proof(kind, reason, proving.counts, tuple(proving.but), proving.elapsed, refused)
 
 
 class _Proving:
@@ -93,14 +100,27 @@ class _Proving:
         config: PipelineConfig,
         given: Copies,
         device: torch.device,
-        tick: Callable[[], None],
         seconds: float | None,
+        note: Callable[[], None],
     ) -> None:
-        self.config, self.given, self.device, self.tick, self.seconds = config, given, device, tick, seconds
+        self.start = time.perf_counter()
+        self.config, self.given, self.device, self.seconds, self.note = config, given, device, seconds, note
         self.counts: dict[str, int] = {}
         self.but: dict[str, None] = {}
         self.draws, self.fickle = False, frozenset[str]()
         self.m = 1 if config.num_microbatches == 1 else PARTS
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.start
+
+    def tick(self) -> None:
+        self._refuse_long(self.elapsed)
+        self.note()
+
+    def _refuse_long(self, needed: float) -> None:
+        if self.seconds is not None and needed > self.seconds:
+            raise Unproven(f"it takes longer than {self.seconds:g} s")
 
     def run(self) -> None:
         """In fp64 once more where it seems to differ: rounding shrinks with the precision, a mistake does not."""
@@ -125,9 +145,8 @@ class _Proving:
 
     def rows(self, batch: Batch, step: int) -> Batch:
         """The samples of a step: the first ones, then the last ones, backwards."""
-        n = min(ROWS, batch.rows)
-        first = range(n)
-        return batch.take(torch.tensor(range(batch.rows - 1, batch.rows - 1 - n, -1) if step else first))
+        order = range(batch.rows)
+        return batch.take(torch.tensor((order[::-1] if step else order)[:ROWS]))
 
     def _copy(self, dtype: torch.dtype | None = None) -> Copies:
         self.tick()
@@ -146,9 +165,7 @@ class _Proving:
         model, loss = self._unsplit()
         if not torch.isfinite(loss):
             raise Unproven(f"the unsplit model's loss is {float(loss)}")
-        needed = 5 * (time.perf_counter() - start)
-        if self.seconds is not None and needed > self.seconds:
-            raise Unproven(f"it takes longer than {self.seconds:g} s")
+        self._refuse_long(5 * (time.perf_counter() - start))
         self.draws = before != generators(self.device)
         if self.draws:  # by torch.seed() or the clock, another number each time
             self.fickle = differing(model, self._unsplit()[0])
@@ -192,15 +209,13 @@ class _Proving:
             comparison.loss(loss, expected, f"the loss {during}")
             comparison.gradients(*gradients(split, reference), during)
             for mine, theirs in zip(outputs.kept, made, strict=True) if step else ():
-                mine, theirs = named_leaves(mine), named_leaves(theirs)
-                tensors = {name: leaf for name, leaf in theirs.items() if isinstance(leaf, Tensor)}
-                split_tensors = {name: leaf for name, leaf in mine.items() if isinstance(leaf, Tensor)}
-                comparison.tensors(split_tensors, tensors, "outputs", f"of the output {during}")
+                what = f"of the output {during}"
+                comparison.tensors(output_tensors(mine), output_tensors(theirs), "outputs", what)
             compare_state(comparison, split, reference, during, self.fickle)
             self._compare_whole(comparison, split, self.rows(reference.own.sample, step), dtype)
             self._step(split, reference, optimizers)
             compare_trained(comparison, split, reference, f"after step {step + 1}")
-        self.counts = comparison.counts
+        self.counts = dict(comparison.counts)
 
     def _compare_whole(self, comparison: Comparison, split: Virtual, batch: Batch, dtype: torch.dtype | None) -> None:
         def evaluate(some: Batch, times: int) -> list[Evaluated]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.read import RowDims
@@ -28,10 +28,17 @@ from pipeshard.schedule.program import Action, Kind, Program
 from pipeshard.split.materialize import is_released, shard
 from pipeshard.split.partition import is_profile, named
 from pipeshard.split.policy import find_policy
-from pipeshard.verify.compare import Different
 from pipeshard.verify.reference import Copies
 
 Messages = dict[tuple[Kind, int, int], list[Tensor]]  # what an action has made for the next stage, or the one before
+
+
+class Different(Exception):
+    """The split model is not the unsplit one; says what differs, and in which part of a step, if that is known."""
+
+    def __init__(self, what: str, part: str = "") -> None:
+        super().__init__(what)
+        self.part = part
 
 
 class VirtualRank:
@@ -57,8 +64,7 @@ class VirtualRank:
         self.foreign = own.foreign()  # before anything is replaced
         self.names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
         shard(model, self.policy, device, True, seed)
-        held = {name: p for name, p in model.named_parameters() if not is_released(p)}
-        self.held: dict[str, nn.Parameter] = held
+        self.held = {name: p for name, p in model.named_parameters() if not is_released(p)}
         self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
         last, replay = config.num_stages - 1, self.policy.replay
         self.carry = Carry(model)

@@ -10,10 +10,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from pipeshard.batch.batch import Batch
 from pipeshard.batch.read import read_batch
 from pipeshard.errors import TraceError
 from pipeshard.graph.meter import Meter
-from pipeshard.planner.candidate import estimated, metered
+from pipeshard.planner.candidate import metered, unit_cost
+from pipeshard.split.partition import Cost
 from tests import zoo
 from tests.planner.saved import saved_bytes
 
@@ -116,6 +118,12 @@ def test_work_is_counted_by_hand() -> None:
     hidden = 4 * 8 * tokens
     assert sum(embed.kept.values()) == 0  # the indices are the batch's
     assert [sum(work.kept.values()) for work in (layer, head)] == [hidden, hidden]
+
+
+def estimated(model: nn.Module, batch: Batch) -> list[Cost]:
+    """The relative time of each unit call of one microbatch."""
+    flow, meter = metered(model, batch)
+    return [unit_cost(model.get_submodule(call.unit), work) for call, work in zip(flow.calls, meter.works, strict=True)]
 
 
 def test_weight_gradients_wait_where_the_layer_can_leave_them_out() -> None:

@@ -6,7 +6,8 @@ import torch
 
 from pipeshard import PipelinePlugin
 from pipeshard.batch.read import read_batch
-from pipeshard.verify.compare import EXACT, UNPROVEN, Proof, alone
+from pipeshard.verify.decide import alone
+from pipeshard.verify.proof import EXACT, UNPROVEN, Proof
 from pipeshard.verify.proof import prove as prove_model
 from tests.parity.build import batch, build
 from tests.parity.check import Verdict

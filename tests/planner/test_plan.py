@@ -14,9 +14,8 @@ from torch import nn
 from pipeshard import plan
 from pipeshard.errors import BatchError, ConfigurationError, PartitionError, UsageError
 from pipeshard.graph.units import find_units
-from pipeshard.planner.candidate import in_short
 from pipeshard.planner.memory import Memory, format_bytes, parse_bytes
-from pipeshard.planner.plan import Estimate, Plan
+from pipeshard.planner.plan import Estimate, Plan, in_short
 from pipeshard.planner.planner import recommend
 from tests import zoo
 from tests.planner.saved import saved_bytes

@@ -28,9 +28,8 @@ from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import VerificationError
 from pipeshard.split.partition import Boundary, boundaries
-from pipeshard.verify.compare import DIFFERENT, EXACT, UNPROVEN, Proof, alone
-from pipeshard.verify.decide import is_known
-from pipeshard.verify.proof import prove
+from pipeshard.verify.decide import alone, is_known
+from pipeshard.verify.proof import DIFFERENT, EXACT, UNPROVEN, Proof, prove
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import refusal

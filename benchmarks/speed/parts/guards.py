@@ -23,7 +23,7 @@ from pipeshard.engine import microbatches as planning
 from pipeshard.engine.stage import Stage
 from pipeshard.graph.snapshot import Flags
 from pipeshard.split.replay import Replay
-from pipeshard.verify.compare import alone
+from pipeshard.verify.decide import alone
 from pipeshard.verify.proof import prove
 
 TEXT = """\
