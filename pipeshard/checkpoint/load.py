@@ -60,7 +60,9 @@ class Conversion:
     def __init__(self, model: nn.Module, keys: Iterable[str], names: Iterable[str]) -> None:
         self.pieces: dict[str, Piece] = {}
         self.unexpected: list[str] = []
-        transforms = _transforms(model)
+        transforms: list[Any] = []  # none with transformers 4
+        if conversion_mapping is not None and isinstance(model, PreTrainedModel):
+            transforms += conversion_mapping.get_model_conversion_mapping(model)
         renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
         converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -94,13 +96,6 @@ def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not isinstance(model, PreTrainedModel):
         return kept
     return dict(core_model_loading.revert_weight_conversion(model, kept))
-
-
-def _transforms(model: nn.Module) -> list[Any]:
-    """None of them with transformers 4."""
-    if conversion_mapping is None or not isinstance(model, PreTrainedModel):
-        return []
-    return list(conversion_mapping.get_model_conversion_mapping(model))
 
 
 def _older(model: nn.Module) -> Iterable[tuple[str, str]]:

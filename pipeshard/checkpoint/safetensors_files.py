@@ -54,7 +54,7 @@ class Source:
         self._open: tuple[Path, Any] | None = None
         files, listed = _files(path)
         for file in files:
-            shapes = self._gguf(file, model) if path.suffix == ".gguf" else self._shapes(file)
+            shapes = self._shapes(file, model)
             self.shapes |= shapes
             self._files |= dict.fromkeys(shapes, file)
         if lost := sorted(listed.keys() - self.shapes.keys()):
@@ -81,24 +81,16 @@ class Source:
         order = {file: k for k, file in enumerate(dict.fromkeys(self._files.values()))}
         return sorted(keys, key=lambda key: order[self._files[key]])
 
-    def _shapes(self, file: Path) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, file: Path, model: nn.Module | None) -> dict[str, tuple[int, ...]]:
         if file.suffix in PICKLED:
             self._states[file] = _unpickled(file)
+        elif self.path.suffix == ".gguf":
+            self._states[file] = _from_gguf(file, model)
+        if file in self._states:
             return {key: tuple(tensor.shape) for key, tensor in self._states[file].items()}
         content = opened(file)
         with _named(file):
             return {key: tuple(content.get_slice(key).get_shape()) for key in content.keys()}  # noqa: SIM118
-
-    def _gguf(self, file: Path, model: nn.Module | None) -> dict[str, tuple[int, ...]]:
-        """All of it, for llama.cpp's names and order of rows are transformers' to undo."""
-        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-        try:
-            found = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)
-        except Exception as error:  # gguf checks little of what it reads
-            raise CheckpointError(f"{file} cannot be read as GGUF: {type(error).__name__}: {error}") from error
-        self._states[file] = found["tensors"]
-        return {key: tuple(tensor.shape) for key, tensor in self._states[file].items()}
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
@@ -165,6 +157,16 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
     if hollow := [key for key, value in state.items() if not has_content(value)]:
         raise CheckpointError(f"{file} has no values for {short(hollow[0])}: pass the weights of a model")
     return state
+
+
+def _from_gguf(file: Path, model: nn.Module | None) -> dict[str, Tensor]:
+    """All of it, for llama.cpp's names and order of rows are transformers' to undo."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    try:
+        return load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+    except Exception as error:  # gguf checks little of what it reads
+        raise CheckpointError(f"{file} cannot be read as GGUF: {type(error).__name__}: {error}") from error
 
 
 def join(parts: Sequence[Path], target: Path) -> None:

@@ -228,11 +228,10 @@ def saved_names(model: nn.Module) -> dict[str, str]:
     """The name under which each parameter is saved, by its first name: of tied ones, that which the architecture ties
     the others to."""
     patterns = _tied_patterns(model)
-
-    def main(names: tuple[str, ...]) -> str:
-        return next((name for name in names if not any(p.search(name) for p in patterns)), names[0])
-
-    return {first: main(names) for first, names in names_of(model).items()}
+    return {
+        first: next((name for name in names if not any(pattern.search(name) for pattern in patterns)), first)
+        for first, names in names_of(model).items()
+    }
 
 
 def copied_names(model: nn.Module) -> dict[str, str]:

@@ -142,14 +142,10 @@ def lock(parent: Path, owner: Any) -> None:
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} of {socket.gethostname()}\n".encode(), 0)
     _held[key] = handle
-    weakref.finalize(owner, _unlock, key)
+    weakref.finalize(owner, lambda: os.close(_held.pop(key)))
 
 
 _held: dict[str, int] = {}  # of this process, by folder: to close any other handle of the file would give the lock back
-
-
-def _unlock(key: str) -> None:
-    os.close(_held.pop(key))
 
 
 @dataclass
@@ -158,28 +154,24 @@ class StateSave(Save):
 
     writing: Path  # the hidden folder
     model: FolderSave | None  # on the ranks of the first replica
-    optimizer: tuple[list[FileContent], dict[str, Any] | None] | None  # of `part_of`
+    optimizer: tuple[list[FileContent], dict[str, Any] | None]  # of `part_of`
     rest: dict[str, Any] | None  # on the first rank: what training.pt holds
     step: int
     pipeline_stages: int
     finish: Callable[[], None]  # on the first rank, once the state is complete
 
     def write(self) -> None:
-        optimizer, rest = self.writing / OPTIMIZER, self.writing / REST
+        own: list[Path] = []
         if self.model is not None:
             self.model.write()
-        own: list[Path] = []
-        if self.optimizer is not None:
-            files, description = self.optimizer
-            own += write_files(files, optimizer, self.stage)
-            if description is not None:
-                torch.save(description, optimizer / DESCRIPTION)
-                own.append(optimizer / DESCRIPTION)
-        if self.rest is not None:
-            torch.save(self.rest, rest)
-            own.append(rest)
-        shards = [] if self.model is None else [self.model.target / name for name in self.model.parts]
-        own += [shard for shard in shards if shard.exists()]  # a single one is still hidden
+            shards = [self.model.target / name for name in self.model.parts]
+            own += [shard for shard in shards if shard.exists()]  # a single one is still hidden
+        files, description = self.optimizer
+        own += write_files(files, self.writing / OPTIMIZER, self.stage)
+        for content, file in (description, self.writing / OPTIMIZER / DESCRIPTION), (self.rest, self.writing / REST):
+            if content is not None:
+                torch.save(content, file)
+                own.append(file)
         sums = {str(path.relative_to(self.writing)): sum_of(path) for path in own}
         self.beside(f"sums{self.stage}").write_text(json.dumps(sums))
 

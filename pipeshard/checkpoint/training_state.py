@@ -139,7 +139,7 @@ def _planned(
             for folder in (MARKS, MODEL, OPTIMIZER) if optimizer is not None else (MARKS, MODEL):
                 (writing / folder).mkdir(parents=True)
     folder_save = io_of(model).planned(model, writing / MODEL)
-    part = None if optimizer is None else part_of(optimizer)
+    part = ([], None) if optimizer is None else part_of(optimizer)
     with together(world):
         copied = copy.deepcopy(rest()) if first else None
     return StateSave(

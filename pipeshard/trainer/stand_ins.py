@@ -39,8 +39,6 @@ class Boosts(Protocol):
 
     def boosted_optimizer(self, optimizer: Any) -> PipelineOptimizer: ...
 
-    def unwrapped(self, model: Any) -> Any: ...
-
 
 class PipelineAccelerator(Accelerator):
     """An Accelerator of which the processes are the replicas of a pipeline, or just one inside `alone()`."""
@@ -167,7 +165,9 @@ class PipelineAccelerator(Accelerator):
         return self.trainer.boosted_optimizer(None).skipped
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return model.unwrap() if isinstance(model, PipelineModel) else self.trainer.unwrapped(model)
+        if isinstance(model, PipelineModel):
+            return model.unwrap()
+        return model.module if isinstance(model, StandIn) else model
 
 
 def _ones(tensor: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from pipeshard.trainer.checkpoint import (
 )
 from pipeshard.trainer.objective import ITEMS, Objective, Preferences
 from pipeshard.trainer.refusals import cut, refuse, refuse_class
-from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages, StandIn
+from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages
 
 # The private names of transformers.Trainer that are overridden here; none is called. Nothing else of it is taken for
 # granted but what it documents.
@@ -141,9 +141,6 @@ class Loop(Trainer):
         if made is None or (optimizer is not None and optimizer not in (made, made.optim)):
             raise UsageError(f"this {type(optimizer).__name__} is not the optimizer of the model that is trained")
         return made
-
-    def unwrapped(self, model: Any) -> Any:
-        return model.module if isinstance(model, StandIn) else model
 
     # data
 
