@@ -10,7 +10,7 @@ from torch import nn
 from pipeshard.batch.criterion import Criterion
 from pipeshard.errors import ConfigurationError, PartitionError
 from pipeshard.planner.candidate import Candidate, Subject
-from pipeshard.planner.memory import Training, format_bytes, parse_bytes
+from pipeshard.planner.memory import Training, check_positive, format_bytes, parse_bytes
 from pipeshard.planner.plan import Estimate
 from pipeshard.planner.planner import NEAR, SIMPLEST, attempt, first_microbatch, schedules, study
 from pipeshard.planner.profile import Profile
@@ -74,10 +74,7 @@ def layouts(
     """
     most = ranks if pp_size is None else pp_size
     sizes = {"ranks": ranks, "global_batch": global_batch, "microbatch_size": microbatch_size, "pp_size": most}
-    sizes |= {"tp_size": tp_size}
-    for name, value in sizes.items():
-        if not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"{name} must be a positive integer, got {value!r}")
+    check_positive(**sizes, tp_size=tp_size)
     ranks, alone = divmod(ranks, tp_size)
     if alone:
         raise ConfigurationError(f"tp_size={tp_size} does not divide the {sizes['ranks']} ranks: choose one that does")

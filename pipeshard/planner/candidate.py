@@ -210,9 +210,9 @@ class Subject:
         return self.training.takes(parameters, self.forms)
 
     def replicated(self, dp_size: int) -> "Subject":
-        """The same with so many replicas."""
+        """The same with so many replicas, and the same policies."""
         training = replace(self.training, dp_size=dp_size)
-        return replace(self, training=training, footprint=self.footprint.trained(training), policies=self.policies)
+        return replace(self, training=training, footprint=self.footprint.trained(training))
 
     def cut(self, partition: Cuts, placement: tuple[int, ...]) -> Policy:
         """The policy that cuts the model so; schedules of one placement share it."""

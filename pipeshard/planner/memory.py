@@ -3,10 +3,12 @@
 import bisect
 import copy
 import itertools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Container, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,8 +18,8 @@ from pipeshard.errors import ConfigurationError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.meter import Meter
 from pipeshard.graph.shapes import TensorSpec, is_trainable
-from pipeshard.graph.taint import Value
 from pipeshard.schedule.program import Action, Kind
+from pipeshard.split.partition import live_values
 
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 UNITS |= {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "tib": 2**40}  # as Slurm and nvidia-smi are told
@@ -40,6 +42,13 @@ def format_bytes(size: float) -> str:
         del units[0]
     digits = 0 if units[0] == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
     return f"{size:.{digits}f} {units[0]}"
+
+
+def check_positive(**sizes: Any) -> None:
+    """Raises ConfigurationError for what is not a positive integer."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ConfigurationError(f"{name} must be a positive integer, got {size!r}")
 
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}  # states of a parameter, each as large as its gradient
@@ -108,9 +117,7 @@ class Training:
             raise ConfigurationError(f"optimizer={self.optimizer!r} is unknown: use one of {list(OPTIMIZERS)}")
         check_precision(self.precision, autocast=False)
         check_replicas(self.zero_stage, self.fsdp)
-        for name in ("dp_size", "tp_size"):
-            if not isinstance(size := getattr(self, name), int) or size < 1:
-                raise ConfigurationError(f"{name} must be a positive integer, got {size!r}")
+        check_positive(dp_size=self.dp_size, tp_size=self.tp_size)
 
     def __str__(self) -> str:
         low = "" if self.precision == "fp32" else f", precision {self.precision}"
@@ -191,8 +198,9 @@ class Footprint:
         for call, keys in enumerate(kept):
             for key in keys:
                 self._where[key].append(call)
-        self._entering = [
-            {meter.same.get(value, value): size for value, size in entering.items()} for entering in _entering(flow)
+        self._entering = [  # for a cut before each call, the values that cross it and get a gradient back
+            {meter.same.get(value, value): tensor_bytes(flow.spec(value)) for value in values & flow.receiving}
+            for values in live_values(flow, range(self.last), self.last + 1, flow.needed())
         ]
         totals = [[sum(work.kept.values()) for work in each.works] for each in (plain or meter, meter)]
         self._recomputed = [whole - left for whole, left in zip(*totals, strict=True)]
@@ -237,23 +245,9 @@ class Footprint:
         return end + 1 if end == self.last else end
 
 
-def _entering(flow: Dataflow) -> list[dict[Value, int]]:
-    """For a cut before each call, the values that cross it and get a gradient back, and their bytes."""
-    needed = [call.reads.values for call in flow.calls] + [flow.needed().values]
-    entering: list[dict[Value, int]] = [{} for _ in needed]
-    for reader, values in enumerate(needed):
-        for value in values & flow.receiving:
-            for cut in range(value.call + 1, reader + 1):
-                entering[cut][value] = tensor_bytes(flow.spec(value))
-    return entering
-
-
 def tensor_bytes(spec: TensorSpec) -> int:
     """The bytes of a tensor of this shape and dtype."""
-    size: int = spec.dtype.itemsize
-    for length in spec.shape:
-        size *= length
-    return size
+    return spec.dtype.itemsize * math.prod(spec.shape)
 
 
 class _Union:

@@ -79,7 +79,7 @@ def _config(source: str, fields: dict[str, Any]) -> Any:
             config = AutoConfig.for_model(source, **fields)
             known = AutoConfig.for_model(source)
             unknown = {key for key in fields if not hasattr(known, key)}
-    except Exception as error:
+    except Exception as error:  # whatever the class of a config raises on values
         raise ConfigurationError(_what(source, path, error)) from error
     if unknown:
         key = min(unknown)
@@ -95,7 +95,7 @@ def _of_hub(name: str) -> Path:
     """The config of a model that the Hugging Face hub has under this name, if it was downloaded."""
     try:
         return Path(hf_hub_download(name, "config.json", local_files_only=True))
-    except Exception:
+    except (OSError, ValueError):
         raise ConfigurationError(
             f"{name} is not there: pass a folder, a config.json or a model type, or, of a model of the Hugging Face "
             f"hub, download its config once by huggingface_hub.hf_hub_download({name!r}, 'config.json')"

@@ -131,10 +131,9 @@ class Plan:
 
     Sizes are in bytes. Times are in `unit`: "seconds" where units were measured or `tflops` was given; else "relative":
     what one microbatch takes in all, divided by p, is 1, so that a step without any idle time takes `num_microbatches`.
-    `latency` is the time that a message takes. `stages` are those
-    of `schedule`, which is the `recommended` one (for the `reason` given) unless another was asked for. `counts` may
-    be given to the plugin as `partition`. `training` is what is counted beside the
-    parameters, `limit` the memory of a device, if one was given.
+    `latency` is the time that a message takes. `stages` are those of `schedule`, which is the `recommended` one (for
+    the `reason` given) unless another was asked for. `counts` may be given to the plugin as `partition`. `training` is
+    what is counted beside the parameters, `limit` the memory of a device, if one was given.
     """
 
     model: str

@@ -18,9 +18,9 @@ from pipeshard.errors import ConfigurationError, PartitionError, UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import can_recompute, recomputes
 from pipeshard.planner.candidate import Candidate, Subject, metered, unit_cost
-from pipeshard.planner.memory import Footprint, Forms, Training, format_bytes, parse_bytes
+from pipeshard.planner.memory import Footprint, Forms, Training, check_positive, format_bytes, parse_bytes
 from pipeshard.planner.plan import Estimate, Plan
-from pipeshard.planner.profile import Profile, find_profile
+from pipeshard.planner.profile import Profile, find_profile, shapes_of
 from pipeshard.schedule.program import SCHEDULES, num_chunks
 from pipeshard.split.partition import Cost, Cuts, named
 from pipeshard.split.policy import Policy, find_policy
@@ -162,7 +162,7 @@ def plan(
         parameters=sum(p.numel() for p in model.parameters()),
         pp_size=pp_size,
         num_microbatches=m,
-        microbatch={path: tuple(tensor.shape) for path, tensor in microbatch.tensors.items()},
+        microbatch=shapes_of(microbatch),
         training=training,
         limit=limit,
         partition=partition if isinstance(partition, str) else ", ".join(map(str, partition)),
@@ -201,8 +201,12 @@ def study(
         recomputed = any(map(recomputes, units))
         plain = metered(model, microbatch, criterion, recompute=False, cuts=cuts)[1] if recomputed else None
         measured = _profile(profile, partition, model, flow, microbatch, criterion)
-    policy = policy or find_policy(model)
-    forms = Forms(lowered, _sliced(model, flow, training.tp_size, tp_plan, policy))
+    policy, sliced = policy or find_policy(model), dict[nn.Parameter, int]()
+    if training.tp_size > 1:
+        check_tp_plan(tp_plan)
+        styles = plan_of(model, training.tp_size, tp_plan, policy.tp_plan)
+        sliced = sliced_sizes(model, {call.unit for call in flow.calls}, training.tp_size, styles)
+    forms = Forms(lowered, sliced)
     costs = measured.times if measured else [unit_cost(*call) for call in zip(units, meter.works, strict=True)]
     return Subject(
         model=model,
@@ -235,17 +239,6 @@ def timed(subject: Subject, tflops: float | None, bandwidth: str | int | None) -
     return subject
 
 
-def _sliced(
-    model: nn.Module, flow: Dataflow, tp_size: int, tp_plan: Mapping[str, str] | None, policy: type[Policy]
-) -> dict[nn.Parameter, int]:
-    """How many numbers a rank has of each parameter that is sliced."""
-    if tp_size == 1:
-        return {}
-    check_tp_plan(tp_plan)
-    plan = plan_of(model, tp_size, tp_plan, policy.tp_plan)
-    return sliced_sizes(model, {call.unit for call in flow.calls}, tp_size, plan)
-
-
 def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | Estimate:
     """The model cut for this schedule, or an estimate that says why it cannot be, or the plugin would not run it."""
     try:
@@ -270,9 +263,7 @@ def first_microbatch(
 ) -> tuple[Batch, int]:
     """The first microbatch, and how many there are."""
     sizes = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size, "seq_len": seq_len}
-    for name, value in sizes.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigurationError(f"{name} must be a positive integer, got {value!r}")
+    check_positive(**{name: size for name, size in sizes.items() if size is not None})
     if batch is None:
         if num_microbatches is None:
             raise ConfigurationError("without a batch, num_microbatches says how many microbatches a step has")

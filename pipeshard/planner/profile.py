@@ -171,9 +171,9 @@ class Profile:
 
     def check(self, model: nn.Module, flow: Dataflow, microbatch: Batch) -> None:
         """Raises ConfigurationError if the profile is of another model, or of microbatches of other sizes."""
-        self._refuse("model classes", self.model, type(model).__name__)
+        self._refuse("model classes", (self.model,), (type(model).__name__,))
         self.costs(flow)
-        self._refuse("microbatches", self.microbatch, _shapes(microbatch))
+        self._refuse("microbatches", self.microbatch, shapes_of(microbatch))
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
@@ -247,7 +247,7 @@ def profile_units(
     profile = Profile(
         model=type(model).__name__,
         units=tuple(call.unit for call in now.calls),
-        microbatch=_shapes(microbatch),
+        microbatch=shapes_of(microbatch),
         torch=torch.__version__,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         times=tuple(completed),
@@ -270,7 +270,7 @@ def find_profile(
 def _timed(stopwatch: Stopwatch, repeats: int, model: nn.Module) -> Cost | None:
     try:
         return stopwatch.median(repeats)
-    except Exception as error:
+    except Exception as error:  # whatever a unit raises on such values
         name = next(name for name, module in model.named_modules() if module is stopwatch.unit)
         warnings.warn(
             f"unit {name} ({type(stopwatch.unit).__name__}) does not run on made-up values, so its time is estimated "
@@ -293,7 +293,8 @@ def _completed(measured: Sequence[Cost | None], estimates: Sequence[Cost]) -> li
     ]
 
 
-def _shapes(microbatch: Batch) -> dict[str, tuple[int, ...]]:
+def shapes_of(microbatch: Batch) -> dict[str, tuple[int, ...]]:
+    """Of its tensors, by name."""
     return {path: tuple(tensor.shape) for path, tensor in microbatch.tensors.items()}
 
 
@@ -302,10 +303,9 @@ def _difference(measured: Any, now: Any) -> str:
     if isinstance(now, dict):
         name = next(name for name in [*measured, *now] if measured.get(name) != now.get(name))
         return f"{name} is {now.get(name)}, not {measured.get(name)}"
-    if isinstance(now, tuple) and len(measured) != len(now):
+    if len(measured) != len(now):
         return f"{len(now)}, not {len(measured)}"
-    pairs = zip(measured, now) if isinstance(now, tuple) else [(measured, now)]
-    was, is_now = next((a, b) for a, b in pairs if a != b)
+    was, is_now = next((a, b) for a, b in zip(measured, now) if a != b)
     return f"{is_now}, not {was}"
 
 

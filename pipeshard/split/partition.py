@@ -244,13 +244,14 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
     for first, last in flow.together:
         if stages[first] != stages[last]:
             raise TraceError(f"in this mode, or with this batch, {_recomputed(flow, first, last)}")
-    live = _alive(flow, stages, num_stages, everything)
-    wanted = live if not outputs else _alive(flow, stages, num_stages, loss)
+    live = live_values(flow, stages, num_stages, everything)
+    wanted = live if not outputs else live_values(flow, stages, num_stages, loss)
     returning = [values & flow.receiving for values in wanted]
     return [Boundary(tuple(sorted(live[s])), tuple(sorted(returning[s]))) for s in range(num_stages)]
 
 
-def _alive(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Reads) -> list[set[Value]]:
+def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Reads) -> list[set[Value]]:
+    """The values that cross into each stage; `final` is what the end of the last one reads."""
     live: list[set[Value]] = [set() for _ in range(num_stages)]
     readers = [(call.reads.values, stage) for call, stage in zip(flow.calls, stages, strict=True)]
     for values, reader in [*readers, (final.values, num_stages - 1)]:

@@ -18,7 +18,7 @@ from pipeshard.errors import ConfigurationError, hint
 from pipeshard.graph.units import Interception, Sliced
 from pipeshard.hf import DROPOUTS, HEADS, without_adapters
 from pipeshard.private import StridedShard
-from pipeshard.split.ties import kept_tied, names_of
+from pipeshard.split.ties import first_names, kept_tied, names_of
 
 DIVIDE = "divide:"  # and names of attributes: numbers of heads or features that a forward takes from its module
 CONV1D: dict[str, dict[str, Any]] = {
@@ -203,7 +203,7 @@ def slice_parameters(
     where the plan slices it in two ways, stays whole. Returns the names of whole parameters whose gradients the ranks
     have to add up.
     """
-    first = {name: names[0] for names in names_of(model).values() for name in names}
+    first = first_names(model)
     modules = dict(model.named_modules())
     sliced = {name for name in plan if first.get(name) in held and _is_inside(name, units)}
     with kept_tied(model):

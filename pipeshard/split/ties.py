@@ -94,15 +94,20 @@ def share_weights(
                 raise ConfigurationError(unknown(argument, name, type(model).__name__, parameters, "parameters"))
         first = parameters[names[0]]
         for name in names[1:]:
-            if (other := parameters[name]) is not first:
-                _refuse_unlike(names[0], first, name, other, argument)
-                if warns and not (first.is_meta or other.is_meta) and not torch.equal(first.detach(), other.detach()):
-                    logger.warning(
-                        "%s: %s and %s have different values, those of %s stay", argument, names[0], name, names[0]
-                    )
-                with kept_tied(model):
-                    put_parameter(model, name, first)
-                became[other] = first
+            if (other := parameters[name]) is first:
+                continue
+            if (first.shape, first.dtype) != (other.shape, other.dtype):
+                raise ConfigurationError(
+                    f"{argument}: {names[0]} is {tuple(first.shape)} {first.dtype}, {name} {tuple(other.shape)} "
+                    f"{other.dtype}: only parameters of one shape and dtype can be one"
+                )
+            if warns and not (first.is_meta or other.is_meta) and not torch.equal(first.detach(), other.detach()):
+                logger.warning(
+                    "%s: %s and %s have different values, those of %s stay", argument, names[0], name, names[0]
+                )
+            with kept_tied(model):
+                put_parameter(model, name, first)
+            became[other] = first
     return {old: _end(new, became) for old, new in became.items()}
 
 
@@ -110,14 +115,6 @@ def _end(parameter: nn.Parameter, became: Mapping[nn.Parameter, nn.Parameter]) -
     while parameter in became:
         parameter = became[parameter]
     return parameter
-
-
-def _refuse_unlike(first: str, kept: nn.Parameter, name: str, other: nn.Parameter, argument: str) -> None:
-    if (kept.shape, kept.dtype) != (other.shape, other.dtype):
-        raise ConfigurationError(
-            f"{argument}: {first} is {tuple(kept.shape)} {kept.dtype}, {name} {tuple(other.shape)} {other.dtype}: "
-            "only parameters of one shape and dtype can be one"
-        )
 
 
 def analyze_tied_weights(

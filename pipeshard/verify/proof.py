@@ -86,7 +86,7 @@ def prove(
             kind, reason = UNPROVEN, str(error)
         except PipeshardError as error:  # booster.boost, or the first step, says the same
             kind, reason, refused = UNPROVEN, f"{type(error).__name__}: {error}", True
-        except Exception as error:
+        except Exception as error:  # whatever the user's code raises, or copying it
             logger.debug("the proof failed", exc_info=True)
             kind, reason = UNPROVEN, f"{type(error).__name__}: {error}"
     return Proof(kind, reason, proving.counts, tuple(proving.but), proving.elapsed, refused)
@@ -137,7 +137,7 @@ class _Proving:
                 pass
             except Unproven:
                 raise
-            except Exception as error:
+            except Exception as error:  # of whatever kind: it proves nothing
                 logger.debug("the proof in fp64 failed: %s: %s", type(error).__name__, error)
             else:
                 return
@@ -179,7 +179,7 @@ class _Proving:
             loss, _ = reference.step([self.rows(own.sample, 0)], [1.0], (SEED, 0), self.tick)
         except NoLoss:
             raise Unproven("nothing gives a loss to train on") from None
-        except Exception as error:
+        except Exception as error:  # whatever the user's model raises
             raise Unproven(f"the unsplit model does not run on its batch: {type(error).__name__}: {error}") from error
         return own.model, loss
 
@@ -228,7 +228,7 @@ class _Proving:
                 but = compare_whole(comparison, batch, self.m, split, evaluate)
             except (Different, Unproven):
                 raise
-            except Exception as error:
+            except Exception as error:  # whatever a model raises on other samples
                 but = f"{type(error).__name__}: {error}"
             if but:
                 self.but[f"the loss of the whole batch ({but})"] = None
@@ -240,7 +240,7 @@ class _Proving:
                 for rank in split.ranks:
                     rank.narrow()
                 return [reference.own.optimizer, *(rank.optimizer for rank in split.ranks)]
-            except Exception as error:
+            except Exception as error:  # whatever an optimizer raises when it is narrowed
                 self.but[f"the optimizer's step ({type(error).__name__}: {error})"] = None
         trained = [reference.model.parameters(), *(rank.held.values() for rank in split.ranks)]
         own = [[p for p in parameters if p.requires_grad] for parameters in trained]
@@ -271,7 +271,7 @@ class _Proving:
             return difference
         try:
             where = first_unit(*self._sides(None), self.rows, self.m, (SEED, 0), self.tick)
-        except Exception as error:
+        except Exception as error:  # the difference stands without its place
             logger.debug("the difference was not located: %s: %s", type(error).__name__, error)
             return difference
         return Different(f"{difference}. {where or BEGINS[difference.part]}")

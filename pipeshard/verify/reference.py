@@ -38,10 +38,8 @@ class Copies:
         Functions that carry something with them (hooks, lambdas) are copied with it: else all copies would write to
         the one dict of the user's. Raises what deepcopy raises for what cannot be copied.
         """
-        memo: dict[int, Any] = {}
         closures = {id(f): f for f in _functions(self.model, self.criterion, self.optimizer)}
-        for function in closures.values():
-            memo[id(function)] = _hollow(function)
+        memo: dict[int, Any] = {key: _hollow(function) for key, function in closures.items()}
         memo |= {id(tensor): tensor.detach().clone() for tensor in _made(self.model)}
         model, criterion = copy.deepcopy((self.model, self.criterion), memo)
         _copy_hooks(self.model, model, memo)

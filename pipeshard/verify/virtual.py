@@ -86,9 +86,8 @@ class VirtualRank:
     def step(self, batch: Batch, m: int, program: Program, outputs: Outputs, at: tuple[int, int]) -> Iterator[None]:
         """Around the actions of a step, which is the `at`: (seed, number)."""
         self.policy.replace_forward()
-        seed, number = at
         splits = {s: program.splits(s) for s in self.stages}
-        with self.policy.replay.randomness.step(seed, number):
+        with self.policy.replay.randomness.step(*at):
             exact = self.config.has_exact_loss
             if exact and self.planner.unproven(batch, m, self.criterion):
                 self.planner.learn(batch, batch.split(m)[0], self.criterion)
