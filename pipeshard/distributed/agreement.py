@@ -18,7 +18,7 @@ from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.schedule.program import Program
 
 PACKAGES = ("pipeshard", "torch", "transformers", "colossalai", "peft", "accelerate")
-PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None), Program)  # what repr tells all of
 
 
 def compare_ranks(items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
@@ -86,6 +86,4 @@ def _text(value: Any) -> str:
         return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple | range):
         return "[" + ", ".join(map(_text, value)) + "]"
-    if isinstance(value, Program):
-        return repr(value)
     return getattr(value, "__qualname__", None) or type(value).__qualname__

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from pipeshard.distributed.progress import NOW, Progress
+from pipeshard.distributed.progress import NOW
 from pipeshard.distributed.watching import calling, named
 from pipeshard.errors import MessageError, UsageError
 from pipeshard.private import StridedShard
@@ -33,7 +33,7 @@ def encode(value: Any) -> bytes:
     try:
         torch.save(value, buffer)
         decode(buffer.getvalue())
-    except Exception as error:
+    except Exception as error:  # whatever the value's own class raises, where it is written
         raise MessageError(
             f"this {type(value).__name__} is not made of tensors, numbers and strings alone: {reason(error)}"
         ) from error
@@ -90,18 +90,23 @@ def first_seed(group: dist.ProcessGroup) -> int:
     return int(gather(torch.tensor([torch.initial_seed() % 2**63]), group)[0])
 
 
+def _content(value: Any) -> tuple[bytes, bool]:
+    """What the others are to learn: the value as bytes, or else, and then True, why it cannot be sent."""
+    try:
+        return encode(value), False
+    except MessageError as error:
+        return str(error).encode(errors="backslashreplace"), True
+
+
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     """What every rank of `group` has, in their order; nothing that comes from another rank is run.
 
     Raises MessageError, on every rank, where one has what is not made of tensors, numbers and strings alone.
     """
-    try:
-        content, flawed = encode(value), False
-    except MessageError as error:  # which the others have to learn instead
-        content, flawed = str(error).encode(errors="backslashreplace"), True
+    content, flawed = _content(value)
     heads = gather(torch.tensor([len(content), flawed]), group).tolist()
-    padded = torch.zeros(max(length for length, _ in heads), dtype=torch.uint8)
-    padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    content = content.ljust(max(length for length, _ in heads), b"\0")
+    padded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     contents = [row[:length].numpy().tobytes() for row, (length, _) in zip(gather(padded, group), heads)]
     for rank, (content, (_, flawed)) in enumerate(zip(contents, heads)):
         if flawed:
@@ -114,19 +119,11 @@ def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
 
     Raises MessageError, on every rank, where that is not made of tensors, numbers and strings alone.
     """
-    content, flaw = b"", ""
-    if dist.get_rank() == source:
-        try:
-            content = encode(value)
-        except MessageError as error:  # which the others have to learn instead
-            flaw = str(error)
-            content = flaw.encode(errors="backslashreplace")
-    group, head = control(group), torch.tensor([len(content), bool(flaw)])
+    content, flawed = _content(value) if dist.get_rank() == source else (b"", False)
+    group, head = control(group), torch.tensor([len(content), flawed])
     broadcast_bytes(head, source, group)
     length, flawed = head.tolist()
-    sent = torch.zeros(length, dtype=torch.uint8)
-    if content:
-        sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    sent = torch.frombuffer(bytearray(content or length), dtype=torch.uint8)
     broadcast_bytes(sent, source, group)
     received = sent.numpy().tobytes()
     if flawed:
@@ -216,11 +213,6 @@ def slice_like(value: Tensor, tensor: Tensor) -> Tensor:
     return local(placed)
 
 
-def call_of(progress: Progress) -> tuple[int, int]:
-    """A number for the call that runs, and how many have begun."""
-    return zlib.crc32(progress.call.encode()), progress.number
-
-
 def compare_calls(calls: Sequence[tuple[int, ...]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
     """Raise UsageError where ranks are at other calls, or after another number of them."""
     if len(set(calls)) > 1:
@@ -238,17 +230,11 @@ MOST = 8  # numbers that each rank may bring to a meeting
 def meet(group: dist.ProcessGroup, named: Callable[[int], str], numbers: Sequence[int] = ()) -> list[list[int]]:
     """The numbers of every rank at the beginning of a call, 8 at most; all ranks raise UsageError where they are not
     at the same call."""
-    message = torch.tensor([*call_of(NOW), *numbers, *[0] * (MOST - len(numbers))])
+    call = zlib.crc32(NOW.call.encode()), NOW.number
+    message = torch.tensor([*call, *numbers, *[0] * (MOST - len(numbers))])
     rows = gather(message, group).tolist()
     compare_calls([tuple(row[:2]) for row in rows], group, named)
     return [row[2 : 2 + len(numbers)] for row in rows]
-
-
-def meet_in_world() -> None:
-    """All ranks of the world are at the same call, or all raise UsageError."""
-    world = dist.group.WORLD
-    assert world is not None
-    meet(world, named)
 
 
 @contextmanager
@@ -256,5 +242,7 @@ def together_in(name: str) -> Iterator[None]:
     """A call of the user's that every rank has to make, as the same one after the same others; also a decorator."""
     with calling(name) as is_call:
         if is_call:
-            meet_in_world()
+            world = dist.group.WORLD
+            assert world is not None
+            meet(world, named)
         yield

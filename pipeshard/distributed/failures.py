@@ -241,12 +241,11 @@ def abort_groups() -> None:
     with them all that is on its way there; one over a connection that is broken already does not. Without this a
     process whose messages nobody takes would not even end: the threads that carry them are joined at its end.
     """
-    groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
     backends: list[tuple[dist.ProcessGroup, Any]] = [
         (group, group._get_backend(torch.device(device)))
-        for group in groups
+        for group in dist.distributed_c10d._world.pg_map
+        if isinstance(group, dist.ProcessGroup) and group.size() > 1
         for device in sorted({str(device) for device in group._device_types})
-        if group.size() > 1
     ]
     _abort([backend for _, backend in backends if backend.name() != "gloo"])
     for group, backend in backends:

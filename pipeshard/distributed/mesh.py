@@ -21,6 +21,10 @@ from pipeshard.errors import ConfigurationError
 Coordinate = tuple[int, ...]
 Axes = int | Sequence[int]
 Indices = Sequence[int] | Sequence[Sequence[int]]
+NEEDED = (
+    "call torch.distributed.init_process_group(...) first, in a script that is started by torchrun --nproc-per-node N "
+    "script.py"
+)
 logger = logging.getLogger("pipeshard")
 
 
@@ -43,10 +47,7 @@ class ProcessGroupMesh:
 
     def __init__(self, *size: int) -> None:
         if not dist.is_initialized():
-            raise ConfigurationError(
-                "A mesh needs a world: call torch.distributed.init_process_group(...) first, in a script that is "
-                "started by torchrun --nproc-per-node N script.py."
-            )
+            raise ConfigurationError(f"A mesh needs a world: {NEEDED}.")
         if not size or min(size) < 1 or math.prod(size) != dist.get_world_size():
             raise ConfigurationError(f"{size}: choose sizes whose product is {dist.get_world_size()}, the world size.")
         self.shape: Coordinate = size
@@ -287,10 +288,7 @@ def num_replicas(pp_size: int, dp_size: int | None, tp_size: int) -> int:
     Raises ConfigurationError where the sizes do not multiply to that of the world, or there is none.
     """
     if not dist.is_initialized():
-        raise ConfigurationError(
-            "a pipeline needs a world: call torch.distributed.init_process_group(...) first, in a script that is "
-            "started by torchrun --nproc-per-node N script.py"
-        )
+        raise ConfigurationError(f"a pipeline needs a world: {NEEDED}")
     world, one = dist.get_world_size(), pp_size * tp_size
     if world % one or (dp_size or world // one) * one != world:
         sizes = f"pp_size={pp_size}" + (f" and tp_size={tp_size}" if tp_size > 1 else "")

@@ -79,6 +79,11 @@ class Progress:
         self.call, self.action, self.waits, self.since, self.in_flight = "", None, (), time.monotonic(), False
 
     @property
+    def present(self) -> int:
+        """The number of the call that runs, or of the next one between two."""
+        return self.number + (not self.call)
+
+    @property
     def where(self) -> str:
         """As in `execute_pipeline, F3@2 (forward of microbatch 3 on stage 2)`."""
         if not self.call:

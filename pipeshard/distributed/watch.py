@@ -164,7 +164,7 @@ class Watch:
         with contextlib.suppress(RuntimeError, ValueError):
             if not NOW.call and self.fault is None and self._is_last:
                 fault = self._own(kind, message)
-                self._alarm.ask(lambda: self._alarm.tell(fault, NOW.number + 1))
+                self._alarm.ask(lambda: self._alarm.tell(fault, NOW.present))
 
     def ended(self, error: BaseException) -> None:
         """Tell of an error that ends this process, wherever it came from, and whose fault it is."""
@@ -214,7 +214,7 @@ class Watch:
 
     def _told(self, patience: float = 0.0) -> Fault | None:
         """What was told of the call before, if that went well here, or of this one (or the next, between two)."""
-        number = NOW.number + (not NOW.call)
+        number = NOW.present
         return self._alarm.told([*([number - 1] if self._well == number - 1 else []), number], patience)
 
     def _break(self, fault: Fault, error: BaseException | None = None) -> None:
@@ -251,7 +251,7 @@ class Watch:
                 self._alarm.gone = True
             if self._lost is None and (fault := self._find_out()) is not None:
                 self._lost = fault, time.monotonic()
-            number = NOW.number + (not NOW.call)
+            number = NOW.present
             if self._lost is not None and (self._heard is None or self._heard[1] != number):
                 self._heard = self._lost[0], number, self._lost[1]
             self._press()
@@ -279,7 +279,7 @@ class Watch:
         return not self._stop.wait(PERIOD) and dist.is_initialized() and dist.group.WORLD is self.world
 
     def _once(self) -> None:
-        number = NOW.number + (not NOW.call)
+        number = NOW.present
         fault = self._told()  # asked also where it is known, so that a store which falls silent is noticed
         self._peers.meet()
         if fault is None and self._lost is not None and (NOW.call or self._outside):
@@ -314,7 +314,7 @@ class Watch:
     def interrupts(self) -> bool:
         """Whether the thread that trains is still where it is to be interrupted."""
         heard = self._heard
-        if heard is None or heard[1] != NOW.number + (not NOW.call):
+        if heard is None or heard[1] != NOW.present:
             return False
         if heard[0].kind == GONE and not NOW.call:
             return collective_of(main_stack()) is not None  # it waits in vain, and the program would not end

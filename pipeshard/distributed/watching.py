@@ -128,7 +128,7 @@ def _hook() -> None:
     def at_exit() -> None:
         if os.getpid() != _pid:
             return
-        _leaving(ENDED, _exit or "its program being through")
+        _leaving(_exit or "its program being through")
         stopped = _watch is None or _watch.left()
         broken = _watch is not None and _watch.fault is not None
         if hasattr(sys, "last_value") and (broken or not stopped):  # an error was shown, and ends the process
@@ -163,10 +163,10 @@ def _on_sigterm(number: int, frame: Any) -> None:
         return  # it has come out by itself meanwhile
     if _watch is not None and (why := _watch.why()):  # torchrun ends those that are left
         logger.error("ended by SIGTERM, since %s", why)
-    _leaving(ENDED, "by SIGTERM")
+    _leaving("by SIGTERM")
     raise SystemExit(128 + number)
 
 
-def _leaving(kind: str, message: str) -> None:
+def _leaving(how: str) -> None:
     if _watch is not None:
-        _watch.leaving(kind, message)
+        _watch.leaving(ENDED, how)
