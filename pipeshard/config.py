@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipeshard.batch.batch_dims import check_declared
+from pipeshard.batch.batch import check_declared
 from pipeshard.batch.criterion import Criterion
 from pipeshard.errors import ConfigurationError
 from pipeshard.schedule.given import Schedule, chunks_of, is_v, program_of

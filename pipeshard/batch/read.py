@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
-from pipeshard.batch.batch import Batch
-from pipeshard.batch.batch_dims import BatchDims, refuse_unknown
+from pipeshard.batch.batch import Batch, BatchDims, refuse_unknown
 from pipeshard.errors import BatchError
 from pipeshard.hf import (
     IDS,
@@ -75,16 +74,13 @@ def _several(batch: Batch, path: str) -> tuple[int, ...]:
 
 
 def _by_counts(leaves: Mapping[str, Tensor], batch: Batch) -> Owners:
-    counts = [
-        tuple(leaf.tolist())
-        for path, leaf in batch.tensors.items()
-        if counts_items(path) and leaf.shape == (batch.rows,) and not leaf.is_floating_point()
-    ]
-    return {
-        path: next(count for count in counts if sum(count) == len(leaf))
-        for path, leaf in leaves.items()
-        if len(leaf) != batch.rows and any(sum(count) == len(leaf) for count in counts)
-    }
+    by_total: dict[int, tuple[int, ...]] = {}
+    for path, leaf in batch.tensors.items():
+        if counts_items(path) and leaf.shape == (batch.rows,) and not leaf.is_floating_point():
+            counts = tuple(leaf.tolist())
+            by_total.setdefault(sum(counts), counts)
+    sizes = {path: len(leaf) for path, leaf in leaves.items() if len(leaf) != batch.rows}
+    return {path: by_total[size] for path, size in sizes.items() if size in by_total}
 
 
 def _by_tokens(leaves: Mapping[str, Tensor], tokens: Sequence[int]) -> Owners:

@@ -3,16 +3,18 @@
 torch.fx and torch.export want a graph of the whole model, which much of the code in transformers does not give: it asks
 values in Python, changes objects, calls libraries. A pipeline only needs to know what happens between units. So the
 model's own forward runs, on the values of a small batch; a unit's call is answered by zeros of the shapes that its kind
-returns, and a Taint follows from there what is computed from what.
+returns, and a Taint follows from there what is computed from what. What glue does past torch's operators, it is told by
+who watches torch's functions.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, loss_of
@@ -22,10 +24,9 @@ from pipeshard.graph.dataflow import Call, Dataflow, Reads
 from pipeshard.graph.kinds import Kind, Kinds, UnitCall
 from pipeshard.graph.meter import Meter
 from pipeshard.graph.question import Recipes
-from pipeshard.graph.reading import Reading, noting_backward, noting_functions
 from pipeshard.graph.rng import CheckpointSpans, Randomness, python_state
 from pipeshard.graph.shapes import Axes, TensorSpec, as_trained, placeholder
-from pipeshard.graph.taint import Hidden, Input, Kept, Tag, Taint, Used, Value
+from pipeshard.graph.taint import Hidden, Input, Kept, Tag, Taint, Used, Value, casting, tensors_in
 from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import CutPoint, check_aliases, check_call, find_units, handled
 from pipeshard.private import tree_flatten
@@ -142,7 +143,9 @@ class Tracer:
     def _dataflow(self, output: Any, loss: Tensor | None, batch: Batch, sealed: Sequence[int]) -> Dataflow:
         taint, rewritten = self.taint, self.taint.recipes.rewritten
         named, _ = flatten_with_names(output)
-        outputs = tuple((name, self._use([leaf]), TensorSpec.of(leaf)) for name, leaf in named if _is_tensor(leaf))
+        outputs = tuple(
+            (name, self._use([leaf]), TensorSpec.of(leaf)) for name, leaf in named if isinstance(leaf, Tensor)
+        )
         used = None if loss is None else self._use([loss])
         if used is not None:  # from the first sealed call on, all is one autograd function's
             used = replace(used, hidden=used.hidden | frozenset(sealed[:1]))
@@ -158,8 +161,7 @@ class Tracer:
             consulted=frozenset(taint.consulted | rewritten),
             watched=watched,
             axes=Axes((), (), (), ()),
-            # Repeats go by seeds, too
-            glue_random=taint.drawn or self.python_random or bool(self.groups.spans),
+            glue_random=taint.drawn or self.python_random or bool(self.groups.spans),  # repeats go by seeds, too
             python_random=self.python_random,
             tail=taint.of_glue,
             touched=frozenset(taint.touched),
@@ -233,7 +235,8 @@ class Tracer:
         """For each leaf of a call, the values that get a gradient if it does."""
         met = Reads.of(kind.met).values
         if not torch.is_grad_enabled():  # inside a function with a backward of its own, which may be of anything
-            every = met | Reads.of(self.taint.of(t for t in leaves if _is_tensor(t) and t.requires_grad)).values
+            trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+            every = met | Reads.of(self.taint.of(trained)).values
             return (every,) * len(kind.leaves)
         inputs = {k: Reads.of(self.taint.of([leaves[k]])).values for positions in kind.reached for k in positions}
         return tuple(met.union(*(inputs[k] for k in positions)) for positions in kind.reached)
@@ -246,5 +249,92 @@ class Tracer:
         return tensor
 
 
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)
+class Reading(TorchFunctionMode):
+    """Tells a Taint when a tensor is read past all operators: by `tolist`, `numpy`, `np.asarray`, or as a number in a
+    sequence that becomes a tensor or an index; when one is only checked, which decides nothing; and when somebody
+    listens to its gradient. Inside a unit on meta it ends what torch would cast, which on meta it does not, and what
+    takes the address of a tensor, which is 0 there: a kernel that is given it (Triton's) would read and write there."""
+
+    READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
+    BUILDERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+    INDEXERS = (Tensor.__getitem__, Tensor.__setitem__)
+    LISTENERS = (Tensor.register_hook, Tensor.retain_grad)
+
+    def __init__(self, taint: Taint) -> None:
+        super().__init__()
+        self.taint = taint
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.LISTENERS:
+            self.taint.hook(args[0])
+        elif func is Tensor.data_ptr and args[0].is_meta:
+            raise RuntimeError("a tensor on meta has no address")
+        elif func in self.READERS:
+            self.taint.decide(self.taint.of(args[:1]))
+        elif func in self.BUILDERS or func in self.INDEXERS:
+            outer = args[1] if func in self.INDEXERS else args
+            items = outer if isinstance(outer, tuple) else [outer]
+            nested = [item for item in items if isinstance(item, list | tuple)]
+            self.taint.decide(self.taint.of(tensors_in(nested)), shaping=True)
+        elif self.taint.inside is not None and casting() and any(t.is_meta for t in tensors_in(args)):
+            raise RuntimeError("by shape alone torch.autocast casts nothing")
+        classes = (*args, *(kwargs or {}).values())[1:] if func is nn.functional.one_hot else ()
+        self.taint.is_checking = classes > (0,)  # else their number is the largest value
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.taint.is_checking = False
+
+
+@contextmanager
+def noting_functions(taint: Taint) -> Iterator[list[int]]:
+    """Yields the unit calls inside a custom autograd function (reformer's reversible layers), whose backward calls them
+    again in a way of its own."""
+    sealed: list[int] = []
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        first = taint.calls
+        result = original.__get__(None, cls)(*args, **kwargs)
+        sealed.extend(range(first, taint.calls))
+        return result
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield sealed
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def noting_backward(taint: Taint) -> Iterator[None]:
+    """Notes gradients that glue computes by itself as a decision: of the graph through units each stage has only a
+    part. Inside, such gradients are zeros; what is computed inside one unit is that unit's own affair."""
+    grad, backward = torch.autograd.grad, torch.autograd.backward
+
+    def is_of_units(tensors: Sequence[Any]) -> bool:
+        tags = frozenset(tag for tag in taint.of(tensors) if isinstance(tag, Value | Hidden))
+        taint.decide(tags)
+        return bool(tags) and taint.inside is None
+
+    def grad_instead(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_of_units(_listed(outputs)):
+            return grad(outputs, inputs, *args, **kwargs)
+        gradients = [torch.zeros_like(t, requires_grad=bool(kwargs.get("create_graph"))) for t in _listed(inputs)]
+        for gradient in gradients:
+            taint.mark(gradient, taint.of([*_listed(outputs), *_listed(inputs)]))
+        return tuple(gradients)
+
+    def backward_instead(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if not is_of_units(_listed(tensors)):
+            backward(tensors, *args, **kwargs)
+
+    torch.autograd.grad, torch.autograd.backward = grad_instead, backward_instead
+    try:
+        yield
+    finally:
+        torch.autograd.grad, torch.autograd.backward = grad, backward
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)

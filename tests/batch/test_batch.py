@@ -17,8 +17,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
 from pipeshard import trace
-from pipeshard.batch.batch import Batch
-from pipeshard.batch.batch_dims import check_declared, refuse_unknown
+from pipeshard.batch.batch import Batch, check_declared, refuse_unknown
 from pipeshard.batch.read import RowDims
 from pipeshard.batch.tree import tensors_in
 from pipeshard.engine.reader import digest

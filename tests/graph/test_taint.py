@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipeshard.graph.reading import Reading
 from pipeshard.graph.taint import Input, Taint, Value, storage_of
+from pipeshard.graph.tracer import Reading
 
 A, B = Value(0, 0), Value(1, 0)
 READINGS: dict[str, Callable[[Tensor, Tensor], Any]] = {
