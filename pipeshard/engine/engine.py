@@ -25,10 +25,10 @@ from pipeshard.engine.interpreter import Interpreter
 from pipeshard.engine.microbatches import RouteCache
 from pipeshard.engine.mixed_precision import LossScale, Precision
 from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
-from pipeshard.engine.parameters import HeldParameters, Places
+from pipeshard.engine.parameters import HeldParameters
 from pipeshard.engine.reader import Reader
 from pipeshard.engine.recording import Recording
-from pipeshard.engine.refusals import refuse_compiled, refuse_criterion, refuse_recomputed
+from pipeshard.engine.refusals import Places, refuse_compiled, refuse_criterion, refuse_recomputed
 from pipeshard.engine.running_state import Carry, deferred
 from pipeshard.engine.stage import NaNCheck, Stage
 from pipeshard.engine.weight_grad import Deferral
@@ -87,7 +87,7 @@ class Pipeline:
         self.called = [*self.containers, *self.policy.units.values()]
         replicas = grid.replicas if grid.dp_size > 1 else None
         weight = 1.0 / grid.dp_size if config.loss_reduction == "batch" else None
-        self.planner = RouteCache(model, self.policy, recompute, replicas, weight)
+        self.planner = RouteCache(self.policy, recompute, replicas, weight)
         self._shard()
         if config.compile:
             compile_units(self.policy.held_units, **config.compile_options)
@@ -138,7 +138,7 @@ class Pipeline:
         init_weights: InitWeights = False if getattr(model, "_pretrained", None) else config.init_weights
         on_meta = shard(model, self.policy, self.device, init_weights, self.seed)
         self.blank = set() if init_weights else on_meta  # on all stages: names without values so far
-        self.holdings = HeldParameters(model, self.policy, grid, self.precision, config.fsdp, plan)
+        self.holdings = HeldParameters(self.policy, grid, self.precision, config.fsdp, plan)
         self.places = Places(model, parameters=self.holdings.sharded is None)
         self.sync = self.holdings.sync
         names = {parameter: name for name, parameter in model.named_parameters()}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeshard.batch.batch import Batch, split_sizes
 from pipeshard.batch.criterion import Criterion, key_of
@@ -39,16 +39,15 @@ class RouteCache:
 
     def __init__(
         self,
-        model: nn.Module,
         policy: Policy,
         recompute: Recompute,
         replicas: dist.ProcessGroup | None = None,
         weight: float | None = None,
     ) -> None:
-        self.model, self.policy, self.recompute = model, policy, recompute
+        self.model, self.policy, self.recompute = policy.model, policy, recompute
         self.replicas = replicas if weight is None else None  # which have a part of one batch each
         self.weight = weight  # or: of this replica's loss in that of all, which have batches of their own
-        self.flags, self.rules = Flags(model), LossRules()
+        self.flags, self.rules = Flags(policy.model), LossRules()
         self.flags_of: dict[Hashable, Flags] = {}  # those of criteria
         self.is_last = policy.stage == policy.placement[-1]  # the loss is made on this rank
         self._flows: dict[Any, list[Dataflow]] = {}

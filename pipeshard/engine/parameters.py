@@ -1,18 +1,17 @@
-"""Parameters: those of this rank, in the form that they have here, and the check that they stay in their places."""
+"""Parameters: those of this rank, in the form that they have here."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeshard.distributed.collectives import gather_objects, is_packed, share_tensor
 from pipeshard.distributed.mesh import DP, TP, Grid
 from pipeshard.engine.fsdp import ShardedUnits
 from pipeshard.engine.grad_sync import Bucket, GradientSync, has_hooks, reduction_buckets
 from pipeshard.engine.mixed_precision import MasterWeight, Precision
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import ConfigurationError
 from pipeshard.split.initialize import InitWeights, initialize
 from pipeshard.split.materialize import is_released
 from pipeshard.split.policy import Policy
@@ -23,7 +22,7 @@ logger = logging.getLogger("pipeshard")
 
 
 class HeldParameters:
-    """Brings the parameters that a sharded `model` holds into their form here; made by every rank at the same time.
+    """Brings the parameters that a sharded model holds into their form here; made by every rank at the same time.
 
     Their values are broadcast from one holder to the others. Then they are cast to 16 bits where `precision` says so,
     sharded over the ranks along TP by a `plan`, and with `fsdp` over the replicas. Each step may replace parameters.
@@ -35,15 +34,10 @@ class HeldParameters:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        policy: Policy,
-        grid: Grid,
-        precision: Precision,
-        fsdp: bool,
-        plan: Mapping[str, str] | None = None,
+        self, policy: Policy, grid: Grid, precision: Precision, fsdp: bool, plan: Mapping[str, str] | None = None
     ) -> None:
-        self.model, self.policy, self.grid, self._warned = model, policy, grid, False
+        model = self.model = policy.model
+        self.policy, self.grid, self._warned = policy, grid, False
         self.units = policy.held_units
         before = self.held = {name: p for name, p in model.named_parameters() if not is_released(p)}
         self._share_values()
@@ -152,36 +146,3 @@ class HeldParameters:
                 f"{hooked[0]} has a gradient hook, but fsdp and tp_size > 1 replace the parameter by a sharded one: "
                 "remove the hook, and change gradients between execute_pipeline and optimizer.step"
             )
-
-
-class Places:
-    """All places of `model`. What takes one after boosting (a new head, an adapter) was never cut: its gradients would
-    not be summed, and other ranks do not know of it. With `parameters` theirs count too, which FSDP changes itself."""
-
-    def __init__(self, model: nn.Module, parameters: bool) -> None:
-        self._kept = [
-            (name, module, dict(module._modules), dict(module._parameters) if parameters else {})
-            for name, module in model.named_modules()
-        ]
-
-    def check(self) -> None:
-        """Raise UsageError where something else is in a place now, or parameters are where there was none."""
-        for name, module, children, parameters in self._kept:
-            key = _changed(module._modules, children) or (parameters and _changed(module._parameters, parameters))
-            if key:
-                raise UsageError(
-                    f"{name}.{key}".lstrip(".") + f" of this {type(module).__name__} is not what it was when the model "
-                    "was boosted: put in modules, parameters and adapters before booster.boost"
-                )
-
-
-def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """The first name that stands for something else, or is new and has parameters; "" if there is none."""
-    for key, value in before.items():
-        if now.get(key) is not value:
-            return key
-    if len(now) > len(before):
-        for key in [key for key in now if key not in before]:
-            if isinstance(now[key], Tensor) or (now[key] is not None and any(True for _ in now[key].parameters())):
-                return key
-    return ""

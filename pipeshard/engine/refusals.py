@@ -136,6 +136,39 @@ def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module]) -> None:
         )
 
 
+class Places:
+    """All places of `model`. What takes one after boosting (a new head, an adapter) was never cut: its gradients would
+    not be summed, and other ranks do not know of it. With `parameters` theirs count too, which FSDP changes itself."""
+
+    def __init__(self, model: nn.Module, parameters: bool) -> None:
+        self._kept = [
+            (name, module, dict(module._modules), dict(module._parameters) if parameters else {})
+            for name, module in model.named_modules()
+        ]
+
+    def check(self) -> None:
+        """Raise UsageError where something else is in a place now, or parameters are where there was none."""
+        for name, module, children, parameters in self._kept:
+            key = _changed(module._modules, children) or (parameters and _changed(module._parameters, parameters))
+            if key:
+                raise UsageError(
+                    f"{name}.{key}".lstrip(".") + f" of this {type(module).__name__} is not what it was when the model "
+                    "was boosted: put in modules, parameters and adapters before booster.boost"
+                )
+
+
+def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """The first name that stands for something else, or is new and has parameters; "" if there is none."""
+    for key, value in before.items():
+        if now.get(key) is not value:
+            return key
+    if len(now) > len(before):
+        for key in [key for key in now if key not in before]:
+            if isinstance(now[key], Tensor) or (now[key] is not None and any(True for _ in now[key].parameters())):
+                return key
+    return ""
+
+
 SIZE, SCALES, SPARED = 4, (1.0, 100.0, 0.01) + (1.0,) * 7, 0.02  # of tiny parameters; of gradients; a gap that counts
 OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # which schedulers, or an earlier boost, have put on an optimizer
 WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch's own that look at whole matrices

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, UntypedStorage, nn
 
 from pipeshard.graph.places import HOOKS, Path, Step
+from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import Change, Snapshot
 from pipeshard.graph.taint import mutated, storage_of
 from pipeshard.hf import disable_caches, enable_caches
@@ -117,3 +118,16 @@ class Writes(DispatchMode):
 def is_moved(tensor: Tensor, data: Tensor) -> bool:
     """Whether a tensor has other memory, or sees it another way, than when it had this data."""
     return storage_of(tensor) != storage_of(data) or tensor.shape != data.shape or tensor.stride() != data.stride()
+
+
+@contextlib.contextmanager
+def as_trained(model: nn.Module) -> Iterator[None]:
+    """Inside, released parameters require gradients as they do on the stages that hold them."""
+    ghosts = [p for p in model.parameters() if is_trainable(p) and not p.requires_grad]
+    for ghost in ghosts:
+        ghost.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for ghost in ghosts:
+            ghost.requires_grad_(False)

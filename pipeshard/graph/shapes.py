@@ -1,10 +1,9 @@
 """Shapes: as affine functions of the sizes that may change from step to step, and placeholder tensors of them."""
 
-import contextlib
 import math
 import mmap
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -199,19 +198,6 @@ def blank_state(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
             there = values.detach().to(device, dtype) if real else torch.zeros(t.shape, dtype=dtype, device=device)
             blanks[t] = nn.Parameter(there, is_trainable(t)) if isinstance(t, nn.Parameter) else there.clone()
     return {name: blanks[t] for name, t in named}
-
-
-@contextlib.contextmanager
-def as_trained(model: nn.Module) -> Iterator[None]:
-    """Inside, released parameters require gradients as they do on the stages that hold them."""
-    ghosts = [p for p in model.parameters() if is_trainable(p) and not p.requires_grad]
-    for ghost in ghosts:
-        ghost.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for ghost in ghosts:
-            ghost.requires_grad_(False)
 
 
 def is_trainable(tensor: Tensor) -> bool:

@@ -23,9 +23,10 @@ from pipeshard.errors import PipeshardError, TraceError
 from pipeshard.graph.dataflow import Call, Dataflow, Reads
 from pipeshard.graph.kinds import Kind, Kinds, UnitCall
 from pipeshard.graph.meter import Meter
+from pipeshard.graph.preserve import as_trained
 from pipeshard.graph.question import Recipes
 from pipeshard.graph.rng import CheckpointSpans, Randomness, python_state
-from pipeshard.graph.shapes import Axes, TensorSpec, as_trained, placeholder
+from pipeshard.graph.shapes import Axes, TensorSpec, placeholder
 from pipeshard.graph.taint import Hidden, Input, Kept, Tag, Taint, Used, Value, casting, tensors_in
 from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import CutPoint, check_aliases, check_call, find_units, handled
@@ -124,9 +125,8 @@ class Tracer:
             last = f" after unit {self.calls[-1].unit}" if self.calls else ""
             raise TraceError(
                 f"tracing {type(self.model).__name__} failed{last}: {type(error).__name__}: {error}. "
-                f"The batch has {shapes}; if that is not what "
-                "the model takes, pass dry_run_input=<a batch>, and where another dimension than the first counts "
-                "the samples, batch_dims={<name>: <dimension>}"
+                f"The batch has {shapes}; if that is not what the model takes, pass dry_run_input=<a batch>, and "
+                "where another dimension than the first counts the samples, batch_dims={<name>: <dimension>}"
             ) from error
 
     def _loss(self, output: Any, batch: Batch) -> Tensor | None:

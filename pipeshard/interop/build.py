@@ -46,7 +46,7 @@ class StageModule(nn.Module):
         self.index, self.num_stages, self.whole = index, len(policy.placement), whole
         # A tuple keeps the model, with what this stage does not hold, from being registered as a part of this one.
         self._source = (model, policy, criterion)
-        self._planner = RouteCache(model, policy, Recompute.of(False, 0, self.num_stages))
+        self._planner = RouteCache(policy, Recompute.of(False, 0, self.num_stages))
         self._forwards = 0
         policy.replay.proves = False  # another runtime may leave caches on, which the trace had off
         calls = zip(policy.flow.calls, policy.stages, strict=True)

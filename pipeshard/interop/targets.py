@@ -180,7 +180,7 @@ class Torch(Target):
                 f"schedule.step(..., {min(taken)}=): name the model's argument otherwise"
             )
         device = split.policy.replay.device
-        holdings = HeldParameters(split.model, split.policy, self.grid, Precision("fp32", False, device), fsdp=False)
+        holdings = HeldParameters(split.policy, self.grid, Precision("fp32", False, device), fsdp=False)
         kind = _stage_class(split.stages.values())
         stages = [
             kind(stage, index, split.num_stages, device, *_shapes(stage, batch, split), group=self.grid.stages)

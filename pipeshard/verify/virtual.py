@@ -59,7 +59,7 @@ class VirtualRank:
         self.flow: Dataflow = trace(model, own.sample, self.criterion, cuts=named(partition))
         kind = config.policy or find_policy(model)
         self.policy = kind(model, self.flow, rank, config.pp_size, partition, device=device, placement=config.placement)
-        self.planner = RouteCache(model, self.policy, recompute)
+        self.planner = RouteCache(self.policy, recompute)
         self.planner.remember(self.flow, self.criterion)
         self.foreign = own.foreign()  # before anything is replaced
         self.names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
