@@ -1,7 +1,7 @@
 """Dataflow: which unit results each unit call, the loss and the outputs depend on."""
 
 import itertools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -143,12 +143,8 @@ class Dataflow:
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:
         """The unit of each call, and how many calls of it came before."""
-        seen: Counter[str] = Counter()
-        keys = []
-        for call in self.calls:
-            keys.append((call.unit, seen[call.unit]))
-            seen[call.unit] += 1
-        return tuple(keys)
+        before: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        return tuple((call.unit, next(before[call.unit])) for call in self.calls)
 
     @cached_property
     def cut_points(self) -> tuple[int, ...]:

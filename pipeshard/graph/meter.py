@@ -138,10 +138,9 @@ class Meter(DispatchMode):
         self.taint, self.works, self.same = taint, [], {}
         self.glue: list[WeakSet[_Kept]] = [WeakSet()]
         self.persistent = {key for key, tags in taint.tags.items() if tags}  # parameters, and the batch
-        with self, saved_tensors_hooks(self._keep, _refuse), FusedAttention():
+        with self, saved_tensors_hooks(lambda tensor: _note(self.glue[-1], tensor), _refuse), FusedAttention():
             yield
-        *before, tail = [self._of_glue(kept) for kept in self.glue]
-        self.tail = tail
+        *before, self.tail = [self._of_glue(kept) for kept in self.glue]
         self.works = [
             Work(work.flops, work.elements, work.by_parameter, {**glue, **work.kept})
             for work, glue in zip(self.works, before, strict=True)
@@ -220,9 +219,6 @@ class Meter(DispatchMode):
             if read:
                 name = visit.parameters[storage_of(max(read, key=Tensor.numel))]
                 visit.by_parameter[name] = visit.by_parameter.get(name, 0) + flops
-
-    def _keep(self, tensor: Tensor) -> _Kept:
-        return _note(self.glue[-1], tensor)
 
     def _of_glue(self, kept: WeakSet[_Kept]) -> dict[Hashable, int]:
         return {self._key(k.key): k.storage.nbytes() for k in kept if k.key not in self.persistent}

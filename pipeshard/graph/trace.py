@@ -140,7 +140,7 @@ def _holds(
     if deltas is None or not _same_path(flow, found):
         return False
     pairs = [*zip(_specs(general), _specs(found), strict=True), *zip(_numbers(general), _numbers(found), strict=True)]
-    return all((spec if isinstance(spec, int) else spec.at(deltas)) == _size(now) for spec, now in pairs)
+    return all(_sizes(spec, deltas) == _sizes(now) for spec, now in pairs)
 
 
 def _same_path(a: Dataflow, b: Dataflow) -> bool:
@@ -170,13 +170,10 @@ def _is_count(leaf: Any) -> bool:
     return type(leaf) in (int, Count)
 
 
-def _size(spec: Any) -> Any:
-    """The shape of a tensor, or a number that may follow from the sizes of the batch."""
-    return spec if isinstance(spec, int) else spec.shape
-
-
-def _sizes(spec: Any) -> tuple[int, ...]:
-    return (spec,) if isinstance(spec, int) else spec.shape
+def _sizes(spec: Any, deltas: Sequence[int] = ()) -> tuple[int, ...]:
+    """The shape of a tensor, or a number that may follow from the sizes of the batch, where they differ by `deltas`."""
+    size = spec if isinstance(spec, int) else spec.at(deltas)
+    return (size,) if isinstance(size, int) else size
 
 
 def _specs(flow: Dataflow) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """Units: the modules that are never cut, cut points that users mark, and the interception of calls."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,18 +19,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-_tracing = 0
-
-
-@contextmanager
-def strays_refused() -> Iterator[None]:
-    """While units are handled: all CutPoints that are called have to be among them."""
-    global _tracing
-    _tracing += 1
-    try:
-        yield
-    finally:
-        _tracing -= 1
+_handling = 0  # contexts in which units are handled: all CutPoints that are called there have to be among them
 
 
 class CutPoint(nn.Module):
@@ -46,7 +36,7 @@ class CutPoint(nn.Module):
 
     def forward(self, value: T) -> T:
         """The value itself."""
-        if _tracing and "forward" not in self.__dict__:  # no Interception has found it
+        if _handling and "forward" not in self.__dict__:  # no Interception has found it
             raise TraceError(
                 "a CutPoint is called that is not a module of the model (one of a plain list or dict?), so that "
                 "nothing would be cut there: make it an attribute, and several of them an nn.ModuleList"
@@ -109,7 +99,7 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
     sequences = not marked and not _has_layers(model)
     marked |= {name: model.get_submodule(name) for name in cuts}
     paths = {name.rpartition(".")[0] for name in marked}
-    around = {model.get_submodule(path[:end]) for path in paths for end in _ends(path)}
+    around = {model.get_submodule(of) for path in paths for of in itertools.accumulate(path.split("."), "{}.{}".format)}
     chosen = set(marked.values())
     units: dict[str, nn.Module] = {}
     seen: set[nn.Module] = set()
@@ -156,11 +146,6 @@ def containers(model: nn.Module, units: Mapping[str, nn.Module]) -> list[nn.Modu
     """The modules around the units, whose own forward is glue."""
     inside = {child for unit in units.values() for child in unit.modules()}
     return [module for module in model.modules() if module not in inside]
-
-
-def _ends(path: str) -> list[int]:
-    """Where the names of a module and of those it is inside of end."""
-    return [k for k, letter in enumerate(path) if letter == "."] + [len(path)]
 
 
 def _has_layers(module: nn.Module, sequences: bool = False) -> bool:
@@ -265,16 +250,19 @@ def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
 
     Compiled units run as they were written: tracing shapes does not compile for them.
     """
+    global _handling
     before = {name: module.__dict__.get("forward") for name, module in units.items()}
     interceptions = intercept(units)
     handlers = [interception.handler for interception in interceptions]
     for interception in interceptions:
         interception.handler = handler
     compiled = any(interception.compiled for interception in interceptions)
+    _handling += 1
     try:
-        with torch.compiler.set_stance("force_eager") if compiled else nullcontext(), strays_refused():
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             yield
     finally:
+        _handling -= 1
         for interception, previous in zip(interceptions, handlers, strict=True):
             interception.handler = previous
         for name, module in units.items():
