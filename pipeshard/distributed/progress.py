@@ -49,7 +49,8 @@ class Progress:
     def start(self, action: Action | str) -> None:
         """The next action of a step, or what it does beside the schedule's."""
         now = time.monotonic()
-        self.longest = max(self.longest, now - self.since)
+        if self.call in STEPS:  # and not in the proof at boost
+            self.longest = max(self.longest, now - self.since)
         self.action, self.since = action, now
         self.history.append((now, action))
 
@@ -62,7 +63,7 @@ class Progress:
         self.waits, self.since = ranks, time.monotonic()
         done()
         now = time.monotonic()
-        if self.action is not None:
+        if self.action is not None and self.call in STEPS:
             self.longest = max(self.longest, now - self.since)
         self.waits, self.since = (), now
 
