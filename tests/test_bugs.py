@@ -41,82 +41,120 @@ from tests import zoo
 from tests.house import ROOT
 
 BUGS: dict[str, str] = {
-    "A layer that took gradients by torch.func.grad was refused with "
-    "an error of torch's.": "tests/test_hunt.py::test_hunted",
-    "Auxiliary losses that layers left on themselves, in lists or in globals were "
-    "lost between stages.": "tests/graph/test_unit_outputs.py::test_what_is_left_in_any_way_is_found_and_left_again",
-    "Every new length was traced anew, and a padded batch passed "
-    "for one without padding.": "tests/graph/test_question.py::test_one_trace_serves_all_sizes_with_its_answer",
-    "Boost alone moved MoCo's key "
-    "encoder, counters and generators.": "tests/graph/test_preserve.py::test_a_trace_changes_nothing",
-    "Nothing could be put back into the buffers of a "
-    "model in 16 bits.": "tests/graph/test_preserve.py::test_in_sixteen_bits",
-    "All activations of a model at once were alive on a GPU "
-    "until a trace ended.": "tests/graph/test_taint.py::test_addresses_are_kept_and_no_memory",
-    "A chunk padded with the end of the one "
-    "before (VibeVoice) was refused.": "tests/graph/test_chain.py::test_what_a_layer_keeps_for_itself_is_free",
-    "ColossalAI made any number on meta 0, and a trace went "
-    "the way of that.": "tests/test_package.py::test_a_number_on_meta_is_an_error",
-    "Six layers in an nn.Sequential "
-    "were one unit.": "tests/graph/test_units.py::test_a_sequential_is_a_list_where_the_model_has_no_other",
-    "Positions of several planes went whole to every microbatch, with as many samples "
-    "as planes.": "tests/batch/test_batch.py::test_positions_with_planes_are_cut_whatever_the_number_of_samples",
-    "A table was cut in the one batch that had as many samples as it has entries.": (
-        "tests/batch/test_batches_lists.py::test_a_table_is_not_cut_where_it_has_as_many_entries_as_samples_by_chance"
+    "tests/test_hunt.py::test_hunted": (
+        "A layer that took gradients by torch.func.grad was refused with an error of torch's."
     ),
-    "Class weights passed for a mean over samples: the model "
-    "trained on another loss.": "tests/engine/test_loss_proof.py::test_a_guess_is_refused",
-    "LUKE's loss, of words and of entities, "
-    "was 0.2 % off.": "tests/engine/test_loss_proof.py::test_a_sum_of_means_is_split_where_all_labels_are_valid",
-    "In bf16 gradients were 10 to 80 % off, as 16 bits could not tell a loss "
-    "from a mean.": "tests/engine/test_loss_proof.py::test_16_bits_do_not_hide_a_part_of_the_loss_that_is_not_a_sum",
-    "A lambda in a loop was a new "
-    "criterion in each step.": "tests/engine/test_loss_proof.py::test_criteria_are_told_apart",
-    "Nothing trained the "
-    "parameters of a criterion.": "tests/engine/test_loss_proof.py::test_a_criterion_with_parameters_is_refused",
-    "torch's clip_grad_norm_ clipped each stage "
-    "by its own norm.": "tests/engine/test_optimizers_refused.py::test_what_cannot_be_told_is_said",
-    "The first microbatch's loss and scalars were "
-    "returned for the batch's.": "tests/engine/test_outputs_merged.py::test_no_microbatch_s_own_passes_for_the_batch_s",
-    "Routing biases became 16 bits, and tables "
-    "of positions stayed fp32.": "tests/engine/test_precision.py::test_what_is_lowered_is_what_transformers_makes_so",
-    "Under autocast, gradients of what a stage received were "
-    "summed in 16 bits.": "tests/engine/test_precision.py::test_bf16_is_that_of_one_process_in_every_layout",
-    "With dropout, a checkpoint of the model's own drew other "
-    "masks than its forward.": "tests/engine/test_wrapped_models.py::test_own_checkpoints_draw_again_what_they_drew",
-    "An optimizer within the backward pass "
-    "stepped after each microbatch.": "tests/engine/test_gradients_hooks.py::test_hooks",
-    "Each replica kept fp32 values of all weights, and another owner got "
-    "those from before training.": "tests/engine/test_data_parallel.py::test_fp32_values_stay_with_their_owner",
-    "With NCCL, a step whose groups were aborted returned a loss that "
-    "nobody had computed.": "tests/distributed/test_watch.py::test_what_an_aborted_wait_has_returned_is_not_handed_out",
-    "After one lost packet, a full disk on all ranks was told as "
-    "a rank that hangs.": "tests/distributed/test_watch.py::test_an_error_of_all_ranks_ends_nobody_who_leaves_it_late",
-    "isend over NCCL dead-locked on one communicator "
-    "for both directions.": "tests/schedule/test_streams.py::test_what_a_pair_shares_is_found_and_both_ends_are_named",
-    "zb-h1 and zbv were recommended with fsdp, "
-    "which the plugin refuses.": "tests/planner/test_training.py::test_what_is_recommended_is_what_the_plugin_accepts",
-    "Plans of bf16 counted 8 bytes of the 18 "
-    "that a parameter takes.": "tests/planner/test_training.py::test_what_is_planned_is_held",
-    "A plan with frozen parameters counted the time of "
-    "their weight gradients.": "tests/test_cli.py::test_adapters_train_little_and_have_no_weight_gradients_of_the_rest",
-    "The loss took no time in a profile, and the "
-    "last stage was late.": "tests/planner/test_profile.py::test_the_loss_belongs_to_the_last_call",
-    "A state with a flipped bit was loaded, and the newest one that could not be "
-    "read ended the job.": "tests/checkpoint/test_training_state.py::test_a_bit_that_a_disk_has_flipped_is_found",
-    "In the background, a state took the place of a folder "
-    "of somebody else's.": "tests/checkpoint/test_training_state.py::test_a_folder_of_somebody_else_s_is_not_replaced",
-    "`unwrap().save_pretrained` wrote zeros for other stages.": (
-        "tests/checkpoint/test_saving_guards.py::test_what_a_rank_does_not_hold_is_refused_before_anything_is_done"
+    "tests/graph/test_unit_outputs.py::test_what_is_left_in_any_way_is_found_and_left_again": (
+        "Auxiliary losses that layers left on themselves, in lists or in globals were lost between stages."
     ),
-    '`save_model(model, "x.pt")` wrote '
-    "safetensors, which nothing read.": "tests/checkpoint/test_model.py::test_one_file_is_what_its_name_says",
-    "A pickle of 900 "
-    "bytes made 6 GiB.": "tests/checkpoint/test_strangers.py::test_a_pickle_takes_no_more_than_its_file_says",
-    "Collators that mask at random gave each "
-    "rank another batch.": "tests/test_dataloader.py::test_what_datasets_and_collators_draw_depends_on_the_place_alone",
-    "A script whose import failed was "
-    "started 101 times.": "tests/test_launch.py::test_an_error_that_all_ranks_have_is_told_once_and_not_tried_for_ever",
+    "tests/graph/test_question.py::test_one_trace_serves_all_sizes_with_its_answer": (
+        "Every new length was traced anew, and a padded batch passed for one without padding."
+    ),
+    "tests/graph/test_preserve.py::test_a_trace_changes_nothing": (
+        "Boost alone moved MoCo's key encoder, counters and generators."
+    ),
+    "tests/graph/test_preserve.py::test_in_sixteen_bits": (
+        "Nothing could be put back into the buffers of a model in 16 bits."
+    ),
+    "tests/graph/test_taint.py::test_addresses_are_kept_and_no_memory": (
+        "All activations of a model at once were alive on a GPU until a trace ended."
+    ),
+    "tests/graph/test_chain.py::test_what_a_layer_keeps_for_itself_is_free": (
+        "A chunk padded with the end of the one before (VibeVoice) was refused."
+    ),
+    "tests/test_package.py::test_a_number_on_meta_is_an_error": (
+        "ColossalAI made any number on meta 0, and a trace went the way of that."
+    ),
+    "tests/graph/test_units.py::test_a_sequential_is_a_list_where_the_model_has_no_other": (
+        "Six layers in an nn.Sequential were one unit."
+    ),
+    "tests/batch/test_batch.py::test_positions_with_planes_are_cut_whatever_the_number_of_samples": (
+        "Positions of several planes went whole to every microbatch, with as many samples as planes."
+    ),
+    "tests/batch/test_batches_lists.py::test_a_table_is_not_cut_where_it_has_as_many_entries_as_samples_by_chance": (
+        "A table was cut in the one batch that had as many samples as it has entries."
+    ),
+    "tests/engine/test_loss_proof.py::test_a_guess_is_refused": (
+        "Class weights passed for a mean over samples: the model trained on another loss."
+    ),
+    "tests/engine/test_loss_proof.py::test_a_sum_of_means_is_split_where_all_labels_are_valid": (
+        "LUKE's loss, of words and of entities, was 0.2 % off."
+    ),
+    "tests/engine/test_loss_proof.py::test_16_bits_do_not_hide_a_part_of_the_loss_that_is_not_a_sum": (
+        "In bf16 gradients were 10 to 80 % off, as 16 bits could not tell a loss from a mean."
+    ),
+    "tests/engine/test_loss_proof.py::test_criteria_are_told_apart": (
+        "A lambda in a loop was a new criterion in each step."
+    ),
+    "tests/engine/test_loss_proof.py::test_a_criterion_with_parameters_is_refused": (
+        "Nothing trained the parameters of a criterion."
+    ),
+    "tests/engine/test_optimizers_refused.py::test_what_cannot_be_told_is_said": (
+        "torch's clip_grad_norm_ clipped each stage by its own norm."
+    ),
+    "tests/engine/test_outputs_merged.py::test_no_microbatch_s_own_passes_for_the_batch_s": (
+        "The first microbatch's loss and scalars were returned for the batch's."
+    ),
+    "tests/engine/test_precision.py::test_what_is_lowered_is_what_transformers_makes_so": (
+        "Routing biases became 16 bits, and tables of positions stayed fp32."
+    ),
+    "tests/engine/test_precision.py::test_bf16_is_that_of_one_process_in_every_layout": (
+        "Under autocast, gradients of what a stage received were summed in 16 bits."
+    ),
+    "tests/engine/test_wrapped_models.py::test_own_checkpoints_draw_again_what_they_drew": (
+        "With dropout, a checkpoint of the model's own drew other masks than its forward."
+    ),
+    "tests/engine/test_gradients_hooks.py::test_hooks": (
+        "An optimizer within the backward pass stepped after each microbatch."
+    ),
+    "tests/engine/test_data_parallel.py::test_fp32_values_stay_with_their_owner": (
+        "Each replica kept fp32 values of all weights, and another owner got those from before training."
+    ),
+    "tests/distributed/test_watch.py::test_what_an_aborted_wait_has_returned_is_not_handed_out": (
+        "With NCCL, a step whose groups were aborted returned a loss that nobody had computed."
+    ),
+    "tests/distributed/test_watch.py::test_an_error_of_all_ranks_ends_nobody_who_leaves_it_late": (
+        "After one lost packet, a full disk on all ranks was told as a rank that hangs."
+    ),
+    "tests/schedule/test_streams.py::test_what_a_pair_shares_is_found_and_both_ends_are_named": (
+        "isend over NCCL dead-locked on one communicator for both directions."
+    ),
+    "tests/planner/test_training.py::test_what_is_recommended_is_what_the_plugin_accepts": (
+        "zb-h1 and zbv were recommended with fsdp, which the plugin refuses."
+    ),
+    "tests/planner/test_training.py::test_what_is_planned_is_held": (
+        "Plans of bf16 counted 8 bytes of the 18 that a parameter takes."
+    ),
+    "tests/test_cli.py::test_adapters_train_little_and_have_no_weight_gradients_of_the_rest": (
+        "A plan with frozen parameters counted the time of their weight gradients."
+    ),
+    "tests/planner/test_profile.py::test_the_loss_belongs_to_the_last_call": (
+        "The loss took no time in a profile, and the last stage was late."
+    ),
+    "tests/checkpoint/test_training_state.py::test_a_bit_that_a_disk_has_flipped_is_found": (
+        "A state with a flipped bit was loaded, and the newest one that could not be read ended the job."
+    ),
+    "tests/checkpoint/test_training_state.py::test_a_folder_of_somebody_else_s_is_not_replaced": (
+        "In the background, a state took the place of a folder of somebody else's."
+    ),
+    "tests/checkpoint/test_saving_guards.py::test_what_a_rank_does_not_hold_is_refused_before_anything_is_done": (
+        "`unwrap().save_pretrained` wrote zeros for other stages."
+    ),
+    "tests/checkpoint/test_model.py::test_one_file_is_what_its_name_says": (
+        '`save_model(model, "x.pt")` wrote safetensors, which nothing read.'
+    ),
+    "tests/checkpoint/test_strangers.py::test_a_pickle_takes_no_more_than_its_file_says": (
+        "A pickle of 900 bytes made 6 GiB."
+    ),
+    "tests/test_dataloader.py::test_what_datasets_and_collators_draw_depends_on_the_place_alone": (
+        "Collators that mask at random gave each rank another batch."
+    ),
+    "tests/split/test_materialize.py::test_ties_survive_init_empty_weights": (
+        "A tied model that was built under init_empty_weights was trained untied by one stage, and refused by two."
+    ),
+    "tests/test_launch.py::test_an_error_that_all_ranks_have_is_told_once_and_not_tried_for_ever": (
+        "A script whose import failed was started 101 times."
+    ),
 }
 
 
@@ -128,7 +166,7 @@ def names_in(path: str) -> frozenset[str]:
 
 def test_every_bug_has_its_test() -> None:
     """A story whose test was renamed or lost is only a story."""
-    for story, test in BUGS.items():
+    for test, story in BUGS.items():
         path, _, name = test.partition("::")
         assert name.startswith("test_") and name in names_in(path), f"{story}: {test}"
 
@@ -176,7 +214,7 @@ def test_a_broken_connection_does_not_keep_a_group_from_being_aborted(monkeypatc
 
 def test_the_first_of_two_failures_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that had gone on to its next call was told of what came of a failure there, not of the failure."""
-    monkeypatch.setattr("pipeshard.distributed.watch.NOW", SimpleNamespace(number=5, call="execute_pipeline"))
+    monkeypatch.setattr("pipeshard.distributed.watch.NOW", SimpleNamespace(number=5, present=5))
     told: list[list[int]] = []
     watch: Any = SimpleNamespace(_alarm=SimpleNamespace(told=lambda numbers, patience: told.append(numbers)), _well=4)
     Watch._told(watch)
@@ -259,7 +297,7 @@ def test_what_never_got_a_gradient_may_get_none() -> None:
     flow = SimpleNamespace(calls=[SimpleNamespace(unit="embed")])
     route = SimpleNamespace(flow=flow, enters=SimpleNamespace(gradients=[Value(0, 0), Value(0, 1)]))
     nothing: Any = None
-    stage = Stage(nothing, nothing, 1, False, nothing)
+    stage = Stage(nothing, 1, False, nothing)
     stage.microbatches = [SimpleNamespace(route=route)] * 2  # type: ignore[list-item]
     step_of(stage, (True, False), (True, False))
     step_of(stage, (False, False), (True, False))
