@@ -35,6 +35,7 @@ from pipeshard.graph.unit_outputs import changed
 from pipeshard.split import materialize
 from pipeshard.split.replay import _added
 from pipeshard.trainer.objective import Objective
+from pipeshard.trainer.stand_ins import PipelineAccelerator
 from pipeshard.trainer.trainer import Loop
 from pipeshard.verify.compare import Comparison, Different
 from tests import zoo
@@ -341,6 +342,17 @@ def test_a_loss_that_is_only_tried_counts_nothing() -> None:
     objective = Objective(trainer)
     objective({"loss": torch.tensor(1.0)}, {})
     assert trainer.steps == {"seen": 1} and not hasattr(trainer, "total")
+
+
+def test_what_is_muted_sends_nothing() -> None:
+    """A compute_loss that pads its metrics for all replicas sent messages of its own in every trial and trace, which
+    each replica makes when it needs one: the others met another message, or none."""
+    accelerator = PipelineAccelerator.__new__(PipelineAccelerator)
+    nobody: Any = SimpleNamespace(dp_size=2, replicas=None)
+    accelerator.grid, accelerator.is_alone, accelerator.is_muted = nobody, False, True
+    row = torch.arange(3)
+    assert torch.equal(accelerator.pad_across_processes(row), row)
+    assert torch.equal(accelerator.gather(row), torch.ones_like(row))
 
 
 def test_a_compute_loss_of_the_object_counts() -> None:
