@@ -204,7 +204,7 @@ def _chosen(choose: Callable[[int], Layout], ranks: int, global_batch: int) -> L
     if dist.get_rank() == 0:
         try:
             chosen = choose(ranks)
-        except Exception as error:
+        except Exception as error:  # the user's function; the other ranks have to learn of it
             chosen = f"{type(error).__name__}: {error}"
     sizes = {f.name: getattr(chosen, f.name) for f in fields(Layout)} if isinstance(chosen, Layout) else None
     answer: tuple[Any, Any] = (sizes, chosen.arguments if sizes else str(chosen))

@@ -257,7 +257,7 @@ def _stepped(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor]
     except Exception as error:  # it may want a closure
         try:
             return _trial(optimizer, model, values, closes=True)
-        except Exception:
+        except Exception:  # the first one tells more
             raise error from None
 
 

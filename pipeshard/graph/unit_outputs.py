@@ -263,7 +263,7 @@ def _tell(unit: nn.Module, path: str, result: Any) -> None:
         arguments: tuple[Any, ...] = ((), {}) if key in module._forward_hooks_with_kwargs else ((),)
         try:
             changed = hook(module, *arguments, result) is not None
-        except Exception as error:
+        except Exception as error:  # the user's, for want of arguments
             logger.debug("a forward hook on %s, inside a unit of another stage, failed: %r", path, error)
             continue
         if changed:
