@@ -1,4 +1,4 @@
-"""The command `pipeshard`: a group, to which each of its commands is added."""
+"""CLI: the commands of `pipeshard`, each of which is added to one group."""
 
 import atexit
 import gc
