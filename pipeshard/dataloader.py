@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import (
@@ -89,33 +89,45 @@ class Share:
         return together // self.replicas + (replica < together % self.replicas)
 
 
-class Resumable(Protocol):
-    """What a sampler needs of the dataloader that it is read by."""
+@dataclass
+class Place:
+    """Where in the data a loader is: its epoch, the batches taken of that, and whether an iterator of it was made.
 
-    draws: Draws
+    The sampler knows this, not the loader. In a circle with the loader, the workers that persist would be ended by the
+    garbage collector, which may close their pipes before they are told: they take 5 s each then.
+    """
 
-    def set_epoch(self, epoch: int) -> None: ...
+    epoch: int = 0
+    batches: int = 0
+    begun: bool = False
 
-    def set_start(self, batches: int) -> None: ...
+    def set(self, epoch: int, batches: int = 0) -> None:
+        self.epoch, self.batches, self.begun = epoch, batches, False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iterator one of this epoch, from its first batch on; if it is one of this epoch by itself, it
+        stays where it is."""
+        if epoch != self.epoch + self.begun:
+            self.set(epoch)
 
 
 class SharedSampler(Sampler[Any]):
     """A replica's share of a sampler, without the first `skip` entries of that, and with what other samplers have: the
     epoch, and where in it to begin."""
 
-    def __init__(self, sampler: Any, share: Share, loader: Resumable) -> None:
-        self.sampler, self.share, self.loader, self.skip = sampler, share, loader, 0
+    def __init__(self, sampler: Any, share: Share, place: Place, draws: Draws) -> None:
+        self.sampler, self.share, self.place, self.draws, self.skip = sampler, share, place, draws, 0
         self.batch_size: int | None = getattr(sampler, "batch_size", None)
         length_of(self)  # warns at once of what is left out, if the length is known
 
     def __iter__(self) -> Iterator[Any]:
-        return self.share.of(islice(iter(self.sampler), self.skip, None), self.loader.draws.paused)
+        return self.share.of(islice(iter(self.sampler), self.skip, None), self.draws.paused)
 
     def __len__(self) -> int:
         return self.share.length(len(self.sampler))
 
     def set_epoch(self, epoch: int) -> None:
-        self.loader.set_epoch(epoch)
+        self.place.set_epoch(epoch)
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
@@ -126,7 +138,7 @@ class SharedSampler(Sampler[Any]):
             raise ConfigurationError(
                 f"start_index={start_index} is within a batch of {self.share.size} samples: give a multiple of that"
             )
-        self.loader.set_start(batches)
+        self.place.set(self.place.epoch + self.place.begun, batches)
 
 
 class SharedStream(IterableDataset[Any]):
@@ -203,9 +215,7 @@ class ResumableDataLoader(DataLoader[Any]):
             )
         generator = options.pop("generator", None)
         self.seed = generator.initial_seed() if generator else seed
-        self.epoch = self.batches = 0
-        self.draws = Draws()
-        self._begun = False  # whether an iterator of this epoch was made
+        self.place, self.draws = Place(), Draws()
         self._sampler: SharedSampler | None = None
         self._samples = length_of(dataset)
         kind = "batch_sampler" if options.get("batch_sampler") is not None else "sampler"
@@ -227,10 +237,18 @@ class ResumableDataLoader(DataLoader[Any]):
             if getattr(sampler, "generator", self) is None:
                 sampler.generator = order
             self._generators += [g for g in [getattr(sampler, "generator", None)] if isinstance(g, torch.Generator)]
-            self._sampler = options[kind] = SharedSampler(sampler, self._share, self)
+            self._sampler = options[kind] = SharedSampler(sampler, self._share, self.place, self.draws)
         if options.get("collate_fn") is None and (batch_size is not None or kind == "batch_sampler"):
             options["collate_fn"] = collate
         super().__init__(dataset, batch_size, generator=self._workers, **options)
+
+    @property
+    def epoch(self) -> int:
+        return self.place.epoch
+
+    @property
+    def batches(self) -> int:
+        return self.place.batches
 
     @property
     def remaining(self) -> int:
@@ -238,9 +256,9 @@ class ResumableDataLoader(DataLoader[Any]):
         return len(self) - self.batches
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._begun:
-            self.epoch, self.batches = self.epoch + 1, 0
-        self._begun = True
+        if self.place.begun:
+            self.place.set(self.epoch + 1)
+        self.place.begun = True
         self._workers.manual_seed(self.seed + self.epoch + WORKERS * self._share.replica)
         for generator in self._generators:
             generator.manual_seed(self.seed + self.epoch)
@@ -259,20 +277,14 @@ class ResumableDataLoader(DataLoader[Any]):
                 break
             number += 1
             if number > begin:
-                self.batches += 1
+                self.place.batches += 1
                 yield batch
-        self.epoch, self.batches, self._begun = self.epoch + 1, 0, False
+        self.place.set(self.epoch + 1)
         self._share.has_warned = True  # at the end; workers of the next epoch get a copy of this
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iterator one of this epoch, from its first batch on; if it is one of this epoch by itself, its
-        place stays as it is."""
-        if epoch != self.epoch + self._begun:
-            self.epoch, self.batches, self._begun = epoch, 0, False
-
-    def set_start(self, batches: int) -> None:
-        """Let the next iterator begin after so many batches of its epoch."""
-        self.epoch, self.batches, self._begun = self.epoch + self._begun, batches, False
+        """As `set_epoch` of its sampler."""
+        self.place.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int | None]:
         """The place of the next batch; plain numbers, the same on every replica."""
@@ -294,10 +306,10 @@ class ResumableDataLoader(DataLoader[Any]):
                 "of all replicas together): make it of the same data with the same batch size, or go on with a new "
                 "order by dataloader=None"
             )
-        self.seed, self.epoch, self.batches = (int(state[name] or 0) for name in ("seed", "epoch", "batches"))
-        if self.batches and self.batches == length_of(self):  # where other replicas left out less at the end
-            self.epoch, self.batches = self.epoch + 1, 0
-        self._begun = False
+        self.seed, epoch, batches = (int(state[name] or 0) for name in ("seed", "epoch", "batches"))
+        self.place.set(epoch, batches)
+        if batches and batches == length_of(self):  # where other replicas left out less at the end
+            self.place.set(epoch + 1)
 
     def _sizes(self) -> dict[str, int | None]:
         """What the number of batches counts: samples, or, of a loader that does not make them itself, batches."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 from collections.abc import Iterator
@@ -120,6 +121,20 @@ def test_an_epoch_that_was_broken_off_is_followed_by_the_next() -> None:
     whole, loader = epochs(make(shuffle=True), 3), make(shuffle=True)
     next(iter(loader))
     assert epochs(loader, 2) == whole[1:]
+
+
+def test_workers_that_persist_end_with_their_loader() -> None:
+    """A loader that was a circle with its sampler was left to the garbage collector, which closed the pipes of its
+    workers before they were told to end: a program with two of them ended 10 s late."""
+    loader = make(num_workers=2, persistent_workers=True)
+    next(iter(loader))
+    workers: Any = loader._iterator._workers  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        del loader
+        assert not any(worker.is_alive() for worker in workers)
+    finally:
+        gc.enable()
 
 
 def test_the_generator_of_a_sampler_of_one_s_own_is_seeded() -> None:

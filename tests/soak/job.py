@@ -71,7 +71,7 @@ class Job:
         if newest_step(states) is None:
             return 0
         first = load_training_state(states, self.model, self.optimizer, dataloader=self.loader)
-        self.loader.batches -= any(plant.kind == "restart" for plant in self.plants)
+        self.loader.place.batches -= any(plant.kind == "restart" for plant in self.plants)
         return first
 
     def _beside(self, step: int, last: bool) -> None:
