@@ -76,13 +76,15 @@ class Settings:
 
 
 class UnitCall(NamedTuple):
-    """A call of a unit that is to be answered: its forward, and its arguments as leaves of a tree."""
+    """A call of a unit that is to be answered: its forward, and its arguments as leaves of a tree; `lent` are the tags of
+    what is in the places of its parameters for this call (torch.func.functional_call)."""
 
     unit: str
     module: nn.Module
     forward: Callable[..., Any]
     leaves: Sequence[Any]
     tree: TreeSpec
+    lent: frozenset[Tag] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,8 @@ class Kinds:
         settings = self._settings_of(call)
         key = type(call.module), modes(), str(call.tree), tuple(map(describe, call.leaves))
         known = self._known.setdefault(key, [])
-        kind = next((kind for kind in known if kind.is_of(settings)), None) if self.reuse else None
+        reuse = self.reuse and not call.lent
+        kind = next((kind for kind in known if kind.is_of(settings)), None) if reuse else None
         if kind is None:
             kind = self._visit(call, taint, settings)
             if kind.is_shared:
@@ -217,7 +220,7 @@ class Kinds:
             shares=tuple((k, positions[storage_of(t)]) for k, t in tensors if storage_of(t) in positions),
             twins=tuple((k, n) for k, t in tensors if (n := first.setdefault(storage_of(t), k)) != k),
             written=tuple(sorted(written)),
-            met=frozenset(taint.met | passed_on) - taint.of(module.parameters()),
+            met=frozenset(taint.met | passed_on) - taint.of(module.parameters()) | call.lent,
             flops=taint.flops,
             elements=taint.elements,
             visit=visit,

@@ -316,5 +316,11 @@ CASES = {
         "A layer clamps its own weight first: that was an error of torch's from amid the trace.",
         refused="writes to a.weight, which is trained",
     ),
+    "lent weights": Case(
+        nets.Lent,
+        "Glue calls layers with weights made of other layers', by functional_call: the trace saw none of these, so that "
+        "stages made them of ghosts, and the loss was not a number.",
+        options={"verify": False},
+    ),
     "control": Case(Net, "Nothing special."),
 }
