@@ -8,7 +8,7 @@ here beside it. Another call is of the same kind if nothing that the visited one
 import contextlib
 import copy
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from types import FunctionType, GeneratorType, MethodType
@@ -76,15 +76,13 @@ class Settings:
 
 
 class UnitCall(NamedTuple):
-    """A call of a unit that is to be answered: its forward, and its arguments as leaves of a tree; `lent` are the tags of
-    what is in the places of its parameters for this call (torch.func.functional_call)."""
+    """A call of a unit that is to be answered: its forward, and its arguments as leaves of a tree."""
 
     unit: str
     module: nn.Module
     forward: Callable[..., Any]
     leaves: Sequence[Any]
     tree: TreeSpec
-    lent: frozenset[Tag] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -129,8 +127,11 @@ class Kinds:
     """The kinds that are known of a model's units, from run to run. A `meter` listens to every visit. `device` is that
     of glue, `runs_on` that of units which do not run on meta: the GPU that they are for, wherever the model is."""
 
-    def __init__(self, device: torch.device, runs_on: torch.device, meter: Meter | None = None) -> None:
+    def __init__(
+        self, units: Mapping[str, nn.Module], device: torch.device, runs_on: torch.device, meter: Meter | None = None
+    ) -> None:
         self.device, self.runs_on, self.meter = device, runs_on, meter
+        self._own = {unit: set(map(id, module.parameters())) for unit, module in units.items()}
         self.reuse = True
         self._known: dict[Any, list[Kind]] = {}
         self._settings: dict[str, Settings] = {}
@@ -140,8 +141,11 @@ class Kinds:
         settings = self._settings_of(call)
         key = type(call.module), modes(), str(call.tree), tuple(map(describe, call.leaves))
         known = self._known.setdefault(key, [])
-        reuse = self.reuse and not call.lent
-        kind = next((kind for kind in known if kind.is_of(settings)), None) if reuse else None
+        # What glue has put in the places of its parameters (torch.func.functional_call) is this call's affair.
+        if lent := taint.of(p for p in call.module.parameters() if id(p) not in self._own[call.unit]):
+            visited = self._visit(call, taint, settings)
+            return replace(visited, met=visited.met | lent)
+        kind = next((kind for kind in known if kind.is_of(settings)), None) if self.reuse else None
         if kind is None:
             kind = self._visit(call, taint, settings)
             if kind.is_shared:
@@ -220,7 +224,7 @@ class Kinds:
             shares=tuple((k, positions[storage_of(t)]) for k, t in tensors if storage_of(t) in positions),
             twins=tuple((k, n) for k, t in tensors if (n := first.setdefault(storage_of(t), k)) != k),
             written=tuple(sorted(written)),
-            met=frozenset(taint.met | passed_on) - taint.of(module.parameters()) | call.lent,
+            met=frozenset(taint.met | passed_on) - taint.of(module.parameters()),
             flops=taint.flops,
             elements=taint.elements,
             visit=visit,

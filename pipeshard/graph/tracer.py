@@ -63,7 +63,7 @@ class Tracer:
         self.units = find_units(model, cuts)
         tensors = (*model.parameters(), *sample.tensors.values())
         self.device = next(t.device for t in tensors if not t.is_meta)
-        self.kinds = Kinds(self.device, device or self.device, meter)
+        self.kinds = Kinds(self.units, self.device, device or self.device, meter)
         self.python_random = False
         self.reset: Callable[[], None] = lambda: None
         self.listen: Callable[[int | None, bool], None] = lambda call, is_through: None
@@ -83,7 +83,6 @@ class Tracer:
         self.reset()
         batch = batch.copied(batch.tensors)  # glue may write to it
         self.taint = Taint(self.device, Recipes(self.device, batch, real))
-        self.own = {unit: set(map(id, module.parameters())) for unit, module in self.units.items()}
         self.calls: list[Call] = []
         self.groups = CheckpointSpans()
         self.rows = batch.rows
@@ -186,7 +185,7 @@ class Tracer:
             check_call(unit, args, self.calls, self.rows)
         leaves, tree = tree_flatten((args, kwargs))
         self._use(leaves)
-        kind = self.kinds.of(UnitCall(unit, self.units[unit], original, leaves, tree, self._lent(unit)), taint)
+        kind = self.kinds.of(UnitCall(unit, self.units[unit], original, leaves, tree), taint)
         self.seed = torch.initial_seed()
         reads = self._use(leaves, kind.met)
         for position in kind.written:
@@ -214,10 +213,6 @@ class Tracer:
         answered = answer(self.units[unit], kind.parts, result, (args, kwargs))
         self.listen(index, True)
         return answered
-
-    def _lent(self, unit: str) -> frozenset[Tag]:
-        """The tags of what glue has put in the places of a unit's parameters (torch.func.functional_call)."""
-        return self.taint.of(p for p in self.units[unit].parameters() if id(p) not in self.own[unit])
 
     def _refuse_seed(self, unit: str) -> None:
         """Refuse a forward that seeds torch for what is drawn inside of a unit, or after it: there stages reseed."""

@@ -318,8 +318,8 @@ CASES = {
     ),
     "lent weights": Case(
         nets.Lent,
-        "Glue calls layers with weights made of other layers', by functional_call: the trace saw none of these, so that "
-        "stages made them of ghosts, and the loss was not a number.",
+        "Glue calls layers with weights made of other layers', by functional_call: the trace saw none of these, so "
+        "that stages made them of ghosts, and the loss was not a number.",
         options={"verify": False},
     ),
     "control": Case(Net, "Nothing special."),
