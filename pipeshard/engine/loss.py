@@ -28,6 +28,7 @@ logger = logging.getLogger("pipeshard")
 CUTS = 1, 2, 3  # after which of the samples they are cut in two
 TELLING = 3  # how many trials a rule has to hold in that could have told it from another one
 CLOSE = {torch.float32: 4e-6, torch.float64: 1e-9}  # relative error of a sum; of other dtypes their precision
+FITS = 1.0, 4.0, 16.0  # how far unit results are moved towards a smaller loss, of the first part alone
 FAR = 1e-3  # how much the two parts' losses have to differ, relative to the larger one
 MOST_RULES = 128  # that are kept
 REMEDY = (
@@ -268,18 +269,24 @@ class _Search:
                 return False  # the loss does not take such labels
             if losses is None:
                 continue
-            whole, parts = losses
-            batch, at = self._drawn(rule, number), CUTS[number % len(CUTS)]
-            microbatches = [batch.take(torch.arange(at)), batch.take(torch.arange(at, batch.rows))]
-            if not rule.holds(whole, parts, microbatches):
+            if not self._holds_of(rule, number, losses):
                 return False
-            telling += _tells(whole, parts)
+            telling += _tells(*losses)
             if telling >= self.samples.draws:
                 break
-        return telling >= TELLING
+        return telling >= TELLING and (self.kind != NORMAL or all(self._holds(rule, 0, fit) for fit in FITS))
 
-    def _losses(self, rule: LossRule, number: int) -> tuple[Measured, list[Measured]] | None:
-        losses = self.trial.measure(self._drawn(rule, number), CUTS[number % len(CUTS)], number, self.kind)
+    def _holds(self, rule: LossRule, number: int, fit: float) -> bool:
+        """Whether a rule holds where the first samples have been learnt, if the loss can be made of such results."""
+        losses = self._losses(rule, number, fit)
+        return losses is None or self._holds_of(rule, number, losses)
+
+    def _holds_of(self, rule: LossRule, number: int, losses: tuple[Measured, list[Measured]]) -> bool:
+        batch, at = self._drawn(rule, number), CUTS[number % len(CUTS)]
+        return rule.holds(*losses, [batch.take(torch.arange(at)), batch.take(torch.arange(at, batch.rows))])
+
+    def _losses(self, rule: LossRule, number: int, fit: float = 0.0) -> tuple[Measured, list[Measured]] | None:
+        losses = self.trial.measure(self._drawn(rule, number), CUTS[number % len(CUTS)], number, self.kind, fit)
         is_finite = losses is not None and all(math.isfinite(loss.value) for loss in (losses[0], *losses[1]))
         return losses if is_finite else None
 

@@ -2,7 +2,8 @@
 
 Real values would prove too little: labels that are all of one class, weights that are all 1 or a hinge that is 0 fit
 rules that do not hold for the next batch. So integers are drawn from those that the batch has and from what lies
-between, masks and weights anew, and unit results at random, which also costs nothing: units do not run.
+between, masks and weights anew, and unit results at random, which also costs nothing: units do not run. A loss that
+bends where it is small (flooding, a free allowance) is found by samples that are learnt beside some that are not.
 """
 
 import logging
@@ -146,11 +147,12 @@ def _mask(leaf: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class Measured(NamedTuple):
-    """A loss; or the sum of a criterion that returns (sum, count), and its count."""
+    """A loss; or the sum of a criterion that returns (sum, count), and its count. `slopes`: gradients, if asked for."""
 
     value: float
     denominator: float | None
     dtype: torch.dtype
+    slopes: tuple[Tensor | None, ...] = ()
 
 
 class Glue:
@@ -167,9 +169,11 @@ class Glue:
         result: Callable[[Key, TensorSpec], Tensor],
         running: Collection[int] = (),
         times: int = 1,
+        by: Sequence[Tensor] = (),
     ) -> Measured | None:
-        """The loss of `batch`, or None without one; `result` makes what leaves a unit, but calls that are `running`,
-        whose units run; the criterion is asked so many `times`. Nothing of model, criterion or generators changes."""
+        """The loss of `batch`, or None without one, and its gradients `by` these; `result` makes what leaves a unit,
+        but calls that are `running`, whose units run; the criterion is asked so many `times`. Nothing of model,
+        criterion or generators changes."""
         calls, is_inside, randomness = enumerate(flow.calls), False, Randomness(self.device)
 
         def handle(unit: str, original: Any, *arguments: Any) -> Any:
@@ -195,14 +199,17 @@ class Glue:
             stack.enter_context(preserving(self.model, self.criterion))
             stack.enter_context(randomness.step(0, 0))
             randomness.at(0)
-            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.set_grad_enabled(bool(by)))
             stack.enter_context(handled(self.units, handle))
             private = batch.map(lambda path, tensor, dim: tensor.clone())  # which glue may write to
             output = private.call(self.model)
             for _ in range(times):
                 randomness.at(1)
                 value, count = sum_and_count(output, self.criterion, private)
-        return None if value is None else Measured(float(value), None if count is None else float(count), value.dtype)
+            slopes = torch.autograd.grad(value, by, allow_unused=True) if by and value is not None else ()
+        if value is None:
+            return None
+        return Measured(float(value.detach()), None if count is None else float(count), value.dtype, slopes)
 
     def count(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> float:
         """What the criterion divides its sum by, which does not depend on unit results: zeros without memory."""
@@ -254,12 +261,23 @@ class Trial:
         losses = [self._measure(batch, range(batch.rows), each, SharedDraws()) for each in (results, rounded)]
         return losses[0] == losses[1]
 
-    def measure(self, batch: Batch, at: int, seed: int, kind: int = NORMAL) -> tuple[Measured, list[Measured]] | None:
+    def measure(
+        self, batch: Batch, at: int, seed: int, kind: int = NORMAL, fit: float = 0.0
+    ) -> tuple[Measured, list[Measured]] | None:
         """The loss of the batch, which is the samples with other values, and those of its first `at` samples and of the
-        others; None if one has none, or does not take these values."""
+        others; None if one has none, or does not take these values. What the first samples have of unit results is
+        moved by `fit` at most, to where their loss falls."""
         rows, draws = range(batch.rows), SharedDraws()
         results = self._random_results(seed, kind)
         try:
+            if fit:
+                by = {key: t.requires_grad_() for key, t in results.items() if t.is_floating_point()}
+                first = self._measure(batch, rows[:at], results, draws, by=[*by.values()])
+                pairs = zip(by, first.slopes if first is not None else ())
+                slopes = {key: slope for key, slope in pairs if slope is not None}
+                steepest = max([float(slope.abs().max()) for slope in slopes.values()], default=0.0) or 1.0
+                results = {key: t.detach() for key, t in results.items()}
+                results |= {key: results[key] - fit / steepest * slope for key, slope in slopes.items()}
             whole = self._measure(batch, rows, results, draws)
             parts = [self._measure(batch, part, results, draws) for part in (rows[:at], rows[at:])]
         except Exception as error:  # the model's own, or the criterion's, which may not take such labels
@@ -275,7 +293,9 @@ class Trial:
         once, again = (self._measure(batch, rows, results, SharedDraws(), times) for times in (1, 3))
         return once is None or again is None or once[:2] == again[:2] or once.value != once.value
 
-    def _measure(self, batch: Batch, rows: range, results: Any, draws: SharedDraws, times: int = 1) -> Measured | None:
+    def _measure(
+        self, batch: Batch, rows: range, results: Any, draws: SharedDraws, times: int = 1, by: Sequence[Tensor] = ()
+    ) -> Measured | None:
         flow, deltas = self._flow(rows)
         part = batch if len(rows) == batch.rows else batch.take(torch.tensor(rows))
         part = part.map(lambda path, tensor, dim: tensor.to(self._dtype(tensor.dtype)))
@@ -287,7 +307,7 @@ class Trial:
             return part_of(full, spec.shape, rows).clone()
 
         with draws.of(rows):
-            return self.glue.run(part, flow, deltas, result, self.running, times)
+            return self.glue.run(part, flow, deltas, result, self.running, times, by)
 
     def _flow(self, rows: range) -> tuple[Dataflow, tuple[int, ...]]:
         """The Dataflow of these samples, and how their sizes differ from what it was traced with."""

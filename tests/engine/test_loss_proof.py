@@ -97,6 +97,10 @@ def in_probabilities(out: Any, batch: Any) -> Tensor:
     return binary_cross_entropy(out["logits"][:, 0], batch["labels"].float())
 
 
+def flooded(level: float) -> Criterion:
+    return lambda out, batch: (tagging()(out, batch) - level).abs() + level
+
+
 def noisy(out: Any, batch: Any) -> Tensor:
     return (dropout(out["logits"], 0.5) - torch.randn_like(out["logits"])).square().mean()
 
@@ -137,6 +141,14 @@ def test_a_guess_is_refused(criterion: Criterion, batch: dict[str, Tensor]) -> N
     of a hinge for anything; the rest was trained on as a mean, with a warning."""
     with pytest.raises(ConfigurationError, match=r"not a mean or sum over samples .* return .sum, count"):
         rule(criterion, batch, of_samples=True)
+
+
+@pytest.mark.parametrize("level", [2.0, 0.3, 0.02])
+def test_a_loss_that_bends_where_it_is_small_is_refused(level: float) -> None:
+    """Flooding, |loss - 0.02| + 0.02, is a mean as long as nothing has been learnt, which random results have not:
+    later some microbatches were pushed up while others were pushed down, where the whole batch is one or the other."""
+    with pytest.raises(ConfigurationError, match="not a mean or sum over samples"):
+        rule(flooded(level), MIXED, of_samples=True)
 
 
 def quotient(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
