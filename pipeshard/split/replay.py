@@ -160,7 +160,7 @@ class Replay:
     ) -> Any:
         draw = repeat.before = self.randomness.at(2 * run.next - 1)
         if step.again and torch.is_grad_enabled() and not recomputes_itself(self.units[step.unit]):
-            forward = run_again(forward, step.unit, lambda: self._second(draw))
+            forward = run_again(forward, step.unit, self.units[step.unit], lambda: self._second(draw))
         asides: list[tuple[Source, Any]] = []
         number, unit, arguments = run.next - 1, self.units[step.unit], (args, kwargs)
         # What hooks inside are called with is repeated by `answer`.

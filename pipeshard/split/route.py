@@ -30,7 +30,7 @@ from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import Value
 from pipeshard.graph.unit_outputs import Known, Part, Source
 from pipeshard.hf import recomputes
-from pipeshard.private import tree_leaves
+from pipeshard.private import reparametrized, tree_leaves
 from pipeshard.split.partition import Boundary
 
 
@@ -100,19 +100,20 @@ def recomputes_itself(unit: nn.Module) -> bool:
 
 
 def run_again(
-    forward: Callable[..., Any], name: str, second: Callable[[], AbstractContextManager[None]]
+    forward: Callable[..., Any], name: str, unit: nn.Module, second: Callable[[], AbstractContextManager[None]]
 ) -> Callable[..., Any]:
-    """The forward of unit `name`, of which only the arguments are kept for the backward pass.
+    """The forward of `unit`, of which only the arguments are kept for the backward pass.
 
     `second` gives what is around the run there; it has to bring the random numbers of the first one back. What lists,
-    mappings and objects among the arguments held is there again. That raises UsageError where a tensor has been changed
-    in place since.
+    mappings and objects among the arguments held is there again, and what glue had put in the places of parameters
+    (torch.func.functional_call). That raises UsageError where a tensor has been changed in place since.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_inference()]
         versions = [tensor._version for tensor in tensors]
         before, runs = Snapshot({"": (args, kwargs)}), itertools.count()
+        parameters = dict(unit.named_parameters(remove_duplicate=False))
 
         def checked() -> Any:
             if not next(runs):
@@ -126,8 +127,11 @@ def run_again(
                 )
             now = Snapshot({"": (args, kwargs)}) if changes else None
             before.restore()
+            own = dict(unit.named_parameters(remove_duplicate=False))
+            lent: dict[str, Tensor] = {key: tensor for key, tensor in parameters.items() if tensor is not own[key]}
             try:
-                return forward(*args, **kwargs)
+                with reparametrized(unit, lent) if lent else nullcontext():
+                    return forward(*args, **kwargs)
             finally:
                 if now is not None:
                     now.restore()

@@ -322,5 +322,10 @@ CASES = {
         "that stages made them of ghosts, and the loss was not a number.",
         options={"verify": False},
     ),
+    "swapped weights, recomputed": Case(
+        nets.Swapped,
+        "The same with activation recompute: the second run was with the layer's own weights, and gradients were off.",
+        options={"verify": False, "recompute": True},
+    ),
     "control": Case(Net, "Nothing special."),
 }

@@ -884,6 +884,15 @@ class Lent(Net):
         return x
 
 
+class Swapped(Net):
+    """Each layer runs with the weights of another one, half a model away."""
+
+    def body(self, x: Tensor) -> Any:
+        for layer, other in zip(self.layers, [*self.layers[2:], *self.layers[:2]]):
+            x = torch.func.functional_call(layer, dict(other.named_parameters()), (x,))
+        return x
+
+
 class Clamping(Block):
     def forward(self, x: Tensor) -> Any:
         with torch.no_grad():
