@@ -253,14 +253,14 @@ def _changed(model: nn.Module, before: Before) -> list[Path]:
 
 
 def place_of(model: nn.Module, path: Path) -> Path:
-    """Where in the model what is at a path is kept: of what is inside a list or a mapping, where that is."""
+    """Where in the model what is at a path is kept: of what is inside a list, a tuple or a mapping, where that is."""
     value: Any = model
     for k, step in enumerate(path[1:], 2):
         try:
             value = resolve(value, [step])
         except (AttributeError, KeyError, IndexError):
             return path[:k]
-        is_container = isinstance(value, COLLECTIONS)
+        is_container = isinstance(value, (*COLLECTIONS, tuple))
         is_whole = is_generator(value) or is_array(value)
         if is_whole or (is_container and step.key not in REGISTERED and not isinstance(value, nn.Module)):
             return path[:k]

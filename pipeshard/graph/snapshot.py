@@ -130,13 +130,18 @@ class Snapshot:
                 live = live_dict(value, how)
                 self.holders.append(Holder(path, value, how, content, live, list(live.values()) if live else []))
                 for key, entry in content.items() if isinstance(content, dict) else enumerate(content):
-                    if isinstance(entry, Tensor):
-                        if id(entry) not in seen and not entry.is_inference():
-                            seen[id(entry)] = entry
-                            self.tensors.append(((*path, _step(how, key)), value, key, entry, entry._version))
-                    elif not isinstance(entry, PLAIN):
-                        queue.append(((*path, _step(how, key)), entry))
-            queue.extend(((*path, step), child) for step, child in constants_of(value))
+                    self._meet((*path, _step(how, key)), value, key, entry, queue)
+            for step, child in constants_of(value):
+                self._meet((*path, step), value, step.key, child, queue)
+
+    def _meet(self, path: Path, holder: Any, key: Any, entry: Any, queue: deque[tuple[Path, Any]]) -> None:
+        """Take notice of what `holder` has at `key`: a tensor, or something to be walked."""
+        if not isinstance(entry, Tensor):
+            if not isinstance(entry, PLAIN):
+                queue.append((path, entry))
+        elif id(entry) not in self._seen and not entry.is_inference():
+            self._seen[id(entry)] = entry
+            self.tensors.append((path, holder, key, entry, entry._version))
 
 
 def live_dict(holder: Any, how: str) -> dict[Any, Any] | None:

@@ -194,7 +194,8 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
     `placement` the process of each part.
 
     No stage has all that glue may branch on: of the activations, only its own. Nor can it know all state that a forward
-    leaves to the next: parameters that glue changes, generators and counters that several stages advance.
+    leaves to the next: parameters that glue changes; generators, counters and buffers (of a shared batch norm) that
+    several stages advance.
     """
     if len(placement) == 1:
         return
@@ -216,7 +217,8 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
                 f"{f', by {sources[0]}' if sources else ''}, and no stage can do that for all: do it after "
                 "optimizer.step(), or inside the unit, or use one stage (pp_size=1)"
             )
-        if place.kind in ("generator", "number") and len(writers) > 1:
+        is_moved = place.name in place.uses.kept and "_buffers" in [step.key for step in place.path[-2:]]
+        if (is_moved or place.kind in ("generator", "number")) and len(writers) > 1:
             raise TraceError(
                 f"{names[0]} and {names[-1]} {'draw from' if place.kind == 'generator' else 'change'} "
                 f"{place.name}, but are on several stages, each of which has one of its own: give each layer its "

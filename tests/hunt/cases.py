@@ -316,6 +316,21 @@ CASES = {
         "A layer clamps its own weight first: that was an error of torch's from amid the trace.",
         refused="writes to a.weight, which is trained",
     ),
+    "a shared batch norm": Case(
+        nets.SharedNorm,
+        "Layers on two stages share a batch norm: each stage moved running statistics of its own, and those of one "
+        "were saved.",
+        options={"verify": False, "partition": [3, 3]},
+        refused="each of which has one of its own",
+    ),
+    "states in tuples": Case(
+        nets.Recurrent,
+        "A list of tuples goes on from batch to batch: tensors in tuples were not looked for, and where a rank has two "
+        "stages the first of them got what the last had left, not numbers.",
+        ordinary(3),
+        {"verify": False, "schedule": "zbv"},
+        refused="which the forward before has computed from",
+    ),
     "lent weights": Case(
         nets.Lent,
         "Glue calls layers with weights made of other layers', by functional_call: the trace saw none of these, so "

@@ -893,6 +893,41 @@ class Swapped(Net):
         return x
 
 
+class SharedNorm(Net):
+    """All layers share one batch norm."""
+
+    class block(Block):
+        norm: nn.BatchNorm1d
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.norm = self.layers[0].norm if layer.place else nn.BatchNorm1d(H)
+
+
+class Recurrent(Net):
+    """Layers with a hidden and a cell state, which go on from batch to batch as tuples in a list."""
+
+    class block(Block):
+        def forward(self, x: Tensor, state: Any) -> Any:  # type: ignore[override]
+            hidden, cell = (x, x) if state is None else state
+            y = super().forward(x + 0.1 * hidden)
+            return y, (y, torch.tanh(cell + y))
+
+    state: Any = None
+
+    def body(self, x: Tensor) -> Any:
+        states = []
+        for layer in self.layers:
+            x, state = layer(x, None if self.state is None else self.state[layer.place])
+            states.append(tuple(part.detach() for part in state))
+        self.state = states
+        return x
+
+
 class Clamping(Block):
     def forward(self, x: Tensor) -> Any:
         with torch.no_grad():
