@@ -85,10 +85,10 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
     """The units of `model` by name, in the order of registration; those of a model that was cut stay what they were.
 
     A unit is a member of an `nn.ModuleList`, or any other child with parameters of the modules around such lists. A
-    member that is a list itself is cut into its members, and so is a stage of a hierarchy (swin, resnet), unless it is
-    recomputed as a whole. In a model without such lists and without CutPoints, an `nn.Sequential` is one, of which each
-    member is a unit, whatever it has: as glue, a pooling layer would run on every stage behind it. CutPoints are units,
-    and so are the modules named in `cuts`; what they are inside of is none.
+    member that is a list itself is cut into its members, as any `nn.ModuleDict` is, and so is a stage of a hierarchy
+    (swin, resnet), unless it is recomputed as a whole. In a model without such lists and without CutPoints, an `nn.Sequential` is
+    one, of which each member is a unit, whatever it has: as glue, a pooling layer would run on every stage behind it.
+    CutPoints are units, and so are the modules named in `cuts`; what they are inside of is none.
     A module reached under several names counts once, under its first name. Of a list that says so (`pipeshard_uncut`),
     each member is a unit, whatever it has.
     """
@@ -115,7 +115,7 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
             name = f"{prefix}.{child_name}" if prefix else child_name
             if stages:
                 walk(name, child, in_hierarchy=True)
-            elif child in around or (
+            elif child in around or _is_dict(child) or (
                 not uncut and (_is_layers(child) if is_list or in_hierarchy else _has_layers(child, sequences))
             ):
                 walk(name, child, in_hierarchy)
@@ -155,6 +155,11 @@ def _has_layers(module: nn.Module, sequences: bool = False) -> bool:
 
 def _is_sequence(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _is_dict(module: nn.Module) -> bool:
+    """Whether this is a mapping that cannot be called itself, so that its members are, one by one."""
+    return isinstance(module, nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
 def _is_layers(module: nn.Module) -> bool:

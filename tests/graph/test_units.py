@@ -77,3 +77,13 @@ def test_a_sequential_is_a_list_where_the_model_has_no_other() -> None:
     assert "trunk.body" not in find_units(model, ["trunk.body.0.body.0"])
     model.layers = nn.ModuleList([nn.Linear(2, 2)])
     assert list(find_units(model)) == ["stem", "trunk", "head", "layers.0"]
+
+
+def test_a_dict_of_modules_is_cut_into_its_members() -> None:
+    """A ModuleDict was a unit, though nobody can call one: layers in it could not be cut apart, and a model of nothing
+    else was told to use pp_size <= 0."""
+    layer = nn.ModuleDict({"norm": nn.LayerNorm(4), "mlp": nn.Linear(4, 4)})
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 4), "head": nn.Linear(4, 4)})
+    assert list(find_units(nn.Sequential(model))) == ["0.embed", "0.head"]
+    model["layers"] = nn.ModuleList([layer])
+    assert list(find_units(model)) == ["embed", "head", "layers.0.norm", "layers.0.mlp"]
