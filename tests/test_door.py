@@ -413,6 +413,12 @@ def test_lazy_tensors_of_colossalai_are_refused_by_name(pool: Pool) -> None:
         assert "under colossalai's LazyInitContext" in message and "torch.device('meta')" in message
 
 
+def test_lazy_modules_of_torch_are_refused_by_name() -> None:
+    """A LazyLinear that had not seen a batch was an error of torch's about the shape of a parameter, without a name."""
+    with pytest.raises(ConfigurationError, match=r"1.weight has no shape before the first forward .* run the model on"):
+        plain(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)))
+
+
 def test_layers_of_bitsandbytes_are_refused_by_name() -> None:
     """In four bits the first step ended: a layer was not what it had been when the model was boosted."""
     bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -17,6 +17,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Adafactor, Optimizer
 
 from pipeshard.batch.criterion import Criterion, takes_outputs_alone
@@ -51,6 +52,11 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
             type(model).__name__,
         )
     for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigurationError(
+                f"{name} has no shape before the first forward (a Lazy module of torch): run the model on a batch "
+                "once, model(**batch) under torch.no_grad(), before its optimizer is made and it is boosted"
+            )
         if type(parameter).__module__.startswith("colossalai.lazy"):
             raise ConfigurationError(
                 f"{name} was made under colossalai's LazyInitContext, of which the stages could not take their parts: "
