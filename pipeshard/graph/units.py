@@ -115,8 +115,10 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
             name = f"{prefix}.{child_name}" if prefix else child_name
             if stages:
                 walk(name, child, in_hierarchy=True)
-            elif child in around or _is_dict(child) or (
-                not uncut and (_is_layers(child) if is_list or in_hierarchy else _has_layers(child, sequences))
+            elif (
+                child in around
+                or _is_dict(child)
+                or (not uncut and (_is_layers(child) if is_list or in_hierarchy else _has_layers(child, sequences)))
             ):
                 walk(name, child, in_hierarchy)
             elif child not in seen and (uncut or in_sequence or child in chosen or _has_parameters(child)):
