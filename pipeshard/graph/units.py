@@ -86,9 +86,9 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
 
     A unit is a member of an `nn.ModuleList`, or any other child with parameters of the modules around such lists. A
     member that is a list itself is cut into its members, as any `nn.ModuleDict` is, and so is a stage of a hierarchy
-    (swin, resnet), unless it is recomputed as a whole. In a model without such lists and without CutPoints, an `nn.Sequential` is
-    one, of which each member is a unit, whatever it has: as glue, a pooling layer would run on every stage behind it.
-    CutPoints are units, and so are the modules named in `cuts`; what they are inside of is none.
+    (swin, resnet), unless it is recomputed as a whole. In a model without such lists and without CutPoints, an
+    `nn.Sequential` is one, of which each member is a unit, whatever it has: as glue, a pooling layer would run on every
+    stage behind it. CutPoints are units, and so are the modules named in `cuts`; what they are inside of is none.
     A module reached under several names counts once, under its first name. Of a list that says so (`pipeshard_uncut`),
     each member is a unit, whatever it has.
     """
