@@ -283,7 +283,7 @@ class ResumableDataLoader(DataLoader[Any]):
         self._share.has_warned = True  # at the end; workers of the next epoch get a copy of this
 
     def set_epoch(self, epoch: int) -> None:
-        """As `set_epoch` of its sampler."""
+        """Make the next iterator one of this epoch, as `Place.set_epoch` says."""
         self.place.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int | None]:

@@ -123,7 +123,7 @@ def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
     group, head = control(group), torch.tensor([len(content), flawed])
     broadcast_bytes(head, source, group)
     length, flawed = head.tolist()
-    sent = torch.frombuffer(bytearray(content or length), dtype=torch.uint8)
+    sent = torch.frombuffer(bytearray(content or length), dtype=torch.uint8)  # so many zeros, where it is received
     broadcast_bytes(sent, source, group)
     received = sent.numpy().tobytes()
     if flawed:

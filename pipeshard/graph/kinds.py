@@ -139,12 +139,12 @@ class Kinds:
     def of(self, call: UnitCall, taint: Taint) -> Kind:
         """What this call of a unit does, as far as it is known from one that was visited, else by a visit."""
         settings = self._settings_of(call)
-        key = type(call.module), modes(), str(call.tree), tuple(map(describe, call.leaves))
-        known = self._known.setdefault(key, [])
         # What glue has put in the places of its parameters (torch.func.functional_call) is this call's affair.
         if lent := taint.of(p for p in call.module.parameters() if id(p) not in self._own[call.unit]):
             visited = self._visit(call, taint, settings)
             return replace(visited, met=visited.met | lent)
+        key = type(call.module), modes(), str(call.tree), tuple(map(describe, call.leaves))
+        known = self._known.setdefault(key, [])
         kind = next((kind for kind in known if kind.is_of(settings)), None) if self.reuse else None
         if kind is None:
             kind = self._visit(call, taint, settings)

@@ -22,7 +22,7 @@ from pipeshard.planner.memory import Footprint, Forms, Training, check_positive,
 from pipeshard.planner.plan import Estimate, Plan
 from pipeshard.planner.profile import Profile, find_profile, shapes_of
 from pipeshard.schedule.program import SCHEDULES, num_chunks
-from pipeshard.split.partition import Cost, Cuts, named
+from pipeshard.split.partition import Cost, Cuts, is_profile, named
 from pipeshard.split.policy import Policy, find_policy
 from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
 from pipeshard.split.ties import tie_on_meta
@@ -288,8 +288,8 @@ def _profile(
     criterion: Criterion | None,
 ) -> Profile | None:
     """The measured times, if they are asked for."""
-    kind, _, path = partition.partition(":") if isinstance(partition, str) else ("", "", "")
-    if profile is None and kind == "profile":
+    if profile is None and is_profile(partition):
+        path = partition.partition(":")[2]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         profile = find_profile(path, model, flow, microbatch, device, criterion)
         if path and not Path(path).exists():

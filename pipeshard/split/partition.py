@@ -270,14 +270,13 @@ def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]
     Raises ConfigurationError for an unknown name, PartitionError for a type that too few units have.
     """
     check_partition(by)
-    kind, _, detail = by.partition(":")
-    if by == "auto" or kind == "profile":
+    if by == "auto" or is_profile(by):
         return costs()
     if by == "uniform":
         return [float(not isinstance(unit, CutPoint)) for unit in units]
     if by == "parameters":
         return [float(sum(p.numel() for p in unit.parameters())) for unit in units]
-    return _of_type(detail, units, num_stages)
+    return _of_type(by.partition(":")[2], units, num_stages)
 
 
 def check_partition(by: Cuts) -> None:
