@@ -7,8 +7,10 @@ out whole steps of it, and the loader counts the batches that were taken.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+import math
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -17,16 +19,18 @@ import torch
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
+    IterDataPipe,
     RandomSampler,
     Sampler,
     SequentialSampler,
+    get_worker_info,
 )
 
 from pipeshard.batch.read import collate
 from pipeshard.errors import CheckpointError, ConfigurationError
-from pipeshard.graph.rng import Draws
+from pipeshard.graph.rng import Draws, seed_generator, seed_process
+from pipeshard.sampling import Order, generators_of
 
 logger = logging.getLogger("pipeshard")
 
@@ -54,14 +58,11 @@ class Share:
         """The entries that all replicas read together in one step."""
         return self.size * self.replicas
 
-    def of(
-        self, entries: Iterable[Any], around: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> Iterator[Any]:
-        """Those of this replica; entries are asked for inside `around()`."""
+    def of(self, entries: Iterable[Any]) -> Iterator[Any]:
+        """The entries of this replica."""
         entries = iter(entries)
         while True:
-            with around():
-                together = list(islice(entries, self.step))
+            together = list(islice(entries, self.step))
             if not together or (len(together) < self.step and not self._keeps(len(together))):
                 return
             first = sum(self._block(len(together), replica) for replica in range(self.replica))
@@ -100,6 +101,9 @@ class Place:
     epoch: int = 0
     batches: int = 0
     begun: bool = False
+    seed: int = 0
+    iterators: int = 0  # that were made; the last one is counted
+    counted: int | None = None  # the batches of the last epoch that was read to its end
 
     def set(self, epoch: int, batches: int = 0) -> None:
         self.epoch, self.batches, self.begun = epoch, batches, False
@@ -111,25 +115,68 @@ class Place:
             self.set(epoch)
 
 
+OVER = object()  # no entry is left
+
+
+class Peekable(Iterator[Any]):
+    """An iterator that can say whether it is over before its next entry is taken; `inside` is entered around it."""
+
+    def __init__(self, entries: Iterator[Any], inside: AbstractContextManager[None]) -> None:
+        self._entries, self._inside = entries, inside
+        self._next: list[Any] = []  # the entry that was looked at
+
+    def is_over(self) -> bool:
+        if not self._next:
+            with self._inside:
+                self._next.append(next(self._entries, OVER))
+        return self._next[0] is OVER
+
+    def __next__(self) -> Any:
+        if self.is_over():
+            raise StopIteration
+        return self._next.pop()
+
+
 class SharedSampler(Sampler[Any]):
     """A replica's share of a sampler, without the first `skip` entries of that, and with what other samplers have: the
-    epoch, and where in it to begin."""
+    epoch, and where in it to begin. The sampler draws its order from generators that depend on seed and epoch alone."""
 
-    def __init__(self, sampler: Any, share: Share, place: Place, draws: Draws) -> None:
-        self.sampler, self.share, self.place, self.draws, self.skip = sampler, share, place, draws, 0
-        self.batch_size: int | None = getattr(sampler, "batch_size", None)
+    def __init__(self, order: Order, share: Share, place: Place) -> None:
+        self.sampler, self.order, self.share, self.place, self.skip = order.root, order, share, place, 0
+        self.batch_size: int | None = getattr(order.root, "batch_size", None)
+        self._entries: weakref.ref[Peekable] | None = None  # those of the newest iterator
         length_of(self)  # warns at once of what is left out, if the length is known
 
     def __iter__(self) -> Iterator[Any]:
-        return self.share.of(islice(iter(self.sampler), self.skip, None), self.draws.paused)
+        draws = self._draws()
+        with draws:
+            entries = iter(self.sampler)
+        peekable = Peekable(self.share.of(islice(entries, self.skip, None)), draws)
+        self._entries = weakref.ref(peekable)
+        return peekable
 
     def __len__(self) -> int:
-        return self.share.length(len(self.sampler))
+        with self._draws(), self.order.unchanged():
+            return self.share.length(len(self.sampler))
+
+    def finish(self) -> None:
+        """After the last entry, run the sampler to its end: it may count its epochs there."""
+        entries = self._entries and self._entries()
+        if entries is not None:
+            entries.is_over()
+
+    def run_through(self) -> None:
+        """Let the sampler go through this epoch once, as its iterator does."""
+        with self._draws():
+            for _ in self.sampler:
+                pass
+
+    def _draws(self) -> Draws:
+        return Draws(self.place.seed, self.place.epoch)
 
     def set_epoch(self, epoch: int) -> None:
         self.place.set_epoch(epoch)
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
+        self.order.set_epoch(epoch, force=True)
 
     def set_start_index(self, start_index: int) -> None:
         """Begin after so many of this replica's samples (of its batches, where it gets whole ones)."""
@@ -141,20 +188,93 @@ class SharedSampler(Sampler[Any]):
         self.place.set(self.place.epoch + self.place.begun, batches)
 
 
+@dataclass(frozen=True)
+class Keyed:
+    """What a worker is to load, and the key of its random numbers."""
+
+    entry: Any
+    key: tuple[int, ...]
+
+
+class KeyedSampler:
+    """Entries of a sampler, each with the key (seed, epoch, number of the batch, replica)."""
+
+    def __init__(self, sampler: Any, place: Place, replica: int) -> None:
+        self.sampler, self.place, self.replica = sampler, place, replica
+
+    def __iter__(self) -> Iterator[Keyed]:
+        seed, epoch, first = self.place.seed, self.place.epoch, self.place.batches
+        for number, entry in enumerate(self.sampler):
+            yield Keyed(entry, (seed, epoch, first + number, self.replica))
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+class SeededSamples(Dataset[Any]):
+    """A dataset that draws, as the collator does, random numbers which depend on the Keyed entry alone, in whichever
+    process it is loaded; other attributes are the dataset's own."""
+
+    samples: Any
+    collate_fn: Any
+
+    def __init__(self, samples: Any, collate_fn: Any) -> None:
+        self.__dict__.update(samples=samples, collate_fn=collate_fn, generators=None)
+
+    def __getitem__(self, keyed: Keyed) -> Any:
+        self._seed(keyed)
+        return self.samples[keyed.entry]
+
+    def __getitems__(self, keyed: Keyed) -> Any:
+        self._seed(keyed)
+        if getattr(self.samples, "__getitems__", None):
+            return self.samples.__getitems__(keyed.entry)
+        return [self.samples[entry] for entry in keyed.entry]
+
+    def _seed(self, keyed: Keyed) -> None:
+        seed_process(*keyed.key)
+        if self.generators is None:
+            self.__dict__["generators"] = generators_of(self.samples, self.collate_fn)
+        for number, generator in enumerate(self.generators):
+            seed_generator(generator, *keyed.key, number)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "samples" not in self.__dict__:  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.samples, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.samples, name, value)
+
+
 class SharedStream(IterableDataset[Any]):
-    """A replica's share of a stream, which a worker reads of its own copy; other attributes are the stream's own."""
+    """A replica's share of a stream, which a worker reads of its own copy; other attributes are the stream's own.
+
+    Every replica reads the whole stream, so what it draws depends on seed, epoch and worker, not on the replica.
+    `moment` is memory that is shared with the workers, since those that persist are not told of a new epoch.
+    """
 
     stream: IterableDataset[Any]
     share: Share
+    collate_fn: Any
+    moment: torch.Tensor
 
-    def __init__(self, stream: IterableDataset[Any], share: Share) -> None:
-        self.__dict__.update(stream=stream, share=share)
+    def __init__(self, stream: IterableDataset[Any], share: Share, collate_fn: Any, moment: torch.Tensor) -> None:
+        self.__dict__.update(stream=stream, share=share, collate_fn=collate_fn, moment=moment)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.share.of(self.stream)
-
-    def __len__(self) -> int:
-        return self.share.length(len(self.stream))  # type: ignore[arg-type]
+        info = get_worker_info()
+        seed, epoch, told = self.moment.tolist()
+        key = (seed, epoch, 0 if info is None else info.id)
+        if info is not None and hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(told)
+        seed_process(*key)
+        for number, generator in enumerate(generators_of(self.stream, self.collate_fn)):
+            seed_generator(generator, *key, number)
+        yield from self.share.of(self.stream)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "stream" not in self.__dict__:  # while it is unpickled
@@ -163,6 +283,52 @@ class SharedStream(IterableDataset[Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.stream, name, value)  # worker_init_fn may set on each copy what to read
+
+
+@dataclass(frozen=True)
+class SharedCollate:
+    """A collator of a stream's samples that draws other numbers on each replica, though the stream does not."""
+
+    collate_fn: Any
+    replica: int
+
+    def __call__(self, samples: Any) -> Any:
+        with Draws(int(torch.randint(2**62, ())), self.replica):
+            return self.collate_fn(samples)
+
+
+class Batches(Iterator[Any]):
+    """One epoch's batches, counted in `place` as they are taken. It does not hold the loader, see Place."""
+
+    def __init__(
+        self, batches: Iterator[Any], place: Place, sampler: SharedSampler | None, share: Share, length: int | None
+    ) -> None:
+        self.batches = Peekable(batches, Draws(place.seed, place.epoch))
+        self.place, self.sampler, self.share, self.length = place, sampler, share, length
+        self.number = place.iterators
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the loader has made no other iterator since."""
+        return self.number == self.place.iterators
+
+    def is_over(self) -> bool:
+        """Whether no batch is left; it may load the next one to find out."""
+        return self.batches.is_over()
+
+    def __next__(self) -> Any:
+        batch = next(self.batches, OVER)
+        if batch is OVER:
+            if self.is_counted and self.place.begun:
+                self.place.counted = self.place.batches
+                self.place.set(self.place.epoch + 1)
+            self.share.has_warned = True  # at the end; workers of the next epoch get a copy of this
+            raise StopIteration
+        if self.is_counted:
+            self.place.batches += 1
+            if self.sampler is not None and self.place.batches == self.length:
+                self.sampler.finish()
+        return batch
 
 
 WORKERS = 1_000_003  # how far apart the seeds of two replicas' workers are, so that they augment differently
@@ -181,11 +347,15 @@ class ResumableDataLoader(DataLoader[Any]):
 
     `epoch` counts from 0, `batches` are those that the training loop took of this epoch (workers may be ahead), and
     `remaining` those that it can still take. A loader that was given a `state_dict()` goes on with the next batch; what
-    comes before is not loaded, except from an IterableDataset, which has to be read to that place. The generator of
-    a sampler of one's own is seeded here; without one, a sampler must give the same order each time it is asked.
-    What the dataset and the collator draw from the generators of torch, `random` and numpy depends on seed, epoch and
-    batch too, and leaves the program's own generators as they were. `dataloader.sampler` has `set_epoch` and
-    `set_start_index`.
+    comes before is not loaded, except from an IterableDataset, which has to be read to that place.
+
+    The sampler's order depends on the seed and the epoch alone: every random generator that it holds is seeded before
+    each epoch, at any depth of samplers in samplers, and it draws from the process's generators as if nothing else did.
+    `set_epoch` is called on every sampler (and dataset) that has it. What a sampler keeps from one epoch to the next
+    is saved with the position: its own `state_dict()`, or else its attributes with plain values that have changed.
+    The random numbers of the dataset and the collator depend on seed, epoch and batch too, with any number of workers;
+    those of a stream on seed, epoch, worker and the place in the stream. The program's own generators are left as they
+    were. `dataloader.sampler` has `set_epoch` and `set_start_index`.
 
     Args:
         batch_size: the samples of one replica's batch.
@@ -214,33 +384,40 @@ class ResumableDataLoader(DataLoader[Any]):
                 f"replica must be from 0 to num_replicas - 1, got replica={replica} with num_replicas={num_replicas}"
             )
         generator = options.pop("generator", None)
-        self.seed = generator.initial_seed() if generator else seed
-        self.place, self.draws = Place(), Draws()
+        self.place = Place(seed=generator.initial_seed() if generator else seed)
+        self._newest: weakref.ref[Batches] | None = None
         self._sampler: SharedSampler | None = None
         self._samples = length_of(dataset)
         kind = "batch_sampler" if options.get("batch_sampler") is not None else "sampler"
         size = 1 if kind == "batch_sampler" else batch_size or 1  # of a batch, in entries of the order
         self._share = Share(size, replica, num_replicas, bool(options.get("drop_last")))
-        order, self._workers = torch.Generator(), torch.Generator()  # workers that persist keep their seeds
-        self._generators = [order]
+        self._workers = torch.Generator()
         if isinstance(dataset, IterableDataset):
             options["shuffle"] = shuffle  # which DataLoader refuses
-            if num_replicas > 1:
-                dataset = SharedStream(dataset, self._share)
+            self._order = Order(dataset)
         else:
             sampler: Any = options.get(kind)
+            generator = torch.Generator()
             if sampler is None:
-                sampler = RandomSampler(dataset, generator=order) if shuffle else SequentialSampler(dataset)  # type: ignore[arg-type]
+                sampler = RandomSampler(dataset, generator=generator) if shuffle else SequentialSampler(dataset)  # type: ignore[arg-type]
             elif shuffle:
                 raise ConfigurationError(f"shuffle=True, but the order is that of {kind}=...: give one of the two")
-            _refuse_shares(sampler)
             if getattr(sampler, "generator", self) is None:
-                sampler.generator = order
-            self._generators += [g for g in [getattr(sampler, "generator", None)] if isinstance(g, torch.Generator)]
-            self._sampler = options[kind] = SharedSampler(sampler, self._share, self.place, self.draws)
+                sampler.generator = generator
+            self._order = Order(sampler, dataset)
+            _refuse_shares(self._order)
+            self._sampler = options[kind] = SharedSampler(self._order, self._share, self.place)
+        self._began = self._order.state()  # as the order was before the epoch
+        self._moment = torch.zeros(3, dtype=torch.int64)  # seed and epoch, and the epoch that the stream is told
+        if options.get("num_workers") and self._sampler is None:
+            self._moment.share_memory_()
         if options.get("collate_fn") is None and (batch_size is not None or kind == "batch_sampler"):
             options["collate_fn"] = collate
         super().__init__(dataset, batch_size, generator=self._workers, **options)
+
+    @property
+    def seed(self) -> int:
+        return self.place.seed
 
     @property
     def epoch(self) -> int:
@@ -255,75 +432,137 @@ class ResumableDataLoader(DataLoader[Any]):
         """How many batches the iterator made last can still give, or, before any was made, the next one can."""
         return len(self) - self.batches
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __len__(self) -> int:
+        """The number of batches of an epoch. For a stream with several workers it is an estimate, which assumes equal
+        parts, until an epoch has been read to its end."""
+        if self._sampler is not None:
+            return super().__len__()
+        samples, workers = len(self.dataset), max(1, self.num_workers)  # type: ignore[arg-type]
+        if workers > 1 and self.place.counted is not None:
+            return self.place.counted
+        entries = [self._share.length(len(range(worker, samples, workers))) for worker in range(workers)]
+        if self.batch_size is None:
+            return sum(entries)
+        if self.drop_last:
+            return sum(count // self.batch_size for count in entries)
+        return sum(math.ceil(count / self.batch_size) for count in entries)
+
+    def __iter__(self) -> Batches:  # type: ignore[override]
         if self.place.begun:
             self.place.set(self.epoch + 1)
         self.place.begun = True
-        self._workers.manual_seed(self.seed + self.epoch + WORKERS * self._share.replica)
-        for generator in self._generators:
-            generator.manual_seed(self.seed + self.epoch)
-        if self._sampler is None:
-            return self._counted(super().__iter__(), 0, self.batches)
-        self._sampler.skip = self.batches * self._share.step
-        return self._counted(super().__iter__(), self.batches, self.batches)
+        self.place.iterators += 1
+        self._order.set_epoch(self.epoch)
+        self._began = self._order.state()
+        self._order.seed(self.seed, self.epoch)
+        told = self._order.epoch
+        self._moment.copy_(torch.tensor([self.seed, self.epoch, self.epoch if told is None else told]))
+        replica = 0 if self._sampler is None else self._share.replica  # replicas read the same stream
+        self._workers.manual_seed(self.seed + self.epoch + WORKERS * replica)
+        skip = self.batches
+        if self._sampler is not None:
+            self._sampler.skip, skip = self.batches * self._share.step, 0
+        with self._seeded():
+            batches = islice(super().__iter__(), skip, None)
+        new = Batches(batches, self.place, self._sampler, self._share, self._length)
+        self._newest = weakref.ref(new)
+        return new
 
-    def _counted(self, batches: Iterator[Any], number: int, begin: int) -> Iterator[Any]:
-        """Those from number `begin` of the epoch on; the first of all is `number`."""
-        done = object()
-        while True:
-            with self.draws.of(self.seed, self.epoch, number, self._share.replica):
-                batch = next(batches, done)
-            if batch is done:
-                break
-            number += 1
-            if number > begin:
-                self.place.batches += 1
-                yield batch
-        self.place.set(self.epoch + 1)
-        self._share.has_warned = True  # at the end; workers of the next epoch get a copy of this
+    @contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """Let DataLoader make an iterator whose random numbers depend on the position."""
+        parts = ("dataset", "collate_fn", "sampler", "batch_sampler")
+        own = {name: self.__dict__[name] for name in parts}
+        new = dict(own)
+        replica = self._share.replica
+        if self._sampler is not None:
+            new["dataset"] = SeededSamples(self.dataset, self.collate_fn)
+            kind = "sampler" if self.batch_sampler is None else "batch_sampler"
+            new[kind] = KeyedSampler(own[kind], self.place, replica)
+        elif self._share.replicas > 1 or not isinstance(self.dataset, IterDataPipe):
+            new["dataset"] = SharedStream(self.dataset, self._share, self.collate_fn, self._moment)  # type: ignore[arg-type]
+            if self._share.replicas > 1:
+                new["collate_fn"] = SharedCollate(self.collate_fn, replica)
+        self.__dict__.update(new)
+        try:
+            yield
+        finally:
+            self.__dict__.update(own)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iterator one of this epoch, as `Place.set_epoch` says."""
         self.place.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, int | None]:
-        """The place of the next batch; plain numbers, the same on every replica."""
-        ended = self.batches == length_of(self)
-        epoch, batches = (self.epoch + 1, 0) if ended else (self.epoch, self.batches)
-        return {"seed": self.seed, "epoch": epoch, "batches": batches, **self._sizes()}
+    @property
+    def _length(self) -> int | None:
+        """The number of batches of an epoch, where it is known."""
+        return length_of(self) if self._sampler is not None or self.num_workers <= 1 else None
 
-    def load_state_dict(self, state: dict[str, int | None]) -> None:
+    def _has_ended(self) -> bool:
+        """Whether no batch of this epoch is left."""
+        if not self.batches:
+            return False
+        length = self._length
+        if length is not None and self._sampler is not None and self.batches < length:
+            return False
+        newest = self._newest and self._newest()
+        if newest is not None and newest.is_counted and self.place.begun:
+            return newest.is_over()
+        return self.batches == length
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the next batch, the same on every replica: numbers, and the state of the samplers that keep one.
+
+        Where the length is unknown, it may load the next batch to know whether the epoch is over.
+        """
+        ended = self._has_ended()
+        epoch, batches = (self.epoch + 1, 0) if ended else (self.epoch, self.batches)
+        order = self._began if self.place.begun and not ended else self._order.state()
+        kept = {"order": order} if order else {}
+        return {"seed": self.seed, "epoch": epoch, "batches": batches, **self._sizes(), **kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there with the next iterator, with any number of replicas that read as many samples a step together.
 
-        Raises CheckpointError where the data or that number of samples are not the same.
+        Raises CheckpointError where the data, the sampler, that number of samples or the workers of a stream are not
+        the same.
         """
         sizes = self._sizes()
-        complete = {"batches_at_once": 1, **state}  # which states of one replica once lacked
+        # which older states lack: all of them were of one replica; of a stream's workers it is not known
+        complete = {"batches_at_once": 1, "workers": sizes.get("workers"), **state}
         saved = {name: complete.get(name) for name in sizes}
         if saved != sizes:
             raise CheckpointError(
                 f"the position in the data was saved with {saved}, but this dataloader has {sizes} (batch_size is that "
-                "of all replicas together): make it of the same data with the same batch size, or go on with a new "
-                "order by dataloader=None"
+                "of all replicas together, workers is the num_workers of a stream): make it of the same data with the "
+                "same batch size, or go on with a new order by dataloader=None"
             )
-        self.seed, epoch, batches = (int(state[name] or 0) for name in ("seed", "epoch", "batches"))
+        self._order.load_state(state.get("order", {}))
+        self.place.seed, epoch, batches = (int(state[name] or 0) for name in ("seed", "epoch", "batches"))
         self.place.set(epoch, batches)
-        if batches and batches == length_of(self):  # where other replicas left out less at the end
+        if batches and batches == self._length:  # where other replicas left out less at the end
+            if self._sampler is not None and "order" in state:
+                self._order.set_epoch(epoch)
+                self._order.seed(self.seed, epoch)
+                self._sampler.run_through()
             self.place.set(epoch + 1)
 
     def _sizes(self) -> dict[str, int | None]:
         """What the number of batches counts: samples, or, of a loader that does not make them itself, batches."""
         n = self._share.replicas
         if self.batch_size is None:
-            return {"batch_size": None, "batches_at_once": n, "samples": self._samples}
-        return {"batch_size": self.batch_size * n, "samples": self._samples}
+            sizes = {"batch_size": None, "batches_at_once": n, "samples": self._samples}
+        else:
+            sizes = {"batch_size": self.batch_size * n, "samples": self._samples}
+        if self._sampler is None:
+            sizes["workers"] = max(1, self.num_workers)  # each reads a part, and their batches take turns
+        return sizes
 
 
-def _refuse_shares(sampler: Any) -> None:
-    for one in (sampler, getattr(sampler, "sampler", None)):
-        if isinstance(one, DistributedSampler) and one.num_replicas > 1:
-            raise ConfigurationError(
-                f"{type(one).__name__} takes one of {one.num_replicas} shares by itself, so that the stages of a "
-                "pipeline would read different batches, and replicas a share of a share: pass a sampler of the whole "
-                "order (or shuffle=True), it is cut here"
-            )
+def _refuse_shares(order: Order) -> None:
+    for one in order.shares():
+        raise ConfigurationError(
+            f"{type(one).__name__} takes one of {one.num_replicas} shares by itself, so that the stages of a "
+            "pipeline would read different batches, and replicas a share of a share: pass a sampler of the whole "
+            "order (or shuffle=True), it is cut here"
+        )

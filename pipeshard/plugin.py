@@ -270,7 +270,7 @@ class PipelinePlugin:
     def prepare_dataloader(
         self,
         dataset: Dataset[Any],
-        batch_size: int | None,
+        batch_size: int | None = 1,
         shuffle: bool = False,
         seed: int = 1024,
         *,
@@ -280,8 +280,8 @@ class PipelinePlugin:
         """A DataLoader from which every stage reads the same batches, in an order that depends on `seed` and epoch.
 
         It knows its position: `save_training_state(..., dataloader=...)` keeps it, also within an epoch. `options` are
-        DataLoader's own: drop_last, num_workers, collate_fn, ... A `distributed_sampler_cls` is asked for the order of
-        all replicas, as of one, and shared out here.
+        DataLoader's own: drop_last, num_workers, collate_fn, batch_sampler, ... and may be combined as there. A
+        `distributed_sampler_cls` is asked for the order of all replicas, as of one, and shared out here.
         """
         if distributed_sampler_cls is not None:
             options["sampler"] = distributed_sampler_cls(dataset, num_replicas=1, rank=0, shuffle=shuffle)

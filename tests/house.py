@@ -22,7 +22,7 @@ LAYERS = (
     ("split",),
     ("config",),
     ("engine",),
-    ("checkpoint", "planner"),
+    ("checkpoint", "planner", "sampling"),
     ("verify",),
     ("boost", "compat", "dataloader"),
     ("plugin",),

@@ -61,38 +61,42 @@ class Randomness:
 
 
 class Draws:
-    """Random numbers that do not depend on what was drawn before: inside `of(*key)` the generators of the CPU are
-    seeded by the key, inside `paused` they are as they were outside."""
+    """A stream of random numbers of torch's CPU generator, `random` and numpy. Inside `with self:` they begin at the
+    seed that `key` gives, and continue in the next `with self:`. Outside, the program's own are unchanged."""
 
-    def __init__(self) -> None:
-        self._generators = [torch.default_generator]
-        self._other: Any = None  # inside: the states outside
+    def __init__(self, *key: int) -> None:
+        self._key, self._inside = key, None
+        self._outside: list[Any] = []  # nested ones
 
-    @contextmanager
-    def of(self, *key: int) -> Iterator[None]:
-        self._other = _states(self._generators)
-        _seed(self._generators, _number(repr(key).encode()))
-        try:
-            yield
-        finally:
-            _restore(self._generators, self._other)
-            self._other = None
+    def __enter__(self) -> None:
+        self._outside.append(_states(PROCESS))
+        if self._inside is None:
+            seed_process(*self._key)
+        else:
+            _restore(PROCESS, self._inside)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        if self._other is None:
-            yield
-            return
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
+    def __exit__(self, *error: object) -> None:
+        self._inside = _states(PROCESS)
+        _restore(PROCESS, self._outside.pop())
 
-    def _swap(self) -> None:
-        states = _states(self._generators)
-        _restore(self._generators, self._other)
-        self._other = states
+
+PROCESS = [torch.default_generator]
+
+
+def seed_process(*key: int) -> None:
+    """Seed the CPU's generator, `random` and numpy with a hash of `key`."""
+    _seed(PROCESS, _number(repr(key).encode()))
+
+
+def seed_generator(generator: Any, *key: int) -> None:
+    """Seed a generator of torch, `random` or numpy with a hash of `key`."""
+    number = _number(repr(key).encode())
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(number)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(number).state  # type: ignore[call-arg]
+    else:
+        generator.seed(number)
 
 
 Generators = Sequence[torch.Generator]

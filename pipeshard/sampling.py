@@ -1,0 +1,316 @@
+"""Sampling: the objects that decide the order of the data, their random generators, and the state they keep.
+
+A sampler may hold other samplers (a BatchSampler holds a RandomSampler), at any depth, and each of them may draw from a
+generator of its own or from those of the process. If one of them is not seeded, ranks that were seeded differently read
+different batches, and a resumed epoch has another order than the interrupted one.
+"""
+
+import copy
+import functools
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, Sampler
+
+from pipeshard.errors import CheckpointError
+from pipeshard.graph.places import content_of, is_generator, is_object, names_in, put, slots
+from pipeshard.graph.rng import seed_generator
+
+MOST_OBJECTS = 10_000  # that one search visits; nearer ones come first
+MOST_ENTRIES = 64  # of a collection that it looks at
+SCALARS = (type(None), bool, int, float, str, bytes)
+
+
+def reachable(*roots: Any, skip: Callable[[Any], bool] = lambda value: False) -> Iterator[Any]:
+    """The roots and every object and generator that they hold, the nearest first, without those that `skip` says.
+
+    Objects of libraries are not entered, except torch's samplers, datasets and modules.
+    """
+    queue, seen = deque(roots), set[int]()
+    visited = 0
+    while queue and visited < MOST_OBJECTS:
+        value = queue.popleft()
+        if id(value) in seen or isinstance(value, (*SCALARS, Tensor, np.ndarray)) or skip(value):
+            continue
+        seen.add(id(value))
+        visited += 1
+        yield value
+        queue.extend(_held_by(value))
+
+
+def _held_by(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from _some(value.values())
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from _some(value)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, FunctionType):
+        yield from _held_by_function(value)
+    elif is_entered(value):
+        yield from list(getattr(value, "__dict__", {}).values())
+        yield from (getattr(value, name) for name in slots(value) if hasattr(value, name))
+        for base in type(value).__mro__[:-1]:
+            functions = [entry for entry in vars(base).values() if isinstance(entry, FunctionType)]
+            for function in functions:
+                yield from _global_generators(function)
+
+
+def _some(entries: Collection[Any]) -> list[Any]:
+    """The first entries of a collection that may hold objects: a list of a million numbers does not."""
+    first = next(iter(entries), None)
+    if isinstance(first, SCALARS) and first is not None:
+        return []
+    return [entry for entry, _ in zip(entries, range(MOST_ENTRIES), strict=False)]
+
+
+def _held_by_function(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from _global_generators(function)
+
+
+def _global_generators(function: FunctionType) -> Iterator[Any]:
+    found = (function.__globals__.get(name) for name in names_in(function.__code__))
+    return (value for value in found if is_generator(value))
+
+
+def is_entered(value: Any) -> bool:
+    """Whether the search goes through the attributes of this object."""
+    if isinstance(value, Sampler | Dataset | nn.Module):
+        return not _is_of_datasets(value)
+    return is_object(value)
+
+
+def _is_of_datasets(value: Any) -> bool:
+    """Hugging Face's own datasets copy their generators for every epoch, so that these need no seed."""
+    return type(value).__module__.partition(".")[0] == "datasets"
+
+
+def generators_of(*roots: Any) -> list[Any]:
+    """The random generators that are reached from the roots, in an order that is the same on every rank."""
+    return [value for value in reachable(*roots) if is_generator(value)]
+
+
+class Order:
+    """A sampler or a stream with all that it holds: their generators, epochs and states.
+
+    Args:
+        root: the sampler, batch sampler or stream.
+        dataset: the samples, which are not searched.
+    """
+
+    def __init__(self, root: Any, dataset: Any = None) -> None:
+        self.root, self.dataset = root, None if dataset is root else dataset
+        found = reachable(root, skip=lambda one: self._is_data(one) or not _may_order(one))
+        # the samplers and streams, and the plain objects in which they may keep a state
+        self.members = [one for one in found if one is root or not isinstance(one, CONTAINERS)]
+        self._first = {place: copied(value) for place, value in self._plain_values().items()}
+        self._told = list(map(_epoch, self.members))
+
+    def generators(self) -> list[Any]:
+        return [one for one in reachable(self.root, skip=self._is_data) if is_generator(one)]
+
+    def _is_data(self, value: Any) -> bool:
+        """Whether this has the samples: the order is made by another object."""
+        if value is self.root:
+            return False
+        return value is self.dataset or (isinstance(value, Dataset) and not isinstance(value, IterableDataset))
+
+    def seed(self, seed: int, epoch: int) -> None:
+        """Seed every generator for this epoch. torch's get seed + epoch, from which saved positions were counted."""
+        for number, generator in enumerate(self.generators()):
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed + epoch + number)
+            else:
+                seed_generator(generator, seed, epoch, number)
+
+    def set_epoch(self, epoch: int, force: bool = False) -> None:
+        """Tell the epoch to every member that has `set_epoch`, unless the program has told it another one itself."""
+        for number, member in enumerate(self.members):
+            if not hasattr(member, "set_epoch"):
+                continue
+            if force or _epoch(member) == self._told[number]:
+                member.set_epoch(epoch)
+                self._told[number] = _epoch(member)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Undo what happens to states and generators inside: some samplers draw their batches to count them."""
+        if all(type(member).__module__.startswith("torch.") for member in self.members):
+            yield
+            return
+        state = self.state()
+        generators = [(generator, content_of(generator, "state")["state"]) for generator in self.generators()]
+        try:
+            yield
+        finally:
+            if not _equal(state, self.state()):
+                self.load_state(state)
+            for generator, before in generators:
+                put(generator, "state", "state", before)
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that the root was told."""
+        return _epoch(self.root)
+
+    def shares(self) -> list[Any]:
+        """Members that take one of several shares by themselves."""
+        counts = [(one, getattr(one, "num_replicas", 1)) for one in self.members if isinstance(one, Sampler)]
+        return [one for one, count in counts if _is_number(count) and count > 1]
+
+    def state(self) -> dict[str, Any]:
+        """What the members keep from one epoch to the next: their own `state_dict()`, or else their attributes with
+        plain values that have changed since the loader was made."""
+        state: dict[str, Any] = {}
+        for number, member in enumerate(self.members):
+            if _has_state_dict(member):
+                state[_key(number, member)] = {"state_dict": copied(member.state_dict())}
+        now = self._plain_values()
+        for (key, name), value in now.items():
+            if (key, name) not in self._first or not _equal(value, self._first[key, name]):
+                state.setdefault(key, {}).setdefault("attributes", {})[name] = saved(value)
+        return state
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Give it back. Raises CheckpointError for the state of another sampler."""
+        members = {_key(number, member): member for number, member in enumerate(self.members)}
+        for key in state:
+            if key not in members:
+                raise CheckpointError(
+                    f"the position in the data was saved with the state of {key.partition(' ')[2]}, which this "
+                    f"dataloader's order does not have (it has {', '.join(key.partition(' ')[2] for key in members)}): "
+                    "make the dataloader with the same sampler"
+                )
+        for (key, name), value in self._first.items():  # unless the state has another value
+            if key in members and name not in state.get(key, {}).get("attributes", {}):
+                _give_back(members[key], name, value)
+        for key, entry in state.items():
+            if "state_dict" in entry:
+                members[key].load_state_dict(entry["state_dict"])
+            for name, value in entry.get("attributes", {}).items():
+                _give_back(members[key], name, value)
+        self._told = list(map(_epoch, self.members))
+
+    def _plain_values(self) -> dict[tuple[str, str], Any]:
+        """By member and name: the attributes of members that have no `state_dict`."""
+        values: dict[tuple[str, str], Any] = {}
+        for number, member in enumerate(self.members):
+            if _has_state_dict(member) or _is_of_datasets(member):
+                continue
+            held = dict(getattr(member, "__dict__", {}))
+            held |= {name: getattr(member, name) for name in slots(member) if hasattr(member, name)}
+            if hasattr(member, "set_epoch"):
+                held.pop("epoch", None)
+            values |= {(_key(number, member), name): value for name, value in held.items() if is_plain(value)}
+        return values
+
+
+CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
+
+
+def _may_order(value: Any) -> bool:
+    """Whether this may be a sampler or a stream, or what one keeps its state in."""
+    if isinstance(value, type):
+        return False
+    if isinstance(value, (Sampler, IterableDataset, SimpleNamespace, *CONTAINERS)) or is_dataclass(value):
+        return True
+    return hasattr(type(value), "__iter__") and is_entered(value) and not isinstance(value, nn.Module)
+
+
+def _key(number: int, member: Any) -> str:
+    return f"{number} {type(member).__name__}"
+
+
+def _epoch(member: Any) -> Any:
+    epoch = getattr(member, "epoch", None)
+    return int(epoch) if _is_number(epoch) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | np.integer)
+
+
+def _has_state_dict(member: Any) -> bool:
+    return hasattr(member, "state_dict") and hasattr(member, "load_state_dict") and not _is_of_datasets(member)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value has a copy that a file can hold."""
+    if isinstance(value, Mapping):
+        return type(value) is dict and is_plain(list(value)) and is_plain(list(value.values()))
+    if type(value) in (list, tuple, set, deque):
+        return _has_scalars(value) or all(map(is_plain, value))
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biuf"
+    return isinstance(value, (*SCALARS, Tensor, np.generic))
+
+
+def _has_scalars(values: Collection[Any]) -> bool:
+    """Whether a collection holds nothing else, which is quick to find out of a million indices."""
+    return set(map(type, values)) <= set(SCALARS)
+
+
+def copied(value: Any) -> Any:
+    return type(value)(value) if type(value) in (list, set) and _has_scalars(value) else copy.deepcopy(value)
+
+
+def saved(value: Any) -> Any:
+    """The value as lists, tuples, dicts, tensors and scalars, which is what a checkpoint may hold."""
+    if isinstance(value, Mapping):
+        return {saved(key): saved(entry) for key, entry in value.items()}
+    if isinstance(value, list | set | deque):
+        return list(value) if _has_scalars(value) else [saved(entry) for entry in value]
+    if isinstance(value, tuple):
+        return tuple(map(saved, value))
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
+    if isinstance(value, np.generic):
+        return value.item()
+    return copied(value)
+
+
+def _give_back(member: Any, name: str, value: Any) -> None:
+    """Set an attribute to what `saved` has made of it; lists and dicts are filled in place, as others may hold them."""
+    current, value = getattr(member, name, None), copied(value)
+    if isinstance(current, np.ndarray) and isinstance(value, Tensor):
+        value = value.numpy()
+    if isinstance(current, list) and isinstance(value, list):
+        current[:] = value
+    elif isinstance(current, dict) and isinstance(value, dict):
+        current.clear()
+        current.update(value)
+    elif isinstance(current, set | deque):
+        current.clear()
+        (current.update if isinstance(current, set) else current.extend)(value)
+    else:
+        object.__setattr__(member, name, value)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return bool(np.array_equal(a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple | deque) and not (_has_scalars(a) and _has_scalars(b)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b)
