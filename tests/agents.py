@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,11 @@ from tests.pool import ENVIRONMENT
 
 PACE = 0.3  # seconds that a step takes at least, until the job is told to hurry
 LAST = 10  # steps that are not begun before that
+
+
+def interruptible() -> None:
+    """Let a new process end on Ctrl-C: nohup, and the & of a script, have all that they start ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ import pairs
 import sft
 import strings
 from packages import Package
+from tests.agents import interruptible
 
 EXAMPLES = [finetune, pairs, lora, digits, strings, sft]
 
@@ -88,7 +89,8 @@ def started(folder: Path, rank: str) -> subprocess.Popen[str]:
     )
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(launcher.__file__).parent), *sys.path])
-    return subprocess.Popen([sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, str(script)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=interruptible)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from pipeshard import cli, plugin, script
 from pipeshard.errors import ConfigurationError
 from pipeshard.launch import HELP, main
+from tests.agents import interruptible
 
 ROOT = Path(__file__).parent.parent
 
@@ -165,7 +166,12 @@ def test_impatient_people(tmp_path: Path, program: str) -> None:
     environment.pop(script.FOLDER, None)  # of a launcher that ran in this process
     environment.pop("RANK", None)
     agent = subprocess.Popen(
-        [sys.executable, *command], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=interruptible,
     )
     deadline = time.monotonic() + 300
     while len(pids := list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pipeshard.distributed.collectives import gather_objects
+from pipeshard.distributed.collectives import gather_objects, reason
 from pipeshard.distributed.watching import named
 from pipeshard.errors import CheckpointError, PipeshardError, of_all
 
@@ -35,6 +35,23 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
         own = len(set(messages)) == 1 or message.startswith("rank ")  # of all ranks, or of one that is named
         shared = CheckpointError(message if own else f"{named(rank)}: {message}")
         raise (of_all(shared) if group.size() == dist.get_world_size() else shared) from failure
+
+
+@contextmanager
+def writes(path: Path) -> Iterator[None]:
+    """Raise CheckpointError with the path and the space that is left for what fails while this file is written."""
+    try:
+        yield
+    except PipeshardError:
+        raise
+    except Exception as error:  # torch and safetensors raise errors of their own for a full disk
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(path.parent).free
+            raise CheckpointError(
+                f"{path} cannot be written ({reason(error)}; {free / 1e6:,.0f} MB are free there): free some space, or "
+                "save to another disk. Checkpoints saved before are unchanged"
+            ) from error
+        raise CheckpointError(f"{path} cannot be written ({reason(error)})") from error
 
 
 def new_folder(target: Path, group: dist.ProcessGroup, mark: str) -> AbstractContextManager[Path]:

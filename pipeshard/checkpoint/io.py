@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeshard.checkpoint.files import Save, new_file, together
+from pipeshard.checkpoint.files import Save, new_file, together, writes
 from pipeshard.checkpoint.load import load_weights
 from pipeshard.checkpoint.lora import save_lora
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
@@ -154,7 +154,8 @@ class PipelineCheckpointIO:
         """Write the scheduler's state, which all ranks share, once."""
         with new_file(Path(checkpoint), self.grid.world) as folder:
             if self.grid.first:
-                torch.save(lr_scheduler.state_dict(), folder / Path(checkpoint).name)
+                with writes(Path(checkpoint)):
+                    torch.save(lr_scheduler.state_dict(), folder / Path(checkpoint).name)
 
     @together_in("load_lr_scheduler")
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:

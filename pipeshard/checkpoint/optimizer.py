@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from pipeshard.checkpoint.files import existing, new_file, new_folder, together
+from pipeshard.checkpoint.files import existing, new_file, new_folder, together, writes
 from pipeshard.checkpoint.safetensors_files import Content as FileContent
 from pipeshard.checkpoint.safetensors_files import check_shards, contents, read_shards, write_files
 from pipeshard.checkpoint.untrusted import has_content, load_plain
@@ -168,17 +168,19 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
         with new_folder(target, boosted.group, mark=DESCRIPTION) as folder:
             write_files(contents(_in_files(written)), folder, rank)
             if rank == 0:
-                torch.save(description, folder / DESCRIPTION)
+                with writes(folder / DESCRIPTION):
+                    torch.save(description, folder / DESCRIPTION)
         return
     with new_file(target, boosted.group) as folder:
         parts = [folder / f"{target.name}.stage{stage}" for stage in range(boosted.group.size())]
-        with together(boosted.group):
+        with together(boosted.group), writes(parts[rank]):
             torch.save({place: _compact(tensor) for place, tensor in written.items()}, parts[rank])
         if rank == 0:
             for part in parts:
                 for (name, key), tensor in load_plain(part, "a part of an optimizer", "save again").items():
                     description["state"][name][key] = tensor
-            torch.save(description, folder / target.name)
+            with writes(target):
+                torch.save(description, folder / target.name)
 
 
 def part_of(optimizer: Optimizer) -> tuple[list[FileContent], Content | None]:

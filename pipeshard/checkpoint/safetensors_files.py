@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from pipeshard.checkpoint.files import sync
+from pipeshard.checkpoint.files import sync, writes
 from pipeshard.checkpoint.untrusted import has_content, is_inside, load_plain, read_document
 from pipeshard.distributed.collectives import local, reason
 from pipeshard.errors import CheckpointError, listed
@@ -201,15 +201,16 @@ def join(parts: Sequence[Path], target: Path) -> None:
 def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata: dict[str, str] | None = None) -> None:
     """`save_file`, which may be killed at any moment: what it leaves is in the folder `room`, and anybody who could
     read another new file may read this one."""
-    room.mkdir(exist_ok=True)
-    path = room / target.name
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(dict(tensors), path, metadata)
-    path.chmod(mode)
-    sync(path)
-    os.replace(path, target)
-    room.rmdir()
+    with writes(target):
+        room.mkdir(exist_ok=True)
+        path = room / target.name
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(dict(tensors), path, metadata)
+        path.chmod(mode)
+        sync(path)
+        os.replace(path, target)
+        room.rmdir()
 
 
 LARGEST = 1 << 30  # bytes of a file, and so of what is copied at a time; a larger tensor is alone in its file

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from pipeshard.checkpoint.files import Save, remove, sync, together
+from pipeshard.checkpoint.files import Save, remove, sync, together, writes
 from pipeshard.checkpoint.load import revert
 from pipeshard.checkpoint.safetensors_files import INDICES, PICKLED, WEIGHTS, join, write_file
 from pipeshard.distributed.collectives import gather_objects, whole
@@ -180,6 +180,13 @@ class FileSave(Save):
         write_file(self.part, self.beside(f"stage{self.stage}"), self._room)
 
     def commit(self) -> None:
+        with writes(self.target):
+            self._join()
+        for path in self.target.parent.iterdir():
+            if path.name.startswith(f".{self.target.name}.pipeshard-"):
+                remove(path)
+
+    def _join(self) -> None:
         joined = self.beside("whole")
         join([self.beside(f"stage{stage}") for stage in range(self.stages)], joined)
         if self.target.suffix in PICKLED:
@@ -187,9 +194,6 @@ class FileSave(Save):
             torch.save(state | {name: state[kept] for name, kept in self.also.items() if kept in state}, joined)
         sync(joined)
         os.replace(joined, self.target)
-        for path in self.target.parent.iterdir():
-            if path.name.startswith(f".{self.target.name}.pipeshard-"):
-                remove(path)
 
     def abandon(self) -> None:
         shutil.rmtree(self._room, ignore_errors=True)

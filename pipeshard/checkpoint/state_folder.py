@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeshard.checkpoint.files import Save, place, sync, together
+from pipeshard.checkpoint.files import Save, place, sync, together, writes
 from pipeshard.checkpoint.optimizer import DESCRIPTION
 from pipeshard.checkpoint.safetensors_files import Content as FileContent
 from pipeshard.checkpoint.safetensors_files import write_files
@@ -170,7 +170,8 @@ class StateSave(Save):
         own += write_files(files, self.writing / OPTIMIZER, self.stage)
         for content, file in (description, self.writing / OPTIMIZER / DESCRIPTION), (self.rest, self.writing / REST):
             if content is not None:
-                torch.save(content, file)
+                with writes(file):
+                    torch.save(content, file)
                 own.append(file)
         sums = {str(path.relative_to(self.writing)): sum_of(path) for path in own}
         self.beside(f"sums{self.stage}").write_text(json.dumps(sums))

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipeshard.checkpoint.files import existing, hidden, make_way, new_folder, remove, restore, together
+from pipeshard.checkpoint.files import existing, hidden, make_way, new_folder, remove, restore, together, writes
 from pipeshard.checkpoint.io import boosted_model, io_of
 from pipeshard.checkpoint.optimizer import load_optimizer, part_of, save_optimizer
 from pipeshard.checkpoint.state_folder import (
@@ -114,7 +114,8 @@ def save_training_state(
         if optimizer is not None:
             save_optimizer(optimizer, folder / OPTIMIZER, shard=True)
         if pipeline.grid.first:
-            torch.save(rest(), folder / REST)
+            with writes(folder / REST):
+                torch.save(rest(), folder / REST)
         seal(folder, step, pipeline.num_stages, pipeline.grid.world)
     with together(pipeline.grid.world):
         if pipeline.grid.first:

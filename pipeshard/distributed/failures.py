@@ -22,6 +22,7 @@ from pipeshard.distributed.progress import NOW, collective_of, main_stack
 from pipeshard.private import default_store, nccl_group
 
 RAISED, GONE, STALLED, ENDED, ORPHANED = "raised", "gone", "stalled", "ended", "orphaned"  # kinds
+THROUGH = "its program being through"  # the message of one that has ended without an error
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Fault:
         if self.kind == RAISED:
             module = f", in {self.module}" if self.module else ""
             return f"{self.name} failed in {self.where}{module}: {self.message}"
+        if self.kind == ENDED and self.message == THROUGH:
+            return f"{self.name} has reached the end of its program"
         if self.kind == ENDED:
             return f"{self.name} has ended, {self.message}, in {self.where}"
         return self.message

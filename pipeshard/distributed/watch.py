@@ -18,6 +18,7 @@ from pipeshard.distributed.failures import (
     ORPHANED,
     RAISED,
     STALLED,
+    THROUGH,
     Alarm,
     Fault,
     RollCall,
@@ -102,7 +103,7 @@ class Watch:
         except BaseException as error:
             if is_of_all(error) or (told := self._explained(error)) is None:
                 raise
-            raise told from None if told.fault.kind == RAISED else error
+            raise told from None if told.fault.kind in (RAISED, ENDED) else error
         finally:
             NOW.leave()
 
@@ -144,7 +145,16 @@ class Watch:
         if own:
             error.add_note(f"{NOTE}this is {self.named(self.rank)}, in {NOW.where}")
             return None
-        return RankError(str(fault), fault)
+        return RankError(self._met(fault), fault)
+
+    def _met(self, fault: Fault) -> str:
+        """A fault, and if that rank has just ended, which call of this rank it did not make."""
+        if fault.kind != ENDED or fault.message != THROUGH:
+            return str(fault)
+        return (
+            f"{fault}, but {self.named(self.rank)} waits for it in {NOW.where}: every rank must call {NOW.call}. If "
+            "the call is inside a condition on the rank (if rank == 0), move it out"
+        )
 
     def _fault_of(self, error: BaseException, lost: bool) -> Fault:
         if isinstance(error, RankError) and error.fault is not None:  # of an earlier call
@@ -173,7 +183,7 @@ class Watch:
             while not (why := self.why()) and time.monotonic() < until:
                 time.sleep(0.1)
             if why:
-                logger.error("the connection was lost since %s", why)
+                logger.error("the connection was lost since %s. Every rank must make the call that failed here", why)
             self._break(self.fault or (self._heard[0] if self._heard else self._fault_of(error, lost=True)), error)
         self.leaving(RAISED, text_of(error))
         if not self._broken:

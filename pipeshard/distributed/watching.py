@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from pipeshard.distributed.failures import ENDED, RAISED, Alarm, Fault, text_of
+from pipeshard.distributed.failures import ENDED, RAISED, THROUGH, Alarm, Fault, text_of
 from pipeshard.distributed.monitor import Monitor
 from pipeshard.distributed.progress import NOW, Timeout
 from pipeshard.distributed.watch import Interrupt, Watch
@@ -128,7 +128,7 @@ def _hook() -> None:
     def at_exit() -> None:
         if os.getpid() != _pid:
             return
-        _leaving(_exit or "its program being through")
+        _leaving(_exit or THROUGH)
         stopped = _watch is None or _watch.left()
         broken = _watch is not None and _watch.fault is not None
         if hasattr(sys, "last_value") and (broken or not stopped):  # an error was shown, and ends the process

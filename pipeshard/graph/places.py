@@ -6,6 +6,7 @@ and replaced, and a place is the path of steps that leads to one entry of it.
 """
 
 import functools
+import inspect
 import random
 import sys
 import threading
@@ -14,7 +15,7 @@ from ast import literal_eval
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
 from contextvars import ContextVar
 from enum import Enum
-from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -297,7 +298,12 @@ def _slots_of(kind: Any) -> tuple[str, ...]:
     for base in kind.__mro__[:-1]:
         slots = base.__dict__.get("__slots__", ())
         names += [slots] if isinstance(slots, str) else slots
-    return tuple(name for name in names if not name.startswith("__"))
+    # a property of a subclass in the place of a slot has no place of its own, and may have no setter
+    return tuple(name for name in names if not name.startswith("__") and _is_slot(kind, name))
+
+
+def _is_slot(kind: Any, name: str) -> bool:
+    return isinstance(inspect.getattr_static(kind, name, None), MemberDescriptorType)
 
 
 def _is_state(key: str, value: Any) -> bool:

@@ -167,14 +167,14 @@ def _is_dict(module: nn.Module) -> bool:
 def _is_layers(module: nn.Module) -> bool:
     if getattr(module, "pipeshard_uncut", False):
         return True
-    return isinstance(module, nn.ModuleList | nn.Sequential) and any(map(_has_parameters, module))
+    return isinstance(module, nn.ModuleList | nn.Sequential) and any(map(_has_parameters, module.children()))
 
 
 def _is_hierarchy(layers: nn.ModuleList) -> bool:
     """Whether these are stages that differ in size, each with layers of its own."""
     shapes: dict[str, torch.Size] = {}
     differ = False
-    for stage in layers:
+    for stage in layers.children():  # a ModuleList may hold None, too
         if recomputes(stage) or not any(map(_is_layers, stage.children())) or isinstance(stage, nn.ModuleList):
             return False
         own = {name: parameter.shape for name, parameter in stage.named_parameters()}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from peft import PeftModel
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from pipeshard.checkpoint.files import new_folder, together
+from pipeshard.checkpoint.files import new_folder, together, writes
 from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.lora import load_lora, save_lora
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
@@ -75,7 +75,8 @@ def save_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
     with new_folder(folder / FOLDER, grid.world, mark=REST) as made:
         save_optimizer(optimizer, made / OPTIMIZER, shard=True)
         if grid.first:
-            torch.save({**rest_of(model.pipeline, lr_scheduler), **random}, made / REST)
+            with writes(made / REST):
+                torch.save({**rest_of(model.pipeline, lr_scheduler), **random}, made / REST)
     seal(folder, step, model.pipeline.num_stages, grid.world)
 
 

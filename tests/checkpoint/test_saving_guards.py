@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig
 from torch import nn
 
@@ -176,3 +179,28 @@ def test_a_training_state_waits_for_a_save_in_the_background(pool: Pool, tmp_pat
     """The background flipped `use_cache` on the live config to write it; its error was never raised."""
     assert pool.run(saved, 2, str(tmp_path / "a"), False) == [[True, False, False, False, True]] * 2
     assert all("no space" in said for (said,) in pool.run(saved, 2, str(tmp_path / "b"), True))
+
+
+def to_a_full_disk(folder: str) -> list[str]:
+    """What is said where no file may be larger than 1,000 bytes, on rank 1 alone or on both; and of a good save."""
+    split, told = Split(zoo.build("llama"), 2, zoo.batch("llama"), num_microbatches=2), []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for full in ([1], [0, 1]):
+        if dist.get_rank() in full:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            save_training_state(Path(folder) / "state", 1, split.model, split.optimizer)
+        except CheckpointError as error:
+            told.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    save_training_state(Path(folder) / "state", 1, split.model, split.optimizer)
+    return told
+
+
+def test_a_full_disk_is_told_with_path_and_rank(pool: Pool, tmp_path: Path) -> None:
+    """A save that found no space said "No space left on device", of no file and no rank."""
+    for told in pool.run(to_a_full_disk, 2, str(tmp_path)):
+        assert len(told) == 2, told
+        assert re.search(r"rank 1 \(stage 1\): .*state.*cannot be written \(.*MB are free there\)", told[0]), told
+        assert re.search(r"rank 0 \(stage 0\): .*state.*cannot be written .*: free some space", told[1]), told

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -395,3 +396,42 @@ def test_a_rank_that_was_killed_is_named_by_the_others(tmp_path: Path) -> None:
 
 def test_monitor_and_library_agree_on_what_is_stopped() -> None:
     assert not monitor._is_stopped(os.getpid())
+
+
+ALONE = """
+import os, sys
+import torch, torch.distributed as dist
+import pipeshard
+from tests.hunt.nets import Net, data
+dist.init_process_group("gloo")
+model = Net()
+engine = pipeshard.initialize(
+    model, torch.optim.SGD(model.parameters(), 0.1), pp_size=2, num_microbatches=2, verify=False, dry_run_input=data()
+)
+if dist.get_rank() == 0:
+    engine.save_model(engine.model, sys.argv[1])
+"""
+
+
+def test_a_call_of_rank_0_alone_is_named(tmp_path: Path) -> None:
+    """A save inside `if rank == 0:` at the end of a script was told as "Connection closed by peer", and that rank 1 had
+    ended, "its program being through"."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", ALONE, str(tmp_path / "saved")]
+    ranks = [
+        subprocess.Popen(
+            command, cwd=tmp_path, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=100)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 0], told
+    assert re.search(
+        r"RankError: rank 1 \(stage 1\) has reached the end of its program, but rank 0 \(stage 0\) waits for it in "
+        r"save_model: every rank must call save_model\. If the call is inside a condition on the rank ",
+        told[0],
+    ), told[0]
+    assert "Connection closed" not in told[0] and "Traceback" not in told[1]

@@ -342,5 +342,11 @@ CASES = {
         "The same with activation recompute: the second run was with the layer's own weights, and gradients were off.",
         options={"verify": False, "recompute": True},
     ),
+    "no norm": Case(
+        nets.WithOptional, "A ModuleList may hold None, whose parameters were looked for: an AttributeError."
+    ),
+    "a property in a slot's place": Case(
+        nets.WithSlots, "What a subclass computes in the place of a base's slot has no setter: an AttributeError."
+    ),
     "control": Case(Net, "Nothing special."),
 }

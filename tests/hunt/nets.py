@@ -928,6 +928,52 @@ class Recurrent(Net):
         return x
 
 
+class Optional(Block):
+    """Keeps None where it has no norm."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__(place)
+        self.norms = nn.ModuleList([None, nn.LayerNorm(H)])  # type: ignore[list-item]
+
+    def forward(self, x: Tensor) -> Any:
+        for norm in self.norms:
+            x = x if norm is None else norm(x)
+        return super().forward(x)
+
+
+class WithOptional(Net):
+    block = Optional
+
+
+class Slotted:
+    __slots__ = ("scale", "steps")
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+class Fixed(Slotted):
+    """Has a property in the place of the base's slot."""
+
+    @property
+    def scale(self) -> tuple[float, int]:  # type: ignore[override]
+        return 2.0, self.steps
+
+
+class Scaled(Block):
+    def __init__(self, place: int) -> None:
+        super().__init__(place)
+        self.settings = Fixed()
+
+    def forward(self, x: Tensor) -> Any:
+        self.settings.steps += 1
+        return super().forward(x) * self.settings.scale[0]
+
+
+class WithSlots(Net):
+    block = Scaled
+
+
 class Clamping(Block):
     def forward(self, x: Tensor) -> Any:
         with torch.no_grad():
