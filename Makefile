@@ -7,7 +7,8 @@
 # make exact    every model of the tests with every schedule, transport and number of microbatches, against the unsplit one:
 #               the whole products of which make test takes few cases
 # make selftest tests the tests: the pool, the fuzzer, the soak, the benchmarks, and faults whose detection is taken out
-# make hunt     trains models that people write themselves, each of which was trained wrong without a word once
+# make hunt     trains models that people write themselves, each of which was trained wrong without a word once, and
+#               kinds of layers, training loops, resumes and samplers with every schedule and layout
 # make elastic  kills one of four ranks of a job, and brings it back
 # make faults   plants every kind of fault on every stage at every moment of a step: all ranks end by name, the next run
 #               goes on; writes the table in docs/reliability.md; make faults DISABLE=99 runs them without their mechanism
@@ -48,7 +49,8 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/installed
 PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
-COVERING = $(shell grep -lrwE "covering|sampled|ALL" tests --include="test_*.py")
+HUNTED = $(addprefix tests/test_,hunt.py guards.py products.py dataloader.py)
+COVERING = $(filter-out $(HUNTED),$(shell grep -lrwE "covering|sampled|ALL" tests --include="test_*.py"))
 PIP    = $(@D)/bin/python -m pip --disable-pip-version-check install -qq
 
 # The oldest transformers that is supported has an environment of its own.
@@ -142,7 +144,7 @@ exact: setup
 	@EXACT=all $(PYTEST) -m 'slow or not slow' tests/checkpoint/test_real_weights.py $(COVERING)
 
 hunt: setup
-	@$(BIN)/python -m pytest tests/test_hunt.py tests/test_guards.py
+	@EXACT=all $(PYTEST) $(HUNTED)
 
 elastic: setup
 	@$(BIN)/python -m pytest -m 'slow or not slow' tests/test_elastic.py

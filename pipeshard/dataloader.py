@@ -161,7 +161,7 @@ class SharedSampler(Sampler[Any]):
 
     def finish(self) -> None:
         """After the last entry, run the sampler to its end: it may count its epochs there."""
-        entries = self._entries and self._entries()
+        entries = None if self._entries is None else self._entries()
         if entries is not None:
             entries.is_over()
 
@@ -447,7 +447,7 @@ class ResumableDataLoader(DataLoader[Any]):
             return sum(count // self.batch_size for count in entries)
         return sum(math.ceil(count / self.batch_size) for count in entries)
 
-    def __iter__(self) -> Batches:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self.place.begun:
             self.place.set(self.epoch + 1)
         self.place.begun = True
@@ -505,7 +505,7 @@ class ResumableDataLoader(DataLoader[Any]):
         length = self._length
         if length is not None and self._sampler is not None and self.batches < length:
             return False
-        newest = self._newest and self._newest()
+        newest = None if self._newest is None else self._newest()
         if newest is not None and newest.is_counted and self.place.begun:
             return newest.is_over()
         return self.batches == length

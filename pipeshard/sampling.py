@@ -238,7 +238,7 @@ def _key(number: int, member: Any) -> str:
 
 
 def _epoch(member: Any) -> Any:
-    epoch = getattr(member, "epoch", None)
+    epoch: Any = getattr(member, "epoch", None)
     return int(epoch) if _is_number(epoch) else None
 
 

@@ -94,7 +94,7 @@ def seed_generator(generator: Any, *key: int) -> None:
     if isinstance(generator, torch.Generator):
         generator.manual_seed(number)
     elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(number).state  # type: ignore[call-arg]
+        generator.bit_generator.state = type(generator.bit_generator)(number).state
     else:
         generator.seed(number)
 
