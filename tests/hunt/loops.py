@@ -51,7 +51,8 @@ class Sides:
         self.unsplit, model = models
         self.reference = (optimizer or sgd)(self.unsplit)
         size = torch.distributed.get_world_size() // layout.get("dp_size", 1)
-        self.plugin = PipelinePlugin(pp_size=size, num_microbatches=2, dry_run_input=data(rows=6), **layout, **options)
+        options = {"num_microbatches": 2, "dry_run_input": data(rows=6), **layout, **options}
+        self.plugin = PipelinePlugin(pp_size=size, **options)
         mine = (optimizer or sgd)(model)
         self.engine = pipeshard.initialize(model, mine, criterion, plugin=self.plugin)
         self.optimizer = self.engine.optimizer
@@ -251,12 +252,12 @@ def weighted(output: Any, batch: Any) -> Any:
 
 
 def weighs_tokens(layout: Mapping[str, Any]) -> list[str]:
-    sides = Sides(layout, criterion=weighted)
+    def with_weights(batch: Batch) -> Batch:
+        return {**batch, "criterion.weight": (batch["ids"] % 5 + 1) / 5}
+
+    sides = Sides(layout, criterion=weighted, verify=False, dry_run_input=with_weights(data(rows=6)))
     for step in range(3):
-        batches = sides.batches(step)
-        for batch in batches:
-            batch["criterion.weight"] = (batch["ids"] % 5 + 1) / 5
-        sides.train(batches)
+        sides.train([with_weights(batch) for batch in sides.batches(step)])
         sides.step()
     return sides.done()
 
