@@ -66,8 +66,9 @@ def test_resumes(pool: Pool, tmp_path: Path, name: str) -> None:
     again, found = pool.run(resumed, after, name, str(tmp_path), timeout=120)[0]
     assert losses == pytest.approx(again, abs=3e-5) and len(losses) == STEPS - RESUMES[name].stop
     assert weights is not None and found is not None and weights.keys() == found.keys()
+    rounding = 2**-7 if RESUMES[name].before.get("precision") == "bf16" else 0.0  # FSDP gives values of 32 bits
     for key, value in weights.items():
-        assert torch.allclose(value, found[key], atol=3e-5), key
+        assert torch.allclose(value, found[key], rtol=rounding, atol=3e-5), key
 
 
 class Numbered(Dataset[dict[str, Tensor]]):
