@@ -22,11 +22,11 @@ from pipeshard.distributed.p2p import make_p2p, with_messages
 from pipeshard.distributed.progress import NOW
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.interpreter import Interpreter
-from pipeshard.engine.microbatches import RouteCache
+from pipeshard.engine.microbatches import Found, RouteCache
 from pipeshard.engine.mixed_precision import LossScale, Precision
 from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
 from pipeshard.engine.parameters import HeldParameters
-from pipeshard.engine.reader import Reader
+from pipeshard.engine.reader import News, Reader
 from pipeshard.engine.recording import Recording
 from pipeshard.engine.refusals import Places, refuse_compiled, refuse_criterion, refuse_recomputed
 from pipeshard.engine.running_state import Carry, deferred
@@ -70,6 +70,7 @@ class Pipeline:
         self.program = lru_cache(self._program)
         self.steps = 0  # training steps so far
         self.synchronizes = True  # not under no_sync
+        self._parts: tuple[list[Batch], list[list[Batch]]] = [], []  # batches, and the microbatches of each
         self.last: Program | None = None  # what ran last
         self.read = 0, 0  # the samples and tokens that it read
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # of the whole model
@@ -202,9 +203,15 @@ class Pipeline:
         trained = self.sync.trained()
         exact = self.config.has_exact_loss and (train or return_loss or outputs.with_loss)
 
-        def news(batches: Sequence[Batch]) -> int:
+        found: Found | None = None
+
+        def news(batches: Sequence[Batch]) -> News:
+            nonlocal found
             unproven = exact and self.planner.any_unproven(batches, self.config.cut, criterion)
-            return TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven
+            bits = TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven
+            with suppress(Exception), self.precision.running():  # the step itself raises it, once ranks have agreed
+                found = self.planner.find(self._cut(batches), criterion)
+            return News(bits, -1 if found is None else self.planner.number(found))
 
         training = "train" if self.model.training else "eval"
         mode = f"{'training step' if train else 'forward only'}, return_outputs={outputs}, model.{training}()"
@@ -214,11 +221,15 @@ class Pipeline:
                 raise UsageError(found[0])
             compare_trained(trained, self.grid.world, self.grid.named)
             self.trained = trained
+        if not agreed.alike:
+            with self.precision.running():
+                cut = self._cut(batches)
+                found = self.planner.find_alike(cut, criterion, outputs.needed, self.grid, found)
         if agreed.news & UNPROVEN:
             with self.precision.running():
                 self.planner.prove(batches, self.config.cut, criterion, self.grid.world)
         with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed)):
-            out = self._run(batches, criterion, train, return_loss, outputs, exact, weight)
+            out = self._run(batches, found, criterion, train, return_loss, outputs, exact, weight)
         if train:
             self.gradients.added()
         return out
@@ -230,12 +241,26 @@ class Pipeline:
         self.sync.finish(True)
         self.gradients.added()
 
+    def _cut(self, batches: Sequence[Batch]) -> list[list[Batch]]:
+        """The microbatches of each batch; the same ones as long as the batches are."""
+        if [*map(id, self._parts[0])] != [*map(id, batches)]:
+            self._parts = list(batches), [batch.split(*self.config.cut) for batch in batches]
+        return self._parts[1]
+
     def _run(
-        self, read: list[Batch], criterion: Criterion | None, train: bool, wanted: bool, outputs: Outputs, *how: Any
+        self,
+        read: list[Batch],
+        found: Found | None,
+        criterion: Criterion | None,
+        train: bool,
+        wanted: bool,
+        outputs: Outputs,
+        *how: Any,
     ) -> dict[str, Any]:
         with self.precision.running():
-            cut = [batch.split(*self.config.cut) for batch in read]
-            planned = self.planner.plan_each(cut, criterion, outputs.needed, *how)
+            cut = self._cut(read)
+            planned = self.planner.plan_each(cut, found, criterion, outputs.needed, *how)
+        self._parts = [], []
         flow = planned[-1][0].route.flow
         for microbatch in planned[-1]:
             outputs.check(microbatch.route.flow, len(planned[-1]) > 1)
