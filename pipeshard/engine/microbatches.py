@@ -62,6 +62,7 @@ class RouteCache:
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
         self._confirmed: dict[int, Dataflow] = {}
+        self._seen: dict[int, Dataflow] = {}  # of which outputs were looked at
         self._routes: dict[tuple[int, Wanted], list[Route]] = {}
         self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # of ways, by the id of the Dataflow and the sizes
         self._lent: Lent = {}  # while ranks trace once more
@@ -262,7 +263,17 @@ class RouteCache:
                 "though nothing was seen to change that it depends on (does it count its forwards, or read an "
                 "environment variable?): set what it goes by between steps, in attributes of the model, or in globals"
             )
+        for known in (self._confirmed, self._seen):
+            if len(known) > FLOWS:
+                known.clear()
         self._confirmed[id(flow)] = flow
+
+    def saw(self, flow: Dataflow) -> None:
+        """Outputs made by this Dataflow were looked at."""
+        self._seen[id(flow)] = flow
+
+    def is_seen(self, flow: Dataflow) -> bool:
+        return id(flow) in self._seen
 
     def _route(self, flow: Dataflow, outputs: Wanted) -> list[Route]:
         """The routes of such microbatches through the stages of this rank."""

@@ -194,11 +194,13 @@ class Stage:
             for value, tensor in received.items():
                 tensor.requires_grad_(route.flow.spec(value).requires_grad)
         self.replay.randomness.microbatch(i)
-        with self.around(), self.carry(route):
+        with self.around(), self.carry(route), self.replay.following(route) as zeros:
             # Of a leaf autocast would keep what it cast it to: gradients would be summed there, in 16 bits.
             lent = {value: t.view_as(t) for value, t in received.items()} if casting() else received
             output, made = self.replay.run(route, microbatch.deltas, lent, microbatch.batch)
             loss = self._loss(output, microbatch) if self.is_last else None
+            if zeros is not None and self.is_last:
+                zeros.refuse((loss, self.outputs.latest), "the loss, or an output that is asked for,")
         if self.train:
             entered = [received[value] for value in route.enters.gradients]
             returned = set(route.enters.gradients)
