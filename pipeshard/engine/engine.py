@@ -80,6 +80,8 @@ class Pipeline:
         self.program = lru_cache(self._program)
         self.steps = 0  # training steps so far
         self.synchronizes = True  # not under no_sync
+        # On a GPU nobody waits for a loss that was not asked for: the next step looks whether it was a number.
+        self.looks_at_once = self.device.type == "cpu"
         self._unseen: Unseen | None = None
         self._parts: tuple[list[Batch], list[list[Batch]]] = [], []  # batches, and the microbatches of each
         self.last: Program | None = None  # what ran last
@@ -230,8 +232,8 @@ class Pipeline:
         mode = f"{'training step' if train else 'forward only'}, return_outputs={outputs}, model.{training}()"
         batches, agreed = self.reader.next(data_iter, mode, news, num_batches)
         if agreed.news & TRAINED:
-            if found := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
-                raise UsageError(found[0])
+            if wrong := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
+                raise UsageError(wrong[0])
             compare_trained(trained, self.grid.world, self.grid.named)
             self.trained = trained
         unseen, self._unseen = self._unseen, None
@@ -317,8 +319,7 @@ class Pipeline:
         NOW.in_flight = False
         end, source = self.stages[-1], self.last_rank  # the last stage is the last of its rank
         loss = self._of_replicas(end)
-        # On a GPU nobody waits for a loss that was not asked for: the next step looks whether it was a number.
-        is_looked_at = wanted or (train and self.device.type == "cpu")
+        is_looked_at = wanted or (train and self.looks_at_once)
         total = share_scalar(loss, source, self.group, torch.device("cpu")) if is_looked_at else None
         is_nan = total is not None and bool(total.isnan())
         merged = outputs.merged(flow, self.planner.own(end.loss, loss)) if end.is_last else None

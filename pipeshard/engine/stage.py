@@ -247,8 +247,8 @@ class Stage:
                 )
 
     def _refuse_none(self, i: int, entered: Sequence[Tensor]) -> None:
-        """What gets no gradient in the whole step would get zeros from here, which some optimizers tell from none. What
-        never got one does not matter: in one process it has none either, or one by another way."""
+        """What gets no gradient in the whole step would get zeros from here, which some optimizers tell from none. Inside
+        a function with a backward of its own the trace cannot tell which get one, so there that does not matter."""
         flow = self.microbatches[i].route.flow
         for value, tensor in zip(self.microbatches[i].route.enters.gradients, entered):
             place = id(flow), value
@@ -262,6 +262,16 @@ class Stage:
                 "it out, by what it has counted or by the values of tensors. Let it do so always or never, by an "
                 "attribute that is set between steps, or multiply by zero"
             )
+        for key, value in [] if self.remaining else [place for place, is_reached in self.reached.items() if not is_reached]:
+            loss = self._flows[key].loss
+            if (key, value) not in self._before and not (loss is not None and loss.hidden):
+                raise TraceError(
+                    f"result {value.leaf} of unit {self._flows[key].calls[value.call].unit}, which another stage sent "
+                    f"to stage {self.index}, gets no gradient in this step, where the graph of the trace leads to it: "
+                    "a backward of the model's own (torch.autograd.Function) returns None for it, or a unit has left "
+                    "it out by the values of tensors. Detach it in the forward (x.detach()), or give it a gradient in "
+                    "every step: let that backward return zeros, or add the tensor times zero"
+                )
         if not self.remaining:
             self._before.update(place for place, is_reached in self.reached.items() if is_reached)
 
