@@ -149,7 +149,7 @@ class RouteCache:
                 break
             asked |= wanted
             self._forget(found)
-            self._lent = lend(self.policy.units, sorted(asked), grid.world, ranks)
+            self._lent = lend(self.policy.held_units, sorted(asked), grid.world, ranks)
             try:
                 found, failure = self.find(cut, criterion), ""
             except Exception as error:  # the model's own

@@ -53,13 +53,11 @@ def valued(ways: Sequence[Way]) -> set[str]:
     return {unit for flow, _ in ways for unit in flow.valued}
 
 
-def lend(units: Mapping[str, nn.Module], asked: Sequence[str], group: dist.ProcessGroup, ranks: Sequence[int]) -> Lent:
-    """The small tensors of the units that any rank of `group` has `asked` for, by the first of `ranks` that has them;
-    all ranks of the group call it."""
-    every = {unit for names in gather_objects(list(asked), group) for unit in names}
-    held = {unit: _small(units[unit]) for unit in sorted(every)}
-    lent: dict[str, dict[str, Tensor]] = {unit: {} for unit in held}
-    of_ranks = gather_objects(held, group)
+def lend(held: Mapping[str, nn.Module], asked: Sequence[str], group: dist.ProcessGroup, ranks: Sequence[int]) -> Lent:
+    """The small tensors of the units that all ranks of `group` have `asked` for, by the first of `ranks` that runs the
+    unit, as it is among `held`: buffers that others have may be older. All ranks of the group call it."""
+    of_ranks = gather_objects({unit: _small(held[unit]) for unit in asked if unit in held}, group)
+    lent: dict[str, dict[str, Tensor]] = {unit: {} for unit in asked}
     for rank in reversed(ranks):
         for unit, tensors in of_ranks[rank].items():
             lent[unit].update(tensors)

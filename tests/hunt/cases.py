@@ -356,11 +356,11 @@ CASES = {
         values.LENGTHS,
         {"verify": False, "schedule": "zbv", "num_microbatches": 3},
     ),
-    "a number of a buffer": Case(
+    "a number of a parameter": Case(
         values.ByNumber,
-        "A layer returns a number that it reads off a buffer: of a new length it was 0 on the stages without the buffer.",
-        values.LENGTHS,
-        {"verify": False, "partition": [2, 4]},
+        "A layer returns a number that it reads off a frozen one: traced anew it was 0 on the other stages.",
+        options={"verify": False, "partition": [2, 4]},
+        between=switched,
     ),
     "selected by activations": Case(
         values.Selected,

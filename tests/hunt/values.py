@@ -36,11 +36,11 @@ class Pruned(Net):
 
 
 class Counted(Block):
-    """Also returns a number that it reads off a buffer."""
+    """Also returns a number that it reads off a frozen parameter."""
 
     def __init__(self, place: int) -> None:
         super().__init__(place)
-        self.register_buffer("count", torch.tensor(3))
+        self.count = nn.Parameter(torch.tensor(3.0), requires_grad=False)
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), int(self.count)
