@@ -21,7 +21,7 @@ from pipeshard.engine.loss import EACH, SUM, LossRule, LossRules, find_loss_rule
 from pipeshard.engine.loss_trial import Glue
 from pipeshard.engine.reader import digest
 from pipeshard.engine.stage import Microbatch
-from pipeshard.engine.ways import ROUNDS, Lent, Said, Way, compare, joined, lend, lines_of, number_of, valued
+from pipeshard.engine.ways import ROUNDS, Lent, Said, Way, compare, joined, lend, lines_of, number_of, plain, valued
 from pipeshard.errors import BatchError, ConfigurationError, TraceError
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.kinds import modes
@@ -169,10 +169,10 @@ class RouteCache:
         if found is None:
             return Said([], [], failure or "a batch could not be traced")
         try:
-            lines = [lines_of(way, self.policy, outputs) for way in ways]
+            lines = [plain(lines_of(way, self.policy, outputs)) for way in ways]
         except TraceError as error:
             return Said([], [], str(error))
-        return Said(list(map(self._number, ways)), [[tuple(line) for line in one] for one in lines], "")
+        return Said(list(map(self._number, ways)), lines, "")
 
     def _forget(self, found: Found | None) -> None:
         """Trace anew what these ways are for."""

@@ -70,8 +70,8 @@ class News(NamedTuple):
 
 class Agreement(NamedTuple):
     """What the ranks have agreed on for a step: the seed of the first rank's generator, by which all draw random
-    numbers, the microbatches of each replica, the `news` that any rank has, and whether the ranks of each replica go the
-    same ways."""
+    numbers, the microbatches of each replica, the `news` that any rank has, and whether the ranks of each replica go
+    the same ways."""
 
     seed: int
     parts: list[int]

@@ -267,7 +267,7 @@ class Stage:
                 "attribute that is set between steps, or multiply by zero"
             )
         if not self.remaining:
-            self._refuse_lost_on_the_way(flow, {v: t for v, t in zip(route.enters.gradients, entered)}, roots)
+            self._refuse_lost_on_the_way(flow, dict(zip(route.enters.gradients, entered)), roots)
         if not self.remaining:
             self._before.update(place for place, is_reached in self.reached.items() if is_reached)
 

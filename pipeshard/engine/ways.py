@@ -10,7 +10,7 @@ compare line by line what crosses.
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -88,7 +88,9 @@ def lines_of(way: Way, policy: Policy, outputs: Wanted) -> list[Line]:
         returning = set(boundary.gradients)
         for value in boundary.values:
             spec = flow.spec(value)
-            what = f"result {value.leaf} of unit {flow.calls[value.call].unit} (call {value.call}), sent to stage {stage},"
+            what = (
+                f"result {value.leaf} of unit {flow.calls[value.call].unit} (call {value.call}), sent to stage {stage},"
+            )
             gradient = "with" if value in returning else "without"
             lines.append(Line(what, f"is {tuple(spec.at(deltas))} {spec.dtype}, {gradient} a gradient"))
     return lines + list(_numbers(way))
@@ -102,6 +104,11 @@ def _numbers(way: Way) -> Iterator[Line]:
             yield Line(f"result {k} of unit {call.unit} (call {index})", f"is {value!r:.80}")
 
 
+def plain(lines: Sequence[Line]) -> list[tuple[str, str]]:
+    """Lines as they travel."""
+    return [(line.what, line.value) for line in lines]
+
+
 class Said(NamedTuple):
     """What a rank tells the others of its ways: their numbers, the lines of each, or why there are none."""
 
@@ -113,7 +120,8 @@ class Said(NamedTuple):
 def compare(said: Said, group: dist.ProcessGroup, ranks: Sequence[int], named: Callable[[int], str]) -> list[int]:
     """The numbers by which these ways are known from now on to the `ranks` of this pipeline; every rank of `group`
     raises TraceError where those of one pipeline differ in a line."""
-    every = [Said(*other) for other in gather_objects(tuple(said), group)]
+    told = gather_objects((said.numbers, said.lines, said.failure), group)
+    every = [Said(numbers, lines, failure) for numbers, lines, failure in told]
     if failed := next((other.failure for other in every if other.failure), None):
         raise TraceError(failed)
     problems = gather_objects(_difference(every, ranks, named), group)

@@ -192,9 +192,7 @@ def has_values(tensor: Tensor) -> bool:
     return not (values.is_meta or hasattr(tensor, "pipeshard_trainable") or isinstance(tensor, DTensor))
 
 
-def blank_state(
-    module: nn.Module, device: torch.device, lent: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
+def blank_state(module: nn.Module, device: torch.device, lent: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """A unit's own tensors where it runs, tied ones tied: what has values there keeps them, `lent` are those that
     another rank has, the rest are zeros."""
     lent = lent or {}

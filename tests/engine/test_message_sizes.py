@@ -100,10 +100,9 @@ def collectives_of_steps(make: Callable[[], torch.nn.Module]) -> tuple[list[int]
 def test_sizes_are_compared_without_another_message(pool: Pool) -> None:
     """Ranks meet at the beginning of a step in any case: the number of their ways is one more in that message."""
     for counts, looks in pool.run(collectives_of_steps, 2, nets.Net):
-        assert looks == [0] * 4 and counts[2] == counts[3]
-        assert counts[1] == counts[2]  # a new length
+        assert looks == [0] * 4 and counts[2] == counts[3] == 1
     for counts, looks in pool.run(collectives_of_steps, 2, values.Pruned):
-        assert looks == [1] and counts[2] == counts[3] < counts[1]  # lent once for each new length
+        assert looks == [0, 0, 1, 1] and counts[2] == counts[3] == 1 < counts[1]  # lent once, for the new length
 
 
 def unseen(is_unseen: Callable[[torch.dtype], bool]) -> Any:

@@ -345,8 +345,8 @@ CASES = {
     "control": Case(Net, "Nothing special."),
     "pruned by parameters": Case(
         values.Pruned,
-        "Layers drop tokens, as many as frozen parameters say: of a new length the rank without these parameters traced "
-        "another size, and gloo aborted, or left the rest of a message as it was.",
+        "Layers drop tokens, as many as frozen parameters say: of a new length the rank without these traced another "
+        "size, and gloo aborted, or left the rest of a message as it was.",
         values.LENGTHS,
         {"verify": False},
     ),
@@ -370,7 +370,8 @@ CASES = {
     ),
     "none inside a layer": Case(
         values.NoneInside,
-        "A backward of the model's own returns None inside a layer: deferred linear layers got zeros, which AdamW decays.",
+        "A backward of the model's own returns None inside a layer: deferred linear layers got zeros, which AdamW "
+        "decays.",
         ordinary(3),
         {"verify": False, "schedule": "zbv", "num_microbatches": 2},
         optimizer=adamw,
@@ -396,7 +397,7 @@ CASES = {
     ),
     "writes by values": Case(
         values.WritesByValues,
-        "Layers write to what they are given if it is not zero, as it is in a trace: torch refused the write to a leaf.",
+        "Layers write to what they are given if it is not zero, as it is in a trace: torch refused to write to a leaf.",
         options={"verify": False, "partition": [3, 3]},
         refused="changes an argument in place where the trace has no such write",
     ),

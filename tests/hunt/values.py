@@ -91,7 +91,7 @@ class First(torch.autograd.Function):
 
 
 class NoneInside(Net):
-    class block(Block):  # noqa: N801
+    class block(Block):
         def forward(self, x: Tensor) -> Any:
             return First.apply(x, self.b(torch.tanh(self.a(x))))
 
@@ -135,7 +135,7 @@ class HandedOn(Net):
 
 
 class WritesByValues(Net):
-    class block(Block):  # noqa: N801
+    class block(Block):
         def forward(self, x: Tensor) -> Any:
             if float(x.detach().abs().sum()) > 0:
                 x.add_(1.0)
