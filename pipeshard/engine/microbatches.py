@@ -21,7 +21,20 @@ from pipeshard.engine.loss import EACH, SUM, LossRule, LossRules, find_loss_rule
 from pipeshard.engine.loss_trial import Glue
 from pipeshard.engine.reader import digest
 from pipeshard.engine.stage import Microbatch
-from pipeshard.engine.ways import ROUNDS, Lent, Said, Way, compare, joined, lend, lines_of, number_of, plain, valued
+from pipeshard.engine.ways import (
+    ROUNDS,
+    Lent,
+    Said,
+    Way,
+    compare,
+    fingerprint,
+    joined,
+    lend,
+    lines_of,
+    number_of,
+    plain,
+    valued,
+)
 from pipeshard.errors import BatchError, ConfigurationError, TraceError
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.kinds import modes
@@ -65,6 +78,7 @@ class RouteCache:
         self._seen: dict[int, Dataflow] = {}  # of which outputs were looked at
         self._routes: dict[tuple[int, Wanted], list[Route]] = {}
         self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # of ways, by the id of the Dataflow and the sizes
+        self._prints: dict[int, str] = {}  # of Dataflows, by their ids
         self._lent: Lent = {}  # while ranks trace once more
 
     def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
@@ -120,7 +134,9 @@ class RouteCache:
         if key not in self._numbers:
             if len(self._numbers) >= NUMBERS:
                 self._numbers.clear()
-            self._numbers[key] = number_of(way)
+            if key[0] not in self._prints:
+                self._prints[key[0]] = fingerprint(way[0])
+            self._numbers[key] = number_of(self._prints[key[0]], way[1])
         return self._numbers[key]
 
     def find_alike(
@@ -180,6 +196,7 @@ class RouteCache:
         for flows in self._flows.values():
             flows[:] = [flow for flow in flows if id(flow) not in gone]
         self._routes = {key: routes for key, routes in self._routes.items() if key[0] not in gone}
+        self._prints = {key: of_flow for key, of_flow in self._prints.items() if key not in gone}
         self._numbers = {key: number for key, number in self._numbers.items() if key[0] not in gone}
 
     def plan(
@@ -224,6 +241,7 @@ class RouteCache:
             self._flows.clear()
             self._routes.clear()
             self._numbers.clear()
+            self._prints.clear()
         self._flows.setdefault(mode, []).append(way[0])
         self._watched |= way[0].watched
         return way

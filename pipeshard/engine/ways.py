@@ -10,15 +10,17 @@ compare line by line what crosses.
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard.distributed.collectives import CPU, gather_objects
 from pipeshard.errors import TraceError
-from pipeshard.graph.dataflow import Dataflow, Wanted
-from pipeshard.graph.shapes import Count, blank_state, has_values
+from pipeshard.graph.dataflow import Call, Dataflow, Wanted
+from pipeshard.graph.places import PLAIN
+from pipeshard.graph.shapes import Count, TensorSpec, blank_state, has_values
 from pipeshard.split.partition import boundaries
 from pipeshard.split.policy import Policy
 
@@ -33,10 +35,34 @@ REMEDY = (
 )
 
 
-def number_of(way: Way) -> int:
-    """The same on all ranks for ways that are alike."""
-    flow, deltas = way
-    content = f"{flow.fingerprint} {deltas}".encode()
+def fingerprint(flow: Dataflow) -> str:
+    """A digest of all that the messages between stages follow from, the same in every process."""
+    calls = [
+        (
+            call.unit,
+            sorted(call.reads.values),
+            [sorted(values) for values in call.differentiated],
+            [(x.shape, str(x.dtype), x.requires_grad, x.slopes) for x in call.leaves if isinstance(x, TensorSpec)],
+            constants(call),
+        )
+        for call in flow.calls
+    ]
+    loss = None if flow.loss is None else sorted(flow.loss.values)
+    outputs = [(path, sorted(use.values)) for path, use, _ in flow.outputs]
+    content = repr((calls, loss, outputs, flow.axes.groups, flow.axes.sizes)).encode()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def constants(call: Call) -> list[tuple[int, Any]]:
+    """What a call returns other than tensors, of kinds that can be compared between processes, by its leaf."""
+    of_result = call.leaves[: call.parts[0].tree.num_leaves]
+    plain_kinds = (*PLAIN, Count)
+    return [(k, x) for k, x in enumerate(of_result) if isinstance(x, plain_kinds) and not isinstance(x, torch.device)]
+
+
+def number_of(of_flow: str, deltas: tuple[int, ...]) -> int:
+    """The same on all ranks for ways that are alike: of the fingerprint of the Dataflow, and the sizes."""
+    content = f"{of_flow} {deltas}".encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") % 2**BITS
 
 
@@ -99,7 +125,7 @@ def lines_of(way: Way, policy: Policy, outputs: Wanted) -> list[Line]:
 def _numbers(way: Way) -> Iterator[Line]:
     flow, deltas = way
     for index, call in enumerate(flow.calls):
-        for k, leaf in call.constants:
+        for k, leaf in constants(call):
             value = leaf.at(deltas) if isinstance(leaf, Count) else leaf
             yield Line(f"result {k} of unit {call.unit} (call {index})", f"is {value!r:.80}")
 

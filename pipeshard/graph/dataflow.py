@@ -1,6 +1,5 @@
 """Dataflow: which unit results each unit call, the loss and the outputs depend on."""
 
-import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
@@ -9,12 +8,10 @@ from functools import cached_property
 from types import EllipsisType
 from typing import Any, Self
 
-import torch
-
 from pipeshard.batch.tree import field_of
-from pipeshard.graph.places import PLAIN, Path
+from pipeshard.graph.places import Path
 from pipeshard.graph.question import Question
-from pipeshard.graph.shapes import Axes, Count, TensorSpec
+from pipeshard.graph.shapes import Axes, TensorSpec
 from pipeshard.graph.taint import Hidden, Hook, Hooked, Input, Kept, Tag, Used, Value
 from pipeshard.graph.unit_outputs import Part
 
@@ -82,13 +79,6 @@ class Call:
         """Whether it leaves something at a place: in a buffer, an attribute, an object that it is given."""
         return any(part.source.place for part in self.parts)
 
-    @property
-    def constants(self) -> list[tuple[int, Any]]:
-        """What it returns other than tensors, of kinds that can be compared between processes, by its leaf."""
-        of_result = self.leaves[: self.parts[0].tree.num_leaves]
-        plain = (*PLAIN, Count)
-        return [(k, x) for k, x in enumerate(of_result) if isinstance(x, plain) and not isinstance(x, torch.device)]
-
 
 @dataclass(frozen=True)
 class Carried:
@@ -151,24 +141,6 @@ class Dataflow:
     carried: tuple[Carried, ...] = ()
     together: tuple[tuple[int, int], ...] = ()
     valued: frozenset[str] = frozenset()
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A digest of all that the messages between stages follow from, the same in every process."""
-        calls = [
-            (
-                call.unit,
-                sorted(call.reads.values),
-                [sorted(values) for values in call.differentiated],
-                [(x.shape, str(x.dtype), x.requires_grad, x.slopes) for x in call.leaves if isinstance(x, TensorSpec)],
-                call.constants,
-            )
-            for call in self.calls
-        ]
-        loss = None if self.loss is None else sorted(self.loss.values)
-        outputs = [(path, sorted(use.values)) for path, use, _ in self.outputs]
-        content = repr((calls, loss, outputs, self.axes.groups, self.axes.sizes)).encode()
-        return hashlib.blake2b(content, digest_size=16).hexdigest()
 
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:
