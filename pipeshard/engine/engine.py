@@ -5,7 +5,7 @@ from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,11 @@ from pipeshard.distributed.p2p import make_p2p, with_messages
 from pipeshard.distributed.progress import NOW
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.interpreter import Interpreter
-from pipeshard.engine.microbatches import RouteCache
+from pipeshard.engine.microbatches import Found, RouteCache
 from pipeshard.engine.mixed_precision import LossScale, Precision
 from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
 from pipeshard.engine.parameters import HeldParameters
-from pipeshard.engine.reader import Reader
+from pipeshard.engine.reader import News, Reader
 from pipeshard.engine.recording import Recording
 from pipeshard.engine.refusals import Places, refuse_compiled, refuse_criterion, refuse_recomputed
 from pipeshard.engine.running_state import Carry, deferred
@@ -44,7 +44,17 @@ from pipeshard.split.partition import Cuts, is_profile, named
 from pipeshard.split.policy import Policy, find_policy, refuse_backward_hooks
 from pipeshard.split.tensor_parallel import plan_of
 
-TRAINED, UNPROVEN = 1, 2  # news: bits of what ranks tell each other at the beginning of a step
+TRAINED, UNPROVEN, UNSEEN = 1, 2, 4  # news: bits of what ranks tell each other at the beginning of a step
+
+
+class Unseen(NamedTuple):
+    """A training step whose loss nobody has looked at: on the last rank, whether it is a not-a-number, and what it was
+    made of."""
+
+    is_nan: Tensor | None
+    batch: Batch
+    flow: Dataflow
+    criterion: Criterion | None
 
 
 class Pipeline:
@@ -70,6 +80,10 @@ class Pipeline:
         self.program = lru_cache(self._program)
         self.steps = 0  # training steps so far
         self.synchronizes = True  # not under no_sync
+        # On a GPU nobody waits for a loss that was not asked for: the next step looks whether it was a number.
+        self.looks_at_once = self.device.type == "cpu"
+        self._unseen: Unseen | None = None
+        self._parts: tuple[list[Batch], list[list[Batch]]] = [], []  # batches, and the microbatches of each
         self.last: Program | None = None  # what ran last
         self.read = 0, 0  # the samples and tokens that it read
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # of the whole model
@@ -202,23 +216,38 @@ class Pipeline:
         trained = self.sync.trained()
         exact = self.config.has_exact_loss and (train or return_loss or outputs.with_loss)
 
-        def news(batches: Sequence[Batch]) -> int:
+        found: Found | None = None
+
+        def news(batches: Sequence[Batch]) -> News:
+            nonlocal found
             unproven = exact and self.planner.any_unproven(batches, self.config.cut, criterion)
-            return TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven
+            bits = TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven
+            if self._unseen is not None and self._unseen.is_nan is not None and bool(self._unseen.is_nan):
+                bits |= UNSEEN
+            with suppress(Exception), self.precision.running():  # the step itself raises it, once ranks have agreed
+                found = self.planner.find(self._cut(batches), criterion)
+            return News(bits, -1 if found is None else self.planner.number(found))
 
         training = "train" if self.model.training else "eval"
         mode = f"{'training step' if train else 'forward only'}, return_outputs={outputs}, model.{training}()"
         batches, agreed = self.reader.next(data_iter, mode, news, num_batches)
         if agreed.news & TRAINED:
-            if found := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
-                raise UsageError(found[0])
+            if wrong := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
+                raise UsageError(wrong[0])
             compare_trained(trained, self.grid.world, self.grid.named)
             self.trained = trained
+        unseen, self._unseen = self._unseen, None
+        if agreed.news & UNSEEN and unseen is not None:
+            self._refuse_other_way(*unseen[1:])
+        if not agreed.alike:
+            with self.precision.running():
+                cut = self._cut(batches)
+                found = self.planner.find_alike(cut, criterion, outputs.needed, self.grid, found)
         if agreed.news & UNPROVEN:
             with self.precision.running():
                 self.planner.prove(batches, self.config.cut, criterion, self.grid.world)
         with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed)):
-            out = self._run(batches, criterion, train, return_loss, outputs, exact, weight)
+            out = self._run(batches, found, criterion, train, return_loss, outputs, exact, weight)
         if train:
             self.gradients.added()
         return out
@@ -230,12 +259,26 @@ class Pipeline:
         self.sync.finish(True)
         self.gradients.added()
 
+    def _cut(self, batches: Sequence[Batch]) -> list[list[Batch]]:
+        """The microbatches of each batch; the same ones as long as the batches are."""
+        if [*map(id, self._parts[0])] != [*map(id, batches)]:
+            self._parts = list(batches), [batch.split(*self.config.cut) for batch in batches]
+        return self._parts[1]
+
     def _run(
-        self, read: list[Batch], criterion: Criterion | None, train: bool, wanted: bool, outputs: Outputs, *how: Any
+        self,
+        read: list[Batch],
+        found: Found | None,
+        criterion: Criterion | None,
+        train: bool,
+        wanted: bool,
+        outputs: Outputs,
+        *how: Any,
     ) -> dict[str, Any]:
         with self.precision.running():
-            cut = [batch.split(*self.config.cut) for batch in read]
-            planned = self.planner.plan_each(cut, criterion, outputs.needed, *how)
+            cut = self._cut(read)
+            planned = self.planner.plan_each(cut, found, criterion, outputs.needed, *how)
+        self._parts = [], []
         flow = planned[-1][0].route.flow
         for microbatch in planned[-1]:
             outputs.check(microbatch.route.flow, len(planned[-1]) > 1)
@@ -276,13 +319,25 @@ class Pipeline:
         NOW.in_flight = False
         end, source = self.stages[-1], self.last_rank  # the last stage is the last of its rank
         loss = self._of_replicas(end)
-        total = share_scalar(loss, source, self.group, torch.device("cpu")) if wanted else None
-        if total is not None and total.isnan():
-            with self.precision.running():
-                self.planner.refuse_other_way(cut[-1][0], flow, criterion, self.grid.world)
+        is_looked_at = wanted or (train and self.looks_at_once)
+        total = share_scalar(loss, source, self.group, torch.device("cpu")) if is_looked_at else None
+        is_nan = total is not None and bool(total.isnan())
         merged = outputs.merged(flow, self.planner.own(end.loss, loss)) if end.is_last else None
-        outputs.raise_failure(self.grid.world)
-        return {"loss": None if total is None else total.to(self.device).as_subclass(StepLoss), "outputs": merged}
+        is_doubtful = end.is_last and not self.planner.is_seen(flow) and outputs.has_nan
+        is_nan |= outputs.raise_failure(self.grid.world, is_doubtful)
+        if outputs.needed:
+            self.planner.saw(flow)
+        if is_nan:
+            self._refuse_other_way(cut[-1][0], flow, criterion)
+        if train and not is_looked_at:
+            is_unknown = None if loss is None else loss.detach().isnan()
+            self._unseen = Unseen(is_unknown, cut[-1][0], flow, criterion)
+        shown = total.to(self.device).as_subclass(StepLoss) if wanted and total is not None else None
+        return {"loss": shown, "outputs": merged}
+
+    def _refuse_other_way(self, batch: Batch, flow: Dataflow, criterion: Criterion | None) -> None:
+        with self.precision.running():
+            self.planner.refuse_other_way(batch, flow, criterion, self.grid.world)
 
     @together_in("plugin.recording")
     def recording(self) -> Recording:

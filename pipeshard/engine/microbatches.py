@@ -7,7 +7,7 @@ only. Another trace is made where its structure, a flag of the model or an answe
 import zlib
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,25 @@ from torch import Tensor
 from pipeshard.batch.batch import Batch, split_sizes
 from pipeshard.batch.criterion import Criterion, key_of
 from pipeshard.distributed.collectives import gather, gather_objects
+from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.loss import EACH, SUM, LossRule, LossRules, find_loss_rule
 from pipeshard.engine.loss_trial import Glue
 from pipeshard.engine.reader import digest
 from pipeshard.engine.stage import Microbatch
+from pipeshard.engine.ways import (
+    ROUNDS,
+    Lent,
+    Said,
+    Way,
+    compare,
+    fingerprint,
+    joined,
+    lend,
+    lines_of,
+    number_of,
+    plain,
+    valued,
+)
 from pipeshard.errors import BatchError, ConfigurationError, TraceError
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.kinds import modes
@@ -30,8 +45,15 @@ from pipeshard.split.policy import Policy, refuse_hooks, refuse_unsplittable
 from pipeshard.split.route import Recompute, Route
 
 FLOWS = 128  # Dataflows that are kept: batches may hold something that differs in each, and that a trace depends on
+NUMBERS = 4096  # of ways that are kept: lengths of batches
 Cut = tuple[int | None, int | None]  # the number of microbatches in a batch, or the samples in each
-Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and how a batch's sizes differ from those it was traced with
+
+
+class Found(NamedTuple):
+    """The ways of the microbatches of several batches, in one state of the model and the criterion."""
+
+    state: tuple[int, int]
+    ways: list[list[Way]]
 
 
 class RouteCache:
@@ -53,7 +75,11 @@ class RouteCache:
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
         self._confirmed: dict[int, Dataflow] = {}
+        self._seen: dict[int, Dataflow] = {}  # of which outputs were looked at
         self._routes: dict[tuple[int, Wanted], list[Route]] = {}
+        self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # of ways, by the id of the Dataflow and the sizes
+        self._prints: dict[int, str] = {}  # of Dataflows, by their ids
+        self._lent: Lent = {}  # while ranks trace once more
 
     def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
         """Use a Dataflow that was traced already, with the model in the mode it is in."""
@@ -79,19 +105,107 @@ class RouteCache:
     def plan_each(
         self,
         cut: Sequence[Sequence[Batch]],
+        found: Found | None,
         criterion: Criterion | None,
         outputs: Wanted,
         exact_loss: bool,
         weight: float = 1.0,
     ) -> list[list[Microbatch]]:
-        """`plan` for several batches one behind the other, the losses of which are added, each times `weight`."""
+        """`plan` for several batches one behind the other, the losses of which are added, each times `weight`; `found`
+        is what `find` has returned for them."""
         weight *= 1.0 if self.weight is None else self.weight
-        plans = [self.plan(batches, criterion, outputs, exact_loss) for batches in cut]
+        self._look(criterion)
+        known = found.ways if found is not None and found.state == self._state else [None] * len(cut)
+        plans = [self.plan(batches, criterion, outputs, exact_loss, ways) for batches, ways in zip(cut, known)]
         stages = [[microbatch for plan in plans for microbatch in plan[k]] for k in range(len(plans[0]))]
         return [[replace(part, share=part.share * weight) for part in parts] for parts in stages]
 
+    def find(self, cut: Sequence[Sequence[Batch]], criterion: Criterion | None) -> Found:
+        """The ways of microbatches, in the state in which the model and the criterion are now."""
+        self._look(criterion)
+        return Found(self._state, [[self._find(batch, criterion) for batch in batches] for batches in cut])
+
+    def number(self, found: Found) -> int:
+        """The same on all ranks whose ways are alike."""
+        return joined([self._number(way) for ways in found.ways for way in ways])
+
+    def _number(self, way: Way) -> int:
+        key = id(way[0]), way[1]
+        if key not in self._numbers:
+            if len(self._numbers) >= NUMBERS:
+                self._numbers.clear()
+            if key[0] not in self._prints:
+                self._prints[key[0]] = fingerprint(way[0])
+            self._numbers[key] = number_of(self._prints[key[0]], way[1])
+        return self._numbers[key]
+
+    def find_alike(
+        self,
+        cut: Sequence[Sequence[Batch]],
+        criterion: Criterion | None,
+        outputs: Wanted,
+        grid: Grid,
+        found: Found | None,
+    ) -> Found | None:
+        """The ways of microbatches for which ranks have found other ones each, or none; all of them call it.
+
+        What decides is told by the rank that holds it, and the batches are traced once more. Raises TraceError on all
+        ranks where what crosses a cut, or a number that a unit returns, still differs.
+        """
+        size = grid.size // grid.dp_size
+        ranks = range(grid.replica * size, grid.replica * size + size)
+        failure, asked = "", set[str]()
+        for _ in range(ROUNDS):
+            new = valued([way for ways in found.ways for way in ways]) if found is not None else set()
+            numbers = [self.number(found) if found is not None else -1]
+            told = gather_objects((numbers, sorted(new - asked)), grid.world)
+            wanted = {unit for _, names in told for unit in names}
+            alike = all(told[rank][0] == told[ranks[0]][0] for rank in ranks)
+            if not any(gather_objects(not alike, grid.world)) or not wanted:
+                break
+            asked |= wanted
+            self._forget(found)
+            self._lent = lend(self.policy.held_units, sorted(asked), grid.world, ranks)
+            try:
+                found, failure = self.find(cut, criterion), ""
+            except Exception as error:  # the model's own
+                found, failure = None, f"{type(error).__name__}: {error}"
+            finally:
+                self._lent = {}
+        said = self._said(found, outputs, failure)
+        known = compare(said, grid.world, ranks, grid.named)
+        assert found is not None
+        for way, number in zip([way for ways in found.ways for way in ways], known, strict=True):
+            self._numbers[id(way[0]), way[1]] = number
+        return found
+
+    def _said(self, found: Found | None, outputs: Wanted, failure: str) -> Said:
+        """What the other ranks are to know of these ways."""
+        ways = [] if found is None else [way for of_batch in found.ways for way in of_batch]
+        if found is None:
+            return Said([], [], failure or "a batch could not be traced")
+        try:
+            lines = [plain(lines_of(way, self.policy, outputs)) for way in ways]
+        except TraceError as error:
+            return Said([], [], str(error))
+        return Said(list(map(self._number, ways)), lines, "")
+
+    def _forget(self, found: Found | None) -> None:
+        """Trace anew what these ways are for."""
+        gone = {id(flow) for ways in found.ways for flow, _ in ways} if found is not None else set()
+        for flows in self._flows.values():
+            flows[:] = [flow for flow in flows if id(flow) not in gone]
+        self._routes = {key: routes for key, routes in self._routes.items() if key[0] not in gone}
+        self._prints = {key: of_flow for key, of_flow in self._prints.items() if key not in gone}
+        self._numbers = {key: number for key, number in self._numbers.items() if key[0] not in gone}
+
     def plan(
-        self, batches: Sequence[Batch], criterion: Criterion | None, outputs: Wanted, exact_loss: bool
+        self,
+        batches: Sequence[Batch],
+        criterion: Criterion | None,
+        outputs: Wanted,
+        exact_loss: bool,
+        ways: Sequence[Way] | None = None,
     ) -> list[list[Microbatch]]:
         """For each stage of this rank, the microbatches with their routes; `stepped()` has to be called when they
         are done.
@@ -99,8 +213,9 @@ class RouteCache:
         With `exact_loss` their shares make the whole batch's loss, of which all `replicas` have a part; `prove` has to
         come before where it is `unproven`. Without it they make the mean of the microbatches' losses.
         """
-        self._look(criterion)
-        ways = [self._find(batch, criterion) for batch in batches]
+        if ways is None:
+            self._look(criterion)
+            ways = [self._find(batch, criterion) for batch in batches]
         rule = self._rule(batches, criterion) if exact_loss else EACH
         shares = [1.0] * len(batches)  # of no use on other stages than the last one
         if self.is_last:
@@ -125,6 +240,8 @@ class RouteCache:
         if sum(map(len, self._flows.values())) >= FLOWS:
             self._flows.clear()
             self._routes.clear()
+            self._numbers.clear()
+            self._prints.clear()
         self._flows.setdefault(mode, []).append(way[0])
         self._watched |= way[0].watched
         return way
@@ -145,7 +262,7 @@ class RouteCache:
         return flow, deltas
 
     def _traced(self, batch: Batch, criterion: Criterion | None, exact: bool) -> Dataflow:
-        return trace(self.model, batch, criterion, exact, device=self.policy.replay.device)
+        return trace(self.model, batch, criterion, exact, device=self.policy.replay.device, lent=self._lent)
 
     def refuse_other_way(
         self, batch: Batch, flow: Dataflow, criterion: Criterion | None, world: dist.ProcessGroup
@@ -164,7 +281,17 @@ class RouteCache:
                 "though nothing was seen to change that it depends on (does it count its forwards, or read an "
                 "environment variable?): set what it goes by between steps, in attributes of the model, or in globals"
             )
+        for known in (self._confirmed, self._seen):
+            if len(known) > FLOWS:
+                known.clear()
         self._confirmed[id(flow)] = flow
+
+    def saw(self, flow: Dataflow) -> None:
+        """Outputs made by this Dataflow were looked at."""
+        self._seen[id(flow)] = flow
+
+    def is_seen(self, flow: Dataflow) -> bool:
+        return id(flow) in self._seen
 
     def _route(self, flow: Dataflow, outputs: Wanted) -> list[Route]:
         """The routes of such microbatches through the stages of this rank."""

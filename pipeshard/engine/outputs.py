@@ -117,6 +117,17 @@ class Outputs:
             self._losses = {k for k, leaf in enumerate(tree_flatten(output)[0]) if leaf is loss}
             self.kept.append(_detached(output))
 
+    @property
+    def latest(self) -> Any:
+        """What was taken of the last microbatch."""
+        return self.kept[-1] if self.kept else None
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether what was taken has a not-a-number: in what nobody sent there is nothing else."""
+        leaves = [leaf for leaf in tree_flatten(self.kept)[0] if isinstance(leaf, Tensor)]
+        return any(bool(leaf.isnan().any()) for leaf in leaves if leaf.is_floating_point() and not leaf.is_meta)
+
     def _call(self, function: Callable[[Any, Any], Any], output: Any, batch: Batch) -> None:
         if self._failure is not None:
             return
@@ -171,11 +182,16 @@ class Outputs:
         of_batch = [dim for dim in self._batches[0].row_dims if dim in fitting]
         return next(iter([*of_batch, *fitting]), 0)
 
-    def raise_failure(self, group: dist.ProcessGroup) -> None:
-        """Raise UsageError, on every rank of the world, for what has failed on the last stage."""
-        if self.needed and bool(gather(torch.tensor(int(self._failure is not None)), group).any()):
+    def raise_failure(self, group: dist.ProcessGroup, is_doubtful: bool) -> bool:
+        """Raise UsageError, on every rank of the world, for what has failed on the last stage; returns whether what a
+        rank has is doubtful."""
+        if not self.needed:
+            return False
+        failed, doubtful = gather(torch.tensor([self._failure is not None, is_doubtful]), group).any(0).tolist()
+        if failed:
             reasons = gather_objects(None if self._failure is None else str(self._failure), group)
             raise self._failure or UsageError(next(filter(None, reasons)))
+        return doubtful
 
 
 def _names(asked: Any) -> list[str]:

@@ -48,8 +48,8 @@ def _content(leaf: Any, is_sample: bool) -> bytes:
 
 class Report(NamedTuple):
     """What a rank tells the others of its step; the ranks of a replica have to have the same `digest` and `rows`, all
-    ranks the same `mode`. `news` are bits, `has_batch` is 0 where the data iterator gave no usable batch, and `parts`
-    are the microbatches."""
+    ranks the same `mode`. `news` are bits, `has_batch` is 0 where the data iterator gave no usable batch, `parts` are
+    the microbatches, and `ways` is a number of the ways that they are to go."""
 
     has_batch: int
     digest: int
@@ -57,19 +57,29 @@ class Report(NamedTuple):
     parts: int
     mode: int
     news: int
+    ways: int
     seed: int
+
+
+class News(NamedTuple):
+    """What a rank has to tell of the batches that it has read: bits, and a number of their ways."""
+
+    bits: int = 0
+    ways: int = 0
 
 
 class Agreement(NamedTuple):
     """What the ranks have agreed on for a step: the seed of the first rank's generator, by which all draw random
-    numbers, the microbatches of each replica, and the `news` that any rank has."""
+    numbers, the microbatches of each replica, the `news` that any rank has, and whether the ranks of each replica go
+    the same ways."""
 
     seed: int
     parts: list[int]
     news: int
+    alike: bool
 
 
-def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: str, news: int) -> Agreement:
+def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: str, news: News) -> Agreement:
     """Compare this step over all ranks; every rank raises BatchError if they differ.
 
     `batches` is the error on a rank that got none; `mode` describes the step: forward only, the outputs asked for, ...
@@ -77,7 +87,7 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
     has_batch, read = not isinstance(batches, Exception), () if isinstance(batches, Exception) else batches
     rows, number = sum(batch.rows for batch in read), _joined([digest(batch) for batch in read])
     code = int.from_bytes(hashlib.blake2b(mode.encode(), digest_size=7).digest(), "little")
-    report = Report(int(has_batch), number, rows, parts, code, news, torch.initial_seed() % 2**63)
+    report = Report(int(has_batch), number, rows, parts, code, *news, torch.initial_seed() % 2**63)
     reports = [Report(*numbers) for numbers in meet(grid.world, grid.named, report)]
     if not all(report.has_batch for report in reports):
         reasons = gather_objects(None if has_batch else f"{type(batches).__name__}: {batches}", grid.world)
@@ -102,8 +112,9 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
             "or whose dataset or collator draws random numbers, needs all ranks to be seeded alike, as by "
             "transformers.set_seed(0)"
         )
-    news = functools.reduce(operator.or_, (report.news for report in reports))
-    return Agreement(reports[0].seed, [replica[0].parts for replica in replicas], news)
+    bits = functools.reduce(operator.or_, (report.news for report in reports))
+    alike = all(len({report.ways for report in replica}) == 1 for replica in replicas)
+    return Agreement(reports[0].seed, [replica[0].parts for replica in replicas], bits, alike)
 
 
 def _joined(digests: Sequence[int]) -> int:
@@ -131,11 +142,11 @@ class Reader:
         return self.precision.of_batch(self.row_dims.settle(batch) if self.cuts else batch)
 
     def next(
-        self, data_iter: Iterator[Any], mode: str, news: Callable[[Sequence[Batch]], int], count: int = 1
+        self, data_iter: Iterator[Any], mode: str, news: Callable[[Sequence[Batch]], News], count: int = 1
     ) -> tuple[list[Batch], Agreement]:
         """The next `count` batches, compared over the ranks: all of them raise if one has none, or others.
 
-        `mode` describes the step, and `news(batches)` are bits that the other ranks have to learn.
+        `mode` describes the step, and `news(batches)` is what the other ranks have to learn.
         """
         batches: list[Batch] | Exception
         try:
@@ -145,7 +156,7 @@ class Reader:
         read = () if isinstance(batches, Exception) else batches
         parts = sum(len(split_sizes(batch.rows, *self.cut())) for batch in read)
         try:
-            agreement = agree(self.grid, batches, parts, mode, news(read) if read else 0)
+            agreement = agree(self.grid, batches, parts, mode, news(read) if read else News())
         except BatchError as disagreement:
             raise of_all(batches if isinstance(batches, Exception) else disagreement) from None
         return list(read), agreement

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, sum_and_count
@@ -143,6 +143,7 @@ class Stage:
         self.around, self.finite, self.carry = around, finite, carry
         self._flows: dict[int, Dataflow] = {}
         self._before: set[Place] = set()  # what has got a gradient in an earlier step
+        self._never: set[Place] = set()  # what has got none in one, and was looked for in its graph
 
     def begin(
         self,
@@ -165,6 +166,7 @@ class Stage:
         if len(self._flows) > FLOWS:
             self._flows.clear()
             self._before.clear()
+            self._never.clear()
         self.remaining = len(microbatches)  # backwards
 
     def end(self) -> None:
@@ -194,11 +196,13 @@ class Stage:
             for value, tensor in received.items():
                 tensor.requires_grad_(route.flow.spec(value).requires_grad)
         self.replay.randomness.microbatch(i)
-        with self.around(), self.carry(route):
+        with self.around(), self.carry(route), self.replay.following(route) as zeros:
             # Of a leaf autocast would keep what it cast it to: gradients would be summed there, in 16 bits.
             lent = {value: t.view_as(t) for value, t in received.items()} if casting() else received
             output, made = self.replay.run(route, microbatch.deltas, lent, microbatch.batch)
             loss = self._loss(output, microbatch) if self.is_last else None
+            if zeros is not None and self.is_last:
+                zeros.refuse((loss, self.outputs.latest), "the loss, or an output that is asked for,")
         if self.train:
             entered = [received[value] for value in route.enters.gradients]
             returned = set(route.enters.gradients)
@@ -227,7 +231,7 @@ class Stage:
         if self.deferral.whole:
             self.deferral.finish(self.pending.pop(i))
         self._refuse_lost(i, saved.others)
-        self._refuse_none(i, saved.entered if pairs else [])
+        self._refuse_none(i, saved.entered if pairs else [], [edge for edge, _ in pairs])
         sent = [torch.zeros_like(t) if t.grad is None else _plain(t.grad) for t in saved.entered]
         if self.finite is not None:
             self.finite.backward(i, sent)
@@ -244,11 +248,13 @@ class Stage:
                     "of this kind>"
                 )
 
-    def _refuse_none(self, i: int, entered: Sequence[Tensor]) -> None:
+    def _refuse_none(self, i: int, entered: Sequence[Tensor], roots: Sequence[GradientEdge]) -> None:
         """What gets no gradient in the whole step would get zeros from here, which some optimizers tell from none. What
-        never got one does not matter: in one process it has none either, or one by another way."""
-        flow = self.microbatches[i].route.flow
-        for value, tensor in zip(self.microbatches[i].route.enters.gradients, entered):
+        never got one, and is not in the graph of the backward pass either, was detached on the way: that is as it is in
+        every step."""
+        route = self.microbatches[i].route
+        flow = route.flow
+        for value, tensor in zip(route.enters.gradients, entered):
             place = id(flow), value
             self.reached[place] = self.reached.get(place, False) or tensor.grad is not None
             self._flows[id(flow)] = flow  # as long as its id is looked for
@@ -261,7 +267,25 @@ class Stage:
                 "attribute that is set between steps, or multiply by zero"
             )
         if not self.remaining:
+            self._refuse_lost_on_the_way(flow, dict(zip(route.enters.gradients, entered)), roots)
+        if not self.remaining:
             self._before.update(place for place, is_reached in self.reached.items() if is_reached)
+
+    def _refuse_lost_on_the_way(
+        self, flow: Dataflow, entered: Mapping[Value, Tensor], roots: Sequence[GradientEdge]
+    ) -> None:
+        """Refuse a backward that returns None for what came from another stage."""
+        never = {v: t for v, t in entered.items() if not self.reached[id(flow), v] and (id(flow), v) not in self._never}
+        nodes = _leading_from(roots) if never else set()
+        for value, tensor in never.items():
+            if get_gradient_edge(tensor).node in nodes:
+                raise TraceError(
+                    f"result {value.leaf} of unit {flow.calls[value.call].unit}, which another stage sent to stage "
+                    f"{self.index}, gets no gradient, since a backward of the model's own (torch.autograd.Function) "
+                    "returns None for it: its stage cannot tell that from zeros. Detach it in the forward "
+                    "(x.detach()), let that backward return zeros, or cut elsewhere (partition=[...])"
+                )
+        self._never.update((id(flow), value) for value in never)
 
     def weight(self, i: int) -> None:
         """Compute the weight gradients that `backward(i)` has deferred."""
@@ -292,6 +316,17 @@ class Stage:
 def _plain(tensor: Tensor) -> Tensor:
     """The same numbers in a row, as they are: none that are to be conjugated, or negated, when they are read."""
     return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _leading_from(roots: Sequence[GradientEdge]) -> set[Node]:
+    """The nodes of a graph."""
+    nodes, stack = set[Node](), [edge.node for edge in roots]
+    while stack:
+        node = stack.pop()
+        if node not in nodes:
+            nodes.add(node)
+            stack += [following for following, _ in node.next_functions if following is not None]
+    return nodes
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:

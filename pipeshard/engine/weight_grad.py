@@ -256,6 +256,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, module: nn.Module, deferral: Deferral) -> Tensor:
+        ctx.set_materialize_grads(False)  # where no gradient comes, as torch's own layer gives none
         ctx.save_for_backward(x, weight)  # the weight too: autograd refuses one that was written to since
         ctx.weight, ctx.deferral, ctx.is_conv = weight, deferral, type(module).forward is Conv1D.forward
         if ctx.is_conv:
@@ -263,7 +264,9 @@ class _Linear(torch.autograd.Function):
         return _no_view(F.linear(x, weight, bias))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None, None, None
         x, weight = ctx.saved_tensors
         inputs, outputs = _rows(x), _rows(grad)
         term = Product(inputs.t(), outputs) if ctx.is_conv else Product(outputs.t(), inputs)
@@ -277,12 +280,15 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, module: Any, deferral: Deferral) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         ctx.weight, ctx.deferral, ctx.padding = weight, deferral, module.padding_idx
         return _no_view(F.embedding(x, weight, module.padding_idx))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None, None, None
         (x,) = ctx.saved_tensors
         return None, _weight_grad(ctx, Lookup(grad, x, ctx.weight.shape[0], ctx.padding)), None, None, None
 

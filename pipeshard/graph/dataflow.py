@@ -119,7 +119,8 @@ class Dataflow:
     with parameters of its own after the last call. `touched` are values that operators of glue were given, `questions`
     what it asked of the batch's values: the Dataflow is for batches with the same answers. `hooks` are those that glue
     puts on gradients, `carried` is what is left to the next forward. `together` are the calls that the model's own
-    checkpoints run again in the backward pass, the first and the last of each.
+    checkpoints run again in the backward pass, the first and the last of each. `valued` are the units that were visited
+    with values, since they do not run by shape alone.
     """
 
     calls: tuple[Call, ...]
@@ -139,6 +140,7 @@ class Dataflow:
     rewritten: frozenset[str] = frozenset()
     carried: tuple[Carried, ...] = ()
     together: tuple[tuple[int, int], ...] = ()
+    valued: frozenset[str] = frozenset()
 
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:

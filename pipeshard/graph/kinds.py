@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipeshard.errors import TraceError
 from pipeshard.graph.meter import Meter, Visit
 from pipeshard.graph.places import HOOKS, PLAIN, Path
-from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, is_trainable
+from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, has_values, is_trainable
 from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads
 from pipeshard.graph.taint import CASTING, Hidden, Tag, Taint, casting, storage_of
 from pipeshard.graph.unit_outputs import (
@@ -47,6 +47,8 @@ from pipeshard.private import (
 )
 
 Place = tuple[Path, Any]  # the path of a holder, and the key there
+Own = tuple[tuple[str, tuple[Any, ...]], ...]  # by name, values of a unit's own tensors
+FEW = 16  # numbers in such a tensor
 
 
 class Settings:
@@ -92,7 +94,8 @@ class Kind:
     `read` are the attributes of modules that it has read, among those of the modules at `watched`. `leaves` are those
     of all `parts`: for each leaf, `reached` has the inputs that get a gradient from it; `shares` pairs leaves with the
     inputs whose memory they are, `twins` with earlier leaves of the same memory. `written` are the inputs that it
-    writes to, `met` the tags of what it reads beside its inputs and parameters.
+    writes to, `met` the tags of what it reads beside its inputs and parameters. `own` are the values of the unit's
+    smallest tensors, if it was visited with values: sizes may follow from them.
     """
 
     settings: Settings
@@ -108,6 +111,7 @@ class Kind:
     flops: int
     elements: int
     visit: Visit | None
+    own: Own | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -125,12 +129,23 @@ class Kind:
 
 class Kinds:
     """The kinds that are known of a model's units, from run to run. A `meter` listens to every visit. `device` is that
-    of glue, `runs_on` that of units which do not run on meta: the GPU that they are for, wherever the model is."""
+    of glue, `runs_on` that of units which do not run on meta: the GPU that they are for, wherever the model is. `lent`
+    has, by unit, values of tensors that other ranks hold.
+
+    Attributes:
+        valued: the units that are of a kind which was visited with values.
+    """
 
     def __init__(
-        self, units: Mapping[str, nn.Module], device: torch.device, runs_on: torch.device, meter: Meter | None = None
+        self,
+        units: Mapping[str, nn.Module],
+        device: torch.device,
+        runs_on: torch.device,
+        meter: Meter | None = None,
+        lent: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> None:
-        self.device, self.runs_on, self.meter = device, runs_on, meter
+        self.device, self.runs_on, self.meter, self.lent = device, runs_on, meter, lent or {}
+        self.valued: set[str] = set()
         self._own = {unit: set(map(id, module.parameters())) for unit, module in units.items()}
         self.reuse = True
         self._known: dict[Any, list[Kind]] = {}
@@ -142,15 +157,31 @@ class Kinds:
         # What glue has put in the places of its parameters (torch.func.functional_call) is this call's affair.
         if lent := taint.of(p for p in call.module.parameters() if id(p) not in self._own[call.unit]):
             visited = self._visit(call, taint, settings)
+            self.valued |= {call.unit} if visited.own is not None else set()
             return replace(visited, met=visited.met | lent)
         key = type(call.module), modes(), str(call.tree), tuple(map(describe, call.leaves))
         known = self._known.setdefault(key, [])
-        kind = next((kind for kind in known if kind.is_of(settings)), None) if self.reuse else None
+        kind = next((kind for kind in known if self._is_of(kind, call, settings)), None) if self.reuse else None
         if kind is None:
             kind = self._visit(call, taint, settings)
             if kind.is_shared:
                 known.append(kind)
+        if kind.own is not None:
+            self.valued.add(call.unit)
         return kind
+
+    def _is_of(self, kind: Kind, call: UnitCall, settings: Settings) -> bool:
+        return kind.is_of(settings) and (kind.own is None or kind.own == self._values_of(call))
+
+    def _values_of(self, call: UnitCall) -> Own:
+        """Those of the unit's smallest tensors, as far as they are known here."""
+        named = (*call.module.named_parameters(), *call.module.named_buffers())
+        few = {name: tensor for name, tensor in named if tensor.numel() <= FEW}
+        lent = self.lent.get(call.unit, {})
+        known = {name: lent.get(name, tensor) for name, tensor in few.items() if name in lent or has_values(tensor)}
+        with disable_current_modes():  # a look of ours, which decides nothing in the model; nor does one at a copy
+            values = {name: getattr(t, "pipeshard_values", t).detach().flatten().clone() for name, t in known.items()}
+        return tuple((name, tuple(tensor.tolist())) for name, tensor in values.items())
 
     def _settings_of(self, call: UnitCall) -> Settings:
         """Those of a unit now; glue seldom changes any between two calls."""
@@ -170,7 +201,8 @@ class Kinds:
             kind = casting() or self.runs_on.type
             try:
                 device = self.runs_on if kind == self.runs_on.type else torch.device(kind)
-                return self._visit_on(device, call, taint, settings)
+                visited = self._visit_on(device, call, taint, settings)
+                return replace(visited, own=self._values_of(call))
             except Exception as error:  # the model's own
                 raise TraceError(
                     f"unit {call.unit} ({type(call.module).__name__}) does not run: {type(error).__name__}: {error} "
@@ -182,7 +214,7 @@ class Kinds:
         module = call.module
         with disable_current_modes():
             inputs = [_lent(leaf, device, taint) for leaf in call.leaves]
-            state = blank_state(module, device)
+            state = blank_state(module, device, self.lent.get(call.unit))
         for name, buffer in module.named_buffers():  # one that another unit has moved
             if tags := taint.of([buffer]):
                 taint.mark(state[name], tags)

@@ -3,7 +3,7 @@
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -186,15 +186,23 @@ def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     return copied
 
 
-def blank_state(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """A unit's own tensors where it runs, tied ones tied: what has values there keeps them, the rest are zeros."""
+def has_values(tensor: Tensor) -> bool:
+    """Whether a unit's own tensor has them here: neither on meta, nor released, nor shared out among ranks."""
+    values = getattr(tensor, "pipeshard_values", tensor)
+    return not (values.is_meta or hasattr(tensor, "pipeshard_trainable") or isinstance(tensor, DTensor))
+
+
+def blank_state(module: nn.Module, device: torch.device, lent: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """A unit's own tensors where it runs, tied ones tied: what has values there keeps them, `lent` are those that
+    another rank has, the rest are zeros."""
+    lent = lent or {}
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     blanks: dict[Tensor, Tensor] = {}
-    for _, t in named:
+    for name, t in named:
         if t not in blanks:
             values, dtype = getattr(t, "pipeshard_values", t), getattr(t, "pipeshard_dtype", t.dtype)
-            real = not (values.is_meta or hasattr(t, "pipeshard_trainable") or isinstance(t, DTensor))
-            real = real and device.type != "meta"
+            values = lent.get(name, values)
+            real = (name in lent or has_values(t)) and device.type != "meta"
             there = values.detach().to(device, dtype) if real else torch.zeros(t.shape, dtype=dtype, device=device)
             blanks[t] = nn.Parameter(there, is_trainable(t)) if isinstance(t, nn.Parameter) else there.clone()
     return {name: blanks[t] for name, t in named}

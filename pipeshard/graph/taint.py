@@ -223,10 +223,16 @@ class Taint(DispatchMode):
     def write(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
         """A tensor is changed in place by something with these tags."""
         self._add(tensor, tags)
-        for other, unseen in self.aliases.get(storage_of(tensor), ()):
-            self._add(other, unseen)
-        if storage_of(tensor) in self.homes:
-            self.written.add(self.homes[storage_of(tensor)])
+        reached, waiting = {storage_of(tensor)}, [storage_of(tensor)]
+        while waiting:
+            storage = waiting.pop()
+            if storage in self.homes:
+                self.written.add(self.homes[storage])
+            for other, unseen in self.aliases.get(storage, ()):
+                if storage_of(other) not in reached:
+                    self._add(other, unseen)
+                    reached.add(storage_of(other))
+                    waiting.append(storage_of(other))
 
     def alias(self, one: Tensor, other: Tensor, unseen: frozenset[Tag]) -> None:
         """Two tensors are of one memory in truth, though not here: when one is written to, the other changes as

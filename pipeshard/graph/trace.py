@@ -2,12 +2,12 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
@@ -38,6 +38,7 @@ def trace(
     exact: bool = False,
     cuts: Sequence[str] = (),
     device: torch.device | None = None,
+    lent: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> Dataflow:
     """The Dataflow of `model` called with `batch`, and of `criterion(output, batch)` (by default the output's loss).
 
@@ -46,7 +47,8 @@ def trace(
     generators. The trace is repeated with other batch and sequence sizes, so that shapes are known for all of them;
     with `exact` it is run once, on the batch as it is, and holds for its sizes alone. Works for a model on meta.
     Modules named in `cuts` are units, whatever they are inside of. A unit that does not run on meta (it asks for
-    values, or its kernels need memory) runs once on `device`, by default the model's.
+    values, or its kernels need memory) runs once on `device`, by default the model's, with its own values: the `lent`
+    ones, those that are here, and zeros for the rest.
 
     Raises TraceError naming the unit or the line that fails, PartitionError for a name that no module has.
     """
@@ -56,11 +58,11 @@ def trace(
     cuts = paths_of(model, cuts)
     if not exact:
         try:
-            return _trace_any(model, sample, criterion, encoder_decoder, cuts, device)
+            return _trace_any(model, sample, criterion, encoder_decoder, cuts, device, lent)
         except (TraceError, BatchError) as error:  # its samples cannot be told apart, or not so few of them
             logger.debug("%s is traced with the whole batch: %s", type(model).__name__, error)
     with preserving(model, criterion) as before:
-        tracer = Tracer(model, criterion, sample, cuts=cuts, device=device)
+        tracer = Tracer(model, criterion, sample, cuts=cuts, device=device, lent=lent)
         flow = carrying(tracer, sample, None, before, tracer.run(sample))
     return _pinned(replace(informed(flow), axes=Axes.of(sample, encoder_decoder)), 0)
 
@@ -72,10 +74,11 @@ def _trace_any(
     encoder_decoder: bool,
     cuts: Sequence[str],
     device: torch.device | None,
+    lent: Mapping[str, Mapping[str, Tensor]] | None,
 ) -> Dataflow:
     """The Dataflow for batches of any size, from two samples."""
     real, sample = sample, sample.take(torch.arange(ROWS) % sample.rows)
-    tracer = Tracer(model, criterion, sample, cuts=cuts, device=device)
+    tracer = Tracer(model, criterion, sample, cuts=cuts, device=device, lent=lent)
     short = Axes.of(sample, encoder_decoder).shortened(sample, LENGTH)
     with preserving(model, criterion) as before:
         try:

@@ -58,12 +58,13 @@ class Tracer:
         meter: Meter | None = None,
         cuts: Sequence[str] = (),
         device: torch.device | None = None,
+        lent: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> None:
         self.model, self.criterion, self.meter = model, criterion, meter
         self.units = find_units(model, cuts)
         tensors = (*model.parameters(), *sample.tensors.values())
         self.device = next(t.device for t in tensors if not t.is_meta)
-        self.kinds = Kinds(self.units, self.device, device or self.device, meter)
+        self.kinds = Kinds(self.units, self.device, device or self.device, meter, lent)
         self.python_random = False
         self.reset: Callable[[], None] = lambda: None
         self.listen: Callable[[int | None, bool], None] = lambda call, is_through: None
@@ -169,6 +170,7 @@ class Tracer:
             hooks=tuple(taint.hooks),
             rewritten=rewritten,
             together=tuple(self.groups.spans),
+            valued=frozenset(self.kinds.valued),
         )
 
     def _answer(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

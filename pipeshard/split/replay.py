@@ -7,7 +7,7 @@ which the other stages know what they receive.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,16 +33,19 @@ from pipeshard.graph.unit_outputs import (
     resolve_from,
     run_collecting,
 )
-from pipeshard.private import OF_COMPILER, tree_leaves
+from pipeshard.private import OF_COMPILER, disable_current_modes, tree_leaves
 from pipeshard.split.route import Blank, Route, Step, recomputes_itself, run_again
+from pipeshard.split.zeros import Zeros
 
 UNFROZEN = (
     "Freeze or unfreeze parameters, and turn activation recompute on, before booster.boost, and let a layer detach "
     "its result always or never"
 )
 SHAPES = (
-    "Shapes and dtypes must follow from the batch's sizes: pass dry_run_input=<a batch like this one>, and have no "
-    "hook or autocast around execute_pipeline change them"
+    "Shapes and dtypes must follow from the batch's sizes, and not from values of activations, or of parameters and "
+    "buffers that training changes (nonzero, unique, boolean masks, int(parameter)): return a tensor of a fixed size "
+    "and a mask, or cut elsewhere (partition=[...]). If they do, pass dry_run_input=<a batch like this one>, and have "
+    "no hook or autocast around execute_pipeline change them"
 )
 PLACE = "Other stages do not get it as it is now. Return it instead, as a tensor, or change it alike in every forward"
 PLAIN_TENSOR = "Other stages get only its numbers: return the rest as a tensor, or cut elsewhere (partition=[...])"
@@ -50,6 +53,14 @@ CONSTANT = (
     "What a unit returns other than tensors is the same on all stages, as the trace has seen it, so it must not depend "
     "on the values of tensors: return a tensor (x.max(), not x.max().item())"
 )
+
+
+WRITES, OF_A_LEAF = "changes an argument in place", "a leaf Variable that requires grad"
+WRITTEN = (
+    "Other stages, and readers of that tensor, do not know of the change: let the unit change a copy (x = x.clone()), "
+    "or change its argument in every forward, whatever the values are"
+)
+ZEROS = -2  # among what is proven of a route
 
 
 class StageDone(BaseException):
@@ -84,11 +95,25 @@ class Replay:
         self.repeats = Repeats(self.randomness)
         self._blanks: dict[tuple[Any, Blank], Tensor] = {}  # of the last step
         self._used: dict[tuple[Any, Blank], Tensor] = {}  # of this one
+        self._zeros: Zeros | None = None  # while they are followed
 
     def end(self) -> None:
         """After a step, whose blanks the next one may need; those of other lengths are dropped."""
         self.repeats.clear()
         self._blanks, self._used = (self._used or self._blanks), {}
+
+    @contextmanager
+    def following(self, route: Route) -> Iterator[Zeros | None]:
+        """Around the first microbatch on a route: where it has zeros for what nobody sent, they are followed."""
+        if not route.zeros or ZEROS in route.proven:
+            yield None
+            return
+        with Zeros(route.stage) as self._zeros:
+            try:
+                yield self._zeros
+            finally:
+                self._zeros = None
+        route.proven.add(ZEROS)
 
     def run(
         self, route: Route, deltas: Sequence[int], received: Mapping[Value, Tensor], batch: Batch
@@ -166,15 +191,25 @@ class Replay:
         # What hooks inside are called with is repeated by `answer`.
         is_proven = not self.proves or number in run.route.proven or listened(unit)
         before = None if is_proven else Snapshot({UNIT: unit, ARGUMENTS: arguments})
+        versions = [] if before is None else _versions(arguments)
+        if self._zeros is not None:
+            self._zeros.refuse(arguments, f"unit {step.unit}")
         run.inside = True
         try:
-            if step.aside:
-                (_, result), *asides = run_collecting(unit, forward, arguments, step.modules, step.places)
-            else:
-                result = forward(*args, **kwargs)
+            with disable_current_modes() if self._zeros is not None else nullcontext():
+                if step.aside:
+                    (_, result), *asides = run_collecting(unit, forward, arguments, step.modules, step.places)
+                else:
+                    result = forward(*args, **kwargs)
+        except RuntimeError as error:
+            if OF_A_LEAF in str(error):
+                raise self._differs(step, run, WRITES, "no such write", None, WRITTEN) from error
+            raise
         finally:
             run.inside = False
         if before is not None:
+            if _versions(arguments) != versions and not run.route.flow.calls[number].writes:
+                raise self._differs(step, run, WRITES, "no such write", None, WRITTEN)
             self._prove(step, before, arguments, run)
             run.route.proven.add(number)
         leaves = self._checked(step, result, run, arguments)
@@ -250,7 +285,10 @@ class Replay:
         if not isinstance(leaf, Blank):
             return leaf if shape is None else shape  # a constant, or a number that follows from the batch's sizes
         # Nobody writes to what leaves other than as a result, so that takes no memory: attentions may be large.
-        return self._blank((), leaf).expand(shape) if aside else self._blank(shape, leaf)
+        blank = self._blank((), leaf).expand(shape) if aside else self._blank(shape, leaf)
+        if self._zeros is not None and leaf.is_zero:
+            self._zeros.add(blank, run.route.steps[run.next - 1].unit)
+        return blank
 
     def _blank(self, shape: Any, kind: Blank) -> Tensor:
         blank = self._used.get((shape, kind), self._blanks.get((shape, kind)))
@@ -291,6 +329,11 @@ class Replay:
             "takes another way than it did in the trace, by chance (layerdrop?) or by what the batch holds. "
             "Turn that off, or pass dry_run_input=<a batch of this kind>"
         )
+
+
+def _versions(arguments: Any) -> list[int]:
+    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 def _has_more(tensor: Tensor) -> bool:

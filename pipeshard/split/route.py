@@ -153,10 +153,15 @@ class Blank(NamedTuple):
 
     @classmethod
     def of(cls, dtype: torch.dtype, is_touched: bool) -> Self:
-        """Not-a-number, or a number that no index and no size has; 0 where glue computes with it, though in vain."""
+        """Not-a-number, or a number that no index and no size has; 0 where glue computes with it, though in vain (see
+        `Zeros`)."""
         if dtype.is_floating_point or dtype.is_complex:
             return cls(dtype, float("nan"))
         return cls(dtype, 0 if is_touched or dtype is torch.bool else torch.iinfo(dtype).max - 1)
+
+    @property
+    def is_zero(self) -> bool:
+        return self.fill == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +196,8 @@ class Step:
 class Route:
     """One stage's way through one Dataflow: a step per unit call, after which one the stage is done, the leaves of the
     batch whose values it needs, and what its glue keeps for the next forward without having what that is made of.
-    `proven` are the numbers of held steps that were seen to leave what they should, -1 for the forward as a whole, and
-    `passing` the places that the glue which this stage does not run any more puts back."""
+    `proven` are the numbers of held steps that were seen to leave what they should, -1 for the forward as a whole, -2
+    for the zeros in it, and `passing` the places that the glue which this stage does not run any more puts back."""
 
     stage: int
     steps: tuple[Step, ...]
@@ -204,6 +209,7 @@ class Route:
     spoiled: frozenset[str] = frozenset()
     proven: set[int] = field(default_factory=set, compare=False)
     passing: dict[str, Path] = field(default_factory=dict, compare=False)
+    zeros: bool = False  # whether a blank in it is a 0
     _sizes: dict[Sequence[int], list[list[Any]]] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -240,6 +246,7 @@ class Route:
             inputs=flow.consulted.union(*(use.inputs for use in needs)),
             flow=flow,
             spoiled=frozenset(place.name for place in flow.carried if _is_spoiled(place, stages, stage, is_last)),
+            zeros=any(isinstance(x, Blank) and x.is_zero for step in steps if not step.held for x in step.leaves),
         )
 
     def sizes(self, deltas: Sequence[int]) -> list[list[Any]]:

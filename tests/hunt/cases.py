@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from tests.hunt import nets, switches
+from tests.hunt import nets, switches, values
 from tests.hunt.nets import Net, data
 
 Batch = Mapping[str, Tensor]
@@ -349,4 +349,64 @@ CASES = {
         nets.WithSlots, "What a subclass computes in the place of a base's slot has no setter: an AttributeError."
     ),
     "control": Case(Net, "Nothing special."),
+    "pruned by parameters": Case(
+        values.Pruned,
+        "Layers drop tokens, as many as frozen parameters say: of a new length the rank without these traced another "
+        "size, and gloo aborted, or left the rest of a message as it was.",
+        values.LENGTHS,
+        {"verify": False},
+    ),
+    "pruned by parameters, zbv": Case(
+        values.Pruned,
+        "The same with two stages on each rank, three microbatches of uneven sizes.",
+        values.LENGTHS,
+        {"verify": False, "schedule": "zbv", "num_microbatches": 3},
+    ),
+    "a number of a parameter": Case(
+        values.ByNumber,
+        "A layer returns a number that it reads off a frozen one: traced anew it was 0 on the other stages.",
+        options={"verify": False, "partition": [2, 4]},
+        between=switched,
+    ),
+    "selected by activations": Case(
+        values.Selected,
+        "How many rows a layer returns depends on activations: the next stage waits for as many as in the trace.",
+        options={"verify": False, "partition": [3, 3]},
+        refused="layers.1 .* where the trace has .* return a tensor of a fixed size",
+    ),
+    "none inside a layer": Case(
+        values.NoneInside,
+        "A backward of the model's own returns None inside a layer: deferred linear layers got zeros, which AdamW "
+        "decays.",
+        ordinary(3),
+        {"verify": False, "schedule": "zbv", "num_microbatches": 2},
+        optimizer=adamw,
+    ),
+    "none inside a layer, recomputed": Case(
+        values.NoneInside,
+        "The same with 1F1B, two microbatches and activation recompute.",
+        ordinary(3),
+        {"recompute": True, "num_microbatches": 2},
+        optimizer=adamw,
+    ),
+    "none over a cut": Case(
+        values.NoneOver,
+        "The same for a tensor that another stage has sent: it got zeros for none.",
+        options={"verify": False, "partition": [3, 3]},
+        optimizer=adamw,
+        refused="returns None",
+    ),
+    "handed on, written to": Case(
+        values.HandedOn,
+        "A layer writes to a tensor that layers before it have handed on: torch refused the write to a leaf.",
+        options={"verify": False, "partition": [3, 3]},
+    ),
+    "writes by values": Case(
+        values.WritesByValues,
+        "Layers write to what they are given if it is not zero, as it is in a trace: torch refused to write to a leaf.",
+        options={"verify": False, "partition": [3, 3]},
+        refused="changes an argument in place where the trace has no such write",
+    ),
+    "by codes": Case(values.ByCodes, "Glue looks up integers that a layer returns.", options={"verify": False}),
+    "by a mask": Case(values.ByMask, "Glue multiplies by booleans that a layer returns.", options={"verify": False}),
 }

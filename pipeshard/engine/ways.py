@@ -1,0 +1,176 @@
+"""Ways: how each rank goes through the microbatches of a step, which has to be alike on all ranks of a pipeline.
+
+No message has a header: both ends know its size from traces of their own. A unit that does not run by shape alone is
+visited with values, and those of a parameter that another stage holds are zeros here. Where a shape, or a number that
+the unit returns, depends on such values, ranks trace different ways. So they compare a number of their ways at the
+beginning of every step. Where it differs, they lend each other the small tensors of such units, trace once more, and
+compare line by line what crosses.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeshard.distributed.collectives import CPU, gather_objects
+from pipeshard.errors import TraceError
+from pipeshard.graph.dataflow import Call, Dataflow, Wanted
+from pipeshard.graph.places import PLAIN
+from pipeshard.graph.shapes import Count, TensorSpec, blank_state, has_values
+from pipeshard.split.partition import boundaries
+from pipeshard.split.policy import Policy
+
+Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and how a batch's sizes differ from those it was traced with
+Lent = Mapping[str, Mapping[str, Tensor]]  # by unit and by name in it, values of tensors that other ranks hold
+BITS = 61  # of the number of a step's ways, which travels as one of 64 with a sign
+SMALL = 2**16  # numbers in a tensor that is lent: sizes, ratios, thresholds and counts are no matrices
+ROUNDS = 8  # units that depend on what was lent are visited another way, and may ask for more
+REMEDY = (
+    "A size, or a number that a unit returns, follows from the values of its parameters or buffers, which one stage "
+    "has. Let it follow from an attribute or the config (self.keep = 4), or return a tensor of a fixed size and a mask"
+)
+
+
+def fingerprint(flow: Dataflow) -> str:
+    """A digest of all that the messages between stages follow from, the same in every process."""
+    calls = [
+        (
+            call.unit,
+            sorted(call.reads.values),
+            [sorted(values) for values in call.differentiated],
+            [(x.shape, str(x.dtype), x.requires_grad, x.slopes) for x in call.leaves if isinstance(x, TensorSpec)],
+            constants(call),
+        )
+        for call in flow.calls
+    ]
+    loss = None if flow.loss is None else sorted(flow.loss.values)
+    outputs = [(path, sorted(use.values)) for path, use, _ in flow.outputs]
+    content = repr((calls, loss, outputs, flow.axes.groups, flow.axes.sizes)).encode()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def constants(call: Call) -> list[tuple[int, Any]]:
+    """What a call returns other than tensors, of kinds that can be compared between processes, by its leaf."""
+    of_result = call.leaves[: call.parts[0].tree.num_leaves]
+    plain_kinds = (*PLAIN, Count)
+    return [(k, x) for k, x in enumerate(of_result) if isinstance(x, plain_kinds) and not isinstance(x, torch.device)]
+
+
+def number_of(of_flow: str, deltas: tuple[int, ...]) -> int:
+    """The same on all ranks for ways that are alike: of the fingerprint of the Dataflow, and the sizes."""
+    content = f"{of_flow} {deltas}".encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") % 2**BITS
+
+
+def joined(numbers: Sequence[int]) -> int:
+    """One number of those of all microbatches, in their order."""
+    total = len(numbers)
+    for number in numbers:
+        total = (total * 1_000_003 + number) % 2**BITS
+    return total
+
+
+def valued(ways: Sequence[Way]) -> set[str]:
+    """The units that were visited with values."""
+    return {unit for flow, _ in ways for unit in flow.valued}
+
+
+def lend(held: Mapping[str, nn.Module], asked: Sequence[str], group: dist.ProcessGroup, ranks: Sequence[int]) -> Lent:
+    """The small tensors of the units that all ranks of `group` have `asked` for, by the first of `ranks` that runs the
+    unit, as it is among `held`: buffers that others have may be older. All ranks of the group call it."""
+    of_ranks = gather_objects({unit: _small(held[unit]) for unit in asked if unit in held}, group)
+    lent: dict[str, dict[str, Tensor]] = {unit: {} for unit in asked}
+    for rank in reversed(ranks):
+        for unit, tensors in of_ranks[rank].items():
+            lent[unit].update(tensors)
+    return lent
+
+
+def _small(unit: nn.Module) -> dict[str, Tensor]:
+    named = (*unit.named_parameters(remove_duplicate=False), *unit.named_buffers(remove_duplicate=False))
+    known = [name for name, tensor in named if has_values(tensor) and tensor.numel() <= SMALL]
+    state = blank_state(unit, CPU)
+    return {name: state[name].detach() for name in known}
+
+
+class Line(NamedTuple):
+    """One thing that stages tell each other of a microbatch, or take for granted of each other."""
+
+    what: str
+    value: str
+
+
+def lines_of(way: Way, policy: Policy, outputs: Wanted) -> list[Line]:
+    """What crosses each cut, in its order, and the numbers and the like that units return."""
+    flow, deltas = way
+    stages = policy.partition.of_calls(flow)
+    crossing = boundaries(flow, stages, len(policy.placement), outputs)
+    lines: list[Line] = []
+    for stage, boundary in enumerate(crossing):
+        returning = set(boundary.gradients)
+        for value in boundary.values:
+            spec = flow.spec(value)
+            what = (
+                f"result {value.leaf} of unit {flow.calls[value.call].unit} (call {value.call}), sent to stage {stage},"
+            )
+            gradient = "with" if value in returning else "without"
+            lines.append(Line(what, f"is {tuple(spec.at(deltas))} {spec.dtype}, {gradient} a gradient"))
+    return lines + list(_numbers(way))
+
+
+def _numbers(way: Way) -> Iterator[Line]:
+    flow, deltas = way
+    for index, call in enumerate(flow.calls):
+        for k, leaf in constants(call):
+            value = leaf.at(deltas) if isinstance(leaf, Count) else leaf
+            yield Line(f"result {k} of unit {call.unit} (call {index})", f"is {value!r:.80}")
+
+
+def plain(lines: Sequence[Line]) -> list[tuple[str, str]]:
+    """Lines as they travel."""
+    return [(line.what, line.value) for line in lines]
+
+
+class Said(NamedTuple):
+    """What a rank tells the others of its ways: their numbers, the lines of each, or why there are none."""
+
+    numbers: list[int]
+    lines: list[list[tuple[str, str]]]
+    failure: str
+
+
+def compare(said: Said, group: dist.ProcessGroup, ranks: Sequence[int], named: Callable[[int], str]) -> list[int]:
+    """The numbers by which these ways are known from now on to the `ranks` of this pipeline; every rank of `group`
+    raises TraceError where those of one pipeline differ in a line."""
+    told = gather_objects((said.numbers, said.lines, said.failure), group)
+    every = [Said(numbers, lines, failure) for numbers, lines, failure in told]
+    if failed := next((other.failure for other in every if other.failure), None):
+        raise TraceError(failed)
+    problems = gather_objects(_difference(every, ranks, named), group)
+    if problem := next(filter(None, problems), None):
+        raise TraceError(problem)
+    return every[ranks[0]].numbers
+
+
+def _difference(every: Sequence[Said], ranks: Sequence[int], named: Callable[[int], str]) -> str:
+    """The first line that is not the same on all of these ranks; "" if there is none."""
+    first = ranks[0]
+    for i, lines in enumerate(every[first].lines):
+        for rank in ranks[1:]:
+            others = every[rank].lines[i]
+            pair = next((pair for pair in zip_longest(lines, others) if pair[0] != pair[1]), None)
+            if pair is not None:
+                mine, theirs = (Line(*line) if line else None for line in pair)
+                return f"{_told(mine, theirs, named(first), named(rank))}, in microbatch {i}. {REMEDY}"
+    return ""
+
+
+def _told(mine: Line | None, theirs: Line | None, here: str, there: str) -> str:
+    if mine and theirs and mine.what == theirs.what:
+        return f"{mine.what} {mine.value} by the trace on {here}, but {theirs.value} on {there}"
+    shown = [f"{line.what} {line.value}" if line else "nothing more crosses" for line in (mine, theirs)]
+    return f"{shown[0]} by the trace on {here}, but {shown[1]} on {there}"

@@ -1,0 +1,53 @@
+"""Zeros: integers and booleans that a stage has in the place of what nobody sent, followed through its glue.
+
+A blank of floating-point numbers is not-a-number, which no result hides. An integer has no such value: where glue
+computes with one in vain it has to be a legal index, so it is 0. If the trace were wrong and something depended on it
+after all, the result would be another one in silence. So the first microbatch on a route follows these zeros from
+operator to operator, as the trace has followed the values that they stand for.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from pipeshard.errors import TraceError
+from pipeshard.graph.taint import SHAPED, mutated, storage_of, tensors_in
+from pipeshard.private import DispatchMode, tree_leaves
+
+
+class Zeros(DispatchMode):
+    """Knows which tensors were computed from the blanks that were given to `add`."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.stage = stage
+        self._units: dict[int, str] = {}  # by storage: the unit in the place of whose result a zero was
+        self._alive: list[Tensor] = []  # that no address is used again
+
+    def add(self, blank: Tensor, unit: str) -> None:
+        self._units[storage_of(blank)] = unit
+        self._alive.append(blank)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        unit = None if func._overloadpacket in SHAPED else self._unit(tensors_in((*args, *kwargs.values())))
+        result = func(*args, **kwargs)
+        if unit is not None:
+            for tensor in (*tensors_in((result,)), *mutated(func, args, kwargs)):
+                self.add(tensor, unit)
+        return result
+
+    def refuse(self, values: Any, reader: str) -> None:
+        """Raise TraceError where one of these tensors, which `reader` reads, was computed from a zero."""
+        unit = self._unit(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+        if unit is not None:
+            raise TraceError(
+                f"{reader} (stage {self.stage}) reads what is computed from integers or booleans of unit {unit}, which "
+                "another stage has and did not send, since the trace has not seen that anything here depends on them. "
+                "Return them from the unit as floating-point numbers, cut elsewhere (partition=[...]), or pass "
+                "dry_run_input=<a batch like this one>"
+            )
+
+    def _unit(self, tensors: Iterable[Tensor]) -> str | None:
+        return next((self._units[storage_of(t)] for t in tensors if storage_of(t) in self._units), None)
