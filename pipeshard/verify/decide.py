@@ -22,7 +22,8 @@ from pipeshard.errors import VerificationError
 from pipeshard.hf import is_of_transformers
 from pipeshard.planner.memory import format_bytes
 from pipeshard.schedule.given import name_of
-from pipeshard.verify.proof import DIFFERENT, EXACT, UNPROVEN, Proof, prove
+from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Proof, prove
+from pipeshard.verify.whole import is_batch_norm
 
 logger = logging.getLogger("pipeshard")
 SECONDS = 5.0  # that "auto" may take
@@ -80,6 +81,8 @@ def prove_at_boost(
 
     Raises VerificationError on all of them where the split model differs.
     """
+    if grid.first and config.num_microbatches != 1 and config.has_exact_loss:
+        _warn_of_batch_norms(model)
     alone, stages = standing_alone() is not None, config.num_stages
     auto = config.verify == "auto" and not alone
     if not alone and (not config.verify or stages == 1):
@@ -120,6 +123,19 @@ def prove_at_boost(
         _say(proof, type(model).__name__)
 
 
+def _warn_of_batch_norms(model: nn.Module) -> None:
+    norms = [name for name, module in model.named_modules() if module.training and is_batch_norm(module)]
+    if norms:
+        logger.warning(
+            "%s has %d batch norms (%s, ...), which normalize each microbatch by its own mean and variance, "
+            "as in gradient accumulation: loss and gradients are not exactly those of the whole batch. Pass "
+            "num_microbatches=1 if they have to be",
+            type(model).__name__,
+            len(norms),
+            norms[0],
+        )
+
+
 def is_known(model: nn.Module, criterion: Criterion | None) -> bool:
     """Whether it is an architecture of docs/parity.md as it is there: transformers' own modules, nothing put around
     them, and the loss that they compute themselves."""
@@ -154,10 +170,10 @@ def _other_dims(sample: Batch) -> dict[str, int]:
 def _say(proof: Proof, name: str) -> None:
     for moving in proof.moving:
         logger.warning("%s in microbatches is not exactly the model on the whole batch: %s", name, moving)
-    if proof.kind == EXACT and not proof.but:
+    if proof.kind == EXACT:
         logger.info("%s split into stages was proven exact in %.1f s", name, proof.seconds)
         return
-    if proof.kind == EXACT:
+    if proof.kind == PARTLY:
         logger.warning(
             "%s split into stages was verified in %.1f s, but it could not be compared in full. Not compared: %s",
             name,

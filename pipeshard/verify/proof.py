@@ -30,7 +30,7 @@ from pipeshard.verify.virtual import Different, Unproven, Virtual
 from pipeshard.verify.whole import Coupled, Found, WholeBatch, cut
 
 logger = logging.getLogger("pipeshard")
-EXACT, DIFFERENT, UNPROVEN = "exact", "different", "unproven"
+EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
 ROWS, PARTS = 5, 2  # samples of a step, and the microbatches that they are cut into: they differ in size
 SEED = 20261123
 BEGINS = {
@@ -41,9 +41,13 @@ BEGINS = {
 
 @dataclass(frozen=True)
 class Proof:
-    """ "exact", "different" or "unproven", the last two with the reason; what was compared how often, `but` what was
-    not, and how long it took. `refused` is whether the reason is an error that training raises, too; `coupled` whether
-    samples depend on each other, so that microbatches are not the batch. `moving` is what counts as accumulation."""
+    """ "exact", "compared in part", "different" or "unproven", the last two with the reason; what was compared how
+    often, `but` what was not, and how long it took.
+
+    `refused` is whether the reason is an error that training raises, too; `coupled` whether samples depend on each
+    other, so that microbatches are not the batch. `moving` is what happens for each microbatch, as in gradient
+    accumulation.
+    """
 
     kind: str
     reason: str = ""
@@ -96,6 +100,8 @@ def prove(
             logger.debug("the proof failed", exc_info=True)
             kind, reason = UNPROVEN, f"{type(error).__name__}: {error}"
     but, moving = tuple(proving.but), tuple(proving.moving)
+    if kind == EXACT and but:
+        kind = PARTLY
     return Proof(kind, reason, proving.counts, but, proving.elapsed, refused, coupled, moving)
 
 

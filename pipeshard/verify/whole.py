@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
 from pipeshard.graph.rng import Randomness, SharedDraws
-from pipeshard.private import tree_leaves
+from pipeshard.private import BatchNorm, tree_leaves
 from pipeshard.verify.compare import Results, gap, recorded, size
 from pipeshard.verify.reference import Copies, NoLoss, Reference
 from pipeshard.verify.virtual import Unproven
@@ -70,7 +70,7 @@ class WholeBatch:
 
     def __init__(self, make: Make, device: torch.device, draws: bool, note: Callable[[], None]) -> None:
         self.make, self.device, self.draws, self.note = make, device, draws, note
-        self.drew = self.normalized = False
+        self.drew = self.normalized = self.is_told = False
 
     def compare(self, batch: Batch, weights: Sequence[float], has_auxiliary: bool, units: Sequence[str]) -> Found:
         """Compare loss and gradients of `batch` with those of its microbatches, whose losses have these weights.
@@ -86,8 +86,8 @@ class WholeBatch:
         differences = self._differences(Way(shared=self.draws))
         if differences and has_auxiliary:
             differences = self._by_outputs()
-        if self.normalized:
-            self.found.moving.append("batch norms normalize each microbatch by its own mean and variance")
+        if self.normalized and not self.is_told:  # booster.boost warns of modules
+            self.found.moving.append("F.batch_norm normalizes each microbatch by its own mean and variance")
         if differences:
             raise Coupled(f"{differences}. {self._place()}")
         return self.found
@@ -204,8 +204,8 @@ class WholeBatch:
         own, criterion = self.make(way.dtype)
         if way.training:
             for module in own.model.modules():
-                self.normalized |= module.training and has_statistics(module)
-                if has_statistics(module) or is_dropout(module):
+                self.is_told |= is_batch_norm(module)
+                if (is_batch_norm(module) and has_statistics(module)) or is_dropout(module):
                     module.training = False
         else:
             own.model.eval()
@@ -338,12 +338,15 @@ def cut(batch: Batch, m: int) -> list[Batch]:
     return parts
 
 
-def has_statistics(module: nn.Module) -> bool:
+def is_batch_norm(module: nn.Module) -> bool:
     """Whether it is a batch norm, or keeps running statistics as one does."""
     if isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d):
         return False  # of each sample by itself
-    own = [name for name, _ in module.named_buffers(recurse=False)]
-    return any(name.startswith("running_") for name in own)
+    return isinstance(module, BatchNorm) or has_statistics(module)
+
+
+def has_statistics(module: nn.Module) -> bool:
+    return any(name.startswith("running_") for name, _ in module.named_buffers(recurse=False))
 
 
 def is_dropout(module: nn.Module) -> bool:
