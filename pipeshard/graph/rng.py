@@ -213,9 +213,9 @@ class SharedDraws(DispatchMode):
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if kwargs.get("generator") is not None:
             kwargs["generator"] = None  # the user's own is not to move
-        before = _torch_states()
+        before = torch_states()
         result = func(*args, **kwargs)
-        if all(map(torch.equal, before, _torch_states())):
+        if all(map(torch.equal, before, torch_states())):
             return result  # attention without dropout is marked as if it drew
         for tensor in tree_leaves(result):
             if self.is_whole:
@@ -226,7 +226,7 @@ class SharedDraws(DispatchMode):
         return result
 
 
-def _torch_states() -> list[Tensor]:
+def torch_states() -> list[Tensor]:
     """Where torch's generators are."""
     on_device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return [torch.default_generator.get_state(), *on_device]

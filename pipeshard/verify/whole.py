@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
-from pipeshard.graph.rng import Randomness, SharedDraws
+from pipeshard.graph.rng import Randomness, SharedDraws, python_state, torch_states
 from pipeshard.private import BatchNorm, tree_leaves
 from pipeshard.verify.compare import Results, gap, recorded, size
 from pipeshard.verify.reference import Copies, NoLoss, Reference
@@ -23,6 +23,7 @@ SEED = 20261124
 # in fp32 whatever their inputs have, so that fp64 is not exact to its last digits.
 LOSS, GRADIENT = {None: 1e-5, torch.float64: 1e-6}, {None: 1e-4, torch.float64: 1e-5}
 FLOOR = 1e-3  # smaller losses, and gradients relative to the largest one, are compared with this
+SHARED, CONSTANT = "shared", "constant"  # draws: each sample has its own on both sides, or all have the same
 PHASE = 0.5  # of the sine that stands for a loss: no odd function, so that a mean that was subtracted shows
 
 Make = Callable[[torch.dtype | None], tuple[Copies, Criterion | None]]
@@ -34,11 +35,11 @@ class Coupled(Exception):
 
 @dataclass(frozen=True)
 class Way:
-    """How both sides run: in training mode or not, with the same random numbers for the same samples, in which dtype,
-    and with an objective made of the outputs instead of the loss. `apart`: each microbatch has a model of its own."""
+    """How both sides run: in training mode or not, with which random numbers, in which dtype, and with an objective
+    made of the outputs instead of the loss. `apart`: each microbatch has a model of its own."""
 
     training: bool = True
-    shared: bool = False
+    draws: str = ""
     dtype: torch.dtype | None = None
     by_outputs: bool = False
     apart: bool = False
@@ -70,7 +71,7 @@ class WholeBatch:
 
     def __init__(self, make: Make, device: torch.device, draws: bool, note: Callable[[], None]) -> None:
         self.make, self.device, self.draws, self.note = make, device, draws, note
-        self.drew = self.normalized = self.is_told = False
+        self.drew = self.drew_in_python = self.normalized = self.is_told = False
 
     def compare(self, batch: Batch, weights: Sequence[float], has_auxiliary: bool, units: Sequence[str]) -> Found:
         """Compare loss and gradients of `batch` with those of its microbatches, whose losses have these weights.
@@ -83,7 +84,7 @@ class WholeBatch:
         if batch.rows < 2:
             self.found.missing = "its batch has one sample"
             return self.found
-        differences = self._differences(Way(shared=self.draws))
+        differences = self._differences(Way(draws=SHARED if self.draws else ""))
         if differences and has_auxiliary:
             differences = self._by_outputs()
         if self.normalized and not self.is_told:  # booster.boost warns of modules
@@ -108,40 +109,47 @@ class WholeBatch:
         if not any(self.chosen):
             self.found.missing = "it returns no outputs by sample"
             return ""
-        return self._differences(Way(shared=self.draws, by_outputs=True))
+        return self._differences(Way(draws=SHARED if self.draws else "", by_outputs=True))
 
     def _differences(self, way: Way) -> str:
         """Try one way after another, until both sides are alike."""
         why = self._attempt(way)
-        if why and not way.shared:
-            why = self._attempt(replace(way, shared=True))
-        if not why or not (self.drew or self.draws):
+        if why and not way.draws:
+            why = self._attempt(replace(way, draws=SHARED))
+        if not why or not (self.drew or self.drew_in_python):
             return why
-        self.drew = False
-        before = torch.default_generator.get_state()
+        if self.drew:  # numbers may belong to samples in another order: the same ones for all do not
+            why = self._attempt(replace(way, draws=CONSTANT))
+        if not why or not self.drew_in_python:
+            return why
+        self.drew_in_python = False
         try:
-            in_evaluation = self._attempt(replace(way, training=False, shared=True))
+            why = self._attempt(replace(way, training=False, draws=CONSTANT))
         except Unproven:
             raise
         except NoLoss:
-            self.found.missing = "it draws random numbers in training mode, and has no loss in evaluation mode"
+            self.found.missing = "it draws from random or numpy in training mode, and has no loss in evaluation mode"
             return ""
         except Exception as error:  # whatever a model raises in evaluation mode
-            self.found.missing = f"it draws random numbers in training mode, and {type(error).__name__}: {error}"
+            self.found.missing = f"it draws from random or numpy in training mode, and {type(error).__name__}: {error}"
             return ""
-        drawn = self.drew or not torch.equal(before, torch.default_generator.get_state())
-        if in_evaluation and not drawn:
-            return in_evaluation
-        self.found.missing = (
-            "it draws random numbers that do not belong to single samples"
-            if in_evaluation
-            else "training mode, in which it draws random numbers that do not belong to single samples"
-        )
+        if why and not self.drew_in_python:
+            return why
+        where = "it" if why else "training mode, in which it"
+        self.found.missing = f"{where} draws from random or numpy, which is not the same for the same samples"
         return ""
 
     def _attempt(self, way: Way) -> str:
         """What differs, in fp64 too: rounding shrinks with the precision, a dependence of samples does not."""
-        why = self._once(way)
+        try:
+            why = self._once(way)
+        except (Unproven, NoLoss):
+            raise
+        except Exception as error:
+            if way.draws != SHARED:
+                raise
+            self.drew = True
+            return f"{type(error).__name__}: {error}"  # numbers of all samples that make no sense for some
         if not why:
             return ""
         try:
@@ -155,7 +163,7 @@ class WholeBatch:
         """What differs between both sides; what a microbatch leaves on the model is there for the next, if that makes
         no difference, or is the same whatever samples it had."""
         self.way = way
-        draws = SharedDraws()
+        draws = _draws(way)
         whole = self._side(way, [self.batch], [1.0], draws)
         why = self._unlike(whole, self._side(way, self.parts, self.weights, draws), way)
         if not why:
@@ -174,7 +182,7 @@ class WholeBatch:
         """Whether the second microbatch gives something else after other samples than the first microbatch's."""
         first, second = self.parts[:2]
         other = second.take(torch.arange(first.rows) % second.rows)
-        sides = [self._side(way, [before, second], [0.0, 1.0], SharedDraws()) for before in (first, other)]
+        sides = [self._side(way, [before, second], [0.0, 1.0], _draws(way)) for before in (first, other)]
         return bool(self._unlike(*sides, way))
 
     def _side(self, way: Way, batches: Sequence[Batch], weights: Sequence[float], draws: SharedDraws) -> Side:
@@ -186,12 +194,14 @@ class WholeBatch:
                 _add(gradients, reference)
                 reference = self._reference(way)
             typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
-            around = draws.of(range(start, start + batch.rows)) if way.shared else contextlib.nullcontext()
+            around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
             randomness = Randomness(self.device)
             with self._steady(), randomness.step(SEED, 0):
                 randomness.at(0)
+                before = python_state()
                 with around:
                     loss, outputs = reference.step([typed], weights[k : k + 1], (SEED, 0), self.note)
+                self.drew_in_python |= before != python_state()
             start += batch.rows
             total, dtype = total + float(loss), loss.dtype
             sizes.append([leaf.numel() for leaf in outputs_of(outputs[0])])
@@ -275,7 +285,7 @@ class WholeBatch:
     def _place(self) -> str:
         """Where it begins: the first unit whose results for the same samples differ."""
         results: list[Results] = [{}, {}]
-        draws = SharedDraws()
+        draws = _draws(self.way)
         try:
             for batches, into in zip(([self.batch], self.parts), results, strict=True):
                 self._record(batches, into, draws)
@@ -301,7 +311,7 @@ class WholeBatch:
             for batch in batches:
                 typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
                 randomness = Randomness(self.device)
-                around = draws.of(range(start, start + batch.rows)) if way.shared else contextlib.nullcontext()
+                around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
                 with randomness.step(SEED, 0), torch.no_grad():
                     randomness.at(0)
                     with around:
@@ -327,6 +337,30 @@ class _Norms(TorchFunctionMode):
                 given["running_mean"], given["running_var"] = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
             given["training"] = False
         return func(**given)
+
+
+class _Constant(SharedDraws):
+    """Random numbers that are the same for all samples: the differences that are left are the model's own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        before = torch_states()
+        result = func(*args, **(kwargs or {}))
+        if "attention" in name or torch.Tag.nondeterministic_seeded not in func.tags:
+            return result
+        if all(map(torch.equal, before, torch_states())):
+            return result
+        for tensor in tree_leaves(result):
+            self.whole.append(tensor)
+            kept = 1.0 if "bernoulli" in name or tensor.dtype is torch.bool else 0.5
+            tensor.fill_(kept if tensor.is_floating_point() or tensor.dtype is torch.bool else 0)
+        return result
+
+
+def _draws(way: Way) -> SharedDraws:
+    return _Constant() if way.draws == CONSTANT else SharedDraws()
 
 
 def cut(batch: Batch, m: int) -> list[Batch]:
