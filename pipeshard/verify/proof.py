@@ -284,7 +284,7 @@ class _Proving:
             comparison.tensors(part.tensors, copied.tensors, "inputs", f"of microbatch {i}")
 
     def _compare_outputs(self) -> None:
-        """What is left of the proof if there is no time or memory for it."""
+        """Compare the outputs alone, if the whole proof takes too much time or memory."""
         if self.m == 1 or not self.config.has_exact_loss or self.is_whole:
             return
         self.is_whole = True

@@ -182,8 +182,8 @@ class WholeBatch:
         """Whether the second microbatch gives something else after other samples than the first microbatch's."""
         first, second = self.parts[:2]
         other = second.take(torch.arange(first.rows) % second.rows)
-        sides = [self._side(way, [before, second], [0.0, 1.0], _draws(way)) for before in (first, other)]
-        return bool(self._unlike(*sides, way))
+        after, expected = (self._side(way, [before, second], [0.0, 1.0], _draws(way)) for before in (first, other))
+        return bool(self._unlike(expected, after, way))
 
     def _side(self, way: Way, batches: Sequence[Batch], weights: Sequence[float], draws: SharedDraws) -> Side:
         """Forward and backward of each batch in turn, on one copy of the model, or on one for each."""
