@@ -255,7 +255,8 @@ def verify(
 
     A SCRIPT (.py) that torchrun could start is run with its ARGUMENTS as far as booster.boost: with its own model,
     samples, criterion, optimizer and plugin. A MODEL is named as for `pipeshard plan`, with KEY=VALUE as ARGUMENTS, and
-    has random weights. Exits with 0 if it is exact, 1 if it differs, 2 if nothing can be said.
+    has random weights. Exits with 0 if it is exact, 1 if it differs, 2 if not all of
+    it could be compared.
 
     \b
       pipeshard verify --pp 4 train.py --epochs 3
@@ -280,6 +281,8 @@ def verify(
         click.echo(f"  {count:6} {kind} alike")
     for but in proof.but:
         click.echo(f"  not compared: {but}")
+    for moving in proof.moving:
+        click.echo(f"  as in gradient accumulation: {moving}")
     click.echo(f"{proven.what}: {proof.kind}{f': {proof.reason}' if proof.reason else ''} ({proof.seconds:.1f} s)")
     ctx.exit(CODES[proof.kind])
 

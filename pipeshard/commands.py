@@ -32,7 +32,7 @@ from pipeshard.planner.memory import UNITS, format_bytes
 from pipeshard.planner.models import build
 from pipeshard.planner.plan import Estimate, Plan
 from pipeshard.verify.decide import Proven, alone
-from pipeshard.verify.proof import DIFFERENT, EXACT, UNPROVEN, Proof
+from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Proof
 
 WIDTH = 80
 
@@ -256,7 +256,7 @@ def _demo(rank: int, pp_size: int, steps: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-CODES = {EXACT: 0, DIFFERENT: 1, UNPROVEN: 2}  # what the command exits with
+CODES = {EXACT: 0, DIFFERENT: 1, PARTLY: 2, UNPROVEN: 2}  # what the command exits with
 
 
 def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> Proven:

@@ -217,7 +217,10 @@ class SharedDraws(DispatchMode):
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if kwargs.get("generator") is not None:
             kwargs["generator"] = None  # the user's own is not to move
+        before = torch_states()
         result = func(*args, **kwargs)
+        if all(map(torch.equal, before, torch_states())):
+            return result  # attention without dropout is marked as if it drew
         for tensor in tree_leaves(result):
             if self.is_whole:
                 self.whole.append(tensor.clone())
@@ -225,6 +228,12 @@ class SharedDraws(DispatchMode):
                 tensor.copy_(part_of(self.whole[self.next], tensor.shape, self.rows))
             self.next += 1
         return result
+
+
+def torch_states() -> list[Tensor]:
+    """Where torch's generators are."""
+    on_device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return [torch.default_generator.get_state(), *on_device]
 
 
 def part_of(full: Tensor, shape: Sequence[int], rows: range) -> Tensor:

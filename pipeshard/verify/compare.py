@@ -1,8 +1,8 @@
-"""Compare: where the split model differs from the unsplit one, in a step, in what is saved, and in whole losses."""
+"""Compare: where the split model differs from the unsplit one, in a step and in what is saved."""
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.batch.tree import flatten_with_names
 from pipeshard.graph.units import Interception
 from pipeshard.private import tree_leaves
 from pipeshard.split.ties import first_names
-from pipeshard.verify.reference import Copies, Reference
+from pipeshard.verify.reference import Reference
 from pipeshard.verify.virtual import Different, Virtual
 
 LOSS, GRADIENT = 1e-5, 1e-4  # relative errors that rounding may make
@@ -42,15 +41,15 @@ class Comparison:
 
     def gradients(self, split: Mapping[str, Tensor | None], unsplit: Mapping[str, Tensor | None], what: str) -> None:
         """In the order given, which is that of the backward pass."""
-        largest = max((_size(gradient) for gradient in unsplit.values() if gradient is not None), default=0.0)
+        largest = max((size(gradient) for gradient in unsplit.values() if gradient is not None), default=0.0)
         for name, expected in unsplit.items():
             gradient = split[name]
             if (gradient is None) != (expected is None):
                 raise Different(f"{name} {what} gets {_a(gradient)}, unsplit {_a(expected)}", "backward")
             if gradient is not None and expected is not None:
                 if not self._close(gradient, expected, GRADIENT, FLOOR * largest):
-                    gap = _gap(gradient, expected)
-                    raise Different(f"the gradient of {name} {what} is another: {gap}", "backward")
+                    how = gap(gradient, expected)
+                    raise Different(f"the gradient of {name} {what} is another: {how}", "backward")
                 self.counts["gradients"] += 1
 
     def tensors(self, split: Mapping[str, Any], unsplit: Mapping[str, Any], kind: str, what: str) -> None:
@@ -60,7 +59,7 @@ class Comparison:
             raise Different(f"{min(names)} is {'not ' if min(names) in unsplit else ''}among the {kind} {what}")
         for name, expected in unsplit.items():
             if not self.same(split[name], expected):
-                raise Different(f"{name} {what} is another: {_gap(split[name], expected)}")
+                raise Different(f"{name} {what} is another: {gap(split[name], expected)}")
             self.counts[kind] += 1
 
     def values(self, split: Any, unsplit: Any, kind: str, what: str) -> None:
@@ -93,7 +92,7 @@ class Comparison:
         relative = FINE if self.fine else max(relative, 8 * torch.finfo(unsplit.dtype).eps)
         gap = (split.detach() - unsplit.detach().to(split.device)).abs()
         gap = gap.masked_fill(split.isnan() & unsplit.isnan() | (split == unsplit), 0)  # infinities are alike, too
-        return bool(gap.max() <= relative * max(_size(unsplit), floor))
+        return bool(gap.max() <= relative * max(size(unsplit), floor))
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
@@ -119,30 +118,30 @@ def output_tensors(output: Any) -> dict[str, Tensor]:
 
 
 def _a(gradient: Tensor | None) -> str:
-    return "no gradient" if gradient is None else f"a gradient of up to {_size(gradient):.2g}"
+    return "no gradient" if gradient is None else f"a gradient of up to {size(gradient):.2g}"
 
 
 def _poison(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().all())
 
 
-def _size(tensor: Tensor) -> float:
+def size(tensor: Tensor) -> float:
     finite = tensor.detach().nan_to_num(0.0, 0.0, 0.0).abs() if tensor.layout is torch.strided else tensor.to_dense()
     return float(finite.max()) if tensor.numel() else 0.0
 
 
-def _gap(split: Any, unsplit: Any) -> str:
+def gap(split: Any, unsplit: Any) -> str:
     if not (isinstance(split, Tensor) and isinstance(unsplit, Tensor)):
         return f"{split!r:.40}, unsplit {unsplit!r:.40}"
     if split.shape != unsplit.shape:
         return f"shape {tuple(split.shape)}, unsplit {tuple(unsplit.shape)}"
     gap = (split.detach().double() - unsplit.detach().double()).abs().max()
-    return f"it differs by {float(gap):.2g} where the largest number is {_size(unsplit):.2g}"
+    return f"it differs by {float(gap):.2g} where the largest number is {size(unsplit):.2g}"
 
 
 def _text(split: Any, unsplit: Any) -> str:
     if isinstance(unsplit, Tensor) and unsplit.numel() != 1:
-        return f"another: {_gap(split, unsplit)}"
+        return f"another: {gap(split, unsplit)}"
     return f"{float(split):.7g}, unsplit {float(unsplit):.7g}"
 
 
@@ -231,8 +230,8 @@ def first_unit(
     unsplit: Results = {}
     with contextlib.ExitStack() as around:
         for rank, results in zip(split.ranks, of_ranks, strict=True):
-            around.enter_context(_recorded(rank.model, units, results))
-        around.enter_context(_recorded(reference.model, units, unsplit))
+            around.enter_context(recorded(rank.model, units, results))
+        around.enter_context(recorded(reference.model, units, unsplit))
         with contextlib.suppress(Exception):  # of any kind: what was recorded until then tells where it begins
             split.step(lambda batch: rows(batch, 0), m, False, at)
         reference.step(rows(reference.own.sample, 0).split(m), split.weights, at, note)
@@ -248,7 +247,7 @@ def first_unit(
 
 
 @contextlib.contextmanager
-def _recorded(model: nn.Module, units: list[str], results: Results) -> Iterator[None]:
+def recorded(model: nn.Module, units: list[str], results: Results) -> Iterator[None]:
     """Inside, what the forwards of units return is kept; a stage's of its own units."""
     calls, microbatches = Counter[str](), Counter[tuple[str, int]]()
 
@@ -280,61 +279,3 @@ def _recorded(model: nn.Module, units: list[str], results: Results) -> Iterator[
         yield
     finally:
         handle.remove()
-
-
-Evaluated = tuple[Tensor, list[Tensor]] | None
-
-
-def evaluated(own: Copies, criterion: Criterion | None, batch: Batch) -> Evaluated:
-    """The loss and the output's tensors in evaluation mode, where nothing is drawn; None without a loss."""
-    own.model.eval()
-    with torch.no_grad():
-        output = batch.call(own.model)
-        loss = loss_of(output, criterion, batch)
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.ndim]
-    return None if loss is None else (loss, leaves)
-
-
-def compare_whole(
-    comparison: Comparison, batch: Batch, m: int, split: Virtual, evaluate: Callable[[Batch, int], list[Evaluated]]
-) -> str:
-    """Compare the loss of `batch` with that which the weights of the last step make of m microbatches; returns why that
-    cannot be, "" otherwise.
-
-    `evaluate(batch, n)` evaluates a fresh copy of the unsplit model n times.
-    """
-    flow = split.microbatches[0].route.flow
-    if flow.loss is not None and (flow.loss.hidden or any(flow.is_aside(value) for value in flow.loss.values)):
-        return "it has an auxiliary part"
-    parts, end = [], 0
-    for i, part in enumerate(batch.split(m)):
-        start, end = end, end + part.rows
-        parts.append(batch.take(torch.arange(start, end)))
-        comparison.tensors(part.tensors, parts[-1].tensors, "inputs", f"of microbatch {i}")
-    (whole,), each = evaluate(batch, 1), [evaluate(part, 1)[0] for part in parts]
-    if whole is None or None in each:
-        return "there is none in evaluation mode"
-    weights = [microbatch.share for microbatch in split.microbatches]
-    loss, losses = float(whole[0]), [float(one[0]) for one in each if one is not None]
-    made = sum(weight * one for weight, one in zip(weights, losses, strict=True) if weight)
-    if abs(made - loss) <= max(LOSS, 8 * torch.finfo(whole[0].dtype).eps) * max(abs(loss), 1e-3):
-        comparison.counts["batch losses"] += 1
-        return ""
-    columns = list(zip(whole[1], *(one[1] for one in each if one is not None)))
-    if any(not _alike_apart(leaf, leaves) for leaf, *leaves in columns):
-        return "its samples have to do with each other"
-    first, again = evaluate(parts[-1], 2)
-    if not columns and (first is None or again is None or not torch.equal(first[0], again[0])):
-        return "it depends on state or chance"
-    raise Different(
-        f"the loss of {batch.rows} samples is {loss:.7g}, but {made:.7g} made of those of {m} microbatches, which "
-        f"count {', '.join(f'{weight:.3g}' for weight in weights)}: pass loss_reduction='microbatch' if the mean of "
-        "the microbatches' losses is meant, or use one microbatch"
-    )
-
-
-def _alike_apart(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether the samples of an output, counted by its first dimension, are what they are in a smaller batch."""
-    if any(part.shape[1:] != whole.shape[1:] for part in parts) or sum(map(len, parts)) != len(whole):
-        return False
-    return Comparison().same(torch.cat(list(parts)), whole)

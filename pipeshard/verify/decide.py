@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeshard.batch.batch import Batch
@@ -22,12 +22,14 @@ from pipeshard.errors import VerificationError
 from pipeshard.hf import is_of_transformers
 from pipeshard.planner.memory import format_bytes
 from pipeshard.schedule.given import name_of
-from pipeshard.verify.proof import DIFFERENT, EXACT, UNPROVEN, Proof, prove
+from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Proof, prove
+from pipeshard.verify.whole import is_batch_norm
 
 logger = logging.getLogger("pipeshard")
 SECONDS = 5.0  # that "auto" may take
 SHARE = 0.1  # of the free memory that it may take
 COPIES = 9  # of the parameters: three of the model, those of all stages together, gradients and Adam's state of both
+FEW = 5  # of the parameters: two copies with gradients, and what is left of a copy of the sample's activations
 PERIOD = 1.0  # seconds after which the ranks that wait are told that it goes on
 KNOWN = ("torch", "transformers", "peft", "colossalai")  # packages whose modules docs/parity.md is about
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -79,6 +81,8 @@ def prove_at_boost(
 
     Raises VerificationError on all of them where the split model differs.
     """
+    if grid.first and config.num_microbatches != 1 and config.has_exact_loss:
+        _warn_of_batch_norms(model)
     alone, stages = standing_alone() is not None, config.num_stages
     auto = config.verify == "auto" and not alone
     if not alone and (not config.verify or stages == 1):
@@ -92,13 +96,23 @@ def prove_at_boost(
             return Proof(UNPROVEN, "there is one stage only: name another number by --pp")
         if auto and any(parameter.is_meta for parameter in model.parameters()):
             return Proof(UNPROVEN, "its weights are on meta, and one process would have to make them all")
-        if why := _too_large(model, grid.device, SHARE if auto else 1.0):
+        share = SHARE if auto else 1.0
+        why = _too_large(model, grid.device, share, COPIES)
+        if why and _too_large(model, grid.device, share, FEW):
             return Proof(UNPROVEN, why)
-        return prove(config, grid.device, model, optimizer, criterion, sample, SECONDS if auto else None, note)
+        seconds = SECONDS if auto else None
+        return prove(config, grid.device, model, optimizer, criterion, sample, seconds, note, skip=why)
 
     proof = _on_first(grid, work)
     if alone:
         raise Proven(proof, f"{type(model).__name__} in {stages} stages, {name_of(config.schedule)}")
+    if proof.coupled:
+        raise VerificationError(
+            f"the loss or gradients of {type(model).__name__} in microbatches are not those of the whole batch, so "
+            f"training is aborted: {proof.reason}. Either samples depend on each other (a statistic of the batch, a "
+            "comparison of its samples, a memory bank), or the dimension that is cut does not count the samples. "
+            f"Pass {_remedies(sample)}"
+        )
     if proof.kind == DIFFERENT:
         raise VerificationError(
             f"{type(model).__name__} split into {config.pp_size} stages is not the model that it is unsplit, so it is "
@@ -107,6 +121,19 @@ def prove_at_boost(
         )
     if grid.first:
         _say(proof, type(model).__name__)
+
+
+def _warn_of_batch_norms(model: nn.Module) -> None:
+    norms = [name for name, module in model.named_modules() if module.training and is_batch_norm(module)]
+    if norms:
+        logger.warning(
+            "%s has %d batch norms (%s, ...), which normalize each microbatch by its own mean and variance, "
+            "as in gradient accumulation: loss and gradients are not exactly those of the whole batch. Pass "
+            "num_microbatches=1 if they have to be",
+            type(model).__name__,
+            len(norms),
+            norms[0],
+        )
 
 
 def is_known(model: nn.Module, criterion: Criterion | None) -> bool:
@@ -122,10 +149,37 @@ def is_known(model: nn.Module, criterion: Criterion | None) -> bool:
     )
 
 
+def _remedies(sample: Batch) -> str:
+    """What to do about samples that depend on each other."""
+    dims = _other_dims(sample)
+    other = f", or batch_dims={dims} if dimension 1 counts the samples (time-first data)" if dims else ""
+    return (
+        "num_microbatches=1 to train on whole batches, or loss_reduction='microbatch' to train on each microbatch "
+        f"by itself, as gradient accumulation does{other}"
+    )
+
+
+def _other_dims(sample: Batch) -> dict[str, int]:
+    """The leaves that could have their samples in dimension 1: all that are cut by their first one, with one size."""
+    leaves = zip(sample.paths, sample.leaves, sample.row_dims, strict=True)
+    cut = {path: leaf for path, leaf, dim in leaves if dim == 0 and isinstance(leaf, Tensor)}
+    sizes = {leaf.shape[1] if leaf.ndim > 1 else 0 for leaf in cut.values()}
+    return dict.fromkeys(cut, 1) if len(sizes) == 1 and min(sizes) > 1 else {}
+
+
 def _say(proof: Proof, name: str) -> None:
+    for moving in proof.moving:
+        logger.warning("%s in microbatches is not exactly the model on the whole batch: %s", name, moving)
     if proof.kind == EXACT:
-        but = f", but for {'; '.join(proof.but)}" if proof.but else ""
-        logger.info("%s split into stages was proven exact in %.1f s%s", name, proof.seconds, but)
+        logger.info("%s split into stages was proven exact in %.1f s", name, proof.seconds)
+        return
+    if proof.kind == PARTLY:
+        logger.warning(
+            "%s split into stages was verified in %.1f s, but it could not be compared in full. Not compared: %s",
+            name,
+            proof.seconds,
+            "; ".join(proof.but),
+        )
         return
     logger.log(
         logging.INFO if proof.refused else logging.WARNING,
@@ -136,9 +190,9 @@ def _say(proof: Proof, name: str) -> None:
     )
 
 
-def _too_large(model: nn.Module, device: torch.device, share: float) -> str:
+def _too_large(model: nn.Module, device: torch.device, share: float, copies: int) -> str:
     """Why a model is left alone that takes more than a share of the free memory; "" if it does not."""
-    needed = COPIES * sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+    needed = copies * sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free" if needed > share * free else ""
 

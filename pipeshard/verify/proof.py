@@ -12,26 +12,25 @@ from torch.optim import SGD, Optimizer
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
+from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.errors import PipeshardError
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.verify.compare import (
     Comparison,
-    Evaluated,
     compare_state,
     compare_trained,
-    compare_whole,
     differing,
-    evaluated,
     first_unit,
     gradients,
     output_tensors,
 )
 from pipeshard.verify.reference import Copies, NoLoss, Reference, generators, undisturbed
-from pipeshard.verify.virtual import Different, Virtual
+from pipeshard.verify.virtual import Different, Unproven, Virtual
+from pipeshard.verify.whole import Coupled, Found, WholeBatch, cut
 
 logger = logging.getLogger("pipeshard")
-EXACT, DIFFERENT, UNPROVEN = "exact", "different", "unproven"
+EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
 ROWS, PARTS = 5, 2  # samples of a step, and the microbatches that they are cut into: they differ in size
 SEED = 20261123
 BEGINS = {
@@ -42,8 +41,13 @@ BEGINS = {
 
 @dataclass(frozen=True)
 class Proof:
-    """ "exact", "different" or "unproven", the last two with the reason; what was compared how often, `but` what was
-    not, and how long it took. `refused` is whether the reason is an error that training raises, too."""
+    """ "exact", "compared in part", "different" or "unproven", the last two with the reason; what was compared how
+    often, `but` what was not, and how long it took.
+
+    `refused` is whether the reason is an error that training raises, too; `coupled` whether samples depend on each
+    other, so that microbatches are not the batch. `moving` is what happens for each microbatch, as in gradient
+    accumulation.
+    """
 
     kind: str
     reason: str = ""
@@ -51,10 +55,12 @@ class Proof:
     but: tuple[str, ...] = ()
     seconds: float = 0.0
     refused: bool = False
+    coupled: bool = False
+    moving: tuple[str, ...] = ()
 
 
-class Unproven(Exception):
-    """Nothing can be said of the model; says why."""
+class TooMuch(Unproven):
+    """The proof takes more time or memory than it may."""
 
 
 @inside_pipeshard()
@@ -67,19 +73,23 @@ def prove(
     sample: Batch,
     seconds: float | None = None,
     note: Callable[[], None] = lambda: None,
+    skip: str = "",
 ) -> Proof:
     """Two training steps of a model that is yet to be boosted, split and unsplit, on different samples; nothing of the
     user's changes.
 
     Compared are loss, gradients (None, too), outputs, buffers, what forwards leave on modules, parameters after the
-    optimizer's step, what is saved, and the batch's loss with that of the microbatches. After `seconds` it gives up;
-    `note` is called now and then.
+    optimizer's step, what is saved, and the unsplit model on the whole batch with itself on the microbatches. After
+    `seconds` it gives up; `note` is called now and then. `skip` is why nothing is split: then, as after `seconds`, only
+    the outputs of a few samples are compared with those of the same samples in microbatches.
     """
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, seconds, note)
-    kind, reason, refused = EXACT, "", False
+    kind, reason, refused, coupled = EXACT, "", False, False
     with undisturbed(device):
         try:
-            proving.run()
+            proving.run(skip)
+        except Coupled as difference:
+            kind, reason, coupled = DIFFERENT, str(difference), True
         except Different as difference:
             kind, reason = DIFFERENT, str(difference)
         except Unproven as error:
@@ -89,7 +99,26 @@ def prove(
         except Exception as error:  # whatever the user's code raises, or copying it
             logger.debug("the proof failed", exc_info=True)
             kind, reason = UNPROVEN, f"{type(error).__name__}: {error}"
-    return Proof(kind, reason, proving.counts, tuple(proving.but), proving.elapsed, refused)
+    but, moving = tuple(proving.but), tuple(proving.moving)
+    if kind == EXACT and but:
+        kind = PARTLY
+    return Proof(kind, reason, proving.counts, but, proving.elapsed, refused, coupled, moving)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a step was cut: the weights of its microbatches' losses, whether a part of the loss is made of what units
+    leave aside, and the units."""
+
+    step: int
+    weights: list[float]
+    has_auxiliary: bool
+    units: tuple[str, ...]
+
+
+def _has_auxiliary(split: Virtual) -> bool:
+    flow = split.microbatches[0].route.flow
+    return flow.loss is not None and bool(flow.loss.hidden or any(map(flow.is_aside, flow.loss.values)))
 
 
 class _Proving:
@@ -107,7 +136,9 @@ class _Proving:
         self.config, self.given, self.device, self.seconds, self.note = config, given, device, seconds, note
         self.counts: dict[str, int] = {}
         self.but: dict[str, None] = {}
-        self.draws, self.fickle = False, frozenset[str]()
+        self.moving: dict[str, None] = {}
+        self.cut: list[Cut] = []
+        self.draws, self.fickle, self.is_whole = False, frozenset[str](), False
         self.m = 1 if config.num_microbatches == 1 else PARTS
 
     @property
@@ -120,14 +151,25 @@ class _Proving:
 
     def _refuse_long(self, needed: float) -> None:
         if self.seconds is not None and needed > self.seconds:
-            raise Unproven(f"it takes longer than {self.seconds:g} s")
+            raise TooMuch(f"it takes longer than {self.seconds:g} s")
 
-    def run(self) -> None:
-        """In fp64 once more where it seems to differ: rounding shrinks with the precision, a mistake does not."""
+    def run(self, skip: str = "") -> None:
+        """Prove the split, then that microbatches are the batch; of that as much as there is time for."""
         if any(tensor.is_meta for tensor in self.given.model.parameters()):
             rule = self.config.init_weights
             self.given = self.given.drawn(self.device, rule, torch.initial_seed() % 2**63)
-        self._try()
+        try:
+            if skip:
+                raise TooMuch(skip)
+            self._try()
+            self._compare_split()
+            self._compare_whole()
+        except TooMuch:
+            self._compare_outputs()
+            raise
+
+    def _compare_split(self) -> None:
+        """In fp64 once more where it seems to differ: rounding shrinks with the precision, a mistake does not."""
         try:
             self._compare(None)
         except Different as difference:
@@ -199,6 +241,7 @@ class _Proving:
 
     def _compare(self, dtype: torch.dtype | None) -> None:
         comparison = Comparison(fine=dtype is torch.float64)
+        self.cut.clear()
         split, reference = self._sides(dtype)
         optimizers = self._optimizers(split, reference)
         for step in (0, 1):
@@ -212,26 +255,64 @@ class _Proving:
                 what = f"of the output {during}"
                 comparison.tensors(output_tensors(mine), output_tensors(theirs), "outputs", what)
             compare_state(comparison, split, reference, during, self.fickle)
-            self._compare_whole(comparison, split, self.rows(reference.own.sample, step), dtype)
+            self.cut.append(Cut(step, split.weights, _has_auxiliary(split), tuple(split.policy.units)))
             self._step(split, reference, optimizers)
             compare_trained(comparison, split, reference, f"after step {step + 1}")
         self.counts = dict(comparison.counts)
 
-    def _compare_whole(self, comparison: Comparison, split: Virtual, batch: Batch, dtype: torch.dtype | None) -> None:
-        def evaluate(some: Batch, times: int) -> list[Evaluated]:
-            own = self._copy(dtype)
-            criterion = self._criterion(own)
-            return [evaluated(own, criterion, some) for _ in range(times)]
-
-        if self.m > 1 and self.config.has_exact_loss:
+    def _compare_whole(self) -> None:
+        """Compare the unsplit model on all samples of a step with itself on the step's microbatches."""
+        if self.m == 1 or not self.config.has_exact_loss:
+            return
+        sample = self._sample()
+        steps = self.cut if sample.rows > ROWS else self.cut[:1]  # the second step has other samples, if there are any
+        for now in steps:
+            batch = self.rows(sample, now.step)
+            self._compare_inputs(batch)
+            whole = WholeBatch(self._made, self.device, self.draws, self.tick)
             try:
-                but = compare_whole(comparison, batch, self.m, split, evaluate)
-            except (Different, Unproven):
+                found = whole.compare(batch, now.weights, now.has_auxiliary, now.units)
+            except (Coupled, Unproven):
                 raise
             except Exception as error:  # whatever a model raises on other samples
-                but = f"{type(error).__name__}: {error}"
-            if but:
-                self.but[f"the loss of the whole batch ({but})"] = None
+                found = Found(missing=f"{type(error).__name__}: {error}")
+            self._note(found, "the batch")
+
+    def _compare_inputs(self, batch: Batch) -> None:
+        comparison = Comparison()
+        for i, (part, copied) in enumerate(zip(batch.split(self.m), cut(batch, self.m), strict=True)):
+            comparison.tensors(part.tensors, copied.tensors, "inputs", f"of microbatch {i}")
+
+    def _compare_outputs(self) -> None:
+        """Compare the outputs alone, if the whole proof takes too much time or memory."""
+        if self.m == 1 or not self.config.has_exact_loss or self.is_whole:
+            return
+        self.is_whole = True
+        self.seconds = None if self.seconds is None else self.elapsed + self.seconds
+        whole = WholeBatch(self._made, self.device, False, self.tick)
+        try:
+            self._note(whole.compare_outputs(self.rows(self._sample(), 0), self.m), "the outputs")
+        except Coupled:
+            raise
+        except Exception as error:  # of whatever kind: it proves nothing
+            logger.debug("the outputs were not compared: %s: %s", type(error).__name__, error)
+
+    def _note(self, found: Found, what: str) -> None:
+        self.is_whole = self.is_whole or not found.missing
+        if found.missing:
+            self.but[f"the whole batch with its microbatches ({found.missing})"] = None
+        self.moving.update(dict.fromkeys(found.moving))
+        for kind, count in ((f"losses of {what}", found.losses), (f"gradients of {what}", found.gradients)):
+            if count:
+                self.counts[kind] = self.counts.get(kind, 0) + count
+
+    def _sample(self) -> Batch:
+        """The sample as it is cut."""
+        return RowDims(self.given.model, self.config.batch_dims).settle(self.given.sample.to(self.device))
+
+    def _made(self, dtype: torch.dtype | None) -> tuple[Copies, Criterion | None]:
+        own = self._copy(dtype)
+        return own, self._criterion(own)
 
     def _optimizers(self, split: Virtual, reference: Reference) -> list[Any]:
         """The reference's and the ranks'; plain SGD where there is none, or it is refused."""

@@ -41,6 +41,10 @@ class Different(Exception):
         self.part = part
 
 
+class Unproven(Exception):
+    """Nothing can be said of the model; says why."""
+
+
 class VirtualRank:
     """One rank: a copy of the model that is traced, cut and sharded by itself, as on a process of its own.
 

@@ -7,7 +7,7 @@ import torch
 from pipeshard import PipelinePlugin
 from pipeshard.batch.read import read_batch
 from pipeshard.verify.decide import alone
-from pipeshard.verify.proof import EXACT, UNPROVEN, Proof
+from pipeshard.verify.proof import EXACT, PARTLY, UNPROVEN, Proof
 from pipeshard.verify.proof import prove as prove_model
 from tests.parity.build import batch, build
 from tests.parity.check import Verdict
@@ -32,7 +32,7 @@ def prove(entry: Entry, p: int) -> Verdict:
 
 
 def _verdict(proof: Proof, m: int) -> Verdict:
-    if proof.kind == EXACT:
+    if proof.kind in (EXACT, PARTLY):
         notes = [*(["in one microbatch: its inputs cannot be cut"] if m == 1 else []), *proof.but]
         return Verdict("close", reason="; ".join(notes))
     if proof.kind == UNPROVEN:

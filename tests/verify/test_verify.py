@@ -91,7 +91,9 @@ def proof_of(
     with alone():
         plugin = PipelinePlugin(pp_size, num_microbatches=2, **arguments)
     optimizer = optimizer or torch.optim.AdamW(model.parameters())
-    return prove(plugin.config, plugin.device, model, optimizer, criterion, read_batch(model, batch))
+    return prove(
+        plugin.config, plugin.device, model, optimizer, criterion, read_batch(model, batch, plugin.config.batch_dims)
+    )
 
 
 def exact_ones() -> list[str]:

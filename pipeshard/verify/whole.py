@@ -1,0 +1,426 @@
+"""Whole: the unsplit model trained on a whole batch, compared with itself trained on the batch's microbatches."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.criterion import Criterion
+from pipeshard.graph.rng import Randomness, SharedDraws, python_state, torch_states
+from pipeshard.private import BatchNorm, tree_leaves
+from pipeshard.verify.compare import Results, gap, recorded, size
+from pipeshard.verify.reference import Copies, NoLoss, Reference
+from pipeshard.verify.virtual import Unproven
+
+SEED = 20261124
+# Relative errors of the loss and of gradients. Products of other shapes are rounded otherwise, and some layers compute
+# in fp32 whatever their inputs have, so that fp64 is not exact to its last digits.
+LOSS, GRADIENT = {None: 1e-5, torch.float64: 1e-6}, {None: 1e-4, torch.float64: 1e-5}
+FLOOR = 1e-3  # smaller losses, and gradients relative to the largest one, are compared with this
+SHARED, CONSTANT = "shared", "constant"  # draws: each sample has its own on both sides, or all have the same
+PHASE = 0.5  # of the sine that stands for a loss: no odd function, so that a mean that was subtracted shows
+
+Make = Callable[[torch.dtype | None], tuple[Copies, Criterion | None]]
+
+
+class Coupled(Exception):
+    """Samples of a batch depend on each other; says what differs, and where that begins."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How both sides run: in training mode or not, with which random numbers, in which dtype, and with an objective
+    made of the outputs instead of the loss. `apart`: each microbatch has a model of its own."""
+
+    training: bool = True
+    draws: str = ""
+    dtype: torch.dtype | None = None
+    by_outputs: bool = False
+    apart: bool = False
+
+
+@dataclass(frozen=True)
+class Side:
+    """The loss of some batches, its gradients by name, and how many elements each tensor of each output has."""
+
+    loss: float
+    gradients: dict[str, Tensor | None]
+    sizes: list[list[int]]
+    dtype: torch.dtype
+
+
+@dataclass
+class Found:
+    """What was compared: how many losses and gradients; `missing` is what was not, `moving` what counts as gradient
+    accumulation."""
+
+    losses: int = 0
+    gradients: int = 0
+    missing: str = ""
+    moving: list[str] = field(default_factory=list)
+
+
+class WholeBatch:
+    """Compares copies that `make(dtype)` makes of the unsplit model; `draws` is whether it draws random numbers."""
+
+    def __init__(self, make: Make, device: torch.device, draws: bool, note: Callable[[], None]) -> None:
+        self.make, self.device, self.draws, self.note = make, device, draws, note
+        self.drew = self.drew_in_python = self.normalized = self.is_told = False
+
+    def compare(self, batch: Batch, weights: Sequence[float], has_auxiliary: bool, units: Sequence[str]) -> Found:
+        """Compare loss and gradients of `batch` with those of its microbatches, whose losses have these weights.
+
+        `has_auxiliary` is whether a part of the loss is made of what layers leave aside (router logits), which is
+        computed per microbatch: the outputs are compared where the loss differs. Raises Coupled.
+        """
+        self.parts = cut(batch, len(weights))
+        self.batch, self.weights, self.units, self.found = batch, weights, units, Found()
+        if batch.rows < 2:
+            self.found.missing = "its batch has one sample"
+            return self.found
+        differences = self._differences(Way(draws=SHARED if self.draws else ""))
+        if differences and has_auxiliary:
+            differences = self._by_outputs()
+        if self.normalized and not self.is_told:  # booster.boost warns of modules
+            self.found.moving.append("F.batch_norm normalizes each microbatch by its own mean and variance")
+        if differences:
+            raise Coupled(f"{differences}. {self._place()}")
+        return self.found
+
+    def compare_outputs(self, batch: Batch, m: int, units: Sequence[str] = ()) -> Found:
+        """Compare outputs, and gradients of an objective made of them, where the loss of microbatches is not known."""
+        self.parts, self.batch, self.units, self.found = cut(batch, m), batch, units, Found()
+        self.weights = [1.0] * len(self.parts)
+        if batch.rows < 2:
+            self.found.missing = "its batch has one sample"
+        elif differences := self._by_outputs():
+            raise Coupled(f"{differences}. {self._place()}")
+        return self.found
+
+    def _by_outputs(self) -> str:
+        """What differs in the outputs; "" if they are alike, or have none by sample."""
+        self.chosen = self._choose()
+        if not any(self.chosen):
+            self.found.missing = "it returns no outputs by sample"
+            return ""
+        return self._differences(Way(draws=SHARED if self.draws else "", by_outputs=True))
+
+    def _differences(self, way: Way) -> str:
+        """Try one way after another, until both sides are alike."""
+        why = self._attempt(way)
+        if why and not way.draws:
+            why = self._attempt(replace(way, draws=SHARED))
+        if not why or not (self.drew or self.drew_in_python):
+            return why
+        if self.drew:  # numbers may belong to samples in another order: the same ones for all do not
+            why = self._attempt(replace(way, draws=CONSTANT))
+        if not why or not self.drew_in_python:
+            return why
+        self.drew_in_python = False
+        try:
+            why = self._attempt(replace(way, training=False, draws=CONSTANT))
+        except Unproven:
+            raise
+        except NoLoss:
+            self.found.missing = "it draws from random or numpy in training mode, and has no loss in evaluation mode"
+            return ""
+        except Exception as error:  # whatever a model raises in evaluation mode
+            self.found.missing = f"it draws from random or numpy in training mode, and {type(error).__name__}: {error}"
+            return ""
+        if why and not self.drew_in_python:
+            return why
+        where = "it" if why else "training mode, in which it"
+        self.found.missing = f"{where} draws from random or numpy, which is not the same for the same samples"
+        return ""
+
+    def _attempt(self, way: Way) -> str:
+        """What differs, in fp64 too: rounding shrinks with the precision, a dependence of samples does not."""
+        try:
+            why = self._once(way)
+        except (Unproven, NoLoss):
+            raise
+        except Exception as error:
+            if way.draws != SHARED:
+                raise
+            self.drew = True
+            return f"{type(error).__name__}: {error}"  # numbers of all samples that make no sense for some
+        if not why:
+            return ""
+        try:
+            return self._once(replace(way, dtype=torch.float64))
+        except Unproven:
+            raise
+        except Exception:  # of whatever kind: not all operators take fp64
+            return why
+
+    def _once(self, way: Way) -> str:
+        """What differs between both sides; what a microbatch leaves on the model is there for the next, if that makes
+        no difference, or is the same whatever samples it had."""
+        self.way = way
+        draws = _draws(way)
+        whole = self._side(way, [self.batch], [1.0], draws)
+        why = self._unlike(whole, self._side(way, self.parts, self.weights, draws), way)
+        if not why:
+            return ""
+        apart = replace(way, apart=True)
+        if len(self.parts) < 2 or self._unlike(whole, self._side(apart, self.parts, self.weights, draws), apart):
+            return why
+        if self._is_carried(way):
+            return f"{why}: what the forward of a microbatch leaves on the model changes the next"
+        moves = "what forwards count or move on the model moves with each microbatch"
+        if moves not in self.found.moving:
+            self.found.moving.append(moves)
+        return ""
+
+    def _is_carried(self, way: Way) -> bool:
+        """Whether the second microbatch gives something else after other samples than the first microbatch's."""
+        first, second = self.parts[:2]
+        other = second.take(torch.arange(first.rows) % second.rows)
+        after, expected = (self._side(way, [before, second], [0.0, 1.0], _draws(way)) for before in (first, other))
+        return bool(self._unlike(expected, after, way))
+
+    def _side(self, way: Way, batches: Sequence[Batch], weights: Sequence[float], draws: SharedDraws) -> Side:
+        """Forward and backward of each batch in turn, on one copy of the model, or on one for each."""
+        total, start, sizes, gradients, dtype = 0.0, 0, list[list[int]](), dict[str, Tensor | None](), torch.float32
+        reference = self._reference(way)
+        for k, batch in enumerate(batches):
+            if k and way.apart:
+                _add(gradients, reference)
+                reference = self._reference(way)
+            typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
+            around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
+            randomness = Randomness(self.device)
+            with self._steady(), randomness.step(SEED, 0):
+                randomness.at(0)
+                before = python_state()
+                with around:
+                    loss, outputs = reference.step([typed], weights[k : k + 1], (SEED, 0), self.note)
+                self.drew_in_python |= before != python_state()
+            start += batch.rows
+            total, dtype = total + float(loss), loss.dtype
+            sizes.append([leaf.numel() for leaf in outputs_of(outputs[0])])
+        self.drew |= bool(draws.whole)
+        _add(gradients, reference)
+        return Side(total, gradients, sizes, dtype)
+
+    def _reference(self, way: Way) -> Reference:
+        """A fresh copy, in the modes in which it is compared."""
+        own, criterion = self.make(way.dtype)
+        if way.training:
+            for module in own.model.modules():
+                self.is_told |= is_batch_norm(module)
+                if (is_batch_norm(module) and has_statistics(module)) or is_dropout(module):
+                    module.training = False
+        else:
+            own.model.eval()
+        return Reference(own, self._objective if way.by_outputs else criterion, self.device)
+
+    @contextlib.contextmanager
+    def _steady(self) -> Iterator[None]:
+        """Inside, batch norms of no running statistics do not mix samples."""
+        norms = _Norms()
+        with norms:
+            yield
+        self.normalized |= norms.met
+
+    def _objective(self, output: Any, inputs: Any) -> Tensor:
+        """Something that depends on all outputs, and is a sum over the samples."""
+        leaves = outputs_of(output)
+        terms = [
+            (leaf.nan_to_num(0.0, 0.0, 0.0) + PHASE).sin().sum() / count
+            for leaf, count in zip(leaves, self.chosen, strict=True)
+            if count
+        ]
+        return torch.stack(terms).sum() if terms else torch.zeros(())
+
+    def _choose(self) -> list[int]:
+        """The elements of each output, 0 for what the microbatches' ones do not make together."""
+        self.chosen = []
+        sizes = [self._sizes(batch) for batch in (self.batch, *self.parts)]
+        if len({len(one) for one in sizes}) > 1:
+            return []
+        whole, parts = sizes[0], zip(*sizes[1:], strict=True)
+        return [count if count == sum(others) else 0 for count, others in zip(whole, parts, strict=True)]
+
+    def _sizes(self, batch: Batch) -> list[int]:
+        own, _ = self.make(None)
+        randomness = Randomness(self.device)
+        with torch.no_grad(), self._steady(), randomness.step(SEED, 0):
+            randomness.at(0)
+            return [leaf.numel() for leaf in outputs_of(batch.call(own.model))]
+
+    def _unlike(self, whole: Side, parts: Side, way: Way) -> str:
+        """What differs; nothing is counted if anything does."""
+        short = 8 * max(torch.finfo(whole.dtype).eps, 0.0)
+        floor = 1.0 if way.by_outputs else FLOOR
+        if not abs(whole.loss - parts.loss) <= max(LOSS[way.dtype], short) * max(abs(whole.loss), floor):
+            what = "an objective made of the outputs" if way.by_outputs else "the loss"
+            counts = "" if way.by_outputs else f", which count {', '.join(f'{weight:.3g}' for weight in self.weights)}"
+            return (
+                f"{what} of {self.batch.rows} samples is {whole.loss:.7g}, but {parts.loss:.7g} made of those of "
+                f"{len(self.parts)} microbatches{counts}"
+            )
+        largest = max((size(gradient) for gradient in whole.gradients.values() if gradient is not None), default=0.0)
+        for name, expected in whole.gradients.items():
+            gradient = parts.gradients[name]
+            if expected is None and gradient is None:
+                continue
+            mine, theirs = _filled(gradient, expected), _filled(expected, gradient)
+            relative = max(GRADIENT[way.dtype], 8 * torch.finfo(theirs.dtype).eps)
+            if not float((mine - theirs).abs().max()) <= relative * max(size(theirs), FLOOR * largest):
+                return (
+                    f"the gradient of {name} from {self.batch.rows} samples is another than from their "
+                    f"{len(self.parts)} microbatches: {gap(mine, theirs)}"
+                )
+        self.found.losses += 1
+        self.found.gradients += len(whole.gradients)
+        return ""
+
+    def _place(self) -> str:
+        """Where it begins: the first unit whose results for the same samples differ."""
+        results: list[Results] = [{}, {}]
+        draws = _draws(self.way)
+        try:
+            for batches, into in zip(([self.batch], self.parts), results, strict=True):
+                self._record(batches, into, draws)
+        except Unproven:
+            raise
+        except Exception:  # of whatever kind: the difference stands without its place
+            return "Where it begins was not found"
+        whole, parts = results
+        for (unit, k, _), expected in whole.items():
+            pieces = [parts.get((unit, k, i), []) for i in range(len(self.parts))]
+            if any(len(piece) != len(expected) for piece in pieces):
+                continue
+            for leaf, *others in zip(expected, *pieces, strict=True):
+                if isinstance(leaf, Tensor) and is_another(leaf, others, self.way.dtype):
+                    return f"It begins in unit {unit}, or in what it is given: its result for the same samples differs"
+        return "All units return the same: it begins after them, in the loss, or in the backward pass"
+
+    def _record(self, batches: Sequence[Batch], into: Results, draws: SharedDraws) -> None:
+        start = 0
+        way = replace(self.way, apart=False)
+        reference = self._reference(way)
+        with recorded(reference.model, list(self.units), into), self._steady():
+            for batch in batches:
+                typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
+                randomness = Randomness(self.device)
+                around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
+                with randomness.step(SEED, 0), torch.no_grad():
+                    randomness.at(0)
+                    with around:
+                        typed.call(reference.model)
+                start += batch.rows
+
+
+class _Norms(TorchFunctionMode):
+    """F.batch_norm as in evaluation mode: by running statistics, or none."""
+
+    met = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is not F.batch_norm:
+            return func(*args, **kwargs)
+        names = "input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given.get("training"):
+            self.met = True
+            x = given["input"]
+            if given.get("running_mean") is None:
+                given["running_mean"], given["running_var"] = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
+            given["training"] = False
+        return func(**given)
+
+
+class _Constant(SharedDraws):
+    """Random numbers that are the same for all samples: the differences that are left are the model's own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        before = torch_states()
+        result = func(*args, **(kwargs or {}))
+        if "attention" in name or torch.Tag.nondeterministic_seeded not in func.tags:
+            return result
+        if all(map(torch.equal, before, torch_states())):
+            return result
+        for tensor in tree_leaves(result):
+            self.whole.append(tensor)
+            kept = 1.0 if "bernoulli" in name or tensor.dtype is torch.bool else 0.5
+            tensor.fill_(kept if tensor.is_floating_point() or tensor.dtype is torch.bool else 0)
+        return result
+
+
+def _draws(way: Way) -> SharedDraws:
+    return _Constant() if way.draws == CONSTANT else SharedDraws()
+
+
+def cut(batch: Batch, m: int) -> list[Batch]:
+    """The microbatches, as copies."""
+    parts, end = [], 0
+    for part in batch.split(m):
+        start, end = end, end + part.rows
+        parts.append(batch.take(torch.arange(start, end)))
+    return parts
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether it is a batch norm, or keeps running statistics as one does."""
+    if isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d):
+        return False  # of each sample by itself
+    return isinstance(module, BatchNorm) or has_statistics(module)
+
+
+def has_statistics(module: nn.Module) -> bool:
+    return any(name.startswith("running_") for name, _ in module.named_buffers(recurse=False))
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Whether it drops activations, or paths, at random, and does nothing else."""
+    return "drop" in type(module).__name__.lower() and not any(True for _ in module.parameters())
+
+
+def outputs_of(output: Any) -> list[Tensor]:
+    """The tensors of an output that may belong to samples."""
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.ndim]
+    return [leaf for leaf in leaves if leaf.is_floating_point()]
+
+
+def is_another(whole: Tensor, parts: Sequence[Any], dtype: torch.dtype | None) -> bool:
+    """Whether parts that make the whole by one dimension have other values."""
+    if not whole.is_floating_point() or any(part.ndim != whole.ndim for part in parts):
+        return False
+    dims = [dim for dim, count in enumerate(whole.shape) if any(part.shape[dim] != count for part in parts)]
+    if len(dims) != 1 or sum(part.shape[dims[0]] for part in parts) != whole.shape[dims[0]]:
+        return False
+    difference = (torch.cat(list(parts), dims[0]) - whole).nan_to_num(0.0, 0.0, 0.0).abs()
+    return bool(difference.numel() and float(difference.max()) > GRADIENT[dtype] * max(size(whole), 1e-6))
+
+
+def _cast(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return leaf.to(dtype) if leaf.is_floating_point() else leaf
+
+
+def _add(gradients: dict[str, Tensor | None], reference: Reference) -> None:
+    """Add up what a model's parameters, and those that its optimizer trains beside them, have got."""
+    named = dict(reference.model.named_parameters())
+    named |= {f"parameter {k} of the optimizer": one for k, one in enumerate(reference.own.foreign())}
+    for name, parameter in named.items():
+        gradient, before = parameter.grad, gradients.get(name)
+        if gradient is not None and gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        gradients[name] = gradient if before is None else before if gradient is None else before + gradient
+
+
+def _filled(gradient: Tensor | None, like: Tensor | None) -> Tensor:
+    """None is zeros here: a weight that no sample of a microbatch reaches."""
+    assert gradient is not None or like is not None
+    return torch.zeros_like(like) if gradient is None else gradient.detach()  # type: ignore[arg-type]
