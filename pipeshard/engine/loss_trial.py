@@ -40,7 +40,7 @@ Key = tuple[str, int, int]  # of a leaf that leaves a unit: the unit, how many c
 
 
 class Samples:
-    """`few` samples (`count`) from all over `source`, which is `batch` or one of other lengths, and draws of their values.
+    """`few` samples (`count`) from all over `source`, which is `batch` or one of other lengths, and draws of values.
 
     `read` are the paths of what the loss reads, `consulted` of what Python decides on. Integers are drawn from the
     values that the batch has, and those between if there are few; masks are drawn as masks; other floating-point
