@@ -11,18 +11,19 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
+from pipeshard.engine.loss_sizes import Sizes, Tried, power
 from pipeshard.engine.loss_trial import LENGTH, NORMAL, NOTHING, PROBABILITIES, SHORT, SPAN, Measured, Samples, Trial
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.shapes import TensorSpec
-from pipeshard.hf import IGNORED, is_of_transformers, padding_token, targets
+from pipeshard.hf import IGNORED, is_of_transformers, is_target, padding_token, targets
 
 logger = logging.getLogger("pipeshard")
 CUTS = 1, 2, 3  # after which of the samples they are cut in two
@@ -31,6 +32,10 @@ CLOSE = {torch.float32: 4e-6, torch.float64: 1e-9}  # relative error of a sum; o
 FITS = 1.0, 4.0, 16.0  # how far unit results are moved towards a smaller loss, of the first part alone
 FAR = 1e-3  # how much the two parts' losses have to differ, relative to the larger one
 MOST_RULES = 128  # that are kept
+AT_SIZES = 2  # how many telling trials a rule has to hold in at the batch's own sizes
+LOOSER = 5.0  # how much larger than for a few samples the relative error of a sum of many may be
+MOST = 2**26  # numbers that are drawn for one trial at the batch's own sizes, and at larger ones
+MOST_LARGER = 2**23
 REMEDY = (
     "average the microbatches' own losses (PipelinePlugin(loss_reduction='microbatch')), return (sum, count) from the "
     "criterion, where the batch's loss is the sum of the sums over that of the counts, or use one microbatch"
@@ -81,11 +86,14 @@ class LossRule:
         counts = [leaf.double().sum() if self.adds else leaf.ne(self.ignore).sum() for leaf in leaves]
         return [float(count) for count in torch.stack(counts).tolist()]
 
-    def holds(self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch]) -> bool:
+    def holds(
+        self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch], looser: float = 1.0
+    ) -> bool:
         """Whether the parts' losses make the whole's by this rule, as far as their dtype can tell."""
         shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
         terms = [share * part.value for share, part in zip(shares, parts, strict=True)]
-        if not abs(sum(terms) - whole.value) <= tolerance_of(whole.dtype) * max(abs(whole.value), *map(abs, terms)):
+        tolerance = looser * tolerance_of(whole.dtype)
+        if not abs(sum(terms) - whole.value) <= tolerance * max(abs(whole.value), *map(abs, terms)):
             return False
         counts = [part.denominator for part in (whole, *parts) if part.denominator is not None]
         return not self.counted or abs(counts[0] - sum(counts[1:])) <= 1e-5 * max(map(abs, counts))
@@ -99,47 +107,95 @@ def tolerance_of(dtype: torch.dtype) -> float:
 EACH, SUM = LossRule(each=True), LossRule(summed=True)
 
 
+class Proven(NamedTuple):
+    """A rule, and the sizes up to which it was tried; None if it does not go by sizes."""
+
+    rule: LossRule
+    until: Sizes | None = None
+
+
+class _Known(NamedTuple):
+    """A rule, the ranges of integers (labels, masks) that it was proven for, and the sizes; None for all of them."""
+
+    rule: LossRule
+    ranges: dict[str, tuple[float, float]]
+    tried: Tried | None
+
+    def covers_values(self, batch: Batch) -> bool:
+        pairs = ((self.ranges[path], now) for path, now in _ranges(batch, self.ranges).items())
+        return all(low <= now[0] and now[1] <= high for (low, high), now in pairs)
+
+
 class LossRules:
-    """The rules of one model's losses, each with the ranges of integers (labels, masks) that it was proven for."""
+    """The rules of one model's losses, each with the values and sizes that it was proven for."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[LossRule, dict[str, tuple[float, float]]]] = {}
+        self._known: dict[Any, _Known] = {}
 
     def get(self, kind: Any) -> LossRule | None:
         """That of batches of this kind."""
-        return self._known[kind][0] if kind in self._known else None
+        return self._known[kind].rule if kind in self._known else None
 
-    def covers(self, kind: Any, batch: Batch) -> bool:
-        """Whether the rule was proven for such labels as this batch has."""
-        if kind not in self._known:
+    def covers(self, kind: Any, batch: Batch, sizes: Sizes) -> bool:
+        """Whether the rule was proven for such labels as this batch has, and for such sizes."""
+        known = self._known.get(kind)
+        if known is None or not (known.tried is None or known.tried.covers(sizes)):
             return False
-        proven = self._known[kind][1]
-        return all(proven[p][0] <= low and high <= proven[p][1] for p, (low, high) in _ranges(batch, proven).items())
+        return known.covers_values(batch)
 
-    def add(self, kind: Any, rule: LossRule, flow: Dataflow, batch: Batch) -> None:
-        """What was proven before for other labels still holds if it is the same rule."""
-        before, proven = self._known.get(kind, (rule, {}))
+    def covers_values(self, kind: Any, batch: Batch) -> bool:
+        """Whether the rule was proven for such labels as this batch has."""
+        return kind in self._known and self._known[kind].covers_values(batch)
+
+    def add(self, kind: Any, proven: Proven, flow: Dataflow, batch: Batch) -> None:
+        """What was proven before for other labels and sizes still holds if it is the same rule."""
         now = _ranges(batch, read_by_loss(flow))
-        for path in now.keys() & proven.keys() if before == rule else ():
-            now[path] = min(now[path][0], proven[path][0]), max(now[path][1], proven[path][1])
+        tried = None if proven.until is None else Tried()
+        before = self._known.get(kind)
+        if before is not None and before.rule == proven.rule:
+            for path in now.keys() & before.ranges.keys():
+                low, high = before.ranges[path]
+                now[path] = min(now[path][0], low), max(now[path][1], high)
+            tried = before.tried if tried is not None and before.tried is not None else tried
+        if tried is not None and proven.until is not None:
+            tried.add(proven.until)
         if len(self._known) >= MOST_RULES:
             self._known.clear()
-        self._known[kind] = rule, now
+        self._known[kind] = _Known(proven.rule, now, tried)
 
     def forget(self, kind: Any) -> None:
         self._known.pop(kind, None)
 
 
 def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None) -> LossRule:
+    """The rule for a batch that is cut in two; see `prove_loss_rule`."""
+    return prove_loss_rule(model, flow, batch, criterion, Sizes.of(batch, 2)).rule
+
+
+def prove_loss_rule(
+    model: nn.Module,
+    flow: Dataflow,
+    batch: Batch,
+    criterion: Criterion | None,
+    sizes: Sizes,
+    known: LossRule | None = None,
+) -> Proven:
     """The rule by which the loss of a batch like this follows from those of its parts.
 
     The glue after the units is run on a few samples and on parts of them, cut in different places, with random unit
-    results and with labels, weights and masks that are drawn anew. A part of the loss that is made of side outputs of
-    units (router logits) may follow no rule, which is warned of.
+    results and with labels, weights and masks that are drawn anew. The rule found so, or the one that is `known` for
+    other sizes, has to hold with as many samples, and as long ones, as the batch has. transformers' own losses do not
+    go by sizes. A part of the loss that is made of side outputs of units (router logits) may follow no rule, which is
+    warned of.
 
     Raises ConfigurationError where none can be proven.
     """
-    search = _Search(model, flow, batch, criterion)
+    asked = None if criterion is None and is_of_transformers(model) else sizes
+    search = _Search(model, flow, batch, criterion, asked)
+    if known is not None:
+        for side_outputs in (False, True) if search.has_side_outputs else (False,):
+            if search.rule(side_outputs, known=known) is not None:
+                return Proven(known, search.until)
     rule, is_approximate = search.rule(), search.has_side_outputs
     if rule is None and search.has_side_outputs:
         rule, is_approximate = search.rule(side_outputs=True), False
@@ -152,6 +208,11 @@ def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Cr
         )
         if search.failure is not None:
             why = f"on a few samples ended in {type(search.failure).__name__}: {search.failure}"
+        elif search.is_of_few:
+            why = (
+                f"on {sizes.rows} samples with axes of {sorted(set(sizes.lengths))} is not the mean or sum that it is "
+                "on fewer and shorter ones (does it take chunks of the positions, or go by the number of samples?)"
+            )
         what = f"the loss of {type(model).__name__} {why}"
         raise ConfigurationError(
             f"{what}, so that of a batch cannot be made of its microbatches': {REMEDY}"
@@ -162,7 +223,7 @@ def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Cr
             "over samples: it is computed for each microbatch, as in gradient accumulation, and averaged like the rest",
             type(model).__name__,
         )
-    return rule
+    return Proven(rule, search.until)
 
 
 def _ranges(batch: Batch, paths: Collection[str]) -> dict[str, tuple[float, float]]:
@@ -180,17 +241,23 @@ def _ranges(batch: Batch, paths: Collection[str]) -> dict[str, tuple[float, floa
 class _Search:
     """Tries the rules that one loss may follow."""
 
-    def __init__(self, model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None) -> None:
+    def __init__(
+        self, model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None, sizes: Sizes | None
+    ) -> None:
         self.model, self.flow, self.batch, self.criterion = model, flow, batch, criterion
         self.read = read_by_loss(flow)
+        self.sizes = sizes  # those at which a rule has to hold, if not at all of them
+        self.until = sizes  # those up to which the rule found holds
+        self.is_of_few = False  # whether a rule held on a few samples alone
         self.failure: Exception | None = None  # why nothing could be tried
         loss = flow.loss
         self.has_side_outputs = loss is not None and bool(loss.hidden or any(map(flow.is_aside, loss.values)))
 
-    def rule(self, side_outputs: bool = False, valid: bool = False) -> LossRule | None:
+    def rule(self, side_outputs: bool = False, valid: bool = False, known: LossRule | None = None) -> LossRule | None:
         """The rule, or None; `side_outputs` are random, too, or zeros. With `valid` labels only, it is that of samples
-        or None."""
-        self.valid = valid
+        or None. One that is `known` is tried at the batch's own sizes alone."""
+        self.valid, self.side_outputs = valid, side_outputs
+        self._sized: dict[tuple[int, int], tuple[Batch, Samples, Trial]] = {}
         sources = (self.flow.axes.shortened(self.batch, LENGTH), self.batch)
         if not any(self._can_try(source, side_outputs) for source in sources):
             return None
@@ -202,6 +269,8 @@ class _Search:
             )
         if self.level == NOTHING and self.batch.rows == 1:
             return None  # all samples are the same one
+        if known is not None:
+            return known if known.counted == self.counted and self._holds_at_sizes(known) else None
         if self.counted:
             rule = LossRule(counted=True)
             return rule if self._counts_alike() and self._is_proven(rule) else None
@@ -249,6 +318,12 @@ class _Search:
         for path in (*floats, *integers):  # masks, and weights
             if path in self.read:
                 yield from (LossRule(path, shift, adds=True) for shift in (0, 1))
+        if self.criterion is None and is_of_transformers(self.model):
+            return
+        for path in integers:  # positions that are left out by what is read there, not by their label
+            if path in self.read and not is_target(path):
+                paddings = dict.fromkeys([padding_token(self.model) or 0, 0])
+                yield from (LossRule(path, shift, ignore) for ignore in paddings for shift in (0, 1))
 
     def _ignored(self, path: str) -> list[int]:
         """The labels that may mean that there is none; a GPU does not survive one that is out of range."""
@@ -274,7 +349,89 @@ class _Search:
             telling += _tells(*losses)
             if telling >= self.samples.draws:
                 break
-        return telling >= TELLING and (self.kind != NORMAL or all(self._holds(rule, 0, fit) for fit in FITS))
+        is_of_few = telling >= TELLING and (self.kind != NORMAL or all(self._holds(rule, 0, fit) for fit in FITS))
+        return is_of_few and self._holds_at_sizes(rule)
+
+    def _holds_at_sizes(self, rule: LossRule) -> bool:
+        """Whether a rule that holds on a few samples does so at the batch's sizes: at those that end its range, or
+        else at its own. What cannot be tried at its own sizes is taken to hold."""
+        if self.sizes is None:
+            return True
+        source, larger = self._larger(), self.sizes.larger
+        is_whole = self._needs(source, larger.rows) <= MOST_LARGER
+        holds = self._holds_in(rule, source, larger, MOST_LARGER)
+        if not (holds and is_whole):
+            self.until = larger.of_batch(source) if holds else self.sizes
+            holds = self._holds_in(rule, self.batch, self.sizes, MOST)
+        else:
+            self.until = larger.of_batch(source)
+        self.is_of_few |= holds is False
+        return holds is not False
+
+    def _larger(self) -> Batch:
+        """The batch, as long as the range of its lengths ends with."""
+        batch, axes = self.batch, self.flow.axes
+        for group in range(1, len(axes.sizes)):
+            deltas = axes.deltas(batch)
+            if deltas is not None:
+                size = axes.sizes[group] + deltas[group]
+                batch = axes.resized(batch, group, power(size) - size)
+        return batch
+
+    def _holds_in(self, rule: LossRule, source: Batch, sizes: Sizes, most: int) -> bool | None:
+        """Whether a rule holds with so many samples, as long as those of `source`; if that takes more than so many
+        numbers, with fewer samples and with shorter ones. None if one of these cannot be tried."""
+        held: list[bool | None] = []
+        for longest, rows in self._plans(source, sizes.rows, most):
+            held.append(self._holds_on(rule, longest, rows, min(sizes.part, rows - 1)))
+            if held[-1] is False:
+                return False
+        return True if held and all(held) else None
+
+    def _plans(self, source: Batch, rows: int, most: int) -> list[tuple[Batch, int]]:
+        """The samples to be tried, and how many of them."""
+        if self._needs(source, rows) <= most:
+            return [(source, rows)]
+        axes = self.flow.axes
+        short = axes.shortened(source, LENGTH)
+        longest = max(_longest(source), LENGTH)
+        while self._needs(source, 2) > most and longest > LENGTH:
+            longest //= 2
+            source = axes.shortened(source, longest)
+        plans = [(each, min(rows, int(most / self._needs(each, 1)))) for each in (source, short)]
+        return [(each, count) for each, count in plans if count > 1]
+
+    def _needs(self, source: Batch, rows: int) -> float:
+        """About how many numbers are drawn for so many of these samples."""
+        few = self.samples.few
+        pairs = ((leaf.numel(), few.tensors[path].numel()) for path, leaf in source.tensors.items() if leaf.numel())
+        longer = max((count / max(1, of_few) for count, of_few in pairs), default=1.0) * few.rows / source.rows
+        return max(1.0, self.trial.elements * longer) * rows / few.rows
+
+    def _holds_on(self, rule: LossRule, source: Batch, rows: int, part: int) -> bool | None:
+        """Whether a rule holds on so many samples like these, cut after `part`, or before as many."""
+        key = id(source), rows
+        try:
+            if key not in self._sized:
+                samples = Samples(self.model, self.batch, source, self.read, self.flow.consulted, rows)
+                how = self.criterion, self.side_outputs, self.trial.precise
+                self._sized[key] = source, samples, Trial(self.model, self.flow, samples.few, *how)
+        except Exception as error:  # the model's own, which may take no longer samples
+            logger.debug("a loss was not tried on %d samples: %s", rows, error)
+            return None
+        _, samples, trial = self._sized[key]
+        telling = 0
+        for number in range(2 * AT_SIZES):
+            batch, at = self._drawn(rule, number, samples), rows - part if number % 2 else part
+            losses = trial.measure(batch, at, number, self.kind)
+            if losses is None or not all(math.isfinite(loss.value) for loss in (losses[0], *losses[1])):
+                continue
+            if not rule.holds(*losses, _cut(batch, at), LOOSER):
+                return False
+            telling += _tells(*losses)
+            if telling >= AT_SIZES:
+                return True
+        return True if telling else None
 
     def _holds(self, rule: LossRule, number: int, fit: float) -> bool:
         """Whether a rule holds where the first samples have been learnt, if the loss can be made of such results."""
@@ -283,17 +440,18 @@ class _Search:
 
     def _holds_of(self, rule: LossRule, number: int, losses: tuple[Measured, list[Measured]]) -> bool:
         batch, at = self._drawn(rule, number), CUTS[number % len(CUTS)]
-        return rule.holds(*losses, [batch.take(torch.arange(at)), batch.take(torch.arange(at, batch.rows))])
+        return rule.holds(*losses, _cut(batch, at))
 
     def _losses(self, rule: LossRule, number: int, fit: float = 0.0) -> tuple[Measured, list[Measured]] | None:
         losses = self.trial.measure(self._drawn(rule, number), CUTS[number % len(CUTS)], number, self.kind, fit)
         is_finite = losses is not None and all(math.isfinite(loss.value) for loss in (losses[0], *losses[1]))
         return losses if is_finite else None
 
-    def _drawn(self, rule: LossRule, number: int) -> Batch:
-        batch = self.samples.draw(self.level, number, self.valid)
+    def _drawn(self, rule: LossRule, number: int, samples: Samples | None = None) -> Batch:
+        samples = samples or self.samples
+        batch = samples.draw(self.level, number, self.valid)
         has_labels = rule.path is not None and not rule.adds
-        return self.samples.with_invalid(batch, str(rule.path), rule.ignore, number) if has_labels else batch
+        return samples.with_invalid(batch, str(rule.path), rule.ignore, number) if has_labels else batch
 
     def _counts_alike(self) -> bool:
         """Whether the count that the criterion returns does not depend on unit results."""
@@ -308,6 +466,14 @@ def read_by_loss(flow: Dataflow) -> frozenset[str]:
         return frozenset()
     makers = (flow.calls[value.call].reads for value in flow.loss.values if not flow.spec(value).shape)
     return flow.loss.inputs.union(*(reads.inputs for reads in makers))
+
+
+def _cut(batch: Batch, at: int) -> list[Batch]:
+    return [batch.take(torch.arange(at)), batch.take(torch.arange(at, batch.rows))]
+
+
+def _longest(batch: Batch) -> int:
+    return max(size for leaf in batch.tensors.values() for size in leaf.shape)
 
 
 def _tells(whole: Measured, parts: Sequence[Measured]) -> bool:

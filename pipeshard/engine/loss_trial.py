@@ -7,6 +7,7 @@ bends where it is small (flooding, a free allowance) is found by samples that ar
 """
 
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -33,12 +34,13 @@ ROWS, LENGTH = 4, 8  # how many samples and positions are tried
 SPAN = 64  # values of a leaf of integers, up to which each is met
 EVERYTHING, READ, LABELS, NOTHING = range(4)  # how much of the batch is drawn
 NORMAL, PROBABILITIES = range(2)  # what unit results are drawn from; some losses take probabilities only
+REPEATED = 2**20 + 7  # a prime number: no two samples have the same ones
 SHORT = torch.float16, torch.bfloat16
 Key = tuple[str, int, int]  # of a leaf that leaves a unit: the unit, how many calls of it came before, the leaf
 
 
 class Samples:
-    """`few` samples from all over `source`, which is `batch` or a shorter one, and draws of their values.
+    """`few` samples (`count`) from all over `source`, which is `batch` or one of other lengths, and draws of values.
 
     `read` are the paths of what the loss reads, `consulted` of what Python decides on. Integers are drawn from the
     values that the batch has, and those between if there are few; masks are drawn as masks; other floating-point
@@ -46,10 +48,16 @@ class Samples:
     """
 
     def __init__(
-        self, model: nn.Module, batch: Batch, source: Batch, read: Collection[str], consulted: Collection[str]
+        self,
+        model: nn.Module,
+        batch: Batch,
+        source: Batch,
+        read: Collection[str],
+        consulted: Collection[str],
+        count: int = ROWS,
     ) -> None:
         rows = source.rows
-        self.few = source.take(torch.arange(ROWS) * rows // ROWS if rows >= ROWS else torch.arange(ROWS) % rows)
+        self.few = source.take(torch.arange(count) * rows // count if rows >= count else torch.arange(count) % rows)
         by_sample = {p for p, dim in zip(batch.paths, batch.row_dims) if dim is not None or batch.owners.get(p)}
         paths = [path for path in batch.tensors if path in by_sample and self.few.tensors[path].numel()]
         self.integers = [path for path in paths if not batch.tensors[path].is_floating_point()]
@@ -93,7 +101,8 @@ class Samples:
 
     def with_invalid(self, batch: Batch, path: str, ignore: int, number: int) -> Batch:
         """The same with a random number of valid labels in each sample, two columns or more where there are three; of
-        labels with one column all samples but one."""
+        labels with one column all samples but one. Those of long samples are all over them every other time, fewer
+        towards their ends: code that takes chunks of positions may take none without a label."""
         mask = batch.by_sample(MASK) if MASK in batch.tensors else None
         generator = torch.Generator().manual_seed(number)
 
@@ -106,6 +115,12 @@ class Samples:
                 leaf = leaf.masked_fill(mask == 0, ignore)  # some losses leave padding out by the mask
             if leaf.ndim == 1 or leaf.shape[1] == 1:
                 leaf[-1 if number % 2 else len(leaf) // 2] = ignore
+            elif leaf.shape[1] > LENGTH and number % 2 == 0:
+                ends = torch.linspace(0.95, 0.4, leaf.shape[1])
+                of_samples = torch.linspace(1.0, 0.6, len(leaf)).unsqueeze(1)
+                is_valid = torch.rand(leaf.shape[:2], generator=generator) < ends * of_samples
+                is_valid[:, :2] = True
+                leaf[~is_valid.to(leaf.device)] = ignore
             else:
                 fewest = min(2, leaf.shape[1] - 1)
                 keep = torch.randint(fewest, leaf.shape[1] + 1, (batch.rows,), generator=generator).tolist()
@@ -144,6 +159,15 @@ def _mask(leaf: Tensor, generator: torch.Generator) -> Tensor:
     if leaf.ndim > 1:
         mask[..., 0] |= ~mask.any(-1)
     return mask.to(leaf)
+
+
+def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Random numbers; of many, the first ones again and again, which takes a tenth of the time."""
+    count = math.prod(shape)
+    if count <= REPEATED:
+        return torch.randn(*shape, generator=generator)
+    drawn = torch.randn(REPEATED, generator=generator)
+    return drawn.repeat(-(-count // REPEATED))[:count].view(*shape)
 
 
 class Measured(NamedTuple):
@@ -254,6 +278,12 @@ class Trial:
                 raise TraceError(f"the loss is made inside of unit {name}, which another stage holds")
         self.random = [value for value in sorted(values) if side_outputs or not whole.is_aside(value)]
 
+    @property
+    def elements(self) -> int:
+        """How many numbers are drawn at random."""
+        whole, deltas = self._flow(range(self.samples.rows))
+        return sum(math.prod(whole.spec(value).at(deltas)) for value in self.random)
+
     def rounds(self, batch: Batch, kind: int) -> bool:
         """Whether glue computes in 16 bits by itself: results that are rounded to these make the same loss."""
         results = self._random_results(0, kind)
@@ -328,7 +358,7 @@ class Trial:
         for value in self.random:
             spec = whole.spec(value)
             if spec.dtype.is_floating_point:
-                drawn = torch.randn(spec.at(deltas), generator=generator)
+                drawn = _normal(spec.at(deltas), generator)
                 drawn = drawn * (1 if seed % 2 else 4) if kind == NORMAL else drawn.sigmoid()
                 dtype = self._dtype(spec.dtype)
                 results[(*whole.occurrences[value.call], value.leaf)] = drawn.to(self.glue.device, dtype)

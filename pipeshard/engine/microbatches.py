@@ -17,7 +17,8 @@ from pipeshard.batch.batch import Batch, split_sizes
 from pipeshard.batch.criterion import Criterion, key_of
 from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.distributed.mesh import Grid
-from pipeshard.engine.loss import EACH, SUM, LossRule, LossRules, find_loss_rule
+from pipeshard.engine.loss import EACH, SUM, LossRule, LossRules, Proven, prove_loss_rule
+from pipeshard.engine.loss_sizes import Sizes
 from pipeshard.engine.loss_trial import Glue
 from pipeshard.engine.reader import digest
 from pipeshard.engine.stage import Microbatch
@@ -322,7 +323,7 @@ class RouteCache:
         if num_microbatches == 1 and self.replicas is None:
             return False
         self._look(criterion)
-        return not self.rules.covers(self._kind(batch, criterion), batch)
+        return not self.rules.covers(self._kind(batch, criterion), batch, self._sizes(batch, num_microbatches))
 
     def any_unproven(self, batches: Sequence[Batch], cut: Cut, criterion: Criterion | None) -> bool:
         return any(self.unproven(batch, len(split_sizes(batch.rows, *cut)), criterion) for batch in batches)
@@ -350,10 +351,19 @@ class RouteCache:
 
     def learn(self, batch: Batch, first: Batch, criterion: Criterion | None) -> None:
         """Find it out on this rank alone."""
-        (flow, _), rule = self._find(first, criterion), SUM
+        kind, sizes = self._kind(batch, criterion), self._sizes(batch, -(-batch.rows // first.rows))
+        if self.rules.covers(kind, batch, sizes):  # another rank, or another batch, is what is new
+            return
+        (flow, _), proven = self._find(first, criterion), Proven(SUM)
         if self.is_last and flow.loss is not None:
-            rule = find_loss_rule(self.model, flow, batch.to(self.policy.replay.device), criterion)
-        self.rules.add(self._kind(batch, criterion), rule, flow, batch)
+            known = self.rules.get(kind) if self.rules.covers_values(kind, batch) else None
+            batch = batch.to(self.policy.replay.device)
+            proven = prove_loss_rule(self.model, flow, batch, criterion, sizes, known)
+        self.rules.add(kind, proven, flow, batch)
+
+    def _sizes(self, batch: Batch, num_microbatches: int) -> Sizes:
+        replicas = 1 if self.replicas is None else self.replicas.size()
+        return Sizes.of(batch, num_microbatches, replicas)
 
     def _rule(self, batches: Sequence[Batch], criterion: Criterion | None) -> LossRule:
         if len(batches) == 1 and self.replicas is None:

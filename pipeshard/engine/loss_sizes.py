@@ -1,0 +1,71 @@
+"""Loss sizes: the numbers of samples and the lengths at which a loss rule was tried.
+
+A loss may go by sizes: by chunks of positions, or by terms that come with more samples. So a rule counts as proven
+between two powers of two around sizes at which it held, and is tried again for other ones. A run with ragged lengths
+meets few of these ranges.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from pipeshard.batch.batch import Batch
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`rows` samples of all replicas, of which a microbatch has `part`, and the sizes of all other axes."""
+
+    rows: int
+    part: int
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, batch: Batch, num_microbatches: int, replicas: int = 1) -> Self:
+        part = -(-batch.rows // num_microbatches)
+        rows = max(2, batch.rows * replicas)
+        return cls(rows, min(part, rows - 1), _lengths(batch))
+
+    def of_batch(self, batch: Batch) -> Self:
+        """The same samples with the lengths of this batch."""
+        return replace(self, lengths=_lengths(batch))
+
+    @property
+    def larger(self) -> Self:
+        """As many samples as the range of these ends with."""
+        rows = power(self.rows)
+        return replace(self, rows=rows, part=min(power(self.part), rows - 1))
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return self.rows, self.part, *self.lengths
+
+    @property
+    def range(self) -> tuple[int, ...]:
+        """Each number's next power of two."""
+        return tuple(map(power, self.numbers))
+
+
+class Tried:
+    """The sizes at which a rule held: in each range those up to the largest ones."""
+
+    def __init__(self) -> None:
+        self._until: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def covers(self, sizes: Sizes) -> bool:
+        until = self._until.get(sizes.range)
+        return until is not None and all(map(int.__le__, sizes.numbers, until))
+
+    def add(self, sizes: Sizes) -> None:
+        before = self._until.get(sizes.range, sizes.numbers)
+        self._until[sizes.range] = tuple(map(max, before, sizes.numbers))
+
+
+def power(size: int) -> int:
+    """The smallest power of two that is no smaller; 0 of nothing."""
+    return 1 << (size - 1).bit_length() if size > 0 else 0
+
+
+def _lengths(batch: Batch) -> tuple[int, ...]:
+    dims = dict(zip(batch.paths, batch.row_dims, strict=True))
+    pairs = ((dims[path], axis, size) for path, leaf in batch.tensors.items() for axis, size in enumerate(leaf.shape))
+    return tuple(size for dim, axis, size in pairs if axis != dim)
