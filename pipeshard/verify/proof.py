@@ -28,6 +28,7 @@ from pipeshard.verify.compare import (
     output_tensors,
 )
 from pipeshard.verify.reference import Copies, NoLoss, Reference, generators, undisturbed
+from pipeshard.verify.untouched import untouched
 from pipeshard.verify.virtual import Different, Virtual
 
 logger = logging.getLogger("pipeshard")
@@ -79,7 +80,8 @@ def prove(
     kind, reason, refused = EXACT, "", False
     with undisturbed(device):
         try:
-            proving.run()
+            with untouched(proving.given):
+                proving.run()
         except Different as difference:
             kind, reason = DIFFERENT, str(difference)
         except Unproven as error:
