@@ -209,6 +209,7 @@ class Flags:
         self.without = () if beside is None else (model,)
         self.states: dict[int, Snapshot] = {}
         self.values: dict[int, dict[int, Tensor]] = {}  # of each state's tensors that count, by their addresses
+        self.trained: dict[int, list[bool]] = {}  # which of each state's tensors beside a model require gradients
         self.moved: set[tuple[int, Any]] = set()  # address of a holder, and key
         self.unsure: int | None = None  # the state of which it is not known yet what a step changes
         self.next = 0
@@ -216,16 +217,24 @@ class Flags:
     def number(self) -> int:
         """That of the state in which the model is now."""
         for number in self.states:
+            if self.trained[number] != self._trained(self.states[number]):
+                continue
             if all((id(change.holder), change.key) in self.moved for change in self._changes(number)):
                 return number
         if len(self.states) >= MOST_STATES:
             oldest = next(iter(self.states))
-            del self.states[oldest], self.values[oldest]
+            del self.states[oldest], self.values[oldest], self.trained[oldest]
         state = self.states[self.next] = Snapshot(self.roots, self.without)
         counting = [t for *_, t, _ in state.tensors if self.without and not isinstance(t, nn.Parameter)]
         self.values[self.next] = {id(tensor): tensor.detach().clone() for tensor in counting}
+        self.trained[self.next] = self._trained(state)
         self.unsure, self.next = self.next, self.next + 1
         return self.unsure
+
+    def _trained(self, state: Snapshot) -> list[bool]:
+        """Which tensors beside a model require gradients. Those of the model are frozen and released by the engine."""
+        own = {id(parameter) for model in self.without for parameter in model.parameters()}
+        return [tensor.requires_grad for *_, tensor, _ in state.tensors if id(tensor) not in own and tensor.is_leaf]
 
     def stepped(self) -> None:
         """A step has been run since `number` was asked for."""

@@ -95,6 +95,7 @@ class Taint(DispatchMode):
         self.calls = 0  # of units so far
         self.inside: int | None = None
         self.tags: dict[int, frozenset[Tag]] = {}
+        self.made: set[int] = set()  # storages that an operator has made
         self.homes: dict[int, Value] = {}  # storages that *are* a value, not only computed from it
         self.written: set[Value] = set()
         self.decisions: dict[str, None] = {}
@@ -130,11 +131,23 @@ class Taint(DispatchMode):
         run = self._run_in_glue if self.inside is None else self._run_in_unit
         result, tags = run(func, args, kwargs, inputs, tags)
         for output in tensors_in((result,)):
+            self._note_made(func, output, inputs)
             self._add(output, tags)
         if func._schema.is_mutable:
             for target in mutated(func, args, kwargs):
                 self.write(target, tags)
         return result
+
+    def is_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor is computed, or part of the batch or the model, rather than there before."""
+        return storage_of(tensor) in self.made or bool(self.of([tensor]))
+
+    def _note_made(self, func: Any, output: Tensor, inputs: list[Tensor]) -> None:
+        key = storage_of(output)
+        if key in self.tags:
+            return
+        if func._overloadpacket is aten.lift_fresh or all(storage_of(tensor) != key for tensor in inputs):
+            self.made.add(key)
 
     def _run_in_glue(
         self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], tags: frozenset[Tag]

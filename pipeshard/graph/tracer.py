@@ -21,6 +21,7 @@ from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.batch.tree import flatten_with_names
 from pipeshard.errors import PipeshardError, TraceError
 from pipeshard.graph.dataflow import Call, Dataflow, Reads
+from pipeshard.graph.foreign import refuse_foreign
 from pipeshard.graph.kinds import Kind, Kinds, UnitCall
 from pipeshard.graph.meter import Meter
 from pipeshard.graph.preserve import as_trained
@@ -103,6 +104,7 @@ class Tracer:
             output = self._forward(batch)
             self.listen(None, False)
             loss = self._loss(output, batch)
+            self._refuse_foreign(loss)
             self.python_random |= python_state() != state  # by a unit of a kind too, which runs once for all
         return self._dataflow(output, loss, batch, sealed)
 
@@ -140,6 +142,11 @@ class Tracer:
                 f"tracing the criterion failed: {type(error).__name__}: {error}. It got an output of "
                 f"{type(self.model).__name__} for {batch.rows} samples, with the batch that they are of"
             ) from error
+
+    def _refuse_foreign(self, loss: Tensor | None) -> None:
+        """Refuse a criterion that trains what is not the model's: every rank traces it, so all of them raise."""
+        if loss is not None and self.criterion is not None:
+            refuse_foreign(loss, list(self.model.parameters()), self.taint.is_made, self.criterion)
 
     def _dataflow(self, output: Any, loss: Tensor | None, batch: Batch, sealed: Sequence[int]) -> Dataflow:
         taint, rewritten = self.taint, self.taint.recipes.rewritten

@@ -26,6 +26,7 @@ from pipeshard.verify.compare import (
     output_tensors,
 )
 from pipeshard.verify.reference import Copies, NoLoss, Reference, generators, undisturbed
+from pipeshard.verify.untouched import untouched
 from pipeshard.verify.virtual import Different, Unproven, Virtual
 from pipeshard.verify.whole import Coupled, Found, WholeBatch, cut
 
@@ -87,7 +88,8 @@ def prove(
     kind, reason, refused, coupled = EXACT, "", False, False
     with undisturbed(device):
         try:
-            proving.run(skip)
+            with untouched(proving.given):
+                proving.run(skip)
         except Coupled as difference:
             kind, reason, coupled = DIFFERENT, str(difference), True
         except Different as difference:

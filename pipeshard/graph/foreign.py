@@ -1,0 +1,55 @@
+"""Foreign parameters: tensors to train that a loss is computed from, and that are not the model's.
+
+They are found in the autograd graph of the loss, so it does not matter what holds them: a module, a closure, a global,
+a list, a bound method.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import Tensor
+
+from pipeshard.errors import ConfigurationError
+from pipeshard.graph.places import format_path
+from pipeshard.graph.snapshot import Snapshot
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """The leaves that get a gradient when `loss` is differentiated."""
+    found: list[Tensor] = []
+    queue: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        queue += [following for following, _ in node.next_functions]
+    return found
+
+
+def refuse_foreign(
+    loss: Tensor, own: Collection[Tensor], is_made: Callable[[Tensor], bool], criterion: Callable[..., Any] | None
+) -> None:
+    """Raise ConfigurationError for a loss that trains other tensors than `own`, and than those that the forward or the
+    criterion has made (`is_made`)."""
+    known = {id(tensor) for tensor in own}
+    foreign = [leaf for leaf in leaves_of(loss) if id(leaf) not in known and not is_made(leaf)]
+    if not foreign:
+        return
+    names = _names(foreign, criterion)
+    raise ConfigurationError(
+        f"the loss trains {len(foreign)} parameters that are not the model's, {names[0]} the first, but only the last "
+        "stage computes it, so that they would get no gradient on the other ranks: make what holds them a child of the "
+        "model that computes the loss in its forward, and pass the model's parameters to the optimizer; or freeze them "
+        "with requires_grad_(False)"
+    )
+
+
+def _names(foreign: list[Tensor], criterion: Callable[..., Any] | None) -> list[str]:
+    """Where the criterion has each of these, sorted; the shape of what it is not seen to have."""
+    places = {id(tensor): format_path(path) for path, *_, tensor, _ in Snapshot({"the criterion": criterion}).tensors}
+    return sorted(places.get(id(leaf), f"one of shape {tuple(leaf.shape)}") for leaf in foreign)

@@ -1,0 +1,50 @@
+"""Untouched: what the user's code reaches is as it was before the proof.
+
+Copies do not reach everything: a function reads globals, and objects that cannot be copied are shared. So the Python
+state is put back from a Snapshot, and tensors that are not the model's get their values and gradients back.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from pipeshard.graph.preserve import Writes
+from pipeshard.graph.snapshot import Snapshot
+from pipeshard.graph.taint import storage_of
+from pipeshard.verify.reference import Copies
+
+
+@contextlib.contextmanager
+def untouched(given: Copies) -> Iterator[None]:
+    """Undo what runs inside change in objects that the model, the criterion and the optimizer reach."""
+    snapshot = Snapshot({"": given.model, "the criterion": given.criterion, "the optimizer": given.optimizer})
+    copied = {id(tensor) for tensor in (*given.model.parameters(), *given.model.buffers())}
+    shared = [tensor for *_, tensor, _ in snapshot.tensors if id(tensor) not in copied]
+    leaves = [tensor for tensor in shared if tensor.is_leaf]
+    gradients = [_Gradient(tensor) for tensor in leaves]
+    writes = Writes({storage_of(tensor) for tensor in shared})
+    try:
+        with writes if shared else contextlib.nullcontext():
+            yield
+    finally:
+        for gradient in gradients:
+            gradient.restore()
+        writes.undo()
+        snapshot.restore()
+
+
+class _Gradient:
+    """The gradient that a leaf has now."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self.leaf, self.object = leaf, leaf.grad
+        self.requires_grad = leaf.requires_grad
+        self.values = None if leaf.grad is None else leaf.grad.clone()
+
+    def restore(self) -> None:
+        self.leaf.grad = self.object
+        if self.object is not None and self.values is not None:
+            self.object.detach().copy_(self.values)
+        if self.leaf.requires_grad != self.requires_grad:
+            self.leaf.requires_grad_(self.requires_grad)

@@ -1,0 +1,196 @@
+"""Weights of a criterion: trained ones are refused wherever they are held; the proof leaves the user's objects alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pipeshard
+from pipeshard.batch.read import read_batch
+from pipeshard.config import PipelineConfig
+from pipeshard.errors import ConfigurationError
+from pipeshard.graph.trace import trace
+from pipeshard.verify.proof import prove
+from tests.pool import Pool
+
+CLASSES, WIDTH = 4, 8
+Made = Callable[[Any, Any], Tensor]
+
+
+class Arc(nn.Module):
+    """A margin loss with a weight a class, which counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centers = nn.Parameter(torch.randn(CLASSES, WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.calls: list[int] = []
+
+    def forward(self, embedded: Tensor, batch: Any) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(embedded.mean(0), 0.1)
+        self.calls.append(len(self.calls))
+        return F.cross_entropy(8 * F.normalize(embedded) @ F.normalize(self.centers).T, batch["criterion.y"])
+
+
+class Holder:
+    """An object that is no module, with modules and parameters in lists and dicts."""
+
+    def __init__(self) -> None:
+        self.arc = Arc()
+        self.scales = {"logit": [nn.Parameter(torch.zeros(()))]}
+
+    def method(self, embedded: Tensor, batch: Any) -> Tensor:
+        return self.arc(embedded, batch)
+
+    def __call__(self, embedded: Tensor, batch: Any) -> Tensor:
+        scale = self.scales["logit"][0]
+        return embedded.square().mean() * (-scale).exp() + scale
+
+
+ARC = Arc()
+TEMPERATURE = torch.zeros((), requires_grad=True)
+
+
+def reads_global_module(embedded: Tensor, batch: Any) -> Tensor:
+    return ARC(embedded, batch)
+
+
+def reads_global_tensor(embedded: Tensor, batch: Any) -> Tensor:
+    return (embedded * TEMPERATURE.exp()).square().mean()
+
+
+def takes_arc(arc: Arc, embedded: Tensor, batch: Any) -> Tensor:
+    return arc(embedded, batch)
+
+
+def closure() -> Made:
+    arc = Arc()
+    return lambda embedded, batch: arc(embedded, batch)
+
+
+def listed() -> Made:
+    """Uncertainty weights, one for each of two losses."""
+    variances = [nn.Parameter(torch.zeros(())) for _ in range(2)]
+
+    def loss(embedded: Tensor, batch: Any) -> Tensor:
+        losses = embedded.square().mean(), embedded.abs().mean()
+        return sum((-v).exp() * part + v for v, part in zip(variances, losses, strict=True))
+
+    return loss
+
+
+HOLDERS: dict[str, Callable[[], Made]] = {
+    "a module": Arc,
+    "a closure": closure,
+    "a global module": lambda: reads_global_module,
+    "a global tensor": lambda: reads_global_tensor,
+    "a partial": lambda: functools.partial(takes_arc, Arc()),
+    "a bound method": lambda: Holder().method,
+    "an object that is called": Holder,
+    "a list": listed,
+}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, WIDTH))
+
+
+def batch() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {"input": torch.randn(8, 8), "criterion.y": torch.randint(0, CLASSES, (8,))}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_trained_weights_of_a_criterion_are_refused_when_it_is_traced(name: str) -> None:
+    """Rank 0's weights were off by 25, and those of other ranks were never trained: a lambda held the module."""
+    model = net()
+    sample = read_batch(model, batch())
+    with pytest.raises(ConfigurationError, match="not the model's"):
+        trace(model, sample, HOLDERS[name]())
+
+
+def penalty(embedded: Tensor, batch: Any) -> Tensor:
+    """A gradient penalty makes leaves of its own."""
+    mixed = torch.rand(8, 8, requires_grad=True)
+    return embedded.square().mean() + torch.autograd.grad(mixed.square().sum(), mixed, create_graph=True)[0].mean()
+
+
+def frozen() -> Made:
+    teacher = net().requires_grad_(False)
+    return lambda embedded, batch: (embedded - teacher(embedded)).square().mean()
+
+
+def under_no_grad() -> Made:
+    teacher = net()
+
+    def loss(embedded: Tensor, batch: Any) -> Tensor:
+        with torch.no_grad():
+            target = teacher(embedded)
+        return (embedded - target).square().mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("make", [frozen, under_no_grad, lambda: penalty], ids=["frozen", "no_grad", "penalty"])
+def test_what_a_criterion_does_not_train_is_no_weight_of_its_own(make: Callable[[], Made]) -> None:
+    """A frozen discriminator, a teacher and leaves that the criterion makes itself stay exact."""
+    model = net()
+    assert trace(model, read_batch(model, batch()), make()).loss is not None
+
+
+def test_the_proof_leaves_what_a_criterion_reaches_as_it_was() -> None:
+    """The proof's backward went into the user's own object: a global is not copied with a function."""
+    arc, model = ARC, net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    arc.requires_grad_(True)
+    for before in (None, torch.ones(CLASSES, WIDTH)):
+        arc.centers.grad = before
+        values = {name: value.clone() for name, value in arc.state_dict().items()}
+        sample = read_batch(model, batch())
+        config = PipelineConfig(pp_size=2, num_microbatches=1)
+        prove(config, torch.device("cpu"), model, optimizer, reads_global_module, sample)
+        assert arc.centers.grad is before
+        assert before is None or bool((before == 1).all())
+        assert all(torch.equal(value, values[name]) for name, value in arc.state_dict().items())
+        assert arc.calls == []
+    arc.centers.grad = None
+
+
+def unfreezes() -> list[str]:
+    """Errors of one rank: weights that are unfrozen after two steps, and a later criterion that has some."""
+    arc, model = Arc().requires_grad_(False), net()
+
+    def loss(embedded: Tensor, batch: Any) -> Tensor:
+        return arc.centers.mean() * embedded.square().mean()
+
+    engine = pipeshard.initialize(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss, pp_size=2, num_microbatches=1, verify=False,
+        dry_run_input=batch(),
+    )  # fmt: skip
+    for _ in range(2):
+        engine.execute_pipeline(iter([batch()]))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    arc.requires_grad_(True)
+    errors = []
+    for _ in range(2):
+        try:
+            engine.execute_pipeline(iter([batch()]))
+        except ConfigurationError as error:
+            errors.append(str(error))
+    return [*errors, str(arc.centers.grad)]
+
+
+def test_weights_that_are_unfrozen_later_are_refused_on_every_rank(pool: Pool) -> None:
+    """Frozen weights train exactly; once they require gradients, no step is made with them."""
+    first, second = pool.run(unfreezes, 2)
+    assert first == second
+    assert len(first) == 3 and "not the model's" in first[0] and first[2] == "None"
