@@ -44,7 +44,7 @@ from pipeshard.split.partition import Cuts, is_profile, named
 from pipeshard.split.policy import Policy, find_policy, refuse_backward_hooks
 from pipeshard.split.tensor_parallel import plan_of
 
-TRAINED, UNPROVEN = 1, 2  # news: bits of what ranks tell each other at the beginning of a step
+TRAINED, UNPROVEN, TRAINS = 1, 2, 4  # news: bits of what ranks tell each other at the beginning of a step
 
 
 class Pipeline:
@@ -145,7 +145,7 @@ class Pipeline:
         # Optimizers made before this still have what was released or replaced, which is nobody else's to keep alive.
         replaced = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in names})
         known = ChainMap(names, replaced)
-        self.gradients = ModelGradients(self.holdings, known, grid, config.max_norm, self.scaling)
+        self.gradients = ModelGradients(self.holdings, known, grid, config.max_norm or 0.0, self.scaling)
         self.trained = self.sync.trained()
 
     def _make_stages(self) -> None:
@@ -204,7 +204,8 @@ class Pipeline:
 
         def news(batches: Sequence[Batch]) -> int:
             unproven = exact and self.planner.any_unproven(batches, self.config.cut, criterion)
-            return TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven
+            trains = any(parameter.requires_grad for parameter in self.holdings.held.values())
+            return TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven + TRAINS * trains
 
         training = "train" if self.model.training else "eval"
         mode = f"{'training step' if train else 'forward only'}, return_outputs={outputs}, model.{training}()"
@@ -214,6 +215,11 @@ class Pipeline:
                 raise UsageError(found[0])
             compare_trained(trained, self.grid.world, self.grid.named)
             self.trained = trained
+        if train and self.trainable and not agreed.news & TRAINS:
+            raise UsageError(
+                "there is nothing to train: every parameter was frozen (requires_grad=False) after the model was "
+                "boosted. Unfreeze the ones to train, or evaluate under torch.no_grad()"
+            )
         if agreed.news & UNPROVEN:
             with self.precision.running():
                 self.planner.prove(batches, self.config.cut, criterion, self.grid.world)
