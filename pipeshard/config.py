@@ -279,10 +279,10 @@ class PipelineConfig:
         check_tp_plan(self.tp_plan)
 
     def _check_numbers(self) -> None:
-        if self.max_norm is None:
-            self._settle(max_norm=0.0)
-        holds = _is_number(self.max_norm) and self.max_norm >= 0  # of an infinite one the norm is measured
+        norm = 0.0 if self.max_norm is None else self.max_norm
+        holds = _is_number(norm) and norm >= 0  # with an infinite one the norm is measured
         self._check("max_norm", holds, "a non-negative number, or None for no clipping")
+        self._settle(max_norm=norm)
         scale = self.initial_scale
         self._check("initial_scale", _is_number(scale) and 0 < scale < float("inf"), "a positive, finite number")
         for name in ("fsdp", "autocast", "watchdog", "check_finite", "deferred_batch_norm"):

@@ -74,7 +74,7 @@ def boosted_later() -> None:
     engine = boost(model)
     engine.execute_pipeline(iter([data(1)]))
     optimizer = sgd(engine.model.parameters())
-    with pytest.raises(UsageError, match="engine.boost"):
+    with pytest.raises(UsageError, match=r"engine\.boost"):
         optimizer.step()
     engine.boost(engine.model, optimizer)
     theirs = sgd(unsplit.parameters())
@@ -181,7 +181,7 @@ def frozen() -> None:
     model = seeded()
     engine = boost(model, sgd(model.parameters()))
     engine.model.requires_grad_(False)
-    with pytest.raises(UsageError, match="every parameter was frozen .* after the model was boosted"):
+    with pytest.raises(UsageError, match=r"every parameter was frozen .* after the model was boosted"):
         engine.execute_pipeline(iter([data(0)]))
     with torch.no_grad():
         engine.execute_pipeline(iter([data(0)]))

@@ -62,7 +62,7 @@ class MasterWeight:
         holders: the number of ranks that have the same gradient of it.
         plain: whether the parameter itself is all there is.
         owner: the replica that updates it for all of them, and alone has the fp32 values (ZeRO), or None.
-        lowered: whether the parameter was cast to 16 bits. One that was frozen then gets fp32 values once it is trained.
+        lowered: whether the parameter was cast to 16 bits. If it was frozen then, it gets fp32 values once trained.
     """
 
     def __init__(

@@ -155,7 +155,7 @@ class PipelineOptimizer(Optimizer):
 
     def complete(self, weights: Iterable[MasterWeight]) -> None:
         """Update fp32 values of these, if it is this rank that updates them."""
-        became: dict[Tensor, Tensor] = {}
+        became: dict[Tensor, nn.Parameter] = {}
         for weight in weights:
             if weight.lacks_values and self._updates(weight):
                 before = weight.master
@@ -211,8 +211,8 @@ class PipelineOptimizer(Optimizer):
         object has not called."""
         if not self.is_stepping and (self._meets or not self.is_plain):
             raise UsageError(
-                f"this {kind} was boosted, and does not clip, unscale or share what it updates by itself: call the step "
-                "of the optimizer that booster.boost(...) returned"
+                f"this {kind} was boosted, and does not clip, unscale or share what it updates by itself: call the "
+                "step of the optimizer that booster.boost(...) returned"
             )
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -115,8 +115,8 @@ def _check_related(
             )
     name = next(iter(named.values()))
     raise UsageError(
-        f"this {kind} was not boosted, but its step would update {name} and {len(named) - 1} other parameters of a boosted "
-        "model, without max_norm, the loss scale and fp32 values: pass the optimizer to "
+        f"this {kind} was not boosted, but its step would update {name} and {len(named) - 1} other parameters of a "
+        "boosted model, without max_norm, the loss scale and fp32 values: pass the optimizer to "
         "pipeshard.initialize(model, optimizer, ...) or booster.boost(model, optimizer), or boost it afterwards, "
         "model, optimizer, *_ = engine.boost(model, optimizer), and call step() on the optimizer that is returned"
     )
