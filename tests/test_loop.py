@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipeshard
+from pipeshard.config import PipelineConfig
 from pipeshard.engine.step_guard import GUARD
 from pipeshard.entry import Engine
 from pipeshard.errors import ConfigurationError, UsageError
@@ -283,3 +284,15 @@ def test_buffers_of_modules_without_parameters_are_cast(pool: Pool, precision: s
     """They stayed in fp32, so the next layer failed with "mat1 and mat2 must have the same dtype"."""
     for world in (1, 2):
         assert pool.run(lowered, world, precision, timeout=120) == [[]] * world
+
+
+@pytest.mark.parametrize("value", ["1.0", float("nan"), -1.0, True])
+def test_a_max_norm_that_clips_by_nothing_is_refused(value: Any) -> None:
+    """-1.0 and nan turned clipping off without an error, and "1.0" failed in the first step."""
+    with pytest.raises(ConfigurationError, match=f"max_norm must be a non-negative number.*got {value!r}"):
+        PipelineConfig(pp_size=1, max_norm=value)
+
+
+def test_a_max_norm_of_none_does_not_clip_and_an_infinite_one_measures() -> None:
+    assert PipelineConfig(pp_size=1, max_norm=None).max_norm == 0.0
+    assert PipelineConfig(pp_size=1, max_norm=float("inf")).max_norm == float("inf")

@@ -71,7 +71,7 @@ class MasterWeight:
         self.name, self.parameter, self.holders, self.lowered = name, parameter, holders, lowered
         self.owner: int | None = None
         self.plain = full is None and not isinstance(parameter, DTensor)
-        self.master = parameter
+        self.master: nn.Parameter = parameter
         if lowered:  # gradients are accumulated in the precision of the values, also of what is unfrozen later
             parameter.grad_dtype = torch.float32
         if not self.plain:

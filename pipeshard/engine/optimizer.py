@@ -158,7 +158,7 @@ class PipelineOptimizer(Optimizer):
         became: dict[Tensor, nn.Parameter] = {}
         for weight in weights:
             if weight.lacks_values and self._updates(weight):
-                before = weight.master
+                before: Tensor = weight.master
                 weight.complete()
                 became[before] = weight.master
                 self.names[weight.master] = self.names.pop(before)

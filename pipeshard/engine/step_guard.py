@@ -7,7 +7,7 @@ before the step of any optimizer; it is installed while a boosted model is alive
 
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,10 +17,21 @@ from torch.utils.hooks import RemovableHandle
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.errors import UsageError
 
-if TYPE_CHECKING:
-    from pipeshard.engine.optimizer import PipelineOptimizer
-
 DEPTH = 4  # of lists, dicts and optimizers, in which one optimizer may keep another
+
+
+class Boosted(Protocol):
+    """What the guard asks of a boosted optimizer."""
+
+    optim: Optimizer
+    gradients: ModelGradients
+    names: dict[Tensor, str]
+    is_stepping: bool
+
+    @property
+    def is_plain(self) -> bool: ...
+
+    def refuse_alone(self, kind: str) -> None: ...
 
 
 class StepGuard:
@@ -28,7 +39,7 @@ class StepGuard:
 
     def __init__(self) -> None:
         self._models: weakref.WeakSet[ModelGradients] = weakref.WeakSet()
-        self._boosted: weakref.WeakSet[PipelineOptimizer] = weakref.WeakSet()
+        self._boosted: weakref.WeakSet[Boosted] = weakref.WeakSet()
         self._unrelated: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
         self._handle: RemovableHandle | None = None
 
@@ -40,7 +51,7 @@ class StepGuard:
         if self._handle is None:
             self._handle = register_optimizer_step_pre_hook(self.check)
 
-    def boosted(self, optimizer: "PipelineOptimizer") -> None:
+    def boosted(self, optimizer: Boosted) -> None:
         """Its inner optimizer is one of its model's from now on."""
         self._boosted.add(optimizer)
         self._unrelated.clear()
@@ -73,9 +84,7 @@ class StepGuard:
 GUARD = StepGuard()
 
 
-def _named(
-    parameters: list[Tensor], gradients: ModelGradients, boosted: list["PipelineOptimizer"]
-) -> Mapping[Tensor, str]:
+def _named(parameters: list[Tensor], gradients: ModelGradients, boosted: list[Boosted]) -> Mapping[Tensor, str]:
     """Those of these parameters that are the model's, or stand for one of them, with their names."""
     named: dict[Tensor, str] = {}
     for parameter in parameters:
@@ -87,7 +96,7 @@ def _named(
 
 
 def _check_related(
-    optimizer: Optimizer, named: Mapping[Tensor, str], gradients: ModelGradients, boosted: list["PipelineOptimizer"]
+    optimizer: Optimizer, named: Mapping[Tensor, str], gradients: ModelGradients, boosted: list[Boosted]
 ) -> None:
     """Raise UsageError unless a boosted optimizer is what steps, or contains this one, or is contained in it."""
     kind = type(optimizer).__name__
