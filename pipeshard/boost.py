@@ -12,12 +12,13 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, takes_outputs_alone
 from pipeshard.batch.read import find_sample
 from pipeshard.config import PipelineConfig
-from pipeshard.distributed.agreement import compare_ranks, optimizer_texts
+from pipeshard.distributed.agreement import compare_ranks, compare_weights, optimizer_texts
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer, replace_parameters
 from pipeshard.engine.refusals import check_separable, plain, refuse_blank_adapters, refuse_criterion
+from pipeshard.engine.step_guard import GUARD
 from pipeshard.errors import UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.planner.profile import measured_costs
@@ -53,6 +54,7 @@ def boost_model(
             replace_parameters(optimizer, became)
     texts = _texts(model) | ({} if optimizer is None else optimizer_texts(optimizer))
     compare_ranks(texts, grid.world, grid.named)
+    compare_weights(model, grid.world, grid.named)
     size = config.num_microbatches or config.microbatch_size or 1
     sample = find_sample(model, config.dry_run_input, dataloader, config.batch_dims or {}, size, grid.device)
     if fresh is not None:
@@ -65,6 +67,7 @@ def boost_model(
         return measured_costs(partition, model, flow, batch, config.cut, grid.device, grid.world, called)
 
     boosted = kind(model, Pipeline(config, grid, model, sample, called, costs))
+    GUARD.watch(boosted.pipeline.gradients)
     grid.mesh.warm_up(grid.device)
     if called is None and criterion is not None:
         boosted.pipeline.criterion = criterion

@@ -4,6 +4,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -126,7 +127,7 @@ class PipelineConfig:
     policy: type[Policy] | None = None
     dry_run_input: Any = None
     init_weights: InitWeights = True
-    max_norm: float = 0.0
+    max_norm: float | None = 0.0
     loss_reduction: str = "token"
     compile: bool | dict[str, Any] = False
     dp_size: int | None = None
@@ -274,7 +275,19 @@ class PipelineConfig:
         what = "a number of seconds, 'adaptive' or None, or a dict of these for 'step', 'other' and 'between'"
         self._check("timeout", set(times) <= {"step", "other", "between"} and all(map(_is_time, times.values())), what)
         self._check("verify", isinstance(self.verify, bool) or self.verify == "auto", "'auto', True or False")
+        self._check_numbers()
         check_tp_plan(self.tp_plan)
+
+    def _check_numbers(self) -> None:
+        norm = 0.0 if self.max_norm is None else self.max_norm
+        holds = _is_number(norm) and norm >= 0  # with an infinite one the norm is measured
+        self._check("max_norm", holds, "a non-negative number, or None for no clipping")
+        self._settle(max_norm=norm)
+        scale = self.initial_scale
+        self._check("initial_scale", _is_number(scale) and 0 < scale < float("inf"), "a positive, finite number")
+        for name in ("fsdp", "autocast", "watchdog", "check_finite", "deferred_batch_norm"):
+            value = getattr(self, name)
+            self._check(name, isinstance(value, int) and value in (True, False), "True or False")
 
     def _check(self, name: str, holds: Any, what: str) -> None:
         if not holds:
@@ -329,6 +342,10 @@ def check_precision(precision: str, autocast: bool) -> None:
         )
     if autocast and precision == "fp32":
         raise ConfigurationError("autocast=True computes in 16 bits: give precision='bf16' or 'fp16' with it")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _is_time(value: Any) -> bool:

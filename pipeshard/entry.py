@@ -103,6 +103,13 @@ class Engine:
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer, self.criterion, self.dataloader, self.lr_scheduler))
 
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: Any) -> Any:
+        """One of the five, or a slice of them, as of the tuple that `boost` returns."""
+        return (*self,)[index]
+
     def boost(
         self,
         model: nn.Module,
@@ -112,6 +119,11 @@ class Engine:
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
         """Cut the model, load what `PipelinePlugin.from_pretrained` left for each stage to load, and keep the five."""
+        if optimizer is None and isinstance(lr_scheduler, LRScheduler):
+            raise UsageError(
+                f"initialize got a {type(lr_scheduler).__name__} without the {type(lr_scheduler.optimizer).__name__} "
+                "that it schedules, so the model could not be trained: pass the optimizer too"
+            )
         folder = getattr(model, "_pretrained", None)
         boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         self.model, self.optimizer, self.criterion, self.dataloader, self.lr_scheduler = boosted

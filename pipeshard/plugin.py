@@ -87,7 +87,7 @@ class PipelinePlugin:
         policy: type[Policy] | None = None,
         dry_run_input: Any = None,
         init_weights: InitWeights = True,
-        max_norm: float = 0.0,
+        max_norm: float | None = 0.0,
         loss_reduction: str = "token",
         compile: bool | dict[str, Any] = False,
         dp_size: int | None = None,

@@ -320,6 +320,7 @@ def _states(optimizer: PipelineOptimizer, source: Path, content: Content, names:
 
 
 def _restore(optimizer: PipelineOptimizer, content: Content, states: States) -> None:
+    optimizer.complete(optimizer.weights[name] for name, values in states.items() if VALUE in values)
     for name, values in states.items():
         if VALUE in values:
             optimizer.weights[name].set_part(values.pop(VALUE))

@@ -10,7 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeshard.distributed.collectives import gather_objects
@@ -64,6 +66,35 @@ def optimizer_texts(optimizer: Optimizer) -> dict[str, list[str]]:
         for group in optimizer.param_groups
     ]
     return {"the optimizer": [type(optimizer).__qualname__, *(f"group {k} with {g}" for k, g in enumerate(groups))]}
+
+
+def compare_weights(model: nn.Module, group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
+    """Raise ConfigurationError, on every rank, if a parameter or a persistent buffer has other values on some rank.
+
+    A few entries of each tensor are compared, which differ if ranks have drawn them with different seeds. Tensors that
+    are on the meta device on any rank get their values later.
+    """
+    ranks = gather_objects({name: _digest(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}, group)
+    for name in ranks[0]:
+        digests = [digests.get(name) for digests in ranks]
+        if None in digests or len(set(digests)) == 1:
+            continue
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        raise ConfigurationError(
+            f"{name} has other values on {named(other)} than on {named(0)}, so each stage would train its part of "
+            "another model: call torch.manual_seed(0) on every rank before the model is built, with the same seed, or "
+            "load the same weights on every rank"
+        )
+
+
+@torch.no_grad()
+def _digest(tensor: Any) -> str | None:
+    """Of up to four entries along each dimension; None for what has no values here."""
+    if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+        return None
+    some = tensor[tuple(slice(None, None, max(1, -(-size // 4))) for size in tensor.shape)]
+    data = some.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(bytes(data.tolist()), digest_size=8).hexdigest()
 
 
 def compare_trained(trained: Mapping[str, bool], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:

@@ -44,7 +44,7 @@ from pipeshard.split.partition import Cuts, is_profile, named
 from pipeshard.split.policy import Policy, find_policy, refuse_backward_hooks
 from pipeshard.split.tensor_parallel import plan_of
 
-TRAINED, UNPROVEN, UNSEEN = 1, 2, 4  # news: bits of what ranks tell each other at the beginning of a step
+TRAINED, UNPROVEN, UNSEEN, TRAINS = 1, 2, 4, 8  # news: bits of what ranks tell each other at the beginning of a step
 
 
 class Unseen(NamedTuple):
@@ -159,7 +159,7 @@ class Pipeline:
         # Optimizers made before this still have what was released or replaced, which is nobody else's to keep alive.
         replaced = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in names})
         known = ChainMap(names, replaced)
-        self.gradients = ModelGradients(self.holdings, known, grid, config.max_norm, self.scaling)
+        self.gradients = ModelGradients(self.holdings, known, grid, config.max_norm or 0.0, self.scaling)
         self.trained = self.sync.trained()
 
     def _make_stages(self) -> None:
@@ -221,7 +221,8 @@ class Pipeline:
         def news(batches: Sequence[Batch]) -> News:
             nonlocal found
             unproven = exact and self.planner.any_unproven(batches, self.config.cut, criterion)
-            bits = TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven
+            trains = any(parameter.requires_grad for parameter in self.holdings.held.values())
+            bits = TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven + TRAINS * trains
             if self._unseen is not None and self._unseen.is_nan is not None and bool(self._unseen.is_nan):
                 bits |= UNSEEN
             with suppress(Exception), self.precision.running():  # the step itself raises it, once ranks have agreed
@@ -236,6 +237,11 @@ class Pipeline:
                 raise UsageError(wrong[0])
             compare_trained(trained, self.grid.world, self.grid.named)
             self.trained = trained
+        if train and self.trainable and not agreed.news & TRAINS:
+            raise UsageError(
+                "there is nothing to train: every parameter was frozen (requires_grad=False) after the model was "
+                "boosted. Unfreeze the ones to train, or evaluate under torch.no_grad()"
+            )
         unseen, self._unseen = self._unseen, None
         if agreed.news & UNSEEN and unseen is not None:
             self._refuse_other_way(*unseen[1:])

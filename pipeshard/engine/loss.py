@@ -65,7 +65,7 @@ class LossRule:
         total: Callable[[float], float] = lambda count: count,
         counts: Sequence[float] = (),
     ) -> list[float]:
-        """What each microbatch's loss is multiplied with; 0 for one without a valid label.
+        """What each microbatch's loss is multiplied with; 0 for one without a valid label, if others have one.
 
         `total` makes the whole batch's count of that of these microbatches, where other replicas have a part of the
         batch. `counts` are those of the criterion, if it returns some.
@@ -74,7 +74,11 @@ class LossRule:
         whole = total(sum(counts))
         if self.summed:
             return [1.0] * len(microbatches)
-        return [(1.0 if self.counted else count) / whole if whole else 0.0 for count in counts]
+        if whole:
+            return [(1.0 if self.counted else count) / whole for count in counts]
+        # Nothing is valid in the whole batch: its loss is what the code makes of that, often nan.
+        share = math.nan if self.counted else 1.0 / total(float(len(microbatches)))
+        return [share] * len(microbatches)
 
     def _counts(self, microbatches: Sequence[Batch]) -> list[float]:
         if self.summed or self.each:

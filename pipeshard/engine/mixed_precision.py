@@ -62,18 +62,30 @@ class MasterWeight:
         holders: the number of ranks that have the same gradient of it.
         plain: whether the parameter itself is all there is.
         owner: the replica that updates it for all of them, and alone has the fp32 values (ZeRO), or None.
+        lowered: whether the parameter was cast to 16 bits. If it was frozen then, it gets fp32 values once trained.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, holders: int, full: Tensor | None = None) -> None:
-        self.name, self.parameter, self.holders = name, parameter, holders
+    def __init__(
+        self, name: str, parameter: nn.Parameter, holders: int, full: Tensor | None = None, lowered: bool = False
+    ) -> None:
+        self.name, self.parameter, self.holders, self.lowered = name, parameter, holders, lowered
         self.owner: int | None = None
         self.plain = full is None and not isinstance(parameter, DTensor)
-        self.master = parameter
-        if full is not None:  # gradients are accumulated in the precision of the values, not of the parameter
-            parameter.grad_dtype = full.dtype
+        self.master: nn.Parameter = parameter
+        if lowered:  # gradients are accumulated in the precision of the values, also of what is unfrozen later
+            parameter.grad_dtype = torch.float32
         if not self.plain:
             value = local(parameter.detach()) if full is None else slice_like(full, parameter)
             self.master = nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+    @property
+    def lacks_values(self) -> bool:
+        """Whether there are no fp32 values here, since the parameter was frozen when it was cast."""
+        return self.lowered and self.master.dtype is self.parameter.dtype
+
+    def complete(self) -> None:
+        """Get fp32 values from the parameter: it was frozen, so it has computed with these alone."""
+        self.master, self.plain = nn.Parameter(local(self.parameter.detach()).float()), False
 
     def leave(self) -> None:
         """Drop the fp32 values, which the owner alone has."""
@@ -181,7 +193,7 @@ class Precision:
                 continue
             tensor.data = (data := tensor.data).to(self.dtype)
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                full[tensor] = data.float() if data.dtype is self.dtype else data
+                full[tensor] = data.float()
                 tensor.grad = None
         return full
 
@@ -196,8 +208,8 @@ class Precision:
         return batch.map(lowered)
 
     def lowered(self, model: nn.Module) -> set[Tensor]:
-        """The parameters and buffers that have this type where the architecture is constructed in it, as by
-        `from_pretrained(dtype=...)`; where it cannot be, parameters, and buffers beside them (of batch norms)."""
+        """The parameters and buffers that have this type if the architecture is constructed in it, as by
+        `from_pretrained(dtype=...)`; for other modules all of floating point, as by `model.bfloat16()`."""
         if not self.lowers:
             return set()
         in_fp32 = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -206,11 +218,10 @@ class Precision:
         dtypes = self._constructed(model)
         tensors: set[Tensor] = set()
         for path, module in model.named_modules():
-            parameters = dict(module.named_parameters(recurse=False))
-            for key, tensor in (*parameters.items(), *module.named_buffers(recurse=False)):
+            for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 name = f"{path}.{key}" if path else key
-                is_low = dtypes[name] is self.dtype if name in dtypes else bool(parameters)
-                if is_low and tensor.dtype in (torch.float32, self.dtype) and not pattern.search(name):
+                is_low = dtypes[name] is self.dtype if name in dtypes else tensor.is_floating_point()
+                if is_low and not pattern.search(name):
                     tensors.add(tensor)
         return tensors
 

@@ -86,6 +86,17 @@ class PipelineModel(nn.Module):
         self.checkpoint_io: Any = None  # that of the plugin, which knows of saves in the background
         guard(self)
 
+    @property
+    def training(self) -> bool:
+        """The model's mode, which is train() or eval() as the model was boosted, until one of the two is called."""
+        module = self._modules.get("module")
+        return module is None or module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if (module := self.__dict__.get("_modules", {}).get("module")) is not None:
+            module.training = mode
+
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
         """The model that was boosted, a PeftModel too: ColossalAI would give its base, without the adapters' names."""
         module: nn.Module = self.module

@@ -23,6 +23,7 @@ from pipeshard.engine.grad_sync import bundled
 from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.outputs import BACKWARD
 from pipeshard.engine.stage import NaNCheck
+from pipeshard.engine.step_guard import GUARD
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 
 
@@ -55,8 +56,9 @@ class PipelineOptimizer(Optimizer):
         self.names: dict[Tensor, str] = {}
         self.weights: dict[str, MasterWeight] = {}
         self._narrow()
-        self._steps = False
-        optim.register_step_pre_hook(self._refuse_alone)
+        self.is_stepping = False  # inside of the inner optimizer's step
+        optim.register_step_pre_hook(lambda *_: self.refuse_alone(type(optim).__name__))
+        GUARD.boosted(self)
         optim.add_param_group, optim.zero_grad = self.add_param_group, self.zero_grad  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
@@ -82,6 +84,14 @@ class PipelineOptimizer(Optimizer):
     def parameters(self) -> list[Tensor]:
         """What this rank updates."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by an enabled torch.amp.GradScaler, before it looks for gradients that it has scaled itself."""
+        raise UsageError(
+            "GradScaler.step(optimizer) got a boosted optimizer, whose gradients it has not scaled: leave GradScaler "
+            "out and call optimizer.step(). precision='fp16' scales the loss, and skips a step that overflows"
+        )
 
     def unwrap(self) -> Optimizer:
         return self.optim
@@ -124,6 +134,8 @@ class PipelineOptimizer(Optimizer):
         for weight in added.values():
             if not self._updates(weight):
                 weight.leave()
+            elif weight.lacks_values and weight.parameter.requires_grad:
+                weight.complete()
         for group in self.optim.param_groups:
             kept = [p for p in group["params"] if p in self.names or p in updated]
             group["params"] = [updated[p].master if p in updated else p for p in kept]
@@ -136,6 +148,29 @@ class PipelineOptimizer(Optimizer):
                     for key, value in state.items()
                 }
         self.names |= {weight.master: weight.name for weight in updated.values()}
+
+    def _complete(self) -> None:
+        """Give fp32 values to what was frozen when it was cast to 16 bits, and is trained now."""
+        self.complete(w for w in self.weights.values() if w.lacks_values and w.parameter.requires_grad)
+
+    def complete(self, weights: Iterable[MasterWeight]) -> None:
+        """Update fp32 values of these, if it is this rank that updates them."""
+        became: dict[Tensor, nn.Parameter] = {}
+        for weight in weights:
+            if weight.lacks_values and self._updates(weight):
+                before: Tensor = weight.master
+                weight.complete()
+                became[before] = weight.master
+                self.names[weight.master] = self.names.pop(before)
+        for group in self.optim.param_groups if became else ():
+            group["params"] = [became.get(parameter, parameter) for parameter in group["params"]]
+        for before, master in became.items():
+            if before in self.optim.state:
+                state = self.optim.state.pop(before)
+                self.optim.state[master] = {
+                    key: value.float() if _shape(value) == master.shape and value.dtype is before.dtype else value
+                    for key, value in state.items()
+                }
 
     def _fresh(self) -> dict[Tensor, str]:
         """The names of the parameters that users have put into the groups since they were narrowed."""
@@ -166,16 +201,24 @@ class PipelineOptimizer(Optimizer):
         """Whether the ranks do something together in a step."""
         return self.gradients.max_norm > 0 or self.gradients.scaling is not None or self.zero
 
-    def _refuse_alone(self, *_: Any) -> None:
-        if not self._steps and (self._meets or any(not weight.plain for weight in self.weights.values())):
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is written to this rank's parameters by anyone is all that there is to write."""
+        return not self.zero and all(weight.plain for weight in self.weights.values())
+
+    def refuse_alone(self, kind: str) -> None:
+        """Raise UsageError before a step of the inner optimizer, or of one in it, of class `kind`, that `step` of this
+        object has not called."""
+        if not self.is_stepping and (self._meets or not self.is_plain):
             raise UsageError(
-                f"this {type(self.optim).__name__} was boosted, and does not clip, unscale or share what it updates by "
-                "itself: call the step of the optimizer that booster.boost(...) returned"
+                f"this {kind} was boosted, and does not clip, unscale or share what it updates by itself: call the "
+                "step of the optimizer that booster.boost(...) returned"
             )
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         with together_in("optimizer.step") if self._meets else calling("optimizer.step"):
             self._narrow()
+            self._complete()
             if closure is None:
                 return self._step(*args, **kwargs) if self._ready() else None
             if self.gradients.scaling is not None:
@@ -201,11 +244,11 @@ class PipelineOptimizer(Optimizer):
         return ready
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        self._steps = True
+        self.is_stepping = True
         try:
             result = self.optim.step(*args, **kwargs)
         finally:
-            self._steps = False
+            self.is_stepping = False
         for weight in self.weights.values():
             weight.take_value()
         if self.finite is not None:

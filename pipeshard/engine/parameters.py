@@ -43,7 +43,8 @@ class HeldParameters:
         self._share_values()
         lowered, dtype = precision.lowered(model), precision.dtype if precision.lowers else None
         self.kept = {name for name, p in model.named_parameters() if p not in lowered} if precision.lowers else set()
-        full = precision.lower(lowered - self._in_units() if fsdp else lowered)
+        cast = lowered - self._in_units() if fsdp else lowered
+        full = precision.lower(cast)
         self.partial = slice_parameters(model, before, self.units, grid.mesh.along(TP), plan) if plan else set()
         self.sharded = self._sharded(dtype) if fsdp and grid.dp_size > 1 else None
         now = dict(model.named_parameters())
@@ -53,7 +54,8 @@ class HeldParameters:
                 parameter.pipeshard_dtype = dtype  # type: ignore[attr-defined]  # that of its computations, for traces
         self._refuse_hooks(before)
         self.weights = {
-            name: MasterWeight(name, p, self._holders(name), full.get(before[name])) for name, p in self.held.items()
+            name: MasterWeight(name, p, self._holders(name), full.get(before[name]), before[name] in cast)
+            for name, p in self.held.items()
         }
         tp_sharded = [parameter for parameter in self.held.values() if grid.divides(parameter, TP)]
         self.sync = GradientSync(self._buckets(self._summed_along), tp_sharded, self.sharded)

@@ -1,0 +1,148 @@
+"""Step guard: refuses an optimizer that steps on parameters of a boosted model without having been boosted with it.
+
+Such an optimizer would neither clip by the norm of the whole model, nor remove the loss scale, nor update fp32 values,
+and it would find no gradients at all where the model was boosted without an optimizer. torch calls one global hook
+before the step of any optimizer; it is installed while a boosted model is alive.
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from pipeshard.engine.clipping import ModelGradients
+from pipeshard.errors import UsageError
+
+DEPTH = 4  # of lists, dicts and optimizers, in which one optimizer may keep another
+
+
+class Boosted(Protocol):
+    """What the guard asks of a boosted optimizer."""
+
+    optim: Optimizer
+    gradients: ModelGradients
+    names: dict[Tensor, str]
+    is_stepping: bool
+
+    @property
+    def is_plain(self) -> bool: ...
+
+    def refuse_alone(self, kind: str) -> None: ...
+
+
+class StepGuard:
+    """Knows the boosted models of this process, and the optimizers that were boosted with each."""
+
+    def __init__(self) -> None:
+        self._models: weakref.WeakSet[ModelGradients] = weakref.WeakSet()
+        self._boosted: weakref.WeakSet[Boosted] = weakref.WeakSet()
+        self._unrelated: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+        self._handle: RemovableHandle | None = None
+
+    def watch(self, gradients: ModelGradients) -> None:
+        """From now on, an optimizer that steps on parameters of this model has to be boosted."""
+        self._models.add(gradients)
+        self._unrelated.clear()
+        weakref.finalize(gradients, self._model_ended).atexit = False
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(self.check)
+
+    def boosted(self, optimizer: Boosted) -> None:
+        """Its inner optimizer is one of its model's from now on."""
+        self._boosted.add(optimizer)
+        self._unrelated.clear()
+
+    def check(self, optimizer: Optimizer, *_: Any) -> None:
+        """Raise UsageError before a step of an optimizer that would go past a boosted one."""
+        boosted = list(self._boosted)
+        if any(optimizer is other.optim for other in boosted):
+            return  # it has a hook of its own
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        identities = [id(parameter) for parameter in parameters]
+        if self._unrelated.get(optimizer) == identities:
+            return
+        related = False
+        for gradients in list(self._models):
+            of_model = [other for other in boosted if other.gradients is gradients]
+            named = _named(parameters, gradients, of_model)
+            if named:
+                related = True
+                _check_related(optimizer, named, gradients, of_model)
+        if not related:
+            self._unrelated[optimizer] = identities
+
+    def _model_ended(self) -> None:
+        if not self._models and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+GUARD = StepGuard()
+
+
+def _named(parameters: list[Tensor], gradients: ModelGradients, boosted: list[Boosted]) -> Mapping[Tensor, str]:
+    """Those of these parameters that are the model's, or stand for one of them, with their names."""
+    named: dict[Tensor, str] = {}
+    for parameter in parameters:
+        names = (gradients.names, *(optimizer.names for optimizer in boosted))
+        name = next((of_model[parameter] for of_model in names if parameter in of_model), None)
+        if name is not None:
+            named[parameter] = name
+    return named
+
+
+def _check_related(
+    optimizer: Optimizer, named: Mapping[Tensor, str], gradients: ModelGradients, boosted: list[Boosted]
+) -> None:
+    """Raise UsageError unless a boosted optimizer is what steps, or contains this one, or is contained in it."""
+    kind = type(optimizer).__name__
+    if stepping := next((other for other in boosted if other.is_stepping), None):
+        for parameter, name in named.items():
+            weight = gradients.weights.get(name)
+            if weight is not None and not weight.plain and parameter is not weight.master:
+                raise UsageError(
+                    f"the step of {type(stepping.optim).__name__} calls that of a {kind} with parameter groups of its "
+                    f"own, which has {name} in place of the values that boost gave the outer optimizer: let both have "
+                    "the same param_groups (self.param_groups = self.base_optimizer.param_groups)"
+                )
+        return
+    for other in boosted:
+        if _contains(other.optim, optimizer):
+            other.refuse_alone(kind)
+            return
+        if _contains(optimizer, other):
+            if other.is_plain:
+                return
+            raise UsageError(
+                f"this {kind} wraps an optimizer that was boosted, and writes to parameters beside it, which does not "
+                "reach what the precision, FSDP or ZeRO keep of them: pass the whole "
+                f"{kind} to boost instead, and call the step of the optimizer that is returned"
+            )
+    name = next(iter(named.values()))
+    raise UsageError(
+        f"this {kind} was not boosted, but its step would update {name} and {len(named) - 1} other parameters of a "
+        "boosted model, without max_norm, the loss scale and fp32 values: pass the optimizer to "
+        "pipeshard.initialize(model, optimizer, ...) or booster.boost(model, optimizer), or boost it afterwards, "
+        "model, optimizer, *_ = engine.boost(model, optimizer), and call step() on the optimizer that is returned"
+    )
+
+
+def _contains(outer: Optimizer, wanted: object) -> bool:
+    """Whether an optimizer keeps `wanted` in an attribute, or in lists and dicts there."""
+    return any(other is wanted for other in _optimizers(vars(outer), DEPTH))
+
+
+def _optimizers(value: Any, depth: int) -> Iterator[Optimizer]:
+    if depth == 0:
+        return
+    entries = value.values() if isinstance(value, Mapping) else value
+    for entry in list(entries):
+        if isinstance(entry, Optimizer):
+            yield entry
+            yield from _optimizers(vars(entry), depth - 1)
+        elif isinstance(entry, Mapping | list | tuple):
+            yield from _optimizers(entry, depth - 1)

@@ -1,0 +1,298 @@
+"""The user's training loop: what it may do around a boosted model, and what is refused before a parameter changes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pipeshard
+from pipeshard.config import PipelineConfig
+from pipeshard.engine.step_guard import GUARD
+from pipeshard.entry import Engine
+from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.split.materialize import is_released
+from tests.hunt.nets import Net, data
+from tests.pool import Pool
+
+
+def boost(model: nn.Module, optimizer: Any = None, **options: Any) -> Engine:
+    arguments = {"pp_size": dist.get_world_size(), "num_microbatches": 2, "dry_run_input": data(0), "verify": False}
+    return pipeshard.initialize(model, optimizer, **arguments | options)
+
+
+def seeded(kind: type[nn.Module] = Net) -> Any:
+    torch.manual_seed(0)
+    return kind()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters() if not is_released(parameter)]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+class Ahead(torch.optim.Optimizer):
+    """Contains another optimizer, with the same groups, as SAM and Lookahead do."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+        self.param_groups = base.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+def foreign_steps() -> None:
+    """Optimizers that step on a boosted model: those of nobody are refused, and nothing has changed."""
+    model = seeded()
+    early, passed = sgd(model.parameters()), sgd(model.parameters())
+    engine = boost(model, passed, max_norm=0.01)
+    before = values(model)
+    engine.execute_pipeline(iter([data(1)]))
+    for foreign in (early, sgd(engine.model.parameters()), sgd(passed.param_groups[0]["params"])):
+        with pytest.raises(
+            UsageError, match=r"SGD was not boosted, but its step would update .* pass the optimizer to"
+        ):
+            foreign.step()
+    with pytest.raises(UsageError, match="SGD was boosted, and does not clip"):
+        passed.step()
+    assert all(map(torch.equal, before, values(model)))
+    engine.optimizer.step()
+    assert not all(map(torch.equal, before, values(model)))
+
+
+def boosted_later() -> None:
+    """A model boosted without an optimizer, and the remedy that the error names."""
+    model, unsplit = seeded(), seeded()
+    engine = boost(model)
+    engine.execute_pipeline(iter([data(1)]))
+    optimizer = sgd(engine.model.parameters())
+    with pytest.raises(UsageError, match=r"engine\.boost"):
+        optimizer.step()
+    engine.boost(engine.model, optimizer)
+    theirs = sgd(unsplit.parameters())
+    for seed in range(2):
+        loss = engine.execute_pipeline(iter([data(seed)]))["loss"]
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        theirs.zero_grad()
+        (expected := unsplit(**data(seed))["loss"]).backward()
+        theirs.step()
+        torch.testing.assert_close(loss.as_subclass(Tensor), expected.detach())
+    with pytest.raises(UsageError, match="StepLR without the SGD"):
+        pipeshard.initialize(seeded(), None, lr_scheduler=torch.optim.lr_scheduler.StepLR(theirs, 1), pp_size=1)
+
+
+def unconcerned() -> None:
+    """Another model's optimizer steps as ever, and so does one around or inside of a boosted optimizer."""
+    model, other = seeded(), nn.Linear(2, 2)
+    outer = Ahead(sgd(model.parameters()))
+    engine = boost(model, outer, max_norm=1.0)
+    before = values(model)
+    free = sgd(other.parameters())
+    for wrapped in (engine.optimizer, Ahead(engine.optimizer)):
+        engine.execute_pipeline(iter([data(1)]))
+        other(torch.ones(2)).sum().backward()
+        free.step()
+        wrapped.step()
+        engine.optimizer.zero_grad()
+    assert not any(map(torch.equal, before, values(model)))
+    with pytest.raises(UsageError, match="SGD was boosted"):
+        outer.base.step()
+
+
+def test_an_optimizer_that_was_not_boosted_is_refused_in_its_first_step(pool: Pool) -> None:
+    """One made after boost ignored max_norm and the loss scale without an error; one beside a model that was boosted
+    without an optimizer trained nothing at all."""
+    for function in (foreign_steps, boosted_later, unconcerned):
+        for world in (1, 2):
+            pool.run(function, world, timeout=120)
+
+
+def test_without_a_boosted_model_no_optimizer_is_watched() -> None:
+    """The hook is global, so it has to be gone when nothing needs it."""
+    import gc
+
+    gc.collect()
+    assert GUARD._handle is None
+
+
+def unfreezes(precision: str, options: dict[str, Any], adds: bool) -> list[str]:
+    """Steps of a model, part of which is unfrozen after boost, with fp32 values that small updates add up in."""
+    model = seeded()
+    model.layers.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad] if adds else model.parameters()
+    engine = boost(model, torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0), precision=precision, **options)
+    model = engine.model.unwrap()
+    for step in range(20):
+        if step == 2:
+            model.layers.requires_grad_(True)
+            if adds:
+                engine.optimizer.add_param_group({"params": list(model.layers.parameters())})
+        if step == 15:
+            model.layers[0].requires_grad_(False)
+        engine.execute_pipeline(iter([data(step % 2)]))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    wrong = []
+    for name, weight in engine.optimizer.weights.items():
+        owned = weight.owner in (None, engine.optimizer.grid.replica)
+        if owned and weight.master.dtype is not torch.float32:
+            wrong.append(f"{name} has {weight.master.dtype}")
+        if owned and "layers" in name:
+            moved = (weight.master.detach() - weight.parameter.detach().float()).abs().max()
+            wrong += [] if 0 < moved < 1e-2 else [f"{name} has no values of its own: {moved}"]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("precision", "world", "options"),
+    [("bf16", 1, {}), ("bf16", 2, {}), ("fp16", 2, {}), ("bf16", 2, {"pp_size": 1, "dp_size": 2, "zero_stage": 1})],
+)
+def test_what_is_unfrozen_after_boost_is_updated_in_fp32(
+    pool: Pool, precision: str, world: int, options: dict[str, Any]
+) -> None:
+    """It was updated in 16 bits, where small updates round to nothing (bf16), or gave inf (fp16)."""
+    for adds in (False, True):
+        assert pool.run(unfreezes, world, precision, options, adds, timeout=120) == [[]] * world
+
+
+def modes() -> None:
+    """The mode that a model had at boost is still its own, and what it says of itself is true."""
+    model = seeded().eval()
+    engine = boost(model)
+    assert not engine.model.training and not model.training
+    engine.model.train()
+    assert engine.model.training and model.training and model.layers[0].training
+    model.eval()
+    assert not engine.model.training
+    assert engine[0] is engine.model and len(engine) == 5 and engine[1:3] == (None, None)
+
+
+def frozen() -> None:
+    """Everything frozen after boost is nothing to train."""
+    model = seeded()
+    engine = boost(model, sgd(model.parameters()))
+    engine.model.requires_grad_(False)
+    with pytest.raises(UsageError, match=r"every parameter was frozen .* after the model was boosted"):
+        engine.execute_pipeline(iter([data(0)]))
+    with torch.no_grad():
+        engine.execute_pipeline(iter([data(0)]))
+    model.head.requires_grad_(True)
+    engine.execute_pipeline(iter([data(0)]))
+
+
+def without_labels() -> None:
+    """A whole batch without labels has the loss of the unsplit model, nan, and one microbatch of these counts 0."""
+    model, unsplit = seeded(), seeded()
+    engine = boost(model, sgd(model.parameters()))
+    batches = [data(0), data(1)]
+    batches[0]["labels"][:] = -100
+    batches[1]["labels"][: len(batches[1]["labels"]) // 2] = -100
+    for batch in batches:
+        loss = engine.execute_pipeline(iter([copy.deepcopy(batch)]))["loss"].as_subclass(Tensor)
+        expected = unsplit(**batch)["loss"]
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach(), equal_nan=True)
+        for ours, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
+            if not is_released(ours):
+                torch.testing.assert_close(ours.grad, theirs.grad, equal_nan=True)
+
+
+def scaler() -> None:
+    """An enabled GradScaler around a boosted optimizer."""
+    model = seeded()
+    engine = boost(model, sgd(model.parameters()))
+    engine.execute_pipeline(iter([data(0)]))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(UsageError, match="leave GradScaler out"):
+        scaler.step(engine.optimizer)
+    torch.amp.GradScaler("cpu", enabled=False).step(engine.optimizer)
+
+
+def test_modes_frozen_models_labels_and_scalers(pool: Pool) -> None:
+    """`training` was True for a model in eval mode, a frozen model trained on, and a batch without labels gave 0."""
+    for function in (modes, frozen, without_labels, scaler):
+        pool.run(function, 2, timeout=120)
+
+
+def other_seeds(partly: bool) -> str:
+    torch.manual_seed(dist.get_rank())
+    model = Net()
+    if partly:
+        model.load_state_dict(seeded().state_dict())
+        if dist.get_rank():
+            model.layers.to("meta")
+    try:
+        boost(model)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_weights_are_refused(pool: Pool) -> None:
+    """Each stage kept its part of another model, if ranks were seeded differently."""
+    for error in pool.run(other_seeds, 2, False, timeout=120):
+        assert "has other values on" in error and "torch.manual_seed(0)" in error
+
+
+class Positions(nn.Module):
+    """Has buffers alone, as in tutorials of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("at", torch.randn(64, 1))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("turns", torch.polar(torch.ones(2), torch.ones(2)))
+        self.register_buffer("fine", torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.at[: x.shape[1]] * self.fine
+
+
+class Placed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+        self.embed_of, self.embed = self.embed, nn.Sequential(self.embed, self.positions)
+
+
+def lowered(precision: str) -> list[str]:
+    """The dtypes of a model's buffers, and its loss, which unsplit is that of `model.bfloat16()`."""
+    model, dtype = seeded(Placed), {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    unsplit = copy.deepcopy(model)
+    unsplit._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    engine = boost(model, sgd(model.parameters()), precision=precision)
+    loss = float(engine.execute_pipeline(iter([data(0)]))["loss"])
+    expected = float(unsplit(**data(0))["loss"])
+    found = [] if abs(loss - expected) < 0.02 * expected else [f"loss {loss}, not {expected}"]
+    theirs = dict(unsplit.named_buffers())
+    return found + [f"{n} is {b.dtype}" for n, b in model.named_buffers() if b.dtype is not theirs[n].dtype]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_buffers_of_modules_without_parameters_are_cast(pool: Pool, precision: str) -> None:
+    """They stayed in fp32, so the next layer failed with "mat1 and mat2 must have the same dtype"."""
+    for world in (1, 2):
+        assert pool.run(lowered, world, precision, timeout=120) == [[]] * world
+
+
+@pytest.mark.parametrize("value", ["1.0", float("nan"), -1.0, True])
+def test_a_max_norm_that_clips_by_nothing_is_refused(value: Any) -> None:
+    """-1.0 and nan turned clipping off without an error, and "1.0" failed in the first step."""
+    with pytest.raises(ConfigurationError, match=f"max_norm must be a non-negative number.*got {value!r}"):
+        PipelineConfig(pp_size=1, max_norm=value)
+
+
+def test_a_max_norm_of_none_does_not_clip_and_an_infinite_one_measures() -> None:
+    assert PipelineConfig(pp_size=1, max_norm=None).max_norm == 0.0
+    assert PipelineConfig(pp_size=1, max_norm=float("inf")).max_norm == float("inf")
