@@ -182,6 +182,8 @@ class Loop(Trainer):
         assert self._stages is not None
         if self._objective is not None:
             self._objective.num_items = num_items_in_batch
+            if not self._held:
+                self._objective.begin()
         self._held += (self._given(inputs, num_items_in_batch),)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -190,10 +192,10 @@ class Loop(Trainer):
             self.optimizer.train()
         window, self._held = self._held, ()
         weight = self._weight(num_items_in_batch)
-        note = self._objective.note if self._objective is not None and self._overrides_loss else False
-        loss = self._stages.step(window, self._objective, weight, note)
-        if note and self._objective is not None:
-            self._objective.share(self._stages.boosted.pipeline)
+        if self._objective is None:
+            return self._stages.step(window, None, weight).to(self.args.device)
+        with self._objective.stepping(self._stages.boosted.pipeline):
+            loss = self._stages.step(window, self._objective, weight, self._objective.note)
         return loss.to(self.args.device)
 
     def _given(self, inputs: Any, num_items: Any, is_sample: bool = False) -> dict[str, Any]:
