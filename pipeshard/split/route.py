@@ -190,9 +190,9 @@ class Step:
 @dataclass(frozen=True)
 class Route:
     """One stage's way through one Dataflow: a step per unit call, after which one the stage is done, the leaves of the
-    batch whose values it needs (or the `whole` batch), and what its glue keeps for the next forward without having what that is made of.
-    `proven` are the numbers of held steps that were seen to leave what they should, -1 for the forward as a whole, and
-    `passing` the places that the glue which this stage does not run any more puts back."""
+    batch whose values it needs (or the `whole` batch), and what its glue keeps for the next forward without having what
+    that is made of. `proven` are the numbers of held steps that were seen to leave what they should, -1 for the forward
+    as a whole, and `passing` the places that the glue which this stage does not run any more puts back."""
 
     stage: int
     steps: tuple[Step, ...]

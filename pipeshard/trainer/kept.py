@@ -61,7 +61,7 @@ class Kept(Snapshot):
 
     def __init__(self, trainer: Any, copies: bool = False) -> None:
         self.trainer, self.copies = trainer, copies
-        self.roots = {"trainer": trainer} | {kind.__qualname__: kind for kind in _own_classes(type(trainer))}
+        self.roots = _roots(trainer)
         self.marks: list[Any] = []  # of each tensor
         self.arrays: list[tuple[Path, np.ndarray[Any, Any], int]] = []  # large ones
         self.files: list[tuple[Path, Any, int]] = []
@@ -138,9 +138,7 @@ class Kept(Snapshot):
         """What has changed, as plain data for `learn`; raises UsageError for what cannot be sent."""
         if not (changes := list(self.changes())):
             return []
-        tensors = {id(tensor): path for path, _, _, tensor, _ in self.tensors}
-        writer = Writer({**self.paths, **self._apart, **tensors}, self.roots)
-        said: list[Any] = []
+        writer, said = self._writer(), list[Any]()
         for change in changes:
             where = _named(change.path)
             if change.before is change.now:
@@ -155,11 +153,22 @@ class Kept(Snapshot):
                 said.append(("put", writer.place(change.path, where), value))
         return said
 
+    def written(self, value: Any) -> Any:
+        """What compute_loss returns, as plain data for `read`."""
+        return self._writer().of(value, "what it returns")
+
+    def _writer(self) -> "Writer":
+        tensors = {id(tensor): path for path, _, _, tensor, _ in self.tensors}
+        return Writer({**self.paths, **self._apart, **tensors}, self.roots)
+
+    @staticmethod
+    def read(trainer: Any, said: Any, device: torch.device) -> Any:
+        return Reader(_roots(trainer), device).of(said)
+
     @staticmethod
     def learn(trainer: Any, said: list[Any], device: torch.device) -> None:
         """Change what this rank keeps as another rank has told it."""
-        roots = {"trainer": trainer} | {kind.__qualname__: kind for kind in _own_classes(type(trainer))}
-        reader = Reader(roots, device)
+        reader = Reader(_roots(trainer), device)
         found = [reader.holder(how, path) for how, path, _ in said]  # as it is before anything is changed
         values = [
             [reader.of(entry) for entry in content] if how == "content" else reader.of(content)
@@ -223,25 +232,24 @@ class Writer:
             return ("name", _name_of(value, where))
         if isinstance(value, tuple | frozenset):
             return ("fixed", _name_of(kind, where), [self.of(entry, where) for entry in value])
-        attributes = [(name, self.of(entry, f"{where}.{name}")) for name, entry in self._attributes(value)]
         if isinstance(value, deque):
             return ("deque", value.maxlen, [self.of(entry, where) for entry in value])
-        if isinstance(value, list | set | bytearray):
-            return ("list", _name_of(kind, where), [self.of(entry, where) for entry in value], attributes)
+        if isinstance(value, list | set | bytearray):  # in the order in which they are read, which numbers them
+            entries = [self.of(entry, where) for entry in value]
+            return ("list", _name_of(kind, where), entries, self._attributes(value, where))
         if isinstance(value, dict):
             pairs = [(self.of(key, where), self.of(entry, f"{where}[{key!r}]")) for key, entry in value.items()]
             factory = self.of(getattr(value, "default_factory", None), where)
-            return ("dict", _name_of(kind, where), pairs, attributes, factory)
+            return ("dict", _name_of(kind, where), pairs, factory, self._attributes(value, where))
         if (is_object(value) or isinstance(value, nn.Module)) and not _is_apart(value) and hasattr(value, "__dict__"):
-            return ("object", _name_of(kind, where), attributes)
+            return ("object", _name_of(kind, where), self._attributes(value, where))
         raise _not_sent(where, value)
 
-    def _attributes(self, value: Any) -> list[tuple[str, Any]]:
-        if isinstance(value, nn.Module):
-            return list(vars(value).items())
-        if type(value) in (list, set, dict, deque, bytearray, OrderedDict, Counter, defaultdict):
+    def _attributes(self, value: Any, where: str) -> list[tuple[str, Any]]:
+        if type(value) in (list, set, dict, bytearray, OrderedDict, Counter, defaultdict):
             return []
-        return list(content_of(value, "attr").items())
+        held = vars(value) if isinstance(value, nn.Module) else content_of(value, "attr")
+        return [(name, self.of(entry, f"{where}.{name}")) for name, entry in held.items()]
 
 
 class Reader:
@@ -315,14 +323,13 @@ class Reader:
             (made.add if isinstance(made, MutableSet) else made.append)(self.of(entry))
         return self._with(made, attributes)
 
-    def _dict(self, number: int, kind: Any, pairs: Any, attributes: Any, factory: Any) -> Any:
+    def _dict(self, number: int, kind: Any, pairs: Any, factory: Any, attributes: Any) -> Any:
         made = self.made[number] = self._empty(_found(kind))
         for key, entry in pairs:
             (OrderedDict if isinstance(made, OrderedDict) else dict).__setitem__(made, self.of(key), self.of(entry))
+        default = self.of(factory)
         if isinstance(made, defaultdict):
-            made.default_factory = self.of(factory)
-        else:
-            self.of(factory)
+            made.default_factory = default
         return self._with(made, attributes)
 
     def _object(self, number: int, kind: Any, attributes: Any) -> Any:
@@ -340,9 +347,11 @@ class Reader:
         return base.__new__(kind)
 
 
-def _own_classes(kind: type) -> list[type]:
-    """The classes of a Trainer that are the script's own."""
-    return [base for base in kind.__mro__ if _is_own(base.__module__)]
+def _roots(trainer: Any) -> dict[str, Any]:
+    """A Trainer, and those of its classes that are the script's own."""
+    return {"trainer": trainer} | {
+        kind.__qualname__: kind for kind in type(trainer).__mro__ if _is_own(kind.__module__)
+    }
 
 
 @cache

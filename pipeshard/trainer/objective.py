@@ -12,7 +12,7 @@ and put beside the batch, where TRL has them too if they are precomputed.
 import copy
 import inspect
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -113,8 +113,8 @@ class Objective:
     def in_step(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         """The same in a step, on the last stage, with all else that compute_loss does.
 
-        It draws the random numbers that it would draw in one process. What it refuses is raised at the step's end, on every
-        rank.
+        It draws the random numbers that it would draw in one process. What it refuses is raised at the step's end, on
+        every rank.
         """
         if not self._is_stepping:
             return self(outputs, inputs)
@@ -196,6 +196,38 @@ class Objective:
             yield
         finally:
             kept.restore()
+
+
+def evaluated_together(
+    trainer: ComputesLoss, pipeline: Pipeline, compute_loss: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """What compute_loss returns, on every rank: where one lacks parameters that it reads, what the last stage has made
+    and kept. Raises UsageError, on every rank, where the last stage cannot either."""
+    world, failure, result = pipeline.grid.world, None, None
+    is_last, kept = dist.get_rank() == pipeline.last_rank, Kept(trainer)
+    try:
+        result = compute_loss(*args, **kwargs)
+    except UsageError as error:
+        failure = error
+    if not bool(gather(torch.tensor(int(failure is not None)), world).any()):
+        return result
+    said: Any = None
+    if is_last and failure is None:
+        try:
+            said = kept.told(), kept.written(result)
+        except UsageError as error:
+            failure = error
+    reason = next(filter(None, gather_objects(str(failure) if is_last and failure else None, world)), None)
+    if reason is not None:
+        raise UsageError(
+            f"compute_loss cannot be evaluated: {reason}. If it reads parameters that no stage holds all of, let it do "
+            "so in training alone (if model.training)"
+        ) from failure
+    said = share_value(said, pipeline.last_rank, pipeline.group)
+    if is_last:
+        return result
+    Kept.learn(trainer, said[0], pipeline.device)
+    return Kept.read(trainer, said[1], pipeline.device)
 
 
 class Asking(StandIn):

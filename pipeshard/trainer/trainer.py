@@ -9,7 +9,11 @@ So what the user's class overrides is called as ever, and what it asks of `super
 its callbacks, logs, schedules and files stay Trainer's own. An accumulation window is one step of the pipeline.
 """
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +37,7 @@ from pipeshard.trainer.checkpoint import (
     save_state,
     save_weights,
 )
-from pipeshard.trainer.objective import ITEMS, Objective, Preferences
+from pipeshard.trainer.objective import ITEMS, Objective, Preferences, evaluated_together
 from pipeshard.trainer.refusals import cut, refuse, refuse_class
 from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages
 
@@ -97,7 +101,8 @@ class Loop(Trainer):
 
     @property
     def _overrides_loss(self) -> bool:
-        return getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss
+        own = getattr(self.compute_loss, "__wrapped__", self.compute_loss)
+        return getattr(own, "__func__", None) is not Trainer.compute_loss
 
     def _boosted(self, model: nn.Module, objective: Objective | None) -> Stages:
         config, args = self.pipeline.config, self.args
@@ -229,8 +234,33 @@ class Loop(Trainer):
                 "get_eval_dataloader(dataset), or inside `with self.accelerator.alone():`"
             )
         self._loader = dataloader if self._loader is None else self._loader
-        with self.accelerator.alone():
+        start, is_first = time.time(), self._stages is None
+        self._own_stages()
+        if is_first:
+            self.model_preparation_time = round(time.time() - start, 4)
+        with self.accelerator.alone(), self._evaluated_together():
             return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    @contextmanager
+    def _evaluated_together(self) -> Iterator[None]:
+        """Inside, every rank calls compute_loss for itself. Where it reads parameters that some do not hold, it counts
+        what the last stage has made, which holds all that the loss reads."""
+        if self.pipeline.grid.world.size() == 1 or not self._overrides_loss:
+            yield
+            return
+        compute_loss, before = self.compute_loss, vars(self).get("compute_loss")
+
+        @wraps(compute_loss)
+        def together(*args: Any, **kwargs: Any) -> Any:
+            return evaluated_together(self, self._own_stages().boosted.pipeline, compute_loss, args, kwargs)
+
+        self.compute_loss = together  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.compute_loss
+            if before is not None:
+                self.compute_loss = before  # type: ignore[method-assign]
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         stages = self._own_stages()
