@@ -265,5 +265,4 @@ class Stages(StandIn):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
-        else:
-            self.boosted.zero_grad(set_to_none)
+        self.boosted.zero_grad(set_to_none)  # also of what no optimizer has, if a callback has unfrozen it

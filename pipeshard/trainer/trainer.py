@@ -38,7 +38,7 @@ from pipeshard.trainer.checkpoint import (
     save_weights,
 )
 from pipeshard.trainer.objective import ITEMS, Objective, Preferences, evaluated_together
-from pipeshard.trainer.refusals import cut, refuse, refuse_class
+from pipeshard.trainer.refusals import cut, refuse, refuse_class, refuse_split
 from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages
 
 # The private names of transformers.Trainer that are overridden here; none is called. Nothing else of it is taken for
@@ -105,6 +105,7 @@ class Loop(Trainer):
         return getattr(own, "__func__", None) is not Trainer.compute_loss
 
     def _boosted(self, model: nn.Module, objective: Objective | None) -> Stages:
+        refuse_split(model, type(self).__name__)
         config, args = self.pipeline.config, self.args
         changes: dict[str, Any] = {"loss_reduction": "batch", **cut(config, args.gradient_accumulation_steps)}
         if config.dry_run_input is None:
