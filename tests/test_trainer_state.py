@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from pipeshard.errors import ConfigurationError, UsageError
+from tests import zoo
 from tests.pool import Pool
 from tests.trainers import TASKS, differences, launched, logs, padded, trainer
 
@@ -71,7 +72,7 @@ class Keeping(Trainer):
         self.lists: Any = collections.defaultdict(list)
         self.meters, self.best, self.slotted = {"a": Meter()}, None, Slotted()
         self.array, self.names, self.fixed, self.mood = np.zeros(4), set[str](), (), Mood.BAD
-        self.norm, self.generator = nn.BatchNorm1d(64, affine=False), torch.Generator().manual_seed(3)
+        self.norm, self.generator = nn.BatchNorm1d(zoo.VOCABULARY, affine=False), torch.Generator().manual_seed(3)
         self.watching = Watching()
         self.add_callback(self.watching)
 
@@ -96,7 +97,7 @@ class Keeping(Trainer):
         self.array[1] += float(value)
         self.names.add(str(self.slotted.count))
         self.mood, self.fixed = Mood.GOOD, (value, Mood.GOOD, frozenset([1, 2]))
-        self.norm(logits.detach().flatten(0, 1)[:, :64])
+        self.norm(logits.detach().flatten(0, 1))
         self.watching.seen += 1
         self.state.extra = float(value)
         Keeping.counted += 1

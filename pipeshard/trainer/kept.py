@@ -48,7 +48,8 @@ NOT_KEPT = frozenset(
 )
 LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "tokenizers", "transformers")
 DATA = (DataLoader, Dataset, Sampler, PreTrainedTokenizerBase)
-LONG = 10_000  # entries: of a longer list or dict it is compared which entries it has, not what these hold
+LONG = 1000  # entries: of a longer list or dict it is compared which entries it has, not what these hold
+MANY = 64  # entries: those of a longer one are known to be written to by torch's count of writes alone
 SMALL = 1 << 20  # bytes of a tensor that is copied in order to be compared
 WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -68,7 +69,10 @@ class Kept(Snapshot):
         named = ((name, vars(trainer).get(name)) for name in NOT_KEPT)
         self._apart = {id(value): (Step("root", "trainer"), Step("attr", name)) for name, value in named}
         super().__init__(self.roots, [value for name in NOT_KEPT if (value := vars(trainer).get(name)) is not None])
-        self.marks = [_mark(tensor, copies) for *_, tensor, _ in self.tensors]
+        self.marks = [
+            _mark(tensor, copies) if copies or not hasattr(holder, "__len__") or len(holder) <= MANY else None
+            for _, holder, _, tensor, _ in self.tensors
+        ]
 
     def changes(self) -> Iterator[Change]:
         """What differs now; raises UsageError for what cannot be put back or sent."""
@@ -117,7 +121,7 @@ class Kept(Snapshot):
                 self.paths[id(value)] = path
                 content, live = content_of(value, how), live_dict(value, how)
                 self.holders.append(Holder(path, value, how, content, live, list(live.values()) if live else []))
-                if len(content) > LONG:
+                if len(content) > LONG or path[-1].key == "log_history":
                     continue
                 for key, entry in content.items() if isinstance(content, dict) else enumerate(content):
                     self._meet((*path, Step("item" if how == "list" else how, key)), value, key, entry, queue)
@@ -388,8 +392,9 @@ def _is_marked(tensor: Tensor, mark: Any) -> bool:
         return bool(_sum(tensor) == mark)
     if tensor.shape != mark.shape or tensor.dtype != mark.dtype or tensor.is_meta:
         return False
-    same = tensor.detach() == mark
-    return bool((same | ((mark != mark) & (tensor.detach() != tensor.detach()))).all())
+    if torch.equal(tensor, mark):
+        return True
+    return mark.is_floating_point() and torch.equal(tensor.nan_to_num(), mark.nan_to_num())
 
 
 def _sum(tensor: Tensor) -> int:
