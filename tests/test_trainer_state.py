@@ -129,7 +129,7 @@ def train(kind: str, folder: str, plugin: dict[str, Any] | None = None, **others
         made = trainer("causal", folder, plugin, more, **options)
         made.train()
         made.evaluate()
-        return logs(made), getattr(made, "shown", [])
+        return logs(made), [float(value) for value in getattr(made, "shown", [])]
 
 
 @pytest.mark.parametrize("kind", ["Keeping", "Noting", "Penalized"])
@@ -151,13 +151,16 @@ class Noting(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.shown: list[float] = []
+        self.shown: list[Tensor] = []
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         weights = inputs.pop("weights")
         outputs = model(**inputs, output_hidden_states=True)
-        self.shown += [float(weights.mean()), float(outputs.hidden_states[1].detach().norm())]
-        self.shown.append(float(inputs["attention_mask"].float().mean()))
+        self.shown += [
+            weights.mean(),
+            outputs.hidden_states[1].detach().norm(),
+            inputs["attention_mask"].float().mean(),
+        ]
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 

@@ -69,8 +69,8 @@ def refuse_split(model: nn.Module, name: str) -> None:
     """Raise ConfigurationError for a model that was split into stages before: this rank has a part of it only."""
     if any(isinstance(parameter, Ghost) for parameter in model.parameters()):
         raise ConfigurationError(
-            f"{name} is given a {type(model).__name__} that another Trainer, or booster.boost, has split into stages, so "
-            "that no rank has all of it: go on with that Trainer (train() may be called again), or save the model by "
+            f"{name} is given a {type(model).__name__} that another Trainer, or booster.boost, has split into stages: "
+            "no rank has all of it. Go on with that Trainer (train() may be called again), or save the model by "
             "its save_model(folder), and give this one what from_pretrained(folder) loads"
         )
 
