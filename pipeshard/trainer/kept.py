@@ -130,7 +130,7 @@ class Kept(Snapshot):
                     self._meet((*path, step), value, step.key, child, queue)
 
     def _look_at(self, path: Path, value: Any) -> None:
-        """Take notice of what has a state that is no content."""
+        """Take notice of large arrays and of open files."""
         if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes > LARGEST:
             self.arrays.append((path, value, _code(value)))
         elif isinstance(value, io.IOBase) and (at := _position(value)) >= 0:

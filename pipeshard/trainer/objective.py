@@ -12,7 +12,7 @@ and put beside the batch, where TRL has them too if they are precomputed.
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -243,7 +243,7 @@ class Answer(Asking):
     """What the pipeline has computed of a batch, as a model that is called with it, once; also with what compute_loss
     has `added` to the batch, which is made anew."""
 
-    def __init__(self, model: nn.Module, outputs: Any, inputs: Mapping[str, Any], added: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, outputs: Any, inputs: Mapping[str, Any], added: frozenset[str]) -> None:
         super().__init__(model)
         self.outputs, self.inputs, self.added, self.was_called = outputs, inputs, added, False
 

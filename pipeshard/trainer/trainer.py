@@ -10,7 +10,7 @@ its callbacks, logs, schedules and files stay Trainer's own. An accumulation win
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
@@ -249,19 +249,20 @@ class Loop(Trainer):
         if self.pipeline.grid.world.size() == 1 or not self._overrides_loss:
             yield
             return
-        compute_loss, before = self.compute_loss, vars(self).get("compute_loss")
+        before = vars(self).get("compute_loss")
+        compute_loss: Callable[..., Any] = self.compute_loss
 
         @wraps(compute_loss)
         def together(*args: Any, **kwargs: Any) -> Any:
             return evaluated_together(self, self._own_stages().boosted.pipeline, compute_loss, args, kwargs)
 
-        self.compute_loss = together  # type: ignore[method-assign]
+        vars(self)["compute_loss"] = together
         try:
             yield
         finally:
-            del self.compute_loss
+            del vars(self)["compute_loss"]
             if before is not None:
-                self.compute_loss = before  # type: ignore[method-assign]
+                vars(self)["compute_loss"] = before
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         stages = self._own_stages()
