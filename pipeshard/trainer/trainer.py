@@ -256,13 +256,13 @@ class Loop(Trainer):
         def together(*args: Any, **kwargs: Any) -> Any:
             return evaluated_together(self, self._own_stages().boosted.pipeline, compute_loss, args, kwargs)
 
-        vars(self)["compute_loss"] = together
+        self.__dict__["compute_loss"] = together
         try:
             yield
         finally:
-            del vars(self)["compute_loss"]
+            del self.__dict__["compute_loss"]
             if before is not None:
-                vars(self)["compute_loss"] = before
+                self.__dict__["compute_loss"] = before
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         stages = self._own_stages()
