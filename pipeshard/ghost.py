@@ -111,7 +111,7 @@ class Ghost(nn.Parameter):
 
 def unheld(ghost: Ghost, what: str) -> UsageError:
     advice = (
-        "Save the model by booster.save_model(model, folder, shard=True), adapters by "
+        "Save the model by booster.save_model(model, folder, shard=True), or trainer.save_model(folder), adapters by "
         "booster.save_lora_as_pretrained(model, folder), load it by booster.load_model(model, folder), get the whole "
         "of it by pipeshard.to_sequential(model); every rank has to call these"
     )

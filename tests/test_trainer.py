@@ -172,14 +172,6 @@ class Twice(Trainer):
         return model(**inputs).loss + model(**inputs).loss
 
 
-class Gathering(Trainer):
-    """Compares a batch with those of other ranks."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        loss = model(**inputs).loss
-        return loss + self.accelerator.gather(loss.detach()).mean()
-
-
 class Counting(Trainer):
     """Counts what it has seen, and knows its rank."""
 
@@ -216,7 +208,6 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
     (CheckpointError, "is not a whole checkpoint of a PipelineTrainer", {"resume": "nowhere"}, {}),
     (UsageError, "another input_ids than the batch has", {"kind": Other}, {}),
     (UsageError, "calls the model twice", {"kind": Twice}, {}),
-    (UsageError, "gathers nothing from other ranks", {"kind": Gathering}, {}),
 ]
 
 

@@ -47,6 +47,11 @@ def sum_and_count(
     return loss, count
 
 
+def in_step(criterion: Criterion | None) -> Criterion | None:
+    """What a step calls: a criterion that does more than a loss there has it as `in_step`, and is itself for trials."""
+    return getattr(criterion, "in_step", criterion)
+
+
 def takes_outputs_alone(criterion: Criterion) -> bool:
     """Whether it is a function of the model's output, not of (outputs, inputs). Raises ConfigurationError for one of
     neither."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.criterion import Criterion, sum_and_count
+from pipeshard.batch.criterion import Criterion, in_step, sum_and_count
 from pipeshard.distributed.collectives import local, local_grad
 from pipeshard.engine.outputs import Outputs
 from pipeshard.engine.weight_grad import Deferral, Gradients
@@ -294,7 +294,7 @@ class Stage:
             self.finite.backward(i)
 
     def _loss(self, output: Any, microbatch: Microbatch) -> Tensor | None:
-        loss, count = sum_and_count(output, self.criterion, microbatch.batch)
+        loss, count = sum_and_count(output, in_step(self.criterion), microbatch.batch)
         if self.train and isinstance(count, Tensor) and count.requires_grad:
             raise ConfigurationError(
                 "the criterion returned two tensors that both get a gradient, but (sum, count) is a sum and what it is "

@@ -106,8 +106,13 @@ class Policy:
         return [dict.fromkeys(holders, parameters[name]) for name, holders in self.ownership.shared().items()]
 
     def replace_forward(self) -> None:
-        """Make held units run and the others replay."""
-        for interception in intercept(self.units):
+        """Make held units run and the others replay.
+
+        What was no unit call at boost is none later: a head of which glue read the weights alone stays with the glue of
+        the stage that holds them.
+        """
+        called = {call.unit for call in self.flow.calls}
+        for interception in intercept({name: unit for name, unit in self.units.items() if name in called}):
             interception.handler = self.replay
 
     def costs(self) -> list[float]:

@@ -195,9 +195,11 @@ class Step:
 @dataclass(frozen=True)
 class Route:
     """One stage's way through one Dataflow: a step per unit call, after which one the stage is done, the leaves of the
-    batch whose values it needs, and what its glue keeps for the next forward without having what that is made of.
-    `proven` are the numbers of held steps that were seen to leave what they should, -1 for the forward as a whole, -2
-    for the zeros in it, and `passing` the places that the glue which this stage does not run any more puts back."""
+    """One stage's way through one Dataflow: a step per unit call, after which one the stage is done, the leaves of the
+    batch whose values it needs (or the `whole` batch), and what its glue keeps for the next forward without having what
+    that is made of. `proven` are the numbers of held steps that were seen to leave what they should, -1 for the forward
+    as a whole, -2 for the zeros in it, and `passing` the places that the glue which this stage does not run any more
+    puts back."""
 
     stage: int
     steps: tuple[Step, ...]
@@ -207,6 +209,7 @@ class Route:
     inputs: frozenset[str]
     flow: Dataflow
     spoiled: frozenset[str] = frozenset()
+    whole: bool = False
     proven: set[int] = field(default_factory=set, compare=False)
     passing: dict[str, Path] = field(default_factory=dict, compare=False)
     zeros: bool = False  # whether a blank in it is a 0
@@ -247,6 +250,7 @@ class Route:
             flow=flow,
             spoiled=frozenset(place.name for place in flow.carried if _is_spoiled(place, stages, stage, is_last)),
             zeros=any(isinstance(x, Blank) and x.is_zero for step in steps if not step.held for x in step.leaves),
+            whole=is_last and outputs is True,
         )
 
     def sizes(self, deltas: Sequence[int]) -> list[list[Any]]:
@@ -262,10 +266,11 @@ class Route:
         return self._sizes[deltas]
 
     def feed(self, batch: Batch, device: torch.device) -> Batch:
-        """The batch on the stage's device; of images and the like that it does not need, only the shape is there."""
+        """The batch on the stage's device; of images and the like that it does not need, only the shape is there.
+        Where all outputs are asked for, a function of the user's gets them with the batch, and may read any of it."""
 
         def place(path: str, leaf: Tensor, dim: int | None) -> Tensor:
-            if path in self.inputs or not leaf.is_floating_point():
+            if self.whole or path in self.inputs or not leaf.is_floating_point():
                 return leaf.to(device, non_blocking=True)
             return torch.full((), float("nan"), dtype=leaf.dtype, device=device).expand(leaf.shape)
 

@@ -1,34 +1,38 @@
 """Objective: the loss that a Trainer's own compute_loss makes of what the pipeline has computed, as a criterion.
 
-Before a step it is asked what it calls the model with, on every rank. In the step the last stage calls it again, with
-what the model has returned in the place of the model: muted, as the pipeline's criterion, of which nothing but the
-loss is kept, for it is also traced; and once for all else that it does (metrics), which the other ranks are told of.
+Before a step it is asked what it calls the model with, on every rank. In the step the last stage calls it, with what
+the model has returned in the place of the model: as the pipeline's criterion, and for all else that it does (metrics),
+which the other ranks are told of. Where the criterion is traced or tried, nothing but the loss is kept of it.
 
 Of the loss of TRL's DPOTrainer another run of a model, the reference, is part, but a pipeline runs one model in a step.
 So the reference's log-probabilities are computed before, by its own stages, or by the model's with the adapters off,
 and put beside the batch, where TRL has them too if they are precomputed.
 """
 
+import copy
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard.batch.batch import FOR_CRITERION
 from pipeshard.checkpoint.files import together
-from pipeshard.distributed.collectives import share_value
+from pipeshard.checkpoint.training_state import random_state, set_random_state
+from pipeshard.distributed.collectives import gather, gather_objects, share_value
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.plugin import PipelinePlugin
+from pipeshard.private import tree_leaves
+from pipeshard.trainer.kept import Kept
 from pipeshard.trainer.stand_ins import PipelineAccelerator, StandIn
 
 ITEMS = "num_items_in_batch"
-COMPARED = 8  # batches of which the loss is compared with that of a compute_loss which gathers nothing
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -55,8 +59,16 @@ class Objective:
         self._trainer = weakref.ref(trainer)  # nothing of which the loss is traced through
         self.num_items: Any = None
         self.added: frozenset[str] = frozenset()  # what compute_loss gives the model beside the batch
-        self._changed: set[str] = set()  # attributes of the trainer, in this step
-        self._compared = 0
+        self._kept: Kept | None = None  # as it is before the window
+        self._random: dict[str, Any] = {}  # the generators' states, as compute_loss leaves them
+        self._failure: UsageError | None = None
+        self._is_stepping = False  # rather than tried
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Objective":
+        """One that is tried only."""
+        made = Objective(self.trainer)
+        made.num_items, made.added = copy.deepcopy(self.num_items, memo), self.added
+        return made
 
     @property
     def trainer(self) -> ComputesLoss:
@@ -64,11 +76,25 @@ class Objective:
         assert trainer is not None
         return trainer
 
+    def begin(self) -> None:
+        """A window begins."""
+        self._random, self._failure = random_state(), None
+
+    @contextmanager
+    def stepping(self, pipeline: Pipeline) -> Iterator[None]:
+        """Around the step of a window; at its end all ranks are told of it."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+        self._share(pipeline)
+
     def called_with(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """What the model is called with, and what of the batch the loss may read beside it, under names of its own."""
         trainer = self.trainer
         try:
-            with self._muted():
+            with self._undone():
                 trainer.compute_loss(Asking(trainer.model), dict(inputs), num_items_in_batch=self.num_items)
         except Called as called:
             self.added = frozenset(called.inputs.keys() - inputs.keys())
@@ -80,34 +106,68 @@ class Objective:
         )
 
     def __call__(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-        with self._muted():
+        """The loss, and nothing else: of a trace, or a trial."""
+        with self._muted(), self._undone(Kept(self.trainer, copies=True)):
             return self._loss(outputs, inputs)
 
-    def note(self, outputs: Any, inputs: Mapping[str, Any]) -> None:
-        """What compute_loss does beside the loss, of one batch."""
-        before = _plain(vars(self.trainer))
-        loss = self._loss(outputs, inputs)
-        now = _plain(vars(self.trainer))
-        self._changed |= {name for name in now if name not in before or not _equal(now[name], before[name])}
-        if self._compared < COMPARED:
-            self._compared += 1
-            muted = self(outputs, inputs)
-            if not torch.allclose(muted, loss, rtol=1e-5, atol=1e-7, equal_nan=True):
+    def in_step(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """The same in a step, on the last stage, with all else that compute_loss does.
+
+        It draws the random numbers that it would draw in one process. What it refuses is raised at the step's end, on
+        every rank.
+        """
+        if not self._is_stepping:
+            return self(outputs, inputs)
+        before = random_state()
+        try:
+            muted = self(outputs, inputs) if self.trainer.accelerator.num_processes > 1 else None
+            set_random_state(self._random)
+            loss = self._loss(outputs, inputs)
+            self._random = random_state()
+            if muted is not None and not torch.allclose(muted, loss, rtol=1e-5, atol=1e-7, equal_nan=True):
                 raise UsageError(
                     f"the loss of compute_loss is {loss.item()}, but {muted.item()} where it gathers nothing from "
-                    "other ranks and counts nothing: let it depend on the batch and the model's outputs alone"
+                    "other ranks: let it depend on the batch and the model's outputs alone"
                 )
+            return loss
+        except UsageError as error:
+            self._failure = self._failure or error
+            leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            return torch.stack([leaf.float().sum() * 0.0 for leaf in leaves]).sum()
+        finally:
+            set_random_state(before)
 
-    def share(self, pipeline: Pipeline) -> None:
-        """Tell all ranks what that has come to on the last stage."""
+    def note(self, outputs: Any, inputs: Mapping[str, Any]) -> None:
+        """Nothing: asked for with a step, it brings the whole batch and all outputs to the last stage."""
+
+    def _share(self, pipeline: Pipeline) -> None:
+        """Tell all ranks what compute_loss has done on the last stage; all of them raise what it was refused for."""
+        kept, self._kept = self._kept, None
+        is_last = dist.get_rank() == pipeline.last_rank
+        said: list[Any] = []
+        try:
+            said = kept.told() if is_last and kept is not None and self._failure is None else []
+        except UsageError as error:
+            self._failure = error
+        world = pipeline.grid.world
+        if world.size() > 1 and bool(gather(torch.tensor(int(self._failure is not None)), world).any()):
+            reasons = gather_objects(None if self._failure is None else str(self._failure), world)
+            raise self._failure or UsageError(next(filter(None, reasons)))
+        if self._failure is not None:
+            raise self._failure
         if pipeline.group.size() > 1:
-            own = {name: entry for name, entry in _plain(vars(self.trainer)).items() if name in self._changed}
-            _put(vars(self.trainer), share_value(own, pipeline.last_rank, pipeline.group))
-        self._changed.clear()
+            random = self._random if is_last and not _is_same_state(self._random, random_state()) else None
+            said, random = share_value((said, random), pipeline.last_rank, pipeline.group)
+            if not is_last:
+                Kept.learn(self.trainer, said, pipeline.device)
+            if random is not None:
+                set_random_state(random)
+        else:
+            set_random_state(self._random)
 
     def _loss(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         trainer = self.trainer
-        answer = Answer(trainer.model, outputs, {name: inputs[name] for name in inputs if name not in self.added})
+        answer = Answer(trainer.model, outputs, inputs, self.added)
         given = {name: value for name, value in inputs.items() if name not in self.added and name != ITEMS}
         given = {name.removeprefix(FOR_CRITERION): value for name, value in given.items()}
         loss = trainer.compute_loss(answer, given, num_items_in_batch=self.num_items)
@@ -117,16 +177,57 @@ class Objective:
 
     @contextmanager
     def _muted(self) -> Iterator[None]:
-        """Inside, numbers are gathered from nobody, and what is counted or listed is forgotten."""
-        trainer = self.trainer
-        before, trainer.accelerator.is_muted = _plain(vars(trainer)), True
+        """Inside, numbers are gathered from nobody."""
+        accelerator = self.trainer.accelerator
+        accelerator.is_muted = True
         try:
             yield
         finally:
-            trainer.accelerator.is_muted = False
-            for fresh in _plain(vars(trainer)).keys() - before.keys():
-                delattr(trainer, fresh)
-            _put(vars(trainer), before)
+            accelerator.is_muted = False
+
+    @contextmanager
+    def _undone(self, kept: Kept | None = None) -> Iterator[None]:
+        """What compute_loss keeps on the trainer inside is forgotten."""
+        if kept is None:
+            if self._kept is None or any(self._kept.changes()):
+                self._kept = Kept(self.trainer)
+            kept = self._kept
+        try:
+            yield
+        finally:
+            kept.restore()
+
+
+def evaluated_together(
+    trainer: ComputesLoss, pipeline: Pipeline, compute_loss: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """What compute_loss returns, on every rank: where one lacks parameters that it reads, what the last stage has made
+    and kept. Raises UsageError, on every rank, where the last stage cannot either."""
+    world, failure, result = pipeline.grid.world, None, None
+    is_last, kept = dist.get_rank() == pipeline.last_rank, Kept(trainer)
+    try:
+        result = compute_loss(*args, **kwargs)
+    except UsageError as error:
+        failure = error
+    if not bool(gather(torch.tensor(int(failure is not None)), world).any()):
+        return result
+    said: Any = None
+    if is_last and failure is None:
+        try:
+            said = kept.told(), kept.written(result)
+        except UsageError as error:
+            failure = error
+    reason = next(filter(None, gather_objects(str(failure) if is_last and failure else None, world)), None)
+    if reason is not None:
+        raise UsageError(
+            f"compute_loss cannot be evaluated: {reason}. If it reads parameters that no stage holds all of, let it do "
+            "so in training alone (if model.training)"
+        ) from failure
+    said = share_value(said, pipeline.last_rank, pipeline.group)
+    if is_last:
+        return result
+    Kept.learn(trainer, said[0], pipeline.device)
+    return Kept.read(trainer, said[1], pipeline.device)
 
 
 class Asking(StandIn):
@@ -139,19 +240,27 @@ class Asking(StandIn):
 
 
 class Answer(Asking):
-    """What the pipeline has computed of a batch, as a model that is called with it, once."""
+    """What the pipeline has computed of a batch, as a model that is called with it, once; also with what compute_loss
+    has `added` to the batch, which is made anew."""
 
-    def __init__(self, model: nn.Module, outputs: Any, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, outputs: Any, inputs: Mapping[str, Any], added: frozenset[str]) -> None:
         super().__init__(model)
-        self.outputs, self.inputs, self.was_called = outputs, inputs, False
+        self.outputs, self.inputs, self.added, self.was_called = outputs, inputs, added, False
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         if self.was_called:
             raise UsageError("compute_loss calls the model twice, but a pipeline runs it once on each batch")
-        if other := [name for name in self.inputs.keys() & inputs.keys() if not _same(inputs[name], self.inputs[name])]:
+        own = self.inputs.keys() & inputs.keys()
+        if other := [name for name in own - self.added if not _same(inputs[name], self.inputs[name])]:
             raise UsageError(
                 f"compute_loss gives the model another {', '.join(sorted(other))} than the batch has: let the data "
                 "collator make it what it is to be"
+            )
+        if other := [name for name in own & self.added if not _is_equal(inputs[name], self.inputs[name])]:
+            raise UsageError(
+                f"compute_loss gives the model another {', '.join(sorted(other))} than it did before the step, when "
+                "all batches of a window of gradient_accumulation_steps are looked at: let it depend on nothing that "
+                "compute_loss changes, or draws, or let the data collator make it"
             )
         self.was_called = True
         return self.outputs
@@ -161,46 +270,20 @@ def _same(given: Any, known: Any) -> bool:
     return given is known or (isinstance(given, PLAIN) and given == known)
 
 
-def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of all entries that are numbers, or lists and dicts of them."""
-    return {name: _copy(entry) for name, entry in value.items() if _is_plain(entry)}
+def _is_equal(given: Any, known: Any) -> bool:
+    """Whether a value that was made anew is the one that was made before; a trace shows no values."""
+    if not isinstance(given, Tensor) or not isinstance(known, Tensor):
+        return _same(given, known) or not isinstance(given, PLAIN)
+    if given.shape != known.shape:
+        return False
+    return given.is_meta or torch.equal(given.detach().to(known), known.detach())
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, PLAIN) and _is_plain(entry) for key, entry in value.items())
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return isinstance(value, PLAIN) or (isinstance(value, Tensor) and value.ndim == 0 and not value.requires_grad)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
+def _is_same_state(one: Any, other: Any) -> bool:
+    """Whether all generators are where they were."""
+    if isinstance(one, Tensor):
         return torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy(entry) for key, entry in value.items()}
-    if isinstance(value, Tensor):
-        return torch.clone(value)
-    return list(map(_copy, value)) if isinstance(value, list) else value
-
-
-def _put(holder: dict[Any, Any], content: Mapping[Any, Any]) -> None:
-    """Give back the entries of a dict, which stays what it is, and so do dicts in it."""
-    for key, value in content.items():
-        if isinstance(value, dict) and isinstance(holder.get(key), dict):
-            for gone in holder[key].keys() - value.keys():
-                del holder[key][gone]
-            _put(holder[key], value)
-        else:
-            holder[key] = value
+    return all(map(_is_same_state, one.values(), other.values())) if isinstance(one, dict) else bool(one == other)
 
 
 CHOSEN, REJECTED, BOTH = "ref_chosen_logps", "ref_rejected_logps", "ref_logps"  # of B pairs, and of 2B rows

@@ -5,10 +5,12 @@ from functools import reduce
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from transformers import TrainingArguments
 
 from pipeshard.config import PipelineConfig
 from pipeshard.errors import ConfigurationError
+from pipeshard.ghost import Ghost
 
 _DIVIDED = "the plugin divides what replicas keep: pass PipelinePlugin(zero_stage=1) or fsdp=True"
 _FULL = "it would cast the stages' weights: evaluate with bf16=True or fp16=True, which casts what is computed"
@@ -61,6 +63,16 @@ def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
         )
     if not config.has_exact_loss:
         raise ConfigurationError(f"PipelinePlugin(loss_reduction='microbatch') is not the loss of {name}: leave it out")
+
+
+def refuse_split(model: nn.Module, name: str) -> None:
+    """Raise ConfigurationError for a model that was split into stages before: this rank has a part of it only."""
+    if any(isinstance(parameter, Ghost) for parameter in model.parameters()):
+        raise ConfigurationError(
+            f"{name} is given a {type(model).__name__} that another Trainer, or booster.boost, has split into stages: "
+            "no rank has all of it. Go on with that Trainer (train() may be called again), or save the model by "
+            "its save_model(folder), and give this one what from_pretrained(folder) loads"
+        )
 
 
 OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer")

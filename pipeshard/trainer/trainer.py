@@ -9,7 +9,11 @@ So what the user's class overrides is called as ever, and what it asks of `super
 its callbacks, logs, schedules and files stay Trainer's own. An accumulation window is one step of the pipeline.
 """
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +37,8 @@ from pipeshard.trainer.checkpoint import (
     save_state,
     save_weights,
 )
-from pipeshard.trainer.objective import ITEMS, Objective, Preferences
-from pipeshard.trainer.refusals import cut, refuse, refuse_class
+from pipeshard.trainer.objective import ITEMS, Objective, Preferences, evaluated_together
+from pipeshard.trainer.refusals import cut, refuse, refuse_class, refuse_split
 from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages
 
 # The private names of transformers.Trainer that are overridden here; none is called. Nothing else of it is taken for
@@ -97,9 +101,11 @@ class Loop(Trainer):
 
     @property
     def _overrides_loss(self) -> bool:
-        return getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss
+        own = getattr(self.compute_loss, "__wrapped__", self.compute_loss)
+        return getattr(own, "__func__", None) is not Trainer.compute_loss
 
     def _boosted(self, model: nn.Module, objective: Objective | None) -> Stages:
+        refuse_split(model, type(self).__name__)
         config, args = self.pipeline.config, self.args
         changes: dict[str, Any] = {"loss_reduction": "batch", **cut(config, args.gradient_accumulation_steps)}
         if config.dry_run_input is None:
@@ -182,6 +188,8 @@ class Loop(Trainer):
         assert self._stages is not None
         if self._objective is not None:
             self._objective.num_items = num_items_in_batch
+            if not self._held:
+                self._objective.begin()
         self._held += (self._given(inputs, num_items_in_batch),)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -190,10 +198,10 @@ class Loop(Trainer):
             self.optimizer.train()
         window, self._held = self._held, ()
         weight = self._weight(num_items_in_batch)
-        note = self._objective.note if self._objective is not None and self._overrides_loss else False
-        loss = self._stages.step(window, self._objective, weight, note)
-        if note and self._objective is not None:
-            self._objective.share(self._stages.boosted.pipeline)
+        if self._objective is None:
+            return self._stages.step(window, None, weight).to(self.args.device)
+        with self._objective.stepping(self._stages.boosted.pipeline):
+            loss = self._stages.step(window, self._objective, weight, self._objective.note)
         return loss.to(self.args.device)
 
     def _given(self, inputs: Any, num_items: Any, is_sample: bool = False) -> dict[str, Any]:
@@ -227,8 +235,34 @@ class Loop(Trainer):
                 "get_eval_dataloader(dataset), or inside `with self.accelerator.alone():`"
             )
         self._loader = dataloader if self._loader is None else self._loader
-        with self.accelerator.alone():
+        start, is_first = time.time(), self._stages is None
+        self._own_stages()
+        if is_first:
+            self.model_preparation_time = round(time.time() - start, 4)
+        with self.accelerator.alone(), self._evaluated_together():
             return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    @contextmanager
+    def _evaluated_together(self) -> Iterator[None]:
+        """Inside, every rank calls compute_loss for itself. Where it reads parameters that some do not hold, it counts
+        what the last stage has made, which holds all that the loss reads."""
+        if self.pipeline.grid.world.size() == 1 or not self._overrides_loss:
+            yield
+            return
+        before = vars(self).get("compute_loss")
+        compute_loss: Callable[..., Any] = self.compute_loss
+
+        @wraps(compute_loss)
+        def together(*args: Any, **kwargs: Any) -> Any:
+            return evaluated_together(self, self._own_stages().boosted.pipeline, compute_loss, args, kwargs)
+
+        self.__dict__["compute_loss"] = together
+        try:
+            yield
+        finally:
+            del self.__dict__["compute_loss"]
+            if before is not None:
+                self.__dict__["compute_loss"] = before
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         stages = self._own_stages()

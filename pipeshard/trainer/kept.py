@@ -1,0 +1,465 @@
+"""Kept: what a Trainer and its callbacks keep in Python, compared, put back, and told to other ranks.
+
+compute_loss runs on the last stage. What it leaves on the Trainer is found by difference, as what a model's code leaves
+is: all that it can reach is walked before, and compared after. So any attribute, list, deque, array or object counts,
+whichever way it is changed. What has changed is sent as plain data that names classes, which other ranks look up among
+those that they have imported; none of it is code.
+"""
+
+import io
+import sys
+import zlib
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator, MutableSet
+from enum import Enum
+from functools import cache
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers import PreTrainedTokenizerBase
+
+from pipeshard.errors import UsageError
+from pipeshard.graph.places import (
+    GENERATORS,
+    LARGEST,
+    MISSING,
+    PLAIN,
+    Path,
+    Step,
+    constants_of,
+    content_of,
+    format_path,
+    is_object,
+    put,
+    put_content,
+    resolve,
+    ways_to_hold,
+)
+from pipeshard.graph.snapshot import MOST, Change, Holder, Snapshot, live_dict, undo
+
+# Attributes of a Trainer that compute_loss reads and does not keep anything in.
+NOT_KEPT = frozenset(
+    {"model", "model_wrapped", "ref_model", "optimizer", "lr_scheduler", "train_dataset", "eval_dataset"}
+    | {"accelerator", "processing_class", "data_collator", "pipeline", "_stages", "_objective", "_loader", "_held"}
+)
+LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "tokenizers", "transformers")
+DATA = (DataLoader, Dataset, Sampler, PreTrainedTokenizerBase)
+LONG = 1000  # entries: of a longer list or dict it is compared which entries it has, not what these hold
+MANY = 64  # entries: those of a longer one are known to be written to by torch's count of writes alone
+SMALL = 1 << 20  # bytes of a tensor that is copied in order to be compared
+WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Kept(Snapshot):
+    """All that is reached from a Trainer, its callbacks and its class, but models, data and the Trainer's own tools.
+
+    With `copies`, tensors of any size can be put back; without, those of up to SMALL bytes.
+    """
+
+    def __init__(self, trainer: Any, copies: bool = False) -> None:
+        self.trainer, self.copies = trainer, copies
+        self.roots = _roots(trainer)
+        self.marks: list[Any] = []  # of each tensor
+        self.arrays: list[tuple[Path, np.ndarray[Any, Any], int]] = []  # large ones
+        self.files: list[tuple[Path, Any, int]] = []
+        named = ((name, vars(trainer).get(name)) for name in NOT_KEPT)
+        self._apart = {id(value): (Step("root", "trainer"), Step("attr", name)) for name, value in named}
+        super().__init__(self.roots, [value for name in NOT_KEPT if (value := vars(trainer).get(name)) is not None])
+        self.marks = [
+            _mark(tensor, copies) if copies or not hasattr(holder, "__len__") or len(holder) <= MANY else None
+            for _, holder, _, tensor, _ in self.tensors
+        ]
+
+    def changes(self) -> Iterator[Change]:
+        """What differs now; raises UsageError for what cannot be put back or sent."""
+        for change in self.replaced():
+            if not (change.holder is self.trainer and change.key in NOT_KEPT):
+                yield change
+        for (path, holder, key, tensor, version), mark in zip(self.tensors, self.marks, strict=True):
+            if tensor._version != version or not _is_marked(tensor, mark):
+                yield Change(path, holder, key, tensor, tensor)
+        for path, array, code in self.arrays:
+            if _code(array) != code:
+                yield Change(path, array, None, array, array)
+        for path, file, at in self.files:
+            if _position(file) != at:
+                raise UsageError(
+                    f"compute_loss reads or writes the file that {_named(path)} keeps open, which one rank alone would "
+                    "do in the step, and which cannot be undone where the loss is traced: keep what is to be written "
+                    "in a list, and write it in log, or in a callback"
+                )
+
+    def restore(self) -> None:
+        """Put back all that has changed."""
+        marks = {id(tensor): mark for (*_, tensor, _), mark in zip(self.tensors, self.marks, strict=True)}
+        for change in list(self.changes()):
+            if change.before is not change.now:
+                undo(change)
+                continue
+            mark = marks.get(id(change.now))
+            if not isinstance(mark, Tensor):
+                raise UsageError(
+                    f"compute_loss writes to {_named(change.path)} ({_size(change.now)} MB) in place before it calls "
+                    "the model, where every rank does so and has to undo it: write to it after the call"
+                )
+            with torch.no_grad():
+                change.now.data.copy_(mark)
+
+    def _walk(self, queue: deque[tuple[Path, Any]]) -> None:
+        seen = self._seen
+        while queue and len(seen) < MOST:
+            path, value = queue.popleft()
+            if isinstance(value, PLAIN) or id(value) in seen or _is_apart(value):
+                continue
+            seen[id(value)] = value
+            self._look_at(path, value)
+            for how in ("attr",) if value is self.trainer else ways_to_hold(value):
+                self.paths[id(value)] = path
+                content, live = content_of(value, how), live_dict(value, how)
+                self.holders.append(Holder(path, value, how, content, live, list(live.values()) if live else []))
+                if len(content) > LONG or path[-1].key == "log_history":
+                    continue
+                for key, entry in content.items() if isinstance(content, dict) else enumerate(content):
+                    self._meet((*path, Step("item" if how == "list" else how, key)), value, key, entry, queue)
+            for step, child in constants_of(value):
+                if not (isinstance(child, type | FunctionType) and not _is_own(child.__module__)):
+                    self._meet((*path, step), value, step.key, child, queue)
+
+    def _look_at(self, path: Path, value: Any) -> None:
+        """Take notice of large arrays and of open files."""
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes > LARGEST:
+            self.arrays.append((path, value, _code(value)))
+        elif isinstance(value, io.IOBase) and (at := _position(value)) >= 0:
+            self.files.append((path, value, at))
+
+    # what other ranks are told
+
+    def told(self) -> list[Any]:
+        """What has changed, as plain data for `learn`; raises UsageError for what cannot be sent."""
+        if not (changes := list(self.changes())):
+            return []
+        writer, said = self._writer(), list[Any]()
+        for change in changes:
+            where = _named(change.path)
+            if change.before is change.now:
+                said.append(("write", writer.place(change.path, where), writer.array(change.now)))
+            elif change.is_of_list:
+                content = [writer.of(entry, where) for entry in change.now]
+                said.append(("content", writer.place(change.path, where), content))
+            elif change.path[-1].how == "state" and not isinstance(change.holder, (np.ndarray, *GENERATORS)):
+                raise _not_sent(where, change.holder)
+            else:
+                value = writer.of(change.now, where)
+                said.append(("put", writer.place(change.path, where), value))
+        return said
+
+    def written(self, value: Any) -> Any:
+        """What compute_loss returns, as plain data for `read`."""
+        return self._writer().of(value, "what it returns")
+
+    def _writer(self) -> "Writer":
+        tensors = {id(tensor): path for path, _, _, tensor, _ in self.tensors}
+        return Writer({**self.paths, **self._apart, **tensors}, self.roots)
+
+    @staticmethod
+    def read(trainer: Any, said: Any, device: torch.device) -> Any:
+        return Reader(_roots(trainer), device).of(said)
+
+    @staticmethod
+    def learn(trainer: Any, said: list[Any], device: torch.device) -> None:
+        """Change what this rank keeps as another rank has told it."""
+        reader = Reader(_roots(trainer), device)
+        found = [reader.holder(how, path) for how, path, _ in said]  # as it is before anything is changed
+        values = [
+            [reader.of(entry) for entry in content] if how == "content" else reader.of(content)
+            for how, _, content in said
+        ]
+        for (how, path, _), holder, value in zip(said, found, values, strict=True):
+            if how == "put":
+                put(holder, path[-1][0], path[-1][1], value)
+            elif how == "content":
+                put_content(holder, value)
+            elif isinstance(holder, np.ndarray):
+                holder[...] = value
+            else:
+                with torch.no_grad():
+                    holder.data.copy_(value)
+
+
+class Writer:
+    """Values as plain data: `known` has the paths of what other ranks have as well, by addresses."""
+
+    def __init__(self, known: dict[int, Path], roots: dict[str, Any]) -> None:
+        self.known, self.roots, self.numbers = known, roots, dict[int, int]()
+        self.alive: list[Any] = []
+
+    def place(self, path: Path, where: str) -> list[Any]:
+        if _is_of_set(path, self.roots):
+            raise _not_sent(where, frozenset)
+        if unknown := [step.key for step in path if not isinstance(step.key, PLAIN)]:
+            raise _not_sent(where, unknown[0])
+        return [tuple(step) for step in path]
+
+    def array(self, value: Any) -> Any:
+        return self.of(value, "", anew=True)
+
+    def of(self, value: Any, where: str, anew: bool = False) -> Any:
+        """Raises UsageError with `where` it is, for what cannot be sent."""
+        if value is MISSING:
+            return ("missing",)
+        if isinstance(value, PLAIN) and not isinstance(value, range | slice):
+            return ("plain", value)
+        if id(value) in self.known and not anew and not _is_of_set(self.known[id(value)], self.roots):
+            return ("known", self.place(self.known[id(value)], where))
+        if id(value) in self.numbers:
+            return ("again", self.numbers[id(value)])
+        self.numbers[id(value)] = len(self.numbers)
+        self.alive.append(value)
+        return self._made(value, where)
+
+    def _made(self, value: Any, where: str) -> Any:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            is_leaf = value.is_leaf and value.requires_grad
+            return ("tensor", value.detach().cpu(), value.device.type, is_leaf, isinstance(value, nn.Parameter))
+        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+            return ("array", value.dtype.str, tuple(value.shape), value.tobytes(), isinstance(value, np.generic))
+        if isinstance(value, range | slice):
+            return ("built", kind.__name__, [self.of(part, where) for part in (value.start, value.stop, value.step)])
+        if isinstance(value, Enum):
+            return ("enum", _name_of(kind, where), value.name)
+        if isinstance(value, type | FunctionType | BuiltinFunctionType):
+            return ("name", _name_of(value, where))
+        if isinstance(value, tuple | frozenset):
+            return ("fixed", _name_of(kind, where), [self.of(entry, where) for entry in value])
+        if isinstance(value, deque):
+            return ("deque", value.maxlen, [self.of(entry, where) for entry in value])
+        if isinstance(value, list | set | bytearray):  # in the order in which they are read, which numbers them
+            entries = [self.of(entry, where) for entry in value]
+            return ("list", _name_of(kind, where), entries, self._attributes(value, where))
+        if isinstance(value, dict):
+            pairs = [(self.of(key, where), self.of(entry, f"{where}[{key!r}]")) for key, entry in value.items()]
+            factory = self.of(getattr(value, "default_factory", None), where)
+            return ("dict", _name_of(kind, where), pairs, factory, self._attributes(value, where))
+        if (is_object(value) or isinstance(value, nn.Module)) and not _is_apart(value) and hasattr(value, "__dict__"):
+            return ("object", _name_of(kind, where), self._attributes(value, where))
+        raise _not_sent(where, value)
+
+    def _attributes(self, value: Any, where: str) -> list[tuple[str, Any]]:
+        if type(value) in (list, set, dict, bytearray, OrderedDict, Counter, defaultdict):
+            return []
+        held = vars(value) if isinstance(value, nn.Module) else content_of(value, "attr")
+        return [(name, self.of(entry, f"{where}.{name}")) for name, entry in held.items()]
+
+
+class Reader:
+    """Makes what a Writer has written."""
+
+    def __init__(self, roots: dict[str, Any], device: torch.device) -> None:
+        self.roots, self.device = roots, device
+        self.made: list[Any] = []
+
+    def holder(self, how: str, path: Any) -> Any:
+        """What is changed, or holds what is put."""
+        return self._at(path[:-1] if how == "put" else path)
+
+    def _at(self, path: Any) -> Any:
+        (_, root), *steps = path
+        try:
+            return resolve(self.roots[root], (Step(*step) for step in steps))
+        except (AttributeError, KeyError, IndexError, TypeError) as error:
+            where = _named(tuple(Step(*step) for step in path))
+            raise UsageError(
+                f"compute_loss has changed {where} on the last stage, but this rank does not have it ({error}): make "
+                "what it keeps on every rank alike, in __init__ or in a callback"
+            ) from error
+
+    def of(self, said: Any) -> Any:
+        how, *content = said
+        if how == "missing":
+            return MISSING
+        if how == "plain":
+            return content[0]
+        if how == "known":
+            return self._at(content[0])
+        if how == "again":
+            return self.made[content[0]]
+        number = len(self.made)
+        self.made.append(None)
+        self.made[number] = getattr(self, f"_{how}")(number, *content)
+        return self.made[number]
+
+    def _tensor(self, number: int, tensor: Tensor, kind: str, requires_grad: bool, is_parameter: bool) -> Any:
+        placed = tensor if kind == "cpu" else tensor.to(self.device)
+        return nn.Parameter(placed, requires_grad) if is_parameter else placed.requires_grad_(requires_grad)
+
+    def _array(self, number: int, dtype: str, shape: Any, content: bytes, is_scalar: bool) -> Any:
+        array = np.frombuffer(content, np.dtype(dtype)).reshape(shape).copy()
+        return array[()] if is_scalar else array
+
+    def _built(self, number: int, name: str, parts: Any) -> Any:
+        values = [self.of(part) for part in parts]
+        return range(*values) if name == "range" else slice(*values)
+
+    def _enum(self, number: int, kind: Any, name: str) -> Any:
+        return _found(kind)[name]
+
+    def _name(self, number: int, name: Any) -> Any:
+        return _found(name)
+
+    def _fixed(self, number: int, kind: Any, entries: Any) -> Any:
+        values = [self.of(entry) for entry in entries]
+        base = frozenset if issubclass(_found(kind), frozenset) else tuple
+        return base.__new__(_found(kind), values)
+
+    def _deque(self, number: int, maxlen: int | None, entries: Any) -> Any:
+        made = self.made[number] = deque[Any](maxlen=maxlen)
+        made.extend(self.of(entry) for entry in entries)
+        return made
+
+    def _list(self, number: int, kind: Any, entries: Any, attributes: Any) -> Any:
+        made = self.made[number] = self._empty(_found(kind))
+        for entry in entries:
+            (made.add if isinstance(made, MutableSet) else made.append)(self.of(entry))
+        return self._with(made, attributes)
+
+    def _dict(self, number: int, kind: Any, pairs: Any, factory: Any, attributes: Any) -> Any:
+        made = self.made[number] = self._empty(_found(kind))
+        for key, entry in pairs:
+            (OrderedDict if isinstance(made, OrderedDict) else dict).__setitem__(made, self.of(key), self.of(entry))
+        default = self.of(factory)
+        if isinstance(made, defaultdict):
+            made.default_factory = default
+        return self._with(made, attributes)
+
+    def _object(self, number: int, kind: Any, attributes: Any) -> Any:
+        made = self.made[number] = object.__new__(_found(kind))
+        return self._with(made, attributes)
+
+    def _with(self, made: Any, attributes: Any) -> Any:
+        for name, entry in attributes:
+            object.__setattr__(made, name, self.of(entry))
+        return made
+
+    def _empty(self, kind: Any) -> Any:
+        """One of a class of lists, sets or dicts, whose `__init__` is not called."""
+        base = next(base for base in kind.__mro__ if base.__module__ in ("builtins", "collections"))
+        return base.__new__(kind)
+
+
+def _roots(trainer: Any) -> dict[str, Any]:
+    """A Trainer, and those of its classes that are the script's own."""
+    return {"trainer": trainer} | {
+        kind.__qualname__: kind for kind in type(trainer).__mro__ if _is_own(kind.__module__)
+    }
+
+
+@cache
+def _is_own(module: str | None) -> bool:
+    """Whether a module is neither Python's nor installed: a script, or something beside it."""
+    name = (module or "").partition(".")[0]
+    if not name or name == "pipeshard" or name in sys.stdlib_module_names - {"__main__"}:
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return "site-packages" not in file and "dist-packages" not in file
+
+
+def _is_apart(value: Any) -> bool:
+    """Whether this is data, or a tool of a library, that is not looked into."""
+    if isinstance(value, DATA):
+        return True
+    if isinstance(value, type | FunctionType):
+        return not _is_own(value.__module__)
+    return type(value).__module__.partition(".")[0] in LIBRARIES[:-1]
+
+
+def _mark(tensor: Tensor, copies: bool) -> Any:
+    """By what it is known whether a tensor has other values: a copy, or of a large one a sum."""
+    is_small = tensor.numel() * tensor.element_size() <= SMALL
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return None
+    return tensor.detach().clone() if copies or is_small else _sum(tensor)
+
+
+def _is_marked(tensor: Tensor, mark: Any) -> bool:
+    if mark is None:
+        return True
+    if not isinstance(mark, Tensor):
+        return bool(_sum(tensor) == mark)
+    if tensor.shape != mark.shape or tensor.dtype != mark.dtype or tensor.is_meta:
+        return False
+    if torch.equal(tensor, mark):
+        return True
+    return mark.is_floating_point() and torch.equal(tensor.nan_to_num(), mark.nan_to_num())
+
+
+def _sum(tensor: Tensor) -> int:
+    words = tensor.detach().contiguous()
+    words = torch.view_as_real(words) if words.is_complex() else words
+    return int(words.view(WORD[words.element_size()]).sum(dtype=torch.int64))
+
+
+def _code(array: np.ndarray[Any, Any]) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
+
+
+def _position(file: Any) -> int:
+    try:
+        return int(file.tell())
+    except (OSError, ValueError):  # a pipe, or closed
+        return -1
+
+
+def _size(value: Any) -> str:
+    return f"{value.nbytes / 2**20:.1f}"
+
+
+def _named(path: Path) -> str:
+    """A place as its user would write it."""
+    name = format_path(path[1:])
+    return f"self.{name}" if path[0].key == "trainer" else f"{path[0].key}.{name}"
+
+
+def _is_of_set(path: Path, roots: dict[str, Any]) -> bool:
+    """Whether a path leads through a set, whose entries each rank has in another order."""
+    holder = roots[path[0].key]
+    for step in path[1:]:
+        if isinstance(holder, MutableSet | frozenset):
+            return True
+        try:
+            holder = resolve(holder, (step,))
+        except (AttributeError, KeyError, IndexError, TypeError):
+            return True
+    return False
+
+
+def _name_of(value: Any, where: str) -> list[str]:
+    name = [value.__module__, value.__qualname__]
+    try:
+        if _found(name) is value:
+            return name
+    except (AttributeError, KeyError):
+        pass
+    raise _not_sent(where, value)
+
+
+def _found(name: Any) -> Any:
+    """The class or function of this name, which this process has imported."""
+    module, path = name
+    found: Any = sys.modules[module]
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _not_sent(where: str, value: Any) -> UsageError:
+    what = f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else f"a {type(value).__name__}"
+    return UsageError(
+        f"compute_loss changes {where}, which holds {what}: the last stage runs compute_loss, and cannot send that to "
+        "the other ranks. Keep tensors, arrays, numbers, strings, collections of these, or objects of a class that "
+        "every rank can import"
+    )

@@ -1,0 +1,254 @@
+"""Trainer state: what compute_loss keeps, draws and reads is on every rank what it is in one process."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import random
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+
+from pipeshard.errors import ConfigurationError, UsageError
+from tests import zoo
+from tests.pool import Pool
+from tests.trainers import TASKS, differences, launched, logs, padded, trainer
+
+LATE = 3  # the first step that keeps something
+LISTED: list[Tensor] = []
+
+
+def cross_entropy(outputs: Any, inputs: Any) -> Tensor:
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+    return nn.functional.cross_entropy(logits, labels, ignore_index=-100)
+
+
+@dataclasses.dataclass
+class Meter:
+    total: Any = 0.0
+    values: list[Tensor] = dataclasses.field(default_factory=list)
+
+    def add(self, value: Tensor) -> None:
+        self.total = self.total + value
+        self.values.append(value)
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Mood(enum.Enum):
+    GOOD = 1
+    BAD = 2
+
+
+class Watching(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen = 0
+
+
+class Keeping(Trainer):
+    """Keeps something in each way that Python has, from some step on, and makes its loss of it."""
+
+    counted = 0
+    shown: list[Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.center, self.average, self.bank = torch.zeros(3), torch.zeros(3), torch.zeros(300_000)
+        self.last, self.counter = collections.deque[Tensor](maxlen=3), collections.Counter[str]()
+        self.lists: Any = collections.defaultdict(list)
+        self.meters, self.best, self.slotted = {"a": Meter()}, None, Slotted()
+        self.array, self.names, self.fixed, self.mood = np.zeros(4), set[str](), (), Mood.BAD
+        self.norm, self.generator = nn.BatchNorm1d(zoo.VOCABULARY, affine=False), torch.Generator().manual_seed(3)
+        self.watching = Watching()
+        self.add_callback(self.watching)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        loss = cross_entropy(outputs, inputs)
+        if self.state.global_step >= LATE and model.training:
+            loss = loss + self.keep(loss.detach(), outputs.logits)
+        return (loss, outputs) if return_outputs else loss
+
+    def keep(self, value: Tensor, logits: Tensor) -> Tensor:
+        mean = logits.mean((0, 1))[:3]
+        self.center += mean.detach()
+        self.average.data.mul_(0.9).add_(mean.detach())
+        self.bank[:3] += value
+        self.last.append(value)
+        self.counter["a"] += 2
+        self.lists[self.counter["a"]].append(value)
+        self.meters["a"].add(value)
+        self.best = self.meters["a"]
+        self.slotted.count += 1
+        self.array[1] += float(value)
+        self.names.add(str(self.slotted.count))
+        self.mood, self.fixed = Mood.GOOD, (value, Mood.GOOD, frozenset([1, 2]))
+        self.norm(logits.detach().flatten(0, 1))
+        self.watching.seen += 1
+        self.state.extra = float(value)
+        Keeping.counted += 1
+        LISTED.append(value)
+        drawn = torch.rand((), generator=self.generator) + torch.rand(()) + random.random() + np.random.rand()
+        kept = self.best.total * 1e-3 + self.bank.sum() * 1e-3 + self.norm.running_mean.sum()
+        return 0.01 * drawn + kept + (mean - self.average).pow(2).sum()
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        self.shown = [
+            *map(float, (self.center.sum(), self.average.sum(), self.bank.sum(), self.array.sum(), sum(self.last))),
+            *(float(sum(values)) for values in self.lists.values()),
+            *(float(self.meters["a"].total), float(self.norm.running_mean.sum())),
+            *(len(self.meters["a"].values), self.counter["a"], self.slotted.count, len(self.names), len(self.fixed)),
+            *(self.mood.value, self.watching.seen, getattr(self.state, "extra", 0.0), Keeping.counted, len(LISTED)),
+            *(float(torch.get_rng_state().sum()), float(np.random.get_state()[1].sum()), random.getstate()[1][-1]),
+            float(self.best is None or self.best is self.meters["a"]),
+        ]
+        super().log(logs, *args, **kwargs)
+
+
+def train(kind: str, folder: str, plugin: dict[str, Any] | None = None, **others: Any) -> Any:
+    """The logs of a Trainer of this kind, and what it shows in the end."""
+    with launched() if plugin else nullcontext(), mock.patch.object(TASKS["causal"], "kind", globals()[kind]):
+        Keeping.counted = 0
+        LISTED.clear()
+        more = {"data_collator": weighted} if kind == "Noting" else {}
+        options = {"max_steps": 5, "gradient_accumulation_steps": 2, "remove_unused_columns": False, **others}
+        made = trainer("causal", folder, plugin, more, **options)
+        made.train()
+        made.evaluate()
+        return logs(made), [float(value) for value in getattr(made, "shown", [])]
+
+
+@pytest.mark.parametrize("kind", ["Keeping", "Noting", "Penalized"])
+def test_every_rank_keeps_what_one_process_keeps(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """What was no list, dict or number was neither undone after a trial nor told to other ranks; what compute_loss drew
+    was compared for 8 batches. Metrics of columns that no loss reads were not-a-number, a penalty 0 in evaluation."""
+    expected, shown = train(kind, str(tmp_path))
+    for found, kept in pool.run(train, 2, kind, str(tmp_path), {"pp_size": 2}, timeout=120):
+        assert differences(found, expected, 3e-6) == []
+        assert kept == pytest.approx(shown, rel=1e-5, abs=1e-6)
+
+
+def weighted(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {**padded(samples), "weights": torch.tensor([float(len(sample["input_ids"])) for sample in samples])}
+
+
+class Noting(Trainer):
+    """Its metrics read what its loss does not: a column, the mask, a hidden state."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.shown: list[Tensor] = []
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        weights = inputs.pop("weights")
+        outputs = model(**inputs, output_hidden_states=True)
+        self.shown += [
+            weights.mean(),
+            outputs.hidden_states[1].detach().norm(),
+            inputs["attention_mask"].float().mean(),
+        ]
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class Penalized(Trainer):
+    """Its loss reads parameters of all stages, by the model that it is given and by its own."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        penalty = sum(parameter.pow(2).sum() for parameter in model.parameters())
+        penalty = penalty + sum(p.abs().sum() for name, p in self.model.named_parameters() if "norm" in name)
+        loss = cross_entropy(outputs, inputs) + 0.01 * penalty
+        return (loss, outputs) if return_outputs else loss
+
+
+class Writing(Trainer):
+    """Writes to a file, late."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss = model(**inputs).loss
+        if self.state.global_step >= LATE:
+            self.file.write("x")
+        return loss
+
+
+class Counting(Trainer):
+    """Takes from an iterator, late."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss = model(**inputs).loss
+        if self.state.global_step >= LATE:
+            next(self.numbers)
+        return loss
+
+
+class Lambdas(Trainer):
+    """Keeps a function that no other rank can find, late."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss = model(**inputs).loss
+        if self.state.global_step >= LATE:
+            self.rule = lambda: 1.0
+        return loss
+
+
+class Gathering(Trainer):
+    """Compares a batch with those of other replicas, late."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss = model(**inputs).loss
+        return loss if self.state.global_step < LATE else loss + self.accelerator.gather(loss.detach()).mean()
+
+
+def refused(kind: str, folder: str, what: str) -> None:
+    """At the first step that keeps it, before the optimizer's."""
+    with launched(), mock.patch.object(TASKS["causal"], "kind", globals()[kind]):
+        made = trainer("causal", folder, {"pp_size": 2}, max_steps=5, gradient_accumulation_steps=2)
+        made.numbers = iter(range(100))
+        with (Path(folder) / f"notes{dist.get_rank()}").open("w") as made.file, pytest.raises(UsageError, match=what):
+            made.train()
+        assert made.state.global_step == LATE
+
+
+def all_refused(folder: str) -> None:
+    refused("Writing", folder, r"the file that self\.file keeps open.*write it in log")
+    refused("Counting", folder, r"changes self\.numbers.*holds a range_iterator")
+    refused("Lambdas", folder, r"changes self\.rule.*Keep tensors, arrays, numbers")
+
+
+def replicas_refused(folder: str) -> None:
+    refused("Gathering", folder, "gathers nothing from other ranks")
+
+
+def test_what_cannot_be_told_is_refused_when_it_changes(pool: Pool, tmp_path: Path) -> None:
+    """A file, an iterator or a function of no name that compute_loss changes would differ between ranks; so would a
+    loss of what replicas gather. Both were let through after 8 batches."""
+    pool.run(all_refused, 2, str(tmp_path), timeout=120)
+    pool.run(replicas_refused, 4, str(tmp_path), timeout=120)
+
+
+def again(folder: str) -> None:
+    with launched():
+        first = trainer("causal", folder, {"pp_size": 2}, max_steps=1)
+        first.train()
+        with pytest.raises(ConfigurationError, match=r"another Trainer.*save_model\(folder\)"):
+            trainer("causal", folder, {"pp_size": 2}, {"model": first.model}, max_steps=1).train()
+        first.train()
+
+
+def test_a_model_that_was_split_is_not_split_again(pool: Pool, tmp_path: Path) -> None:
+    """A second Trainer on it said that ranks differ in what is trained."""
+    pool.run(again, 2, str(tmp_path))
