@@ -17,14 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import PeftModel
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from pipeshard.checkpoint.files import new_folder, together
 from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.lora import load_lora, save_lora
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.checkpoint.state_folder import MANIFEST, OPTIMIZER, REST, damage, flaw, lock, seal
-from pipeshard.checkpoint.training_state import random_state, read_rest, rest_of, restore_rest, set_random_state
+from pipeshard.checkpoint.training_state import random_state, read_rest, rest_of, restore_rest
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
@@ -131,22 +130,3 @@ def _flaw(folder: Path) -> str:
     except (OSError, ValueError) as error:
         return f"its {STATE} cannot be read, as after a save that was killed: {error}"
     return ""
-
-
-class Randomness(TrainerCallback):
-    """Gives the generators back a checkpoint's state, by whichever ranks it was saved, at the moments at which Trainer
-    loads what each rank has saved for itself."""
-
-    state: dict[str, Any] | None = None
-
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if args.ignore_data_skip or float(state.epoch or 0).is_integer():
-            self._restore()
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
-        random, self.state = self.state, None
-        if random is not None:
-            set_random_state(random)

@@ -25,7 +25,6 @@ from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.trainer.checkpoint import (
-    Randomness,
     load_state,
     load_weights,
     newest,
@@ -45,6 +44,7 @@ PRIVATE = (
     "_load_optimizer_and_scheduler",
     "_save_optimizer_and_scheduler",
     "_load_best_model",
+    "_load_rng_state",
 )
 
 
@@ -56,6 +56,7 @@ class Loop(Trainer):
     _stages: Stages | None = None
     _objective: Objective | None = None
     _loader: Any = None  # the last one made: its samples are what a model is traced with
+    _random: dict[str, Any] | None = None  # a checkpoint's, until the loop is where it was
     _held: tuple[dict[str, Any], ...] = ()  # the batches of a window that is not complete yet
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -277,10 +278,13 @@ class Loop(Trainer):
             return
         stages = self._own_stages()
         assert stages.optimizer is not None
-        random = load_state(Path(checkpoint), stages.boosted, stages.optimizer, self.lr_scheduler)
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, Randomness):
-                callback.state = random
+        self._random = load_state(Path(checkpoint), stages.boosted, stages.optimizer, self.lr_scheduler)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """The checkpoint's random state, whichever ranks saved it, when Trainer would load each rank's own file."""
+        random, self._random = self._random, None
+        if random is not None:
+            set_random_state(random)
 
     def _load_best_model(self) -> None:
         load_weights(self._own_stages().boosted, Path(self.state.best_model_checkpoint))
@@ -299,7 +303,6 @@ class Front:
             )
         self.pipeline = pipeline
         super().__init__(*args, **kwargs)
-        self.add_callback(Randomness())  # type: ignore[attr-defined]
 
 
 def pipelined(trainer: type[Trainer]) -> Any:
