@@ -213,7 +213,7 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any], dict[str, Any]]] = [
     (ConfigurationError, "max_norm=1.0.*max_grad_norm", {}, {"max_norm": 1.0}),
     (ConfigurationError, "num_microbatches=4.*gradient_accumulation_steps=3", {}, {"num_microbatches": 4}),
     (ConfigurationError, "loss_reduction='microbatch'", {}, {"loss_reduction": "microbatch"}),
-    (CheckpointError, "is not a whole checkpoint of a PipelineTrainer", {"resume": "nowhere"}, {}),
+    (CheckpointError, "it is not a whole checkpoint of a PipelineTrainer", {"resume": "nowhere"}, {}),
     (UsageError, "another input_ids than the batch has", {"kind": Other}, {}),
     (UsageError, "calls the model twice", {"kind": Twice}, {}),
     (UsageError, "gathers nothing from other ranks", {"kind": Gathering}, {}),

@@ -99,8 +99,8 @@ def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
     with together(group):
         if why := gather_objects(_flaw(folder), group)[0] or damage(folder, group):
             raise CheckpointError(
-                f"{folder} is not a whole checkpoint of a PipelineTrainer ({why}): pass one that is, or "
-                "resume_from_checkpoint=True for the newest that is whole"
+                f"Can't find a valid checkpoint at {folder}: it is not a whole checkpoint of a PipelineTrainer ({why}). "
+                "Pass one that is, or resume_from_checkpoint=True for the newest that is whole"
             )
 
 
@@ -115,7 +115,7 @@ def newest(folder: Path, group: dist.ProcessGroup) -> str:
             return str(path)
         if group.rank() == 0:
             logger.warning("%s is passed over: %s", path, why)
-    raise CheckpointError(f"{folder} has no whole checkpoint to go on from: pass resume_from_checkpoint=None")
+    raise CheckpointError(f"No valid checkpoint found in output directory ({folder}): pass resume_from_checkpoint=None to start anew")
 
 
 def _flaw(folder: Path) -> str:

@@ -171,7 +171,7 @@ class PipelineAccelerator(Accelerator):
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model, PipelineModel):
             return model.unwrap()
-        return model.module if isinstance(model, StandIn) else model
+        return model.module if isinstance(model, StandIn) else super().unwrap_model(model, *args, **kwargs)
 
 
 def _ones(tensor: Tensor) -> Tensor:

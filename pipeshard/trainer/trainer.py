@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_pt_utils import find_batch_size
 
 from pipeshard.batch.read import first_samples
 from pipeshard.checkpoint.training_state import random_state, set_random_state
@@ -233,11 +234,24 @@ class Loop(Trainer):
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         stages = self._own_stages()
+        self._count_last(inputs)
         stages.loss_only = prediction_loss_only and not self._makes_loss() and "labels" in inputs
         try:
             return super().prediction_step(stages, inputs, prediction_loss_only, ignore_keys)
         finally:
             stages.loss_only = False
+
+    def _count_last(self, inputs: Any) -> None:
+        """Let accelerate know how many samples the last batch of a stream has.
+
+        Trainer repeats each batch's loss eval_batch_size times, and accelerate cuts off what the last batch lacks. It
+        derives that from the dataset's length, which a stream does not have.
+        """
+        loader = self.accelerator.gradient_state.active_dataloader
+        if loader is None or not getattr(loader, "end_of_dataloader", False) or loader.remainder != -1:
+            return
+        rows = find_batch_size(inputs) or 0
+        loader.remainder = rows if rows < self.args.eval_batch_size else 0
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError("hyperparameter_search is not known to a pipeline: start a run for each trial")

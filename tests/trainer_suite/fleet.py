@@ -4,6 +4,7 @@ A zygote process imports the tests once and forks the ranks, so that new ranks a
 every rank start at once.
 """
 
+import contextlib
 import json
 import os
 import queue
@@ -28,11 +29,11 @@ Result = dict[str, Any]
 class Rank:
     """A forked rank: names of tests go in, one per line, and a line of JSON comes out for each."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         self.lines: queue.Queue[str] = queue.Queue()
-        self.input = open(folder / f"in-{number}", "w")
-        threading.Thread(target=self._read, args=(folder / f"out-{number}",), daemon=True).start()
-        self.pid = 0
+        self.input = open(folder / f"in-{name}", "w")
+        threading.Thread(target=self._read, args=(folder / f"out-{name}",), daemon=True).start()
+        self.pid: int | None = None
 
     def _read(self, path: Path) -> None:
         with open(path) as stream:
@@ -55,9 +56,6 @@ class Fleet:
         self.size, self.limit = max(stages, 1), limit
         self.ranks: list[Rank] = []
         self.folder = Path(tempfile.mkdtemp(prefix="suite"))
-        for number in range(self.size):
-            os.mkfifo(self.folder / f"in-{number}")
-            os.mkfifo(self.folder / f"out-{number}")
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         environment |= {"PIPESHARD_CRASH": "", "WANDB_DISABLED": "true"}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -75,10 +73,15 @@ class Fleet:
     def start(self) -> dict[str, Any]:
         """Fork the ranks; returns the names of the tests, and the modules that cannot be imported."""
         assert self.zygote.stdin is not None
-        self.zygote.stdin.write(f"{free_port()}\n")
+        port = free_port()
+        names = [f"{port}-{number}" for number in range(self.size)]
+        for name in names:
+            os.mkfifo(self.folder / f"in-{name}")
+            os.mkfifo(self.folder / f"out-{name}")
+        self.zygote.stdin.write(f"{port}\n")
         self.zygote.stdin.flush()
         self._wait_for_import()
-        self.ranks = [Rank(self.folder, number) for number in range(self.size)]
+        self.ranks = [Rank(self.folder, name) for name in names]
         hello: dict[str, Any] = {}
         for rank in self.ranks:
             if not (line := rank.next_line(START)):
@@ -99,8 +102,9 @@ class Fleet:
         if not self.ranks:
             self.start()
         for rank in self.ranks:
-            rank.input.write(name + "\n")
-            rank.input.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended, which is its result
+                rank.input.write(name + "\n")
+                rank.input.flush()
         results = self._collect()
         kinds = {result["kind"] for result in results}
         if len(kinds) > 1 or len(results) < self.size or kinds & {"hang", "died"}:
@@ -125,11 +129,11 @@ class Fleet:
 
     def stop_ranks(self) -> None:
         for rank in self.ranks:
-            rank.input.close()
-            try:
-                os.kill(rank.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            with contextlib.suppress(BrokenPipeError):
+                rank.input.close()
+            if rank.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.pid, signal.SIGKILL)
         self.ranks = []
 
     def stop(self) -> None:

@@ -4,7 +4,7 @@ It is started as a file, from the checkout's root, because the checkout has a pa
 names of tests, one per line, and writes one JSON object per test.
 
     worker.py CHECKOUT STAGES FOLDER        STAGES = 0 runs the tests as they are; a line with a port on stdin forks ranks,
-                                            which read FOLDER/in-RANK and write FOLDER/out-RANK
+                                            which read FOLDER/in-PORT-RANK and write FOLDER/out-PORT-RANK
 """
 
 import ast
@@ -41,8 +41,10 @@ def main() -> None:
     supply_absent_names(checkout)
     replace_trainers(stages)
     modules, broken = load(checkout)
-    if stages > 1:
-        for module in modules:
+    for module in modules:
+        if stages:
+            expect_own_files(module)
+        if stages > 1:
             give_units(module)
     (folder / "ready").touch()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks
@@ -57,14 +59,16 @@ def main() -> None:
 
 def serve(folder: Path, stages: int, rank: int, port: str, hello: dict[str, Any]) -> None:
     """Be a rank: run the tests that come in, until there are no more."""
-    with open(folder / f"in-{rank}") as names, open(folder / f"out-{rank}", "w") as results:
+    with open(folder / f"in-{port}-{rank}") as names, open(folder / f"out-{port}-{rank}", "w") as results:
         if stages > 1:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            os.environ |= {"WORLD_SIZE": str(stages), "LOCAL_WORLD_SIZE": str(stages), "ACCELERATE_USE_CPU": "true"}
+            os.environ |= {"WORLD_SIZE": str(stages), "LOCAL_WORLD_SIZE": str(stages)}
             dist.init_process_group("gloo", timeout=timedelta(seconds=60))
             AcceleratorState._reset_state(reset_partial_state=True)  # from the import, of one process
         print(json.dumps({**hello, "pid": os.getpid()}), file=results, flush=True)
         for number, name in enumerate(names):
+            if stages > 1:  # TestCasePlus removes it after each test
+                os.environ["ACCELERATE_USE_CPU"] = "true"
             base = folder / f"{port}-{number}"
             with shared_folders(base):
                 result = run(name.strip())
@@ -144,6 +148,23 @@ def names_of(modules: list[Any]) -> list[str]:
                 found = unittest.defaultTestLoader.getTestCaseNames(case)
                 names += [f"{module.__name__}.{case.__name__}.{name}" for name in found]
     return names
+
+
+def expect_own_files(module: Any) -> None:
+    """Let the tests look for `pipeline/` in a checkpoint, which has what optimizer.pt and scheduler.pt have elsewhere."""
+
+    def check_saved_checkpoints(
+        case: Any, output_dir: str, freq: int, total: int, is_pretrained: bool = True, use_scaler: bool = False
+    ) -> None:
+        names = ["model.safetensors", "training_args.bin", "trainer_state.json", "pipeline", "manifest.json"]
+        names += ["config.json"] if is_pretrained else []
+        for step in range(freq, total, freq):
+            for name in names:
+                case.assertTrue((Path(output_dir) / f"checkpoint-{step}" / name).exists(), f"{name} of {step}")
+
+    for kind in vars(module).values():
+        if isinstance(kind, type) and "check_saved_checkpoints" in vars(kind):
+            kind.check_saved_checkpoints = check_saved_checkpoints  # type: ignore[attr-defined]
 
 
 # models with units
