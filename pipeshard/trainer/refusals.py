@@ -33,9 +33,6 @@ REFUSED = {
         "it deals batches out to processes, but the stages of a replica read the same: use group_by_length"
     ),
     "accelerator_config.dispatch_batches": "every rank reads for itself: leave it out",
-    "accelerator_config.gradient_accumulation_kwargs": (
-        "a window is one step of the pipeline: give gradient_accumulation_steps"
-    ),
 }
 # Which values of an argument are refused, where it is not all that are true.
 SOME: dict[str, Callable[[Any], bool]] = {
@@ -43,12 +40,16 @@ SOME: dict[str, Callable[[Any], bool]] = {
     "past_index": lambda value: value >= 0,
     "train_sampling_strategy": lambda value: value == "batch_rebalance",
 }
+# What a single process may be given: it has no other rank that would differ.
+OF_SEVERAL = ("auto_find_batch_size", "accelerator_config.dispatch_batches")
 
 
 def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
     """Raise ConfigurationError for what a pipelined Trainer called `name` cannot do."""
     for argument, why in REFUSED.items():
         value = reduce(lambda holder, part: getattr(holder, part, None), argument.split("."), args)
+        if argument in OF_SEVERAL and dist.get_world_size() == 1:
+            continue
         if value is not None and SOME.get(argument, bool)(value):
             raise ConfigurationError(f"{name} is refused {argument}={value!r}, since {why}")
     if dist.get_world_size() != args.world_size:

@@ -55,7 +55,6 @@ class PipelineAccelerator(Accelerator):
         new.__dict__.update(vars(accelerator))
         new.grid, new.trainer, new.is_alone, new.is_muted = grid, trainer, False, False
         new.scaler = None  # of the loss in fp16: the pipeline has one
-        new.dataloader_config.dispatch_batches = False  # by rank 0: every rank reads for itself
         return new
 
     @contextmanager
@@ -93,7 +92,12 @@ class PipelineAccelerator(Accelerator):
         seed = data_loader.worker_init_fn
         if isinstance(seed, partial) and "rank" in seed.keywords:  # workers of all stages are to draw alike
             data_loader.worker_init_fn = partial(seed.func, *seed.args, **seed.keywords | {"rank": self.process_index})
-        loader: DataLoader[Any] = super().prepare_data_loader(data_loader, *args, **kwargs)
+        given = self.dataloader_config.dispatch_batches
+        self.dataloader_config.dispatch_batches = False  # by rank 0: every rank reads for itself
+        try:
+            loader: DataLoader[Any] = super().prepare_data_loader(data_loader, *args, **kwargs)
+        finally:
+            self.dataloader_config.dispatch_batches = given
         setattr(loader, REPLICAS, self.num_processes)
         return loader
 
@@ -167,7 +171,7 @@ class PipelineAccelerator(Accelerator):
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model, PipelineModel):
             return model.unwrap()
-        return model.module if isinstance(model, StandIn) else model
+        return model.module if isinstance(model, StandIn) else super().unwrap_model(model, *args, **kwargs)
 
 
 def _ones(tensor: Tensor) -> Tensor:

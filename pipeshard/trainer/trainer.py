@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_pt_utils import find_batch_size
 
 from pipeshard.batch.read import first_samples
 from pipeshard.checkpoint.training_state import random_state, set_random_state
@@ -29,7 +30,6 @@ from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.trainer.checkpoint import (
-    Randomness,
     load_state,
     load_weights,
     newest,
@@ -49,6 +49,7 @@ PRIVATE = (
     "_load_optimizer_and_scheduler",
     "_save_optimizer_and_scheduler",
     "_load_best_model",
+    "_load_rng_state",
 )
 
 
@@ -60,6 +61,7 @@ class Loop(Trainer):
     _stages: Stages | None = None
     _objective: Objective | None = None
     _loader: Any = None  # the last one made: its samples are what a model is traced with
+    _random: dict[str, Any] | None = None  # a checkpoint's, until the loop is where it was
     _held: tuple[dict[str, Any], ...] = ()  # the batches of a window that is not complete yet
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -266,11 +268,24 @@ class Loop(Trainer):
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         stages = self._own_stages()
+        self._count_last(inputs)
         stages.loss_only = prediction_loss_only and not self._makes_loss() and "labels" in inputs
         try:
             return super().prediction_step(stages, inputs, prediction_loss_only, ignore_keys)
         finally:
             stages.loss_only = False
+
+    def _count_last(self, inputs: Any) -> None:
+        """Let accelerate know how many samples the last batch of a stream has.
+
+        Trainer repeats each batch's loss eval_batch_size times, and accelerate cuts off what the last batch lacks. It
+        derives that from the dataset's length, which a stream does not have.
+        """
+        loader = self.accelerator.gradient_state.active_dataloader
+        if loader is None or not getattr(loader, "end_of_dataloader", False) or loader.remainder != -1:
+            return
+        rows = find_batch_size(inputs) or 0
+        loader.remainder = rows if rows < self.args.eval_batch_size else 0
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError("hyperparameter_search is not known to a pipeline: start a run for each trial")
@@ -311,10 +326,13 @@ class Loop(Trainer):
             return
         stages = self._own_stages()
         assert stages.optimizer is not None
-        random = load_state(Path(checkpoint), stages.boosted, stages.optimizer, self.lr_scheduler)
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, Randomness):
-                callback.state = random
+        self._random = load_state(Path(checkpoint), stages.boosted, stages.optimizer, self.lr_scheduler)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """The checkpoint's random state, whichever ranks saved it, when Trainer would load each rank's own file."""
+        random, self._random = self._random, None
+        if random is not None:
+            set_random_state(random)
 
     def _load_best_model(self) -> None:
         load_weights(self._own_stages().boosted, Path(self.state.best_model_checkpoint))
@@ -333,7 +351,6 @@ class Front:
             )
         self.pipeline = pipeline
         super().__init__(*args, **kwargs)
-        self.add_callback(Randomness())  # type: ignore[attr-defined]
 
 
 def pipelined(trainer: type[Trainer]) -> Any:
