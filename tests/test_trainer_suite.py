@@ -112,7 +112,8 @@ ALONE = """
     from pipeshard.trainer import PipelineTrainer
     from tests.test_trainer_suite import Stream
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(folder, per_device_eval_batch_size=8, use_cpu=True, report_to=[], label_names=["labels"])
+        options = dict(per_device_eval_batch_size=8, use_cpu=True, report_to=[], label_names=["labels"])
+        args = TrainingArguments(folder, **options)
         trainer = PipelineTrainer(Line(), args, eval_dataset=Stream(18), pipeline=PipelinePlugin(pp_size=1))
         assert [type(c).__name__ for c in trainer.callback_handler.callbacks][:1] == ["DefaultFlowCallback"]
         assert not any("Random" in type(c).__name__ for c in trainer.callback_handler.callbacks)
@@ -149,7 +150,7 @@ def test_a_tuple_without_a_loss_in_front_has_none(output: Any) -> None:
     assert own_loss(output) is None
 
 
-FAKE = '''
+FAKE = """
 import json, os, sys, time
 folder, size = sys.argv[3], max(int(sys.argv[2]), 1)
 open(folder + "/ready", "w").close()
@@ -169,7 +170,7 @@ for line in sys.stdin:
                     kind = "raw"
                 print(json.dumps({"kind": kind, "why": "", "trainers": 1}), file=results, flush=True)
             os._exit(0)
-'''
+"""
 
 
 def test_a_fleet_goes_on_after_ranks_that_hang_or_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,6 @@ class Step:
 @dataclass(frozen=True)
 class Route:
     """One stage's way through one Dataflow: a step per unit call, after which one the stage is done, the leaves of the
-    """One stage's way through one Dataflow: a step per unit call, after which one the stage is done, the leaves of the
     batch whose values it needs (or the `whole` batch), and what its glue keeps for the next forward without having what
     that is made of. `proven` are the numbers of held steps that were seen to leave what they should, -1 for the forward
     as a whole, -2 for the zeros in it, and `passing` the places that the glue which this stage does not run any more

@@ -29,14 +29,7 @@ from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.plugin import PipelinePlugin
-from pipeshard.trainer.checkpoint import (
-    load_state,
-    load_weights,
-    newest,
-    refuse_broken,
-    save_state,
-    save_weights,
-)
+from pipeshard.trainer.checkpoint import load_state, load_weights, newest, refuse_broken, save_state, save_weights
 from pipeshard.trainer.objective import ITEMS, Objective, Preferences, evaluated_together
 from pipeshard.trainer.refusals import cut, refuse, refuse_class, refuse_split
 from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages

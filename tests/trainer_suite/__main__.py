@@ -1,4 +1,4 @@
-"""`make trainer-suite TRANSFORMERS=<checkout>`: runs transformers' own tests/trainer plainly, and at one and two stages.
+"""`make trainer-suite TRANSFORMERS=<checkout>`: runs transformers' tests/trainer plainly, at one and at two stages.
 
 No test of transformers is part of this repository. A test counts if it constructs a Trainer and passes plainly here.
 """
@@ -19,7 +19,7 @@ MARKS = "<!-- suite -->", "<!-- end of suite -->"
 def main() -> int:
     given = arguments()
     if not given.transformers or not (Path(given.transformers) / "tests" / "trainer").is_dir():
-        print("trainer-suite: pass TRANSFORMERS=<folder>, a checkout of huggingface/transformers with its tests/trainer")
+        print("trainer-suite: pass TRANSFORMERS=<folder>, a checkout of huggingface/transformers with tests/trainer")
         return 2
     given.results.parent.mkdir(parents=True, exist_ok=True)
     results: Results = json.loads(given.results.read_text(), object_hook=by_number) if given.resume else {}

@@ -31,7 +31,7 @@ class Rank:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.lines: queue.Queue[str] = queue.Queue()
-        self.input = open(folder / f"in-{name}", "w")
+        self.input = (folder / f"in-{name}").open("w")
         threading.Thread(target=self._read, args=(folder / f"out-{name}",), daemon=True).start()
         self.pid: int | None = None
 
@@ -124,7 +124,9 @@ class Fleet:
         # The ranks that wait for one that failed have no result of their own.
         if all(result["kind"] in ("passed", "skipped") for result in found.values()):
             for number in set(range(self.size)) - found.keys():
-                found[number] = without(f"rank {number} has not ended in {self.limit:.0f} s, or after the other", "hang")
+                found[number] = without(
+                    f"rank {number} has not ended in {self.limit:.0f} s, or after the other", "hang"
+                )
         return [found[number] for number in sorted(found)]
 
     def stop_ranks(self) -> None:
