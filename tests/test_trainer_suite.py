@@ -149,7 +149,7 @@ def test_a_tuple_without_a_loss_in_front_has_none(output: Any) -> None:
     assert own_loss(output) is None
 
 
-FAKE = '''
+FAKE = """
 import json, os, sys, time
 folder, size = sys.argv[3], max(int(sys.argv[2]), 1)
 open(folder + "/ready", "w").close()
@@ -169,7 +169,7 @@ for line in sys.stdin:
                     kind = "raw"
                 print(json.dumps({"kind": kind, "why": "", "trainers": 1}), file=results, flush=True)
             os._exit(0)
-'''
+"""
 
 
 def test_a_fleet_goes_on_after_ranks_that_hang_or_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,14 +25,7 @@ from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.plugin import PipelinePlugin
-from pipeshard.trainer.checkpoint import (
-    load_state,
-    load_weights,
-    newest,
-    refuse_broken,
-    save_state,
-    save_weights,
-)
+from pipeshard.trainer.checkpoint import load_state, load_weights, newest, refuse_broken, save_state, save_weights
 from pipeshard.trainer.objective import ITEMS, Objective, Preferences
 from pipeshard.trainer.refusals import cut, refuse, refuse_class
 from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages

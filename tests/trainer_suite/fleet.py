@@ -124,7 +124,9 @@ class Fleet:
         # The ranks that wait for one that failed have no result of their own.
         if all(result["kind"] in ("passed", "skipped") for result in found.values()):
             for number in set(range(self.size)) - found.keys():
-                found[number] = without(f"rank {number} has not ended in {self.limit:.0f} s, or after the other", "hang")
+                found[number] = without(
+                    f"rank {number} has not ended in {self.limit:.0f} s, or after the other", "hang"
+                )
         return [found[number] for number in sorted(found)]
 
     def stop_ranks(self) -> None:
