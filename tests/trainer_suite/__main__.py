@@ -19,7 +19,9 @@ MARKS = "<!-- suite -->", "<!-- end of suite -->"
 def main() -> int:
     given = arguments()
     if not given.transformers or not (Path(given.transformers) / "tests" / "trainer").is_dir():
-        print("trainer-suite: pass TRANSFORMERS=<folder>, a checkout of huggingface/transformers with tests/trainer")
+        print(
+            "trainer-suite: pass TRANSFORMERS=<folder>, a checkout of huggingface/transformers with its tests/trainer"
+        )
         return 2
     given.results.parent.mkdir(parents=True, exist_ok=True)
     results: Results = json.loads(given.results.read_text(), object_hook=by_number) if given.resume else {}
