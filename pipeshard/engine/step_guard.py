@@ -119,8 +119,8 @@ def _check_related(
                 return
             raise UsageError(
                 f"this {kind} wraps a boosted optimizer and writes to parameters itself, which does not change the "
-                f"fp32 values, shards or replicas of them: pass the whole {kind} to boost instead, and call step() on the "
-                "optimizer that is returned"
+                f"fp32 values, shards or replicas of them: pass the whole {kind} to boost instead, and call step() "
+                "on the optimizer that is returned"
             )
     name = next(iter(named.values()))
     raise UsageError(
