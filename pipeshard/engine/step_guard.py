@@ -118,9 +118,9 @@ def _check_related(
             if other.is_plain:
                 return
             raise UsageError(
-                f"this {kind} wraps an optimizer that was boosted, and writes to parameters beside it, which does not "
-                "reach what the precision, FSDP or ZeRO keep of them: pass the whole "
-                f"{kind} to boost instead, and call the step of the optimizer that is returned"
+                f"this {kind} wraps a boosted optimizer and writes to parameters itself, which does not change the "
+                f"fp32 values, shards or replicas of them: pass the whole {kind} to boost instead, and call step() "
+                "on the optimizer that is returned"
             )
     name = next(iter(named.values()))
     raise UsageError(
