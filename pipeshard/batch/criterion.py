@@ -81,7 +81,7 @@ def _called(criterion: Criterion, output: Any, inputs: Any) -> Any:
 def own_loss(output: Any) -> Tensor | None:
     """The model's own loss: the entry `loss` of its output, or the first entry of a tuple `(loss, logits, ...)`."""
     if is_tuple_with_loss(output):
-        return output[0]  # type: ignore[no-any-return]
+        return output[0]
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) else None
 

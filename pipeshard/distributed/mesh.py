@@ -289,7 +289,7 @@ def join_alone(pp_size: int, dp_size: int | None, tp_size: int) -> None:
     if is_single and not dist.is_initialized() and "RANK" not in os.environ:
         # Both backends where there is a GPU. The store lives in this process and opens no port.
         backend = None if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 def num_replicas(pp_size: int, dp_size: int | None, tp_size: int) -> int:

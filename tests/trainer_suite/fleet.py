@@ -31,7 +31,7 @@ class Rank:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.lines: queue.Queue[str] = queue.Queue()
-        self.input = open(folder / f"in-{name}", "w")
+        self.input = (folder / f"in-{name}").open("w")
         threading.Thread(target=self._read, args=(folder / f"out-{name}",), daemon=True).start()
         self.pid: int | None = None
 
