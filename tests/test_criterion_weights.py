@@ -1,4 +1,4 @@
-"""Weights of a criterion: trained ones are refused wherever they are held; the proof leaves the user's objects alone."""
+"""Weights of a criterion: trained ones are refused whatever holds them; the proof puts back what it reaches."""
 
 from __future__ import annotations
 
