@@ -209,7 +209,7 @@ class Flags:
         self.without = () if beside is None else (model,)
         self.states: dict[int, Snapshot] = {}
         self.values: dict[int, dict[int, Tensor]] = {}  # of each state's tensors that count, by their addresses
-        self.trained: dict[int, list[tuple[Tensor, bool]]] = {}  # leaves beside a model: whether each requires gradients
+        self.trained: dict[int, list[tuple[Tensor, bool]]] = {}  # leaves beside a model: whether each is trained
         self.moved: set[tuple[int, Any]] = set()  # address of a holder, and key
         self.unsure: int | None = None  # the state of which it is not known yet what a step changes
         self.next = 0
