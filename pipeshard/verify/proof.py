@@ -25,7 +25,7 @@ from pipeshard.verify.compare import (
     gradients,
     output_tensors,
 )
-from pipeshard.verify.reference import Copies, NoLoss, Reference, generators, undisturbed
+from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights, generators, undisturbed
 from pipeshard.verify.untouched import untouched
 from pipeshard.verify.virtual import Different, Unproven, Virtual
 from pipeshard.verify.whole import Coupled, Found, WholeBatch, cut
@@ -113,7 +113,7 @@ class Cut:
     leave aside, and the units."""
 
     step: int
-    weights: list[float]
+    weights: Weights
     has_auxiliary: bool
     units: tuple[str, ...]
 
@@ -220,7 +220,7 @@ class _Proving:
         reference = Reference(own, self._criterion(own), self.device)
         torch.manual_seed(SEED)
         try:
-            loss, _ = reference.step([self.rows(own.sample, 0)], [1.0], (SEED, 0), self.tick)
+            loss, _ = reference.step([self.rows(own.sample, 0)], Weights([1.0]), (SEED, 0), self.tick)
         except NoLoss:
             raise Unproven("nothing gives a loss to train on") from None
         except Exception as error:  # whatever the user's model raises
