@@ -288,7 +288,9 @@ class _Proving:
         if self.m == 1 or not self.config.has_exact_loss:
             return
         sample = self._sample()
-        steps = self.cut if sample.rows > self.count else self.cut[:1]  # the second step has other samples, if there are any
+        steps = (
+            self.cut if sample.rows > self.count else self.cut[:1]
+        )  # the second step has other samples, if there are any
         for now in steps:
             batch = self.rows(sample, now.step)
             self._compare_inputs(batch)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from tests.hunt import nets, switches, values
+from tests.hunt import labels, nets, switches, values
 from tests.hunt.nets import Net, data
 
 Batch = Mapping[str, Tensor]
@@ -409,4 +409,16 @@ CASES = {
     ),
     "by codes": Case(values.ByCodes, "Glue looks up integers that a layer returns.", options={"verify": False}),
     "by a mask": Case(values.ByMask, "Glue multiplies by booleans that a layer returns.", options={"verify": False}),
+    "labels of -1": Case(
+        labels.Ignoring,
+        "The model's own loss leaves out -1, which comes in the second batch: -100 alone was tried, so it was refused.",
+        labels.marked(-1, first=1),
+        {"num_microbatches": 2},
+    ),
+    "labels of 255": Case(
+        labels.Unlabelled,
+        "The same for 255, as in data for segmentation: a segformer was refused.",
+        labels.marked(255),
+        {"num_microbatches": 2},
+    ),
 }
