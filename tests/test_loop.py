@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import pipeshard
 from pipeshard.config import PipelineConfig
+from pipeshard.engine.refusals import SPARED, gap, own_methods
 from pipeshard.engine.step_guard import GUARD
 from pipeshard.entry import Engine
 from pipeshard.errors import ConfigurationError, UsageError
@@ -296,3 +297,38 @@ def test_a_max_norm_that_clips_by_nothing_is_refused(value: Any) -> None:
 def test_a_max_norm_of_none_does_not_clip_and_an_infinite_one_measures() -> None:
     assert PipelineConfig(pp_size=1, max_norm=None).max_norm == 0.0
     assert PipelineConfig(pp_size=1, max_norm=float("inf")).max_norm == float("inf")
+
+
+class Perturbing(torch.optim.SGD):
+    """Sharpness-aware minimization. The loop calls both steps itself; `coupled` scales by the norm of all gradients."""
+
+    coupled = True
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norms = [p.grad.norm() if p.grad is not None else torch.zeros(()) for p in parameters]
+        whole = torch.stack(norms).norm()
+        for parameter, norm in zip(parameters, norms):
+            self.state[parameter]["moved"] = moved = parameter.grad * (0.1 / (whole if self.coupled else norm))
+            parameter.add_(moved)
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(self.state[parameter].pop("moved"))
+
+
+class PerturbingEach(Perturbing):
+    coupled = False
+
+
+def test_methods_of_an_optimizer_are_tried_like_its_step() -> None:
+    """SAM's first_step scales by the norm of all gradients; the trial at boost called `step` alone, so each stage took
+    the norm of its own."""
+    model = Net()
+    assert own_methods(Perturbing(model.parameters(), lr=0.1)) == ["first_step", "second_step"]
+    assert own_methods(torch.optim.AdamW(model.parameters())) == []
+    assert gap(Perturbing(model.parameters(), lr=0.1), model, False) > SPARED
+    assert gap(PerturbingEach(model.parameters(), lr=0.1), model, False) <= SPARED

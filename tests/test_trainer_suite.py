@@ -112,8 +112,7 @@ ALONE = """
     from pipeshard.trainer import PipelineTrainer
     from tests.test_trainer_suite import Stream
     with tempfile.TemporaryDirectory() as folder:
-        options = dict(per_device_eval_batch_size=8, use_cpu=True, report_to=[], label_names=["labels"])
-        args = TrainingArguments(folder, **options)
+        args = TrainingArguments(folder, use_cpu=True, report_to=[], label_names=["labels"])
         trainer = PipelineTrainer(Line(), args, eval_dataset=Stream(18), pipeline=PipelinePlugin(pp_size=1))
         assert [type(c).__name__ for c in trainer.callback_handler.callbacks][:1] == ["DefaultFlowCallback"]
         assert not any("Random" in type(c).__name__ for c in trainer.callback_handler.callbacks)

@@ -6,10 +6,13 @@ halves.
 """
 
 import copy
+import inspect
 import logging
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -219,28 +222,55 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
 
 
 def gap(optimizer: Optimizer, model: nn.Module, sliced: bool) -> float:
-    """How much an optimizer's updates differ in a step, relative to its largest, if each half of its parameters, or
-    (`sliced`) of the rows of each, has an optimizer of its own."""
-    start = _tiny(optimizer, sliced)
+    """How much an optimizer's updates differ, relative to its largest, if each half of its parameters, or (`sliced`) of
+    the rows of each, has an optimizer of its own. Its own methods are tried as well as `step`."""
+    start, methods = _tiny(optimizer, sliced), own_methods(optimizer)
+    by_methods = _gap(start, lambda values: _called(optimizer, model, values, methods), sliced) if methods else 0.0
+    if by_methods > SPARED:
+        return by_methods
+    return _gap(start, lambda values: _stepped(optimizer, model, values), sliced)
+
+
+def _gap(start: dict[Place, Tensor], run: Callable[[dict[Place, Tensor]], dict[Place, Tensor]], sliced: bool) -> float:
     halves = [
         {place: value.chunk(2)[half] for place, value in start.items()} if sliced else dict([*start.items()][half::2])
         for half in (0, 1)
     ]
     with torch.random.fork_rng():
-        together = _stepped(optimizer, model, start)
+        together = run(start)
         try:
-            first, second = [_stepped(optimizer, model, values) for values in halves]
+            first, second = [run(values) for values in halves]
         except Exception:  # it counts on all of them being there: by lists of its own beside them
             return 1.0
     apart = {place: torch.cat([first[place], second[place]], 1) for place in start} if sliced else first | second
     if not start:
         return 0.0
     gaps = [(together[place], together[place] - apart[place]) for place in start]
-    moved, differs = (
-        torch.cat([gap.reshape(len(SCALES), -1) for gap in of_all], 1).abs().amax(1) for of_all in zip(*gaps)
-    )
+    moved, differs = (torch.cat([gap.flatten(1) for gap in of_all], 1).abs().amax(1) for of_all in zip(*gaps))
     counts = moved > 1e-6
     return float((differs[counts] / moved[counts]).max()) if counts.any() else 0.0
+
+
+def own_methods(optimizer: Optimizer) -> list[str]:
+    """The public methods that its class adds to torch's Optimizer, that need no arguments and go through the parameter
+    groups, in the order in which they are written (SAM's first_step before its second_step)."""
+    found: dict[str, None] = {}
+    for kind in reversed(type(optimizer).__mro__):
+        if kind is object or issubclass(Optimizer, kind) or kind.__module__.startswith("torch."):
+            continue
+        for name, method in vars(kind).items():
+            if isinstance(method, FunctionType) and not name.startswith("_") and not hasattr(Optimizer, name):
+                found[name] = None
+    return [name for name in found if _goes_through_groups(getattr(type(optimizer), name))]
+
+
+def _goes_through_groups(method: Callable[..., Any]) -> bool:
+    """Whether it can be called without arguments, and reads the parameter groups."""
+    original = inspect.unwrap(method)
+    first, *others = inspect.signature(original).parameters.values()
+    optional = (first.VAR_POSITIONAL, first.VAR_KEYWORD)
+    needed = [one for one in others if one.default is one.empty and one.kind not in optional]
+    return not needed and "param_groups" in original.__code__.co_names
 
 
 def _tiny(optimizer: Optimizer, sliced: bool) -> dict[Place, Tensor]:
@@ -268,25 +298,58 @@ def _stepped(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor]
 
 
 def _trial(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], closes: bool) -> dict[Place, Tensor]:
-    parameters = {}
-    for (k, j), value in values.items():
-        original = optimizer.param_groups[k]["params"][j]
-        parameters[k, j] = nn.Parameter(value.to("cpu" if original.is_meta else original.device).clone())
+    parameters = _parameters(optimizer, values)
     trial = _copy(optimizer, model, parameters)
     torch.manual_seed(0)
-    seen = [{place: parameter.detach().cpu().clone() for place, parameter in parameters.items()}]
+    seen = [_values(parameters)]
     for scale in SCALES:
 
         def closure(scale: float = scale) -> Tensor:
             """A loss of each parameter alone, whose gradient differs a little way on; its value depends on none."""
-            with torch.no_grad():
-                for parameter in parameters.values():
-                    parameter.grad = scale * torch.cos(40.0 * parameter)
+            _give_gradients(parameters, scale)
             return torch.ones((), requires_grad=True)
 
         closure()
         type(trial).step(trial, *([closure] if closes else []))
-        seen.append({place: parameter.detach().cpu().clone() for place, parameter in parameters.items()})
+        seen.append(_values(parameters))
+    return _moves(parameters, seen)
+
+
+def _called(
+    optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], methods: Sequence[str]
+) -> dict[Place, Tensor]:
+    """What each of these methods does to the values, one after the other, on gradients that are new each time."""
+    parameters = _parameters(optimizer, values)
+    trial = _copy(optimizer, model, parameters)
+    torch.manual_seed(0)
+    seen = [_values(parameters)]
+    for name in methods:
+        _give_gradients(parameters, 1.0)
+        with suppress(Exception):  # it may want what only a training loop gives it
+            getattr(type(trial), name)(trial)
+        seen.append(_values(parameters))
+    return _moves(parameters, seen)
+
+
+def _parameters(optimizer: Optimizer, values: dict[Place, Tensor]) -> dict[Place, nn.Parameter]:
+    parameters = {}
+    for (k, j), value in values.items():
+        original = optimizer.param_groups[k]["params"][j]
+        parameters[k, j] = nn.Parameter(value.to("cpu" if original.is_meta else original.device).clone())
+    return parameters
+
+
+def _give_gradients(parameters: dict[Place, nn.Parameter], scale: float) -> None:
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.grad = scale * torch.cos(40.0 * parameter)
+
+
+def _values(parameters: dict[Place, nn.Parameter]) -> dict[Place, Tensor]:
+    return {place: parameter.detach().cpu().clone() for place, parameter in parameters.items()}
+
+
+def _moves(parameters: dict[Place, nn.Parameter], seen: Sequence[dict[Place, Tensor]]) -> dict[Place, Tensor]:
     return {place: torch.stack([values[place] for values in seen]).diff(dim=0) for place in parameters}
 
 

@@ -191,7 +191,7 @@ class Replay:
         # What hooks inside are called with is repeated by `answer`.
         is_proven = not self.proves or number in run.route.proven or listened(unit)
         before = None if is_proven else Snapshot({UNIT: unit, ARGUMENTS: arguments})
-        versions = [] if before is None else _versions(arguments)
+        given = {} if before is None else _versions(arguments)
         if self._zeros is not None:
             self._zeros.refuse(arguments, f"unit {step.unit}")
         run.inside = True
@@ -208,7 +208,8 @@ class Replay:
         finally:
             run.inside = False
         if before is not None:
-            if _versions(arguments) != versions and not run.route.flow.calls[number].writes:
+            written = any(tensor._version != version for tensor, version in given.items())
+            if written and not run.route.flow.calls[number].writes:
                 raise self._differs(step, run, WRITES, "no such write", None, WRITTEN)
             self._prove(step, before, arguments, run)
             run.route.proven.add(number)
@@ -331,9 +332,9 @@ class Replay:
         )
 
 
-def _versions(arguments: Any) -> list[int]:
+def _versions(arguments: Any) -> dict[Tensor, int]:
     tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+    return {tensor: tensor._version for tensor in tensors if not tensor.is_inference()}
 
 
 def _has_more(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""`make trainer-suite TRANSFORMERS=<checkout>`: runs transformers' tests/trainer plainly, at one and at two stages.
+"""`make trainer-suite TRANSFORMERS=<checkout>`: runs transformers' own tests/trainer, plainly and on stages.
 
 No test of transformers is part of this repository. A test counts if it constructs a Trainer and passes plainly here.
 """

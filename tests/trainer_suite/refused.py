@@ -1,4 +1,4 @@
-"""Refused: tests of transformers that a pipelined Trainer does not pass, each with the reason and what to do.
+"""Refused: the tests of transformers that a pipelined Trainer does not pass, with the reason and what to do instead.
 
 A test that is not listed, and that fails, is a fault of pipeshard.
 """

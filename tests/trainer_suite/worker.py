@@ -3,8 +3,9 @@
 It is started as a file, from the checkout's root, because the checkout has a package `tests` of its own. A rank reads
 names of tests, one per line, and writes one JSON object per test.
 
-    worker.py CHECKOUT STAGES FOLDER        STAGES = 0 runs the tests as they are; a line with a port on stdin forks
-                                            ranks, which read FOLDER/in-PORT-RANK and write FOLDER/out-PORT-RANK
+    worker.py CHECKOUT STAGES FOLDER        STAGES = 0 runs the tests as they are
+
+A line with a port on stdin forks ranks, which read FOLDER/in-PORT-RANK and write FOLDER/out-PORT-RANK.
 """
 
 import ast
@@ -151,7 +152,7 @@ def names_of(modules: list[Any]) -> list[str]:
 
 
 def expect_own_files(module: Any) -> None:
-    """Let the tests look for `pipeline/` in a checkpoint, with what optimizer.pt and scheduler.pt have elsewhere."""
+    """Let the tests look for `pipeline/` in a checkpoint, in place of optimizer.pt and scheduler.pt."""
 
     def check_saved_checkpoints(
         case: Any, output_dir: str, freq: int, total: int, is_pretrained: bool = True, use_scaler: bool = False
