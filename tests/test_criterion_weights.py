@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """Weights of a criterion: trained ones are refused wherever they are held; the proof leaves objects alone."""
+=======
+"""Weights of a criterion: trained ones are refused whatever holds them; the proof puts back what it reaches."""
+>>>>>>> criterion
 
 from __future__ import annotations
 

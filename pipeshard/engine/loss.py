@@ -38,6 +38,7 @@ from pipeshard.hf import IGNORED, is_of_transformers, is_target, padding_token, 
 
 logger = logging.getLogger("pipeshard")
 CUTS = 1, 2, 3  # after which of the samples they are cut in two
+HALVES = (2,)  # the same for a model that takes no single sample, as a batch norm in training does
 TELLING = 3  # how many trials a rule has to hold in that could have told it from another one
 CLOSE = {torch.float32: 4e-6, torch.float64: 1e-9}  # relative error of a sum; of other dtypes their precision
 FITS = 1.0, 4.0, 16.0  # how far unit results are moved towards a smaller loss, of the first part alone
@@ -274,7 +275,10 @@ class _Search:
         self.valid, self.side_outputs = valid, side_outputs
         self._sized: dict[tuple[int, int], tuple[Batch, Samples, Trial]] = {}
         sources = (self.flow.axes.shortened(self.batch, LENGTH), self.batch)
-        if not any(self._can_try(source, side_outputs) for source in sources):
+        for self.cuts in (CUTS, HALVES):
+            if any(self._can_try(source, side_outputs) for source in sources):
+                break
+        else:
             return None
         if self.criterion is not None and not self.trial.is_steady(self.samples.draw(self.level, 0), self.kind):
             raise ConfigurationError(
@@ -456,11 +460,11 @@ class _Search:
         return losses is None or self._holds_of(rule, number, losses)
 
     def _holds_of(self, rule: LossRule, number: int, losses: tuple[Measured, list[Measured]]) -> bool:
-        batch, at = self._drawn(rule, number), CUTS[number % len(CUTS)]
+        batch, at = self._drawn(rule, number), self.cuts[number % len(self.cuts)]
         return rule.holds(*losses, _cut(batch, at))
 
     def _losses(self, rule: LossRule, number: int, fit: float = 0.0) -> tuple[Measured, list[Measured]] | None:
-        losses = self.trial.measure(self._drawn(rule, number), CUTS[number % len(CUTS)], number, self.kind, fit)
+        losses = self.trial.measure(self._drawn(rule, number), self.cuts[number % len(self.cuts)], number, self.kind, fit)
         is_finite = losses is not None and all(math.isfinite(loss.value) for loss in (losses[0], *losses[1]))
         return losses if is_finite else None
 
@@ -473,7 +477,7 @@ class _Search:
     def _counts_alike(self) -> bool:
         """Whether the count that the criterion returns does not depend on unit results."""
         batch = self.samples.draw(self.level, 0)
-        losses = [self.trial.measure(batch, CUTS[0], seed, self.kind) for seed in range(TELLING)]
+        losses = [self.trial.measure(batch, self.cuts[0], seed, self.kind) for seed in range(TELLING)]
         return len({None if loss is None else loss[0].denominator for loss in losses}) == 1
 
 

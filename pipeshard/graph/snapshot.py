@@ -209,7 +209,7 @@ class Flags:
         self.without = () if beside is None else (model,)
         self.states: dict[int, Snapshot] = {}
         self.values: dict[int, dict[int, Tensor]] = {}  # of each state's tensors that count, by their addresses
-        self.trained: dict[int, list[bool]] = {}  # which of each state's tensors beside a model require gradients
+        self.trained: dict[int, list[tuple[Tensor, bool]]] = {}  # leaves beside a model: whether each requires gradients
         self.moved: set[tuple[int, Any]] = set()  # address of a holder, and key
         self.unsure: int | None = None  # the state of which it is not known yet what a step changes
         self.next = 0
@@ -217,7 +217,7 @@ class Flags:
     def number(self) -> int:
         """That of the state in which the model is now."""
         for number in self.states:
-            if self.trained[number] != self._trained(self.states[number]):
+            if any(leaf.requires_grad != required for leaf, required in self.trained[number]):
                 continue
             if all((id(change.holder), change.key) in self.moved for change in self._changes(number)):
                 return number
@@ -231,10 +231,13 @@ class Flags:
         self.unsure, self.next = self.next, self.next + 1
         return self.unsure
 
-    def _trained(self, state: Snapshot) -> list[bool]:
-        """Which tensors beside a model require gradients. Those of the model are frozen and released by the engine."""
+    def _trained(self, state: Snapshot) -> list[tuple[Tensor, bool]]:
+        """The leaves beside a model. The model's own parameters are frozen and released by the engine."""
+        if not self.without:
+            return []
         own = {id(parameter) for model in self.without for parameter in model.parameters()}
-        return [tensor.requires_grad for *_, tensor, _ in state.tensors if id(tensor) not in own and tensor.is_leaf]
+        leaves = [tensor for *_, tensor, _ in state.tensors if id(tensor) not in own and tensor.is_leaf]
+        return [(leaf, leaf.requires_grad) for leaf in leaves]
 
     def stepped(self) -> None:
         """A step has been run since `number` was asked for."""
