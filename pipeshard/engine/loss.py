@@ -464,7 +464,9 @@ class _Search:
         return rule.holds(*losses, _cut(batch, at))
 
     def _losses(self, rule: LossRule, number: int, fit: float = 0.0) -> tuple[Measured, list[Measured]] | None:
-        losses = self.trial.measure(self._drawn(rule, number), self.cuts[number % len(self.cuts)], number, self.kind, fit)
+        losses = self.trial.measure(
+            self._drawn(rule, number), self.cuts[number % len(self.cuts)], number, self.kind, fit
+        )
         is_finite = losses is not None and all(math.isfinite(loss.value) for loss in (losses[0], *losses[1]))
         return losses if is_finite else None
 
