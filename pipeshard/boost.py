@@ -12,7 +12,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, takes_outputs_alone
 from pipeshard.batch.read import find_sample
 from pipeshard.config import PipelineConfig
-from pipeshard.distributed.agreement import compare_ranks, compare_weights, optimizer_texts
+from pipeshard.distributed.agreement import compare_ranks, optimizer_texts, take_first_weights
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
@@ -54,7 +54,7 @@ def boost_model(
             replace_parameters(optimizer, became)
     texts = _texts(model) | ({} if optimizer is None else optimizer_texts(optimizer))
     compare_ranks(texts, grid.world, grid.named)
-    compare_weights(model, grid.world, grid.named)
+    take_first_weights(model, grid.world, grid.named)
     size = config.num_microbatches or config.microbatch_size or 1
     sample = find_sample(model, config.dry_run_input, dataloader, config.batch_dims or {}, size, grid.device)
     if fresh is not None:

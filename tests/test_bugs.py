@@ -290,7 +290,7 @@ def step_of(stage: Stage, *reached: Sequence[bool]) -> None:
         tensors = [torch.ones(1, requires_grad=True) for _ in gets]
         for tensor, gets_one in zip(tensors, gets, strict=True):
             tensor.grad = torch.ones(1) if gets_one else None
-        stage._refuse_none(i, tensors)
+        stage._refuse_none(i, tensors, [])
 
 
 def test_what_never_got_a_gradient_may_get_none() -> None:

@@ -433,7 +433,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(pool: Pool, tmp_path: Path) -
 
 def test_without_torch_distributed_the_remedy_is_named() -> None:
     with pytest.raises(ConfigurationError, match="init_process_group"):
-        PipelinePlugin(pp_size=1, num_microbatches=1)
+        PipelinePlugin(pp_size=2, num_microbatches=1)
 
 
 def _matches(pattern: str, message: str) -> bool:

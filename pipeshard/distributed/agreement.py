@@ -4,6 +4,7 @@ As digests first, and shown line by line where they differ.
 """
 
 import hashlib
+import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -15,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeshard.distributed.collectives import gather_objects
+from pipeshard.distributed.collectives import broadcast_bytes, gather_objects
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.schedule.program import Program
 
+logger = logging.getLogger("pipeshard")
 PACKAGES = ("pipeshard", "torch", "transformers", "colossalai", "peft", "accelerate")
 PLAIN = (bool, int, float, str, type(None), Program)  # what repr tells all of
 
@@ -68,23 +70,31 @@ def optimizer_texts(optimizer: Optimizer) -> dict[str, list[str]]:
     return {"the optimizer": [type(optimizer).__qualname__, *(f"group {k} with {g}" for k, g in enumerate(groups))]}
 
 
-def compare_weights(model: nn.Module, group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """Raise ConfigurationError, on every rank, if a parameter or a persistent buffer has other values on some rank.
+@torch.no_grad()
+def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
+    """Copy the first rank's parameters and persistent buffers to every rank if any rank has other values, as
+    DistributedDataParallel does. Call on every rank.
 
     A few entries of each tensor are compared, which differ if ranks have drawn them with different seeds. Tensors that
     are on the meta device on any rank get their values later.
     """
-    ranks = gather_objects({name: _digest(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}, group)
-    for name in ranks[0]:
-        digests = [digests.get(name) for digests in ranks]
-        if None in digests or len(set(digests)) == 1:
-            continue
-        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        raise ConfigurationError(
-            f"{name} has other values on {named(other)} than on {named(0)}, so each stage would train its part of "
-            "another model: call torch.manual_seed(0) on every rank before the model is built, with the same seed, or "
-            "load the same weights on every rank"
-        )
+    tensors = model.state_dict(keep_vars=True)
+    ranks = gather_objects({name: _digest(tensor) for name, tensor in tensors.items()}, group)
+    shared = [name for name in ranks[0] if None not in (digests.get(name) for digests in ranks)]
+    different = next((name for name in shared if len({digests[name] for digests in ranks}) > 1), None)
+    if different is None:
+        return
+    other = next(rank for rank, digests in enumerate(ranks) if digests[different] != ranks[0][different])
+    if group.rank() == 0:
+        logger.warning(
+            "%s has other values on %s than on %s: every rank takes the weights of %s. Call torch.manual_seed(0) on "
+            "every rank before the model is built, to build the same model everywhere",
+            different, named(other), named(0), named(0),
+        )  # fmt: skip
+    for name in shared:
+        values = tensors[name].detach().contiguous()
+        broadcast_bytes(values, dist.get_global_rank(group, 0), group)
+        tensors[name].detach().copy_(values)
 
 
 @torch.no_grad()

@@ -19,7 +19,18 @@ from torch import nn
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
 from pipeshard.engine.loss_sizes import Sizes, Tried, power
-from pipeshard.engine.loss_trial import LENGTH, NORMAL, NOTHING, PROBABILITIES, SHORT, SPAN, Measured, Samples, Trial
+from pipeshard.engine.loss_trial import (
+    LENGTH,
+    NORMAL,
+    NOTHING,
+    PROBABILITIES,
+    SHORT,
+    SPAN,
+    UNLABELLED,
+    Measured,
+    Samples,
+    Trial,
+)
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.shapes import TensorSpec
@@ -335,12 +346,14 @@ class _Search:
 
     def _ignored(self, path: str) -> list[int]:
         """The labels that may mean that there is none; a GPU does not survive one that is out of range."""
+        observed = set(self.samples.pools[path].tolist())
         if self.criterion is None:
-            return [IGNORED]
+            return [IGNORED, *(mark for mark in (-1, UNLABELLED) if mark in observed)]
         padding = padding_token(self.model)
         tried = dict.fromkeys([IGNORED, *([] if padding is None else [padding]), -1, 0])
+        if UNLABELLED in observed:
+            tried[UNLABELLED] = None
         on_cpu = next(iter(self.batch.tensors.values())).device.type == "cpu"
-        observed = set(self.samples.pools[path].tolist())
         return [ignore for ignore in tried if on_cpu or ignore >= 0 or ignore in observed]
 
     def _is_proven(self, rule: LossRule) -> bool:

@@ -32,6 +32,7 @@ from pipeshard.split.materialize import is_released
 logger = logging.getLogger("pipeshard")
 ROWS, LENGTH = 4, 8  # how many samples and positions are tried
 SPAN = 64  # values of a leaf of integers, up to which each is met
+UNLABELLED = 255  # what datasets for segmentation give pixels without a class
 EVERYTHING, READ, LABELS, NOTHING = range(4)  # how much of the batch is drawn
 NORMAL, PROBABILITIES = range(2)  # what unit results are drawn from; some losses take probabilities only
 REPEATED = 2**20 + 7  # a prime number: no two samples have the same ones
@@ -110,7 +111,8 @@ class Samples:
             if name != path:
                 return leaf
             leaf = leaf.movedim(dim or 0, 0).clone()
-            leaf = torch.where(leaf < 0, 1, leaf) if ignore < 0 else torch.where(leaf == ignore, ignore + 1, leaf)
+            valid = 1 if ignore < 0 or ignore == UNLABELLED else ignore + 1
+            leaf = torch.where(leaf < 0 if ignore < 0 else leaf == ignore, valid, leaf)
             if mask is not None and mask.shape == leaf.shape:
                 leaf = leaf.masked_fill(mask == 0, ignore)  # some losses leave padding out by the mask
             if leaf.ndim == 1 or leaf.shape[1] == 1:
@@ -136,13 +138,19 @@ def _pool(leaf: Tensor, special: Tensor) -> Tensor:
     leave out, more often; if these are few, what is between too, from 0 to 1 at least."""
     pool = leaf.detach().long().cpu().unique()
     present = pool[torch.isin(pool, special)]
-    last = int(pool[-1])
+    classes = pool[:-1] if is_marked(pool) else pool
+    last = int(classes[-1])
     if last >= SPAN:
         return torch.cat([pool, present.repeat(len(pool) // SPAN)])
     fill = torch.arange(max(last, 1) + 1)
     if leaf.ndim > 1:  # tokens
         fill = fill[~torch.isin(fill, special) | torch.isin(fill, present)]
-    return torch.cat([pool[pool < 0], fill])
+    return torch.cat([pool[pool < 0], fill, pool[len(classes) :]])
+
+
+def is_marked(values: Tensor) -> bool:
+    """Whether the highest of these labels, which are in order, marks what has none: it is apart from the classes."""
+    return len(values) > 1 and int(values[-1]) == UNLABELLED and int(values[-2]) < UNLABELLED - 1
 
 
 def _chosen(pool: Tensor, count: int, number: int, generator: torch.Generator) -> Tensor:

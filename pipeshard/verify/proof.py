@@ -14,7 +14,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
 from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
-from pipeshard.errors import PipeshardError
+from pipeshard.errors import PipeshardError, TraceError
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.verify.compare import (
     Comparison,
@@ -25,7 +25,7 @@ from pipeshard.verify.compare import (
     gradients,
     output_tensors,
 )
-from pipeshard.verify.reference import Copies, NoLoss, Reference, generators, undisturbed
+from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights, generators, undisturbed
 from pipeshard.verify.untouched import untouched
 from pipeshard.verify.virtual import Different, Unproven, Virtual
 from pipeshard.verify.whole import Coupled, Found, WholeBatch, cut
@@ -58,6 +58,10 @@ class Proof:
     refused: bool = False
     coupled: bool = False
     moving: tuple[str, ...] = ()
+
+
+class Fails(Unproven):
+    """The unsplit model does not run on these samples."""
 
 
 class TooMuch(Unproven):
@@ -113,7 +117,7 @@ class Cut:
     leave aside, and the units."""
 
     step: int
-    weights: list[float]
+    weights: Weights
     has_auxiliary: bool
     units: tuple[str, ...]
 
@@ -141,7 +145,7 @@ class _Proving:
         self.moving: dict[str, None] = {}
         self.cut: list[Cut] = []
         self.draws, self.fickle, self.is_whole = False, frozenset[str](), False
-        self.m = 1 if config.num_microbatches == 1 else PARTS
+        self.count, self.m = ROWS, 1 if config.num_microbatches == 1 else PARTS
 
     @property
     def elapsed(self) -> float:
@@ -163,12 +167,29 @@ class _Proving:
         try:
             if skip:
                 raise TooMuch(skip)
-            self._try()
-            self._compare_split()
-            self._compare_whole()
+            self._compare_few_or_all()
         except TooMuch:
             self._compare_outputs()
             raise
+
+    def _compare_few_or_all(self) -> None:
+        """All samples, cut as in training, where a few do not run: the batch may hold indices of its samples, as the
+        edges of a graph do."""
+        try:
+            self._compare_both()
+        except Exception as error:  # whatever the user's model raises
+            is_verdict = isinstance(error, (Unproven, Different, Coupled, PipeshardError))
+            is_verdict = is_verdict and not isinstance(error, (Fails, TraceError))
+            if is_verdict or self.count >= self.given.sample.rows:
+                raise
+            self.count = self.given.sample.rows
+            self.m = len(self.given.sample.split(*self.config.cut))
+            self._compare_both()
+
+    def _compare_both(self) -> None:
+        self._try()
+        self._compare_split()
+        self._compare_whole()
 
     def _compare_split(self) -> None:
         """In fp64 once more where it seems to differ: rounding shrinks with the precision, a mistake does not."""
@@ -190,7 +211,7 @@ class _Proving:
     def rows(self, batch: Batch, step: int) -> Batch:
         """The samples of a step: the first ones, then the last ones, backwards."""
         order = range(batch.rows)
-        return batch.take(torch.tensor((order[::-1] if step else order)[:ROWS]))
+        return batch.take(torch.tensor((order[::-1] if step else order)[: self.count]))
 
     def _copy(self, dtype: torch.dtype | None = None) -> Copies:
         self.tick()
@@ -220,11 +241,11 @@ class _Proving:
         reference = Reference(own, self._criterion(own), self.device)
         torch.manual_seed(SEED)
         try:
-            loss, _ = reference.step([self.rows(own.sample, 0)], [1.0], (SEED, 0), self.tick)
+            loss, _ = reference.step([self.rows(own.sample, 0)], Weights([1.0]), (SEED, 0), self.tick)
         except NoLoss:
             raise Unproven("nothing gives a loss to train on") from None
         except Exception as error:  # whatever the user's model raises
-            raise Unproven(f"the unsplit model does not run on its batch: {type(error).__name__}: {error}") from error
+            raise Fails(f"the unsplit model does not run on its batch: {type(error).__name__}: {error}") from error
         return own.model, loss
 
     def _criterion(self, own: Copies) -> Criterion | None:
@@ -267,7 +288,9 @@ class _Proving:
         if self.m == 1 or not self.config.has_exact_loss:
             return
         sample = self._sample()
-        steps = self.cut if sample.rows > ROWS else self.cut[:1]  # the second step has other samples, if there are any
+        steps = (
+            self.cut if sample.rows > self.count else self.cut[:1]
+        )  # the second step has other samples, if there are any
         for now in steps:
             batch = self.rows(sample, now.step)
             self._compare_inputs(batch)

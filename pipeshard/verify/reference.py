@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.criterion import Criterion, loss_of
+from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.graph.rng import Randomness, python_state
 from pipeshard.hf import disable_caches
 from pipeshard.private import tree_map_only
@@ -168,6 +168,15 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         logger.removeFilter(quiet)
 
 
+@dataclass(frozen=True)
+class Weights:
+    """What the loss of each microbatch is multiplied with; with `of_sums` its sum, where a criterion returns (sum,
+    count)."""
+
+    shares: Sequence[float]
+    of_sums: bool = False
+
+
 class NoLoss(Exception):
     """There is nothing to train on."""
 
@@ -213,21 +222,23 @@ class Reference:
             unit.forward = placed(name, unit.forward)
 
     def step(
-        self, batches: Sequence[Batch], weights: Sequence[float], at: tuple[int, int], note: Callable[[], None]
+        self, batches: Sequence[Batch], weights: Weights, at: tuple[int, int], note: Callable[[], None]
     ) -> tuple[Tensor, list[Any]]:
         """Forward and backward of each microbatch in turn: the loss, by these weights, and the outputs."""
         total, outputs = torch.zeros(()), []
         with self.places.step(*at) if self.places is not None else nullcontext():
-            for i, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+            for i, (batch, weight) in enumerate(zip(batches, weights.shares, strict=True)):
                 if self.places is not None:
                     self._calls, self._again = 0, False
                     self._numbers.clear()
                     self.places.microbatch(i)
                     self.places.at(0)
                 output = batch.call(self.model)
-                loss = loss_of(output, self.criterion, batch)
+                loss, count = sum_and_count(output, self.criterion, batch)
                 if loss is None:
                     raise NoLoss
+                if count is not None and not weights.of_sums:
+                    loss = loss / count
                 outputs.append(tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), output))
                 share = torch.zeros_like(loss.detach())
                 self._again = True

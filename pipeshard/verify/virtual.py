@@ -28,7 +28,7 @@ from pipeshard.schedule.program import Action, Kind, Program
 from pipeshard.split.materialize import is_released, shard
 from pipeshard.split.partition import is_profile, named
 from pipeshard.split.policy import find_policy
-from pipeshard.verify.reference import Copies
+from pipeshard.verify.reference import Copies, Weights
 
 Messages = dict[tuple[Kind, int, int], list[Tensor]]  # what an action has made for the next stage, or the one before
 
@@ -163,8 +163,9 @@ class Virtual:
         return self.last.microbatches
 
     @property
-    def weights(self) -> list[float]:
-        return [microbatch.share for microbatch in self.microbatches]
+    def weights(self) -> Weights:
+        shares = [microbatch.share for microbatch in self.microbatches]
+        return Weights(shares, any(microbatch.summed for microbatch in self.microbatches))
 
     def of(self, name: str) -> VirtualRank:
         """The rank to ask for a parameter, a buffer, or what else a module has."""

@@ -15,7 +15,7 @@ from pipeshard.batch.criterion import Criterion
 from pipeshard.graph.rng import Randomness, SharedDraws, python_state, torch_states
 from pipeshard.private import BatchNorm, tree_leaves
 from pipeshard.verify.compare import Results, gap, recorded, size
-from pipeshard.verify.reference import Copies, NoLoss, Reference
+from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights
 from pipeshard.verify.virtual import Unproven
 
 SEED = 20261124
@@ -73,13 +73,13 @@ class WholeBatch:
         self.make, self.device, self.draws, self.note = make, device, draws, note
         self.drew = self.drew_in_python = self.normalized = self.is_told = False
 
-    def compare(self, batch: Batch, weights: Sequence[float], has_auxiliary: bool, units: Sequence[str]) -> Found:
+    def compare(self, batch: Batch, weights: Weights, has_auxiliary: bool, units: Sequence[str]) -> Found:
         """Compare loss and gradients of `batch` with those of its microbatches, whose losses have these weights.
 
         `has_auxiliary` is whether a part of the loss is made of what layers leave aside (router logits), which is
         computed per microbatch: the outputs are compared where the loss differs. Raises Coupled.
         """
-        self.parts = cut(batch, len(weights))
+        self.parts = cut(batch, len(weights.shares))
         self.batch, self.weights, self.units, self.found = batch, weights, units, Found()
         if batch.rows < 2:
             self.found.missing = "its batch has one sample"
@@ -96,7 +96,7 @@ class WholeBatch:
     def compare_outputs(self, batch: Batch, m: int, units: Sequence[str] = ()) -> Found:
         """Compare outputs, and gradients of an objective made of them, where the loss of microbatches is not known."""
         self.parts, self.batch, self.units, self.found = cut(batch, m), batch, units, Found()
-        self.weights = [1.0] * len(self.parts)
+        self.weights = Weights([1.0] * len(self.parts))
         if batch.rows < 2:
             self.found.missing = "its batch has one sample"
         elif differences := self._by_outputs():
@@ -164,7 +164,7 @@ class WholeBatch:
         no difference, or is the same whatever samples it had."""
         self.way = way
         draws = _draws(way)
-        whole = self._side(way, [self.batch], [1.0], draws)
+        whole = self._side(way, [self.batch], Weights([1.0]), draws)
         why = self._unlike(whole, self._side(way, self.parts, self.weights, draws), way)
         if not why:
             return ""
@@ -182,10 +182,12 @@ class WholeBatch:
         """Whether the second microbatch gives something else after other samples than the first microbatch's."""
         first, second = self.parts[:2]
         other = second.take(torch.arange(first.rows) % second.rows)
-        after, expected = (self._side(way, [before, second], [0.0, 1.0], _draws(way)) for before in (first, other))
+        after, expected = (
+            self._side(way, [before, second], Weights([0.0, 1.0]), _draws(way)) for before in (first, other)
+        )
         return bool(self._unlike(expected, after, way))
 
-    def _side(self, way: Way, batches: Sequence[Batch], weights: Sequence[float], draws: SharedDraws) -> Side:
+    def _side(self, way: Way, batches: Sequence[Batch], weights: Weights, draws: SharedDraws) -> Side:
         """Forward and backward of each batch in turn, on one copy of the model, or on one for each."""
         total, start, sizes, gradients, dtype = 0.0, 0, list[list[int]](), dict[str, Tensor | None](), torch.float32
         reference = self._reference(way)
@@ -196,11 +198,12 @@ class WholeBatch:
             typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
             around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
             randomness = Randomness(self.device)
+            weight = replace(weights, shares=weights.shares[k : k + 1])
             with self._steady(), randomness.step(SEED, 0):
                 randomness.at(0)
                 before = python_state()
                 with around:
-                    loss, outputs = reference.step([typed], weights[k : k + 1], (SEED, 0), self.note)
+                    loss, outputs = reference.step([typed], weight, (SEED, 0), self.note)
                 self.drew_in_python |= before != python_state()
             start += batch.rows
             total, dtype = total + float(loss), loss.dtype
@@ -261,7 +264,8 @@ class WholeBatch:
         floor = 1.0 if way.by_outputs else FLOOR
         if not abs(whole.loss - parts.loss) <= max(LOSS[way.dtype], short) * max(abs(whole.loss), floor):
             what = "an objective made of the outputs" if way.by_outputs else "the loss"
-            counts = "" if way.by_outputs else f", which count {', '.join(f'{weight:.3g}' for weight in self.weights)}"
+            shares = ", ".join(f"{share:.3g}" for share in self.weights.shares)
+            counts = "" if way.by_outputs else f", which count {shares}"
             return (
                 f"{what} of {self.batch.rows} samples is {whole.loss:.7g}, but {parts.loss:.7g} made of those of "
                 f"{len(self.parts)} microbatches{counts}"

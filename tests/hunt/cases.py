@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from tests.hunt import nets, switches, values
+from tests.hunt import labels, nets, switches, values
 from tests.hunt.nets import Net, data
 
 Batch = Mapping[str, Tensor]
@@ -156,7 +156,6 @@ CASES = {
         nets.TwoTasks,
         "The same where no head for the second task was seen at boost, so that no stage has it.",
         [nets.two_tasks(0, True, False), nets.two_tasks(1, True, True)],
-        refused="calls other, which the model was not partitioned by",
     ),
     "routed": Case(nets.Routed, "Integers that nobody needed at first were zeros when somebody did.", between=switched),
     "probe": Case(
@@ -409,4 +408,16 @@ CASES = {
     ),
     "by codes": Case(values.ByCodes, "Glue looks up integers that a layer returns.", options={"verify": False}),
     "by a mask": Case(values.ByMask, "Glue multiplies by booleans that a layer returns.", options={"verify": False}),
+    "labels of -1": Case(
+        labels.Ignoring,
+        "The model's own loss leaves out -1, which comes in the second batch: -100 alone was tried, so it was refused.",
+        labels.marked(-1, first=1),
+        {"num_microbatches": 2},
+    ),
+    "labels of 255": Case(
+        labels.Unlabelled,
+        "The same for 255, as in data for segmentation: a segformer was refused.",
+        labels.marked(255),
+        {"num_microbatches": 2},
+    ),
 }

@@ -89,7 +89,7 @@ def proof_of(
     model: nn.Module, batch: Any, criterion: Any = None, optimizer: Any = None, pp_size: int = 2, **arguments: Any
 ) -> Proof:
     with alone():
-        plugin = PipelinePlugin(pp_size, num_microbatches=2, **arguments)
+        plugin = PipelinePlugin(pp_size, **{"num_microbatches": 2, **arguments})
     optimizer = optimizer or torch.optim.AdamW(model.parameters())
     return prove(
         plugin.config, plugin.device, model, optimizer, criterion, read_batch(model, batch, plugin.config.batch_dims)

@@ -1,0 +1,52 @@
+"""Few samples: where a model does not run on some of its batch's samples, the proof takes all of them."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeshard.verify.proof import DIFFERENT, EXACT
+from tests.pool import Pool
+from tests.verify.test_verify import proof_of
+
+NODES = 8
+
+
+class Layer(nn.Module):
+    """Adds to each node what its neighbours, which edges name by index, send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return x + torch.zeros_like(x).index_add(0, edges[1], self.inner(x).tanh()[edges[0]])
+
+
+class Graph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: Tensor, edges: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x, edges)
+        return {"loss": F.cross_entropy(x, labels)}
+
+
+def nodes(highest: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.tensor([[0, highest, 1], [highest, 1, 0]])
+    x, labels = torch.randn(NODES, 4, generator=generator), torch.arange(NODES) % 4
+    return {"x": x, "edges": edges, "labels": labels}
+
+
+def kinds() -> list[str]:
+    """Edges within the first microbatch of all nodes, which are not within one of a few; and one microbatch."""
+    return [proof_of(Graph(), nodes(3)).kind, proof_of(Graph(), nodes(7), num_microbatches=1).kind]
+
+
+def test_a_batch_that_indexes_its_samples_is_compared_whole(pool: Pool) -> None:
+    """A few samples raised IndexError, so nothing was proven: the edges of a graph were applied to each microbatch of
+    its nodes, which trained another model."""
+    assert pool.run(kinds, 1) == [[DIFFERENT, EXACT]]
