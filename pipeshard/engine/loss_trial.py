@@ -165,9 +165,9 @@ def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Random numbers; of many, the first ones again and again, which takes a tenth of the time."""
     count = math.prod(shape)
     if count <= REPEATED:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(tuple(shape), generator=generator)
     drawn = torch.randn(REPEATED, generator=generator)
-    return drawn.repeat(-(-count // REPEATED))[:count].view(*shape)
+    return drawn.repeat(-(-count // REPEATED))[:count].view(tuple(shape))
 
 
 class Measured(NamedTuple):
