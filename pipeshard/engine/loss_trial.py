@@ -175,7 +175,7 @@ def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     if count <= REPEATED:
         return torch.randn(tuple(shape), generator=generator)
     drawn = torch.randn(REPEATED, generator=generator)
-    return drawn.repeat(-(-count // REPEATED))[:count].view(*shape)
+    return drawn.repeat(-(-count // REPEATED))[:count].view(tuple(shape))
 
 
 class Measured(NamedTuple):

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from pipeshard.batch.batch import Batch
@@ -249,3 +249,26 @@ def test_replicas_agree_on_when_a_rule_is_tried(pool: Pool, pp_size: int, m: int
     pool.run(replicas, 2 * pp_size, nets.Net, pp_size, m, [(12, 12), (12, 40), (40, 20), (7, 12)], timeout=120)
     with pytest.raises(WorkerError, match="shorter ones"):
         pool.run(replicas, 2 * pp_size, Chunked, pp_size, m, [(12, 12), (12, 40)], timeout=120)
+
+
+class LossInHead(Tagger):
+    """Its head makes the loss, which is a number: the trial drew one without dimensions, and failed."""
+
+    class Head(nn.Linear):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return mean(super().forward(x), labels)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = self.Head(self.embed.embedding_dim, CLASSES)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return {"loss": self.head(x, labels)}
+
+
+def test_a_loss_made_inside_of_a_unit() -> None:
+    model, batch = LossInHead(), Batch.of(ragged(4, 20))
+    assert prove_loss_rule(model, trace(model, batch), batch, None, Sizes.of(batch, 2)).rule == VALID
