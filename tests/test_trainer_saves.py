@@ -134,8 +134,8 @@ def test_checkpoints_that_have_changed_are_passed_over(pool: Pool, tmp_path: Pat
     for said, begins, files in pool.run(hurt, 2, tmp_path):
         expected = [
             "checkpoint-4: it is not a whole checkpoint.*safetensors: not what was saved",
-            "checkpoint-3 .*pipeline/training.pt: not what was saved, by SHA-256",
-            "checkpoint-9 .*manifest.json is of step 1",
+            "checkpoint-3: .*pipeline/training.pt: not what was saved, by SHA-256",
+            "checkpoint-9: .*manifest.json is of step 1",
         ]
         assert all(re.search(pattern, line) for pattern, line in zip(expected, said, strict=True)), said
         assert begins == 2 and files == [".writer"]

@@ -99,8 +99,8 @@ def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
     with together(group):
         if why := gather_objects(_flaw(folder), group)[0] or damage(folder, group):
             raise CheckpointError(
-                f"Can't find a valid checkpoint at {folder}: it is not a whole checkpoint of a PipelineTrainer ({why}). "
-                "Pass one that is, or resume_from_checkpoint=True for the newest that is whole"
+                f"Can't find a valid checkpoint at {folder}: it is not a whole checkpoint of a PipelineTrainer "
+                f"({why}). Pass one that is, or resume_from_checkpoint=True for the newest that is whole"
             )
 
 
@@ -115,7 +115,10 @@ def newest(folder: Path, group: dist.ProcessGroup) -> str:
             return str(path)
         if group.rank() == 0:
             logger.warning("%s is passed over: %s", path, why)
-    raise CheckpointError(f"No valid checkpoint found in output directory ({folder}): use resume_from_checkpoint=None")
+    raise CheckpointError(
+        f"No valid checkpoint found in output directory ({folder}): "
+        "pass resume_from_checkpoint=None to start from the beginning"
+    )
 
 
 def _flaw(folder: Path) -> str:
