@@ -116,7 +116,10 @@ def newest(folder: Path, group: dist.ProcessGroup) -> str:
             return str(path)
         if group.rank() == 0:
             logger.warning("%s is passed over: %s", path, why)
-    raise CheckpointError(f"No valid checkpoint found in output directory ({folder}): use resume_from_checkpoint=None")
+    raise CheckpointError(
+        f"No valid checkpoint found in output directory ({folder}): "
+        "pass resume_from_checkpoint=None to start from the beginning"
+    )
 
 
 def _flaw(folder: Path) -> str:

@@ -39,6 +39,30 @@ BATCH_SIZE = Reason(
     "`auto_find_batch_size` reacts to the memory of one rank, while the other stages wait for its messages",
     "choose the batch size with `pipeshard plan`",
 )
+PARTS = Reason(
+    2,
+    "the test compares the parameters of the whole model on one rank, or calls the split model directly",
+    "save the model with trainer.save_model and load it with from_pretrained",
+)
+UNITS = Reason(
+    2,
+    "the test's own model makes fewer unit calls than there are stages",
+    "use pp_size=1, or a model with several layers",
+)
+LOGS = Reason(2, "the test expects the main process's log lines on every rank", "read the log of rank 0")
+STATE = Reason(
+    2,
+    "the test compares TrainerState on every rank, but Trainer updates its callbacks' states on the main process only",
+    "read the state of rank 0, which is the one that is saved",
+)
+FOLDERS = Reason(
+    2,
+    "the test itself creates and removes checkpoint folders on both ranks at once, in the folder that they share",
+    "nothing: Trainer's own rotation is done by one rank",
+)
+SECOND = Reason(
+    2, "the test gives a model that one Trainer has split to a second one", "make a new model for each Trainer"
+)
 
 REFUSED = {
     "TrainerIntegrationTest.test_resume_batch_order": BUFFER,
@@ -49,6 +73,17 @@ REFUSED = {
     "TrainerIntegrationTest.test_accelerator_config_from_dataclass": DISPATCH,
     "TrainerIntegrationTest.test_accelerator_config_from_dict": DISPATCH,
     "TrainerIntegrationTest.test_accelerator_config_from_yaml": DISPATCH,
+    "TrainerIntegrationPrerunTest.test_gradient_checkpointing": PARTS,
+    "TrainerIntegrationTest.test_neftune": PARTS,
+    "TrainerIntegrationTest.test_resume_from_interrupted_training": UNITS,
+    "TrainerIntegrationTest.test_log_level": LOGS,
+    "TrainerIntegrationTest.test_can_resume_training": STATE,
+    "TrainerIntegrationTest.test_resume_training_with_frozen_params": STATE,
+    "TrainerIntegrationTest.test_resume_training_with_gradient_accumulation": STATE,
+    "TrainerIntegrationTest.test_checkpoint_rotation": FOLDERS,
+    "TrainerIntegrationTest.test_dynamic_shapes": SECOND,
+    "TrainerIntegrationTest.test_logging_inf_nan_filter": SECOND,
+    "TrainerIntegrationTest.test_resume_training_with_different_batch_size": SECOND,
     "TrainerIntegrationTest.test_auto_batch_size_with_resume_from_checkpoint": BATCH_SIZE,
 }
 

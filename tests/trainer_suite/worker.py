@@ -15,6 +15,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -73,7 +74,7 @@ def serve(folder: Path, stages: int, rank: int, port: str, hello: dict[str, Any]
             base = folder / f"{port}-{number}"
             with shared_folders(base):
                 result = run(name.strip())
-            print(json.dumps(result), file=results, flush=True)
+            print(json.dumps({**result, "rank": rank}), file=results, flush=True)
 
 
 # what replaces what
@@ -125,9 +126,15 @@ def counted(plain: Any, stages: int) -> Any:
             kwargs.setdefault("pipeline", PipelinePlugin(pp_size=stages, watchdog=stages == 1))
         base.__init__(self, *args, **kwargs)
 
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = base.train(self, *args, **kwargs)
+        if stages > 1:
+            dist.barrier()  # rank 0 writes and rotates the checkpoints that the test looks at on every rank
+        return result
+
     # The signature is the plain one: tests read it.
     construct.__signature__ = __import__("inspect").signature(plain.__init__)  # type: ignore[attr-defined]
-    return type(plain.__name__, (base,), {"__init__": construct, "__module__": plain.__module__})
+    return type(plain.__name__, (base,), {"__init__": construct, "train": train, "__module__": plain.__module__})
 
 
 def load(checkout: Path) -> tuple[list[Any], dict[str, str]]:
@@ -157,11 +164,11 @@ def expect_own_files(module: Any) -> None:
     def check_saved_checkpoints(
         case: Any, output_dir: str, freq: int, total: int, is_pretrained: bool = True, use_scaler: bool = False
     ) -> None:
-        names = ["model.safetensors", "training_args.bin", "trainer_state.json", "pipeline", "manifest.json"]
+        names = ["model*.safetensors", "training_args.bin", "trainer_state.json", "pipeline", "manifest.json"]
         names += ["config.json"] if is_pretrained else []
         for step in range(freq, total, freq):
             for name in names:
-                case.assertTrue((Path(output_dir) / f"checkpoint-{step}" / name).exists(), f"{name} of {step}")
+                case.assertTrue(any((Path(output_dir) / f"checkpoint-{step}").glob(name)), f"{name} of {step}")
 
     for kind in vars(module).values():
         if isinstance(kind, type) and "check_saved_checkpoints" in vars(kind):
@@ -225,13 +232,15 @@ def number(parameter: Any) -> Any:
     """The value of a parameter without dimensions, from the rank that holds it."""
     from pipeshard.errors import UsageError
 
-    own: float | None = None
+    own: tuple[float, bool] | None = None
     with contextlib.suppress(UsageError, NotImplementedError, RuntimeError):  # on another stage, or on meta
-        own = parameter.detach().item()
-    values: list[float | None] = [None] * dist.get_world_size()
+        own = parameter.detach().item(), parameter.requires_grad
+    values: list[tuple[float, bool] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, own)
     held = next((value for value in values if value is not None), None)
-    return parameter if held is None else torch.nn.Parameter(torch.tensor(held))
+    if held is None or None not in values:  # not split yet: a test may freeze the parameter itself
+        return parameter
+    return nn.Parameter(torch.tensor(held[0]), requires_grad=held[1])
 
 
 # tests
@@ -250,13 +259,21 @@ def shared_folders(base: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         return str(folder)
 
-    holder: Any = tempfile.TemporaryDirectory
+    def rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
+        is_shared = base in Path(path).parents
+        if not is_shared or dist.get_rank() == 0:
+            remove(path, **({"ignore_errors": True} if is_shared else kwargs))
+
+    remove, holder = shutil.rmtree, tempfile.TemporaryDirectory
     before = tempfile.mkdtemp, holder._rmtree
+    if dist.is_initialized():
+        shutil.rmtree = rmtree  # a folder is removed once, by the rank that writes it
     tempfile.mkdtemp, holder._rmtree = mkdtemp, classmethod(lambda *_, **__: None)  # type: ignore[assignment]
     try:
         yield
     finally:
         tempfile.mkdtemp, holder._rmtree = before
+        shutil.rmtree = remove
 
 
 def run(name: str) -> dict[str, Any]:
