@@ -34,6 +34,11 @@ REMEDY = (
     "has. Let it follow from an attribute or the config (self.keep = 4), or return a tensor of a fixed size and a mask"
 )
 
+OF_GRADIENTS = (
+    "Parameters were frozen or unfrozen after the model was boosted, which the other stages do not see, or a layer "
+    "detaches its result by the values of its tensors. Freeze and unfreeze parameters before the model is boosted"
+)
+
 
 def fingerprint(flow: Dataflow) -> str:
     """A digest of all that the messages between stages follow from, the same in every process."""
@@ -165,8 +170,16 @@ def _difference(every: Sequence[Said], ranks: Sequence[int], named: Callable[[in
             pair = next((pair for pair in zip_longest(lines, others) if pair[0] != pair[1]), None)
             if pair is not None:
                 mine, theirs = (Line(*line) if line else None for line in pair)
-                return f"{_told(mine, theirs, named(first), named(rank))}, in microbatch {i}. {REMEDY}"
+                remedy = OF_GRADIENTS if _differ_by_gradient(mine, theirs) else REMEDY
+                return f"{_told(mine, theirs, named(first), named(rank))}, in microbatch {i}. {remedy}"
     return ""
+
+
+def _differ_by_gradient(mine: Line | None, theirs: Line | None) -> bool:
+    """Whether two lines are of the same tensor, which gets a gradient on one rank alone."""
+    if mine is None or theirs is None or mine.what != theirs.what:
+        return False
+    return mine.value.replace("without", "with") == theirs.value.replace("without", "with")
 
 
 def _told(mine: Line | None, theirs: Line | None, here: str, there: str) -> str:
