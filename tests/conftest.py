@@ -6,12 +6,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # sums that do not depend on where in memory the numbers are
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at a time
 
 from tests.covering import ALL, SEED, drawn
 from tests.pool import Pool
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is not a failure
+settings.load_profile("untimed")
 
 _pool = Pool()
 
