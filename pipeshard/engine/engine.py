@@ -18,8 +18,8 @@ from pipeshard.config import PipelineConfig
 from pipeshard.distributed.agreement import compare_ranks, compare_trained
 from pipeshard.distributed.collectives import first_seed, gather, gather_objects, share_scalar, sum_scalar, together_in
 from pipeshard.distributed.mesh import Grid
-from pipeshard.distributed.p2p import make_p2p, with_messages
-from pipeshard.distributed.progress import NOW
+from pipeshard.distributed.p2p import with_messages
+from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.interpreter import Interpreter
 from pipeshard.engine.microbatches import Found, RouteCache
@@ -57,6 +57,15 @@ class Unseen(NamedTuple):
     criterion: Criterion | None
 
 
+class Ran(NamedTuple):
+    """A microbatch of the last step: the `share` of its loss, or of its criterion's sum where that is `summed`, in the
+    loss of the step; the latter on the last stage's rank."""
+
+    share: float
+    summed: bool
+    flow: Dataflow
+
+
 class Pipeline:
     """Shards `model` to this rank's stages and runs steps of them; made by every rank at the same time.
 
@@ -86,6 +95,7 @@ class Pipeline:
         self._parts: tuple[list[Batch], list[list[Batch]]] = [], []  # batches, and the microbatches of each
         self.last: Program | None = None  # what ran last
         self.read = 0, 0  # the samples and tokens that it read
+        self.ran: list[Ran] = []  # its microbatches
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # of the whole model
 
         partition, recompute, self.criterion = config.settled(getattr(model, "pipeline_hints", None), criterion)
@@ -179,7 +189,7 @@ class Pipeline:
             for index in self.policy.chunks
         ]
         placement = self.policy.placement
-        p2p = make_p2p(self.config.p2p, self.ranks, placement, self.device)
+        p2p = self.grid.p2p(self.config.p2p, placement)
         self.interpreter = Interpreter({stage.index: stage for stage in self.stages}, placement, p2p, self.device)
 
     @property
@@ -202,7 +212,7 @@ class Pipeline:
         weight: float = 1.0,
     ) -> dict[str, Any]:
         """One step, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
-        NOW.model, NOW.chunks = self.model, self.policy.chunks
+        own_progress().model, own_progress().chunks = self.model, self.policy.chunks
         criterion = criterion if criterion is not None else self.criterion
         refuse_criterion(criterion, self.model)
         self.refuse_blank()
@@ -300,11 +310,12 @@ class Pipeline:
             refuse_backward_hooks(self.model, units, self.containers, flow, partition, outputs.needed)
         self.last = program = self.program(len(planned[-1]), train)
         self.read = sum(batch.rows for batch in read), sum(batch.num_tokens for batch in read)
+        self.ran = [Ran(microbatch.share, microbatch.summed, microbatch.route.flow) for microbatch in planned[-1]]
         for stage, microbatches in zip(self.stages, planned, strict=True):
             stage.begin(microbatches, criterion, train, outputs, self.scale, program.splits(stage.index))
         routes = [microbatch.route for microbatches in planned for microbatch in microbatches]
         self.carry.begin(routes)
-        NOW.in_flight = self.grid.size > 1
+        own_progress().in_flight = self.grid.size > 1
         if train:
             self.gradients.add_to()
         if train or self.holdings.sharded is not None:
@@ -319,10 +330,10 @@ class Pipeline:
             self.carry.end()
         self.steps += train
         self.planner.stepped()
-        NOW.start("the sums of gradients and losses")
+        own_progress().start("the sums of gradients and losses")
         if train or self.holdings.sharded is not None:
             self.sync.finish(train and self.synchronizes)
-        NOW.in_flight = False
+        own_progress().in_flight = False
         end, source = self.stages[-1], self.last_rank  # the last stage is the last of its rank
         loss = self._of_replicas(end)
         is_looked_at = wanted or (train and self.looks_at_once)

@@ -15,8 +15,9 @@ from pipeshard.batch.tree import flatten_with_names
 from pipeshard.graph.units import Interception
 from pipeshard.private import tree_leaves
 from pipeshard.split.ties import first_names
+from pipeshard.verify.local import Different, LocalPipeline
 from pipeshard.verify.reference import Reference
-from pipeshard.verify.virtual import Different, Virtual
+
 
 LOSS, GRADIENT = 1e-5, 1e-4  # relative errors that rounding may make
 FINE = 1e-9  # in fp64
@@ -145,7 +146,7 @@ def _text(split: Any, unsplit: Any) -> str:
     return f"{float(split):.7g}, unsplit {float(unsplit):.7g}"
 
 
-def gradients(split: Virtual, reference: Reference) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+def gradients(split: LocalPipeline, reference: Reference) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
     """By name, in the order of the backward pass; ties have their sums."""
     calls = {unit: k for k, (unit, _) in enumerate(split.policy.flow.occurrences)}
 
@@ -166,7 +167,7 @@ def gradients(split: Virtual, reference: Reference) -> tuple[dict[str, Tensor | 
 
 
 def compare_state(
-    comparison: Comparison, split: Virtual, reference: Reference, during: str, fickle: Collection[str] = ()
+    comparison: Comparison, split: LocalPipeline, reference: Reference, during: str, fickle: Collection[str] = ()
 ) -> None:
     """Buffers, and what forwards have left on modules, by the stage that has them, but for `fickle` attributes."""
     buffers = dict(reference.model.named_buffers())
@@ -193,7 +194,7 @@ def differing(one: nn.Module, other: nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def compare_trained(comparison: Comparison, split: Virtual, reference: Reference, when: str) -> None:
+def compare_trained(comparison: Comparison, split: LocalPipeline, reference: Reference, when: str) -> None:
     """Parameters of all stages that hold them, and what is saved."""
     for name, parameter in reference.model.named_parameters():
         for rank in split.ranks:
@@ -217,7 +218,7 @@ Results = dict[tuple[str, int, int], list[Any]]
 
 
 def first_unit(
-    split: Virtual,
+    split: LocalPipeline,
     reference: Reference,
     rows: Callable[[Batch, int], Batch],
     m: int,

@@ -25,9 +25,9 @@ from pipeshard.verify.compare import (
     gradients,
     output_tensors,
 )
+from pipeshard.verify.local import Different, LocalPipeline, Unproven, stepped
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights, generators, undisturbed
 from pipeshard.verify.untouched import untouched
-from pipeshard.verify.virtual import Different, Unproven, Virtual
 from pipeshard.verify.whole import Coupled, Found, WholeBatch, cut
 
 logger = logging.getLogger("pipeshard")
@@ -122,8 +122,8 @@ class Cut:
     units: tuple[str, ...]
 
 
-def _has_auxiliary(split: Virtual) -> bool:
-    flow = split.microbatches[0].route.flow
+def _has_auxiliary(split: LocalPipeline) -> bool:
+    flow = split.ran[0].flow
     return flow.loss is not None and bool(flow.loss.hidden or any(map(flow.is_aside, flow.loss.values)))
 
 
@@ -251,12 +251,11 @@ class _Proving:
     def _criterion(self, own: Copies) -> Criterion | None:
         return self.config.settled(getattr(own.model, "pipeline_hints", None), own.criterion).criterion
 
-    def _sides(self, dtype: torch.dtype | None) -> tuple[Virtual, Reference]:
+    def _sides(self, dtype: torch.dtype | None) -> tuple[LocalPipeline, Reference]:
         own = self._copy(dtype)
         reference = Reference(own, self._criterion(own), self.device)
-        seed = torch.initial_seed() % 2**63
-        split = Virtual(self.config, lambda: self._copy(dtype), self.device, seed, self.tick)
-        read, flow = split.ranks[0].own.sample, split.ranks[0].flow
+        split = LocalPipeline(self.config, lambda: self._copy(dtype), self.device, self.tick)
+        read, flow = split.ranks[0].own.sample, split.policy.flow
         own.sample = replace(own.sample, row_dims=read.row_dims, owners=read.owners)
         if self.draws:
             reference.seed_places(split.policy.units, flow.glue_random, flow.python_random)
@@ -274,7 +273,7 @@ class _Proving:
             expected, made = reference.step(batches, split.weights, at, self.tick)
             comparison.loss(loss, expected, f"the loss {during}")
             comparison.gradients(*gradients(split, reference), during)
-            for mine, theirs in zip(outputs.kept, made, strict=True) if step else ():
+            for mine, theirs in zip(outputs, made, strict=True) if step else ():
                 what = f"of the output {during}"
                 comparison.tensors(output_tensors(mine), output_tensors(theirs), "outputs", what)
             compare_state(comparison, split, reference, during, self.fickle)
@@ -339,12 +338,11 @@ class _Proving:
         own = self._copy(dtype)
         return own, self._criterion(own)
 
-    def _optimizers(self, split: Virtual, reference: Reference) -> list[Any]:
+    def _optimizers(self, split: LocalPipeline, reference: Reference) -> list[Any]:
         """The reference's and the ranks'; plain SGD where there is none, or it is refused."""
         if reference.own.optimizer is not None:
             try:
-                for rank in split.ranks:
-                    rank.narrow()
+                split.boost()
                 return [reference.own.optimizer, *(rank.optimizer for rank in split.ranks)]
             except Exception as error:  # whatever an optimizer raises when it is narrowed
                 self.but[f"the optimizer's step ({type(error).__name__}: {error})"] = None
@@ -352,22 +350,14 @@ class _Proving:
         own = [[p for p in parameters if p.requires_grad] for parameters in trained]
         return [SGD(parameters or [nn.Parameter(torch.zeros(()))], lr=1e-2) for parameters in own]
 
-    def _step(self, split: Virtual, reference: Reference, optimizers: Sequence[Any]) -> None:
+    def _step(self, split: LocalPipeline, reference: Reference, optimizers: Sequence[Any]) -> None:
         """Step by the very same gradients, which were compared: Adam makes much of little."""
-        for name, parameter in reference.model.named_parameters():
-            for rank in split.ranks:
-                if name in rank.held:
-                    rank.held[name].grad = None if parameter.grad is None else parameter.grad.clone()
-        for k, parameter in enumerate(reference.own.foreign()):
-            for rank in split.ranks:
-                rank.foreign[k].grad = None if parameter.grad is None else parameter.grad.clone()
-        for optimizer in optimizers:
-            try:
-                optimizer.step()
-            except TypeError:  # LBFGS and the like want a closure
-                optimizer.step(lambda: torch.zeros(()))
-        own = [*reference.model.parameters(), *reference.own.foreign()]
-        for parameter in [*own, *(p for rank in split.ranks for p in (*rank.held.values(), *rank.foreign))]:
+        gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
+        foreign = [parameter.grad for parameter in reference.own.foreign()]
+        first, *others = optimizers
+        split.optimize(gradients, foreign, others)
+        stepped(first)
+        for parameter in [*reference.model.parameters(), *reference.own.foreign()]:
             parameter.grad = None
         self.tick()
 
