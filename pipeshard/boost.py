@@ -16,6 +16,7 @@ from pipeshard.distributed.agreement import compare_ranks, optimizer_texts, take
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
+from pipeshard.engine.norm_guard import GUARD as NORM_GUARD
 from pipeshard.engine.optimizer import PipelineOptimizer, replace_parameters
 from pipeshard.engine.refusals import check_separable, plain, refuse_blank_adapters, refuse_criterion
 from pipeshard.engine.step_guard import GUARD
@@ -68,6 +69,7 @@ def boost_model(
 
     boosted = kind(model, Pipeline(config, grid, model, sample, called, costs))
     GUARD.watch(boosted.pipeline.gradients)
+    NORM_GUARD.watch(boosted.pipeline.gradients)
     grid.mesh.warm_up(grid.device)
     if called is None and criterion is not None:
         boosted.pipeline.criterion = criterion
