@@ -327,8 +327,9 @@ class Replay:
         expected = steps[run.next].unit if run.next < len(steps) else "the end"
         return TraceError(
             f"{what} where the trace has {expected} (unit call {run.next}, stage {run.route.stage}): the model's glue "
-            "takes another way than it did in the trace, by chance (layerdrop?) or by what the batch holds. "
-            "Turn that off, or pass dry_run_input=<a batch of this kind>"
+            "takes another way than it did in the trace, by chance (layerdrop), by what it counts (a depth that grows "
+            "with its forwards), or by what the batch holds. Turn layerdrop off, set a depth in an attribute of the "
+            "model between steps, or pass dry_run_input=<a batch of this kind>"
         )
 
 
