@@ -73,6 +73,9 @@ def declare() -> torch.library.Library | None:
         for operator in OPERATORS:
             library.define(operator)
         library.impl("nms", nms, "CPU")
+        from torchvision.ops import boxes
+
+        boxes._assert_has_ops = lambda: None  # there is one now
         return library
     return None
 
