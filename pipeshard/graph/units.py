@@ -150,6 +150,19 @@ def containers(model: nn.Module, units: Mapping[str, nn.Module]) -> list[nn.Modu
     return [module for module in model.modules() if module not in inside]
 
 
+def modules_apart(model: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules outside of the units, by name, that have no unit inside, as those without parameters: any of them
+    could be a unit."""
+    inside = {child for unit in units.values() for child in unit.modules()}
+    for name, module in model.named_modules():
+        if name and inside.isdisjoint(module.modules()) and _is_callable(module):
+            yield name, module
+
+
+def _is_callable(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
 def _has_layers(module: nn.Module, sequences: bool = False) -> bool:
     lists = (m for m in module.modules() if isinstance(m, nn.ModuleList) or (sequences and _is_sequence(m)))
     return any(map(_is_layers, lists))

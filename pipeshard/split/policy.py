@@ -199,17 +199,19 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
     """Refuse a model that stages could not run exactly. `stages[k]` is the part of the model that runs call k, and
     `placement` the process of each part.
 
-    No stage has all that glue may branch on: of the activations, only its own. Nor can it know all state that a forward
+    No stage has all that glue may branch on: of the activations, only its own; the last one has what the loss and the
+    outputs read, so that it may branch on these once the last unit is through. Nor can it know all state that a forward
     leaves to the next: parameters that glue changes; generators, counters and buffers (of a shared batch norm) that
     several stages advance.
     """
     if len(placement) == 1:
         return
-    if flow.decisions:
+    decisions = [*flow.decisions, *(() if _last_stage_can_decide(model, flow) else flow.late_decisions)]
+    if decisions:
         raise TraceError(
             f"{type(model).__name__} decides in Python on a value of a unit, which only its stage has: "
-            f"{'; '.join(flow.decisions)}. Compute it with tensor operations (torch.where), or inside a unit; so "
-            "with gradients that forward asks for (autograd.grad)"
+            f"{'; '.join(decisions)}. Compute it with tensor operations (torch.where), or in the forward of a module "
+            "of its own; so with gradients that forward asks for (autograd.grad)"
         )
     is_chunked = len(placement) > len(set(placement))
     for place in flow.carried:
@@ -230,6 +232,15 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
                 f"{place.name}, but are on several stages, each of which has one of its own: give each layer its "
                 "own, or move this out of all layers into the model's forward, or use one stage (pp_size=1)"
             )
+
+
+def _last_stage_can_decide(model: nn.Module, flow: Dataflow) -> bool:
+    """Whether no other stage runs the glue after the last call, and no unit that was not called in the trace could be
+    called there."""
+    if any(place.until is None for place in flow.carried):
+        return False
+    called = {call.unit for call in flow.calls}
+    return all(name in called for name in find_units(model))
 
 
 def refuse_hooks(flow: Dataflow, stages: Sequence[int], num_stages: int) -> None:

@@ -104,11 +104,13 @@ class Replay:
 
     @contextmanager
     def following(self, route: Route) -> Iterator[Zeros | None]:
-        """Around the first microbatch on a route: where it has zeros for what nobody sent, they are followed."""
-        if not route.zeros or ZEROS in route.proven:
+        """Around the first microbatch on a route: where it has zeros for what nobody sent, they are followed. Around
+        each one on a route whose glue goes by activations: any may read another result of a unit than the trace."""
+        has_branches = route.flow.has_branches and route.stop is None
+        if not has_branches and (not route.zeros or ZEROS in route.proven):
             yield None
             return
-        with Zeros(route.stage) as self._zeros:
+        with Zeros(route.stage, has_branches) as self._zeros:
             try:
                 yield self._zeros
             finally:
@@ -287,7 +289,7 @@ class Replay:
             return leaf if shape is None else shape  # a constant, or a number that follows from the batch's sizes
         # Nobody writes to what leaves other than as a result, so that takes no memory: attentions may be large.
         blank = self._blank((), leaf).expand(shape) if aside else self._blank(shape, leaf)
-        if self._zeros is not None and leaf.is_zero:
+        if self._zeros is not None and (leaf.is_zero or self._zeros.has_branches):
             self._zeros.add(blank, run.route.steps[run.next - 1].unit)
         return blank
 
