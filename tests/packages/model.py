@@ -22,21 +22,33 @@ def sgd(model: nn.Module) -> Optimizer:
 
 
 def by_samples(batch: Any, count: int) -> list[Any]:
-    """A batch in `count` parts of as many samples: of every tensor and list that has as many as the first one."""
-    leaves = list(batch.values()) if isinstance(batch, dict) else list(batch)
-    samples = next(len(leaf) for leaf in leaves if isinstance(leaf, list) or (torch.is_tensor(leaf) and leaf.ndim))
+    """A batch in `count` parts of as many samples: of every tensor and list that has as many as the first tensor."""
+    samples = _samples(batch)
+    if samples is None or samples % count:
+        raise ValueError(f"{samples} samples in {count} parts")
     size = samples // count
-    parts = []
-    for start in range(0, samples, size):
-        own = slice(start, start + size)
-        cut = [leaf[own] if _has_samples(leaf, samples) else leaf for leaf in leaves]
-        parts.append(dict(zip(batch, cut, strict=True)) if isinstance(batch, dict) else type(batch)(cut))
-    return parts
+    return [_cut(batch, samples, slice(start, start + size)) for start in range(0, samples, size)]
 
 
-def _has_samples(leaf: Any, samples: int) -> bool:
-    sized = isinstance(leaf, list) or (torch.is_tensor(leaf) and leaf.ndim > 0)
-    return sized and len(leaf) == samples
+def _samples(value: Any) -> int | None:
+    if torch.is_tensor(value):
+        return len(value) if value.ndim else None
+    if isinstance(value, list) and value and not isinstance(value[0], (dict, list)):
+        return len(value)
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return next((found for item in items if (found := _samples(item)) is not None), None)
+
+
+def _cut(value: Any, samples: int, own: slice) -> Any:
+    if torch.is_tensor(value):
+        return value[own] if value.ndim and len(value) == samples else value
+    if isinstance(value, dict):
+        return {key: _cut(item, samples, own) for key, item in value.items()}
+    if isinstance(value, list) and len(value) == samples:
+        return value[own]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cut(item, samples, own) for item in value)
+    return value
 
 
 def returned(output: Any, batch: Any) -> Tensor:

@@ -83,10 +83,6 @@ MODELS = [
         "x_in",
     ),
     classifier("DenseNet", lambda: nets.DenseNet(2, 1, 4, init_features=8, growth_rate=4, block_config=(2, 2, 2))),
-    classifier(
-        "EfficientNetBN",
-        lambda: nets.EfficientNetBN("efficientnet-b0", False, spatial_dims=2, in_channels=1, num_classes=4),
-    ),
     classifier("ResNet", lambda: nets.ResNet("basic", [1, 1, 1, 1], [8, 8, 16, 16], 2, 1, num_classes=4)),
     classifier("SENet", lambda: nets.SEResNet50(spatial_dims=2, in_channels=1, num_classes=4, layers=(1, 1, 1, 1))),
     classifier(

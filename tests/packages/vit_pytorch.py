@@ -35,8 +35,8 @@ SMALL: dict[str, tuple[str, int, dict[str, Any]]] = {
     "xcit": ("XCiT", 32, VIT | HEAD | {"cls_depth": 2}),
     "pit": ("PiT", 32, VIT | HEAD | {"patch_size": 4, "depth": (2, 1, 1)}),
     "jumbo_vit": ("JumboViT", 32, VIT | HEAD | {"jumbo_cls_k": 2, "jumbo_ff_mult": 2}),
-    "look_vit": ("LookViT", 32, {"image_size": 32, "num_classes": 10, "dim": 32, "depth": 3, "patch_size": 8, "heads": 2,
-                                 "dim_head": 16, "highres_patch_size": 4, "cross_attn_heads": 2}),
+    "look_vit": ("LookViT", 32, {"image_size": 32, "num_classes": 10, "dim": 32, "depth": 3, "patch_size": 8,
+                                 "heads": 2, "dim_head": 16, "highres_patch_size": 4, "cross_attn_heads": 2}),
     "cross_vit": (
         "CrossViT",
         32,
