@@ -491,4 +491,5 @@ def trained() -> list[Model]:
     ]
 
 
-MODELS = [*(of_table(name) for name in TABLE), *others(), *trained()]
+DRAWS = ("ConsistencyDecoderVAE",)  # noise of its own in the forward
+MODELS = [*(of_table(name) for name in TABLE if name not in DRAWS), *others(), *trained()]

@@ -342,7 +342,7 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[int]]] = {
             "decoder_layers_per_block": (1, 1, 1, 1),
             "spatio_temporal_scaling": (True, True, True, False),
             "decoder_spatio_temporal_scaling": (True, True, True),
-            "decoder_inject_noise": (True, True, True, False),
+            "decoder_inject_noise": (False, False, False, False),
             "upsample_residual": (True, True, True),
             "upsample_factor": (2, 2, 2),
             "timestep_conditioning": True,

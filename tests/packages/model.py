@@ -18,7 +18,7 @@ NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 def sgd(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3, momentum=0.9)
 
 
 def by_samples(batch: Any, count: int) -> list[Any]:

@@ -58,7 +58,7 @@ def custom() -> nn.Module:
 def coca() -> nn.Module:
     text = TEXT | {"embed_cls": True, "output_tokens": True}
     vision = VISION | {"attentional_pool": True, "attn_pooler_heads": 2, "output_tokens": True}
-    multimodal = {"context_length": 8, "vocab_size": 60, "width": 32, "heads": 2, "layers": 2, "embed_dim": 16}
+    multimodal = {"context_length": 8, "vocab_size": 60, "width": 32, "heads": 2, "layers": 2}
     return Dicts(CoCa(16, multimodal, text, vision))
 
 

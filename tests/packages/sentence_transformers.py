@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,8 @@ def config(**given: Any) -> BertConfig:
     )
 
 
-@lru_cache
-def folder() -> tempfile.TemporaryDirectory[str]:
-    """A tiny BERT with a tokenizer, for which nothing is downloaded; it lives as long as the process."""
+def saved() -> tempfile.TemporaryDirectory[str]:
+    """A tiny BERT with a tokenizer, for which nothing is downloaded."""
     made = tempfile.TemporaryDirectory(prefix="bert-")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{k}" for k in range(VOCABULARY - 5))]
     vocabulary = Path(made.name) / "vocab.txt"
@@ -45,8 +43,11 @@ def folder() -> tempfile.TemporaryDirectory[str]:
     return made
 
 
+FOLDER = saved()  # before there are ranks, of which only the first would save; it lives as long as the process
+
+
 def encoder() -> SentenceTransformer:
-    words = Transformer(folder().name)
+    words = Transformer(FOLDER.name)
     return SentenceTransformer(modules=[words, Pooling(WIDTH, pooling_mode="mean")], device="cpu")
 
 
