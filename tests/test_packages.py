@@ -83,7 +83,7 @@ def test_what_is_refused_in_two_microbatches_runs_in_one(pool: Pool) -> None:
     (model,) = find("sample/contrastive")
     row = row_of(pool, model, 2)
     assert (row.kind in ("bitwise", "close"), row.parts) == (True, 1), row
-    assert "two microbatches are refused: " in row.reason and "num_microbatches=1" in row.reason
+    assert "two microbatches are refused: " in row.reason and "use one microbatch" in row.reason
 
 
 def test_parts_of_a_batch() -> None:

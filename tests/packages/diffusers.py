@@ -61,7 +61,13 @@ def of_table(name: str) -> Model:
         given = {key: made(how) for key, how in inputs.items()}
         return given | {"criterion.target": torch.randn(shape)}
 
-    build = lambda: getattr(diffusers, class_name)(**config)  # noqa: E731
+    def build() -> nn.Module:
+        model: nn.Module = getattr(diffusers, class_name)(**config)
+        for name, parameter in model.named_parameters():
+            if name == "pad_token":  # which the class does not initialize
+                nn.init.zeros_(parameter)
+        return model
+
     return Model("diffusers", name, build, batch, mse, options=shared(batch()))
 
 

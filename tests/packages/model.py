@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -105,7 +107,8 @@ class Model:
 
     def batches(self, dtype: torch.dtype = torch.float32) -> list[Any]:
         """One for each of two steps."""
-        torch.manual_seed(1)
+        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+            seed(1)
         return [cast(self.batch(), dtype) for _ in range(2)]
 
 
