@@ -231,7 +231,7 @@ class Interception:
 
     def _fits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the arguments are those of the forward. A call with others ends in a TypeError before anything runs;
-        a model may catch it and call the unit in another way, so that it is no call of the unit."""
+        a model may catch it and call the unit in another way. Nothing answers such a call."""
         form = len(args), tuple(kwargs)
         if form not in self._fitting:
             self._fitting[form] = _binds(self.original, args, kwargs)

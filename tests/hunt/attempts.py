@@ -43,5 +43,5 @@ CASES = {
         "A model catches the TypeError of a layer that does not take an argument, and calls it without: it was refused "
         "as a layer that does not run.",
         options={"partition": [3, 3]},
-    ),
+    )
 }
