@@ -100,6 +100,16 @@ class Policy:
         """The units this stage runs, in the order of registration."""
         return list(self.held_units.values())
 
+    def shares(self, by: str | None = None) -> list[float]:
+        """For each stage, its share in the bytes of the model's parameters; `by` a partition of this name."""
+        sizes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
+        held, parts = self.ownership.held, len(self.placement)
+        if by is not None:
+            units = [self.units[call.unit] for call in self.flow.calls]
+            counts = balance(weights(by, units, self.costs, parts), parts, forbidden_cuts(self.flow))
+            held = Ownership(self.model, self.flow, Partition.of(self.flow, counts), self.placement, self.units).held
+        return [sum(sizes[name] for name in names) / max(1, sum(sizes.values())) for names in held]
+
     def get_shared_params(self) -> list[dict[int, nn.Parameter]]:
         """One entry per parameter several stages hold: stage -> parameter, in the same order on every rank."""
         parameters = dict(self.model.named_parameters())
