@@ -31,8 +31,9 @@ def main() -> int:
         rows = Rows(arguments.json, arguments.resume, Timed, of)
     except ValueError as error:
         sys.exit(str(error))
+    wanted = {str(model) for model in models}
     if arguments.again:
-        rows.forget(lambda row: row.kind not in EXACT)
+        rows.forget(lambda row: row.kind not in EXACT and row.entry in wanted)
     console = Console(file=sys.stdout, soft_wrap=True)
     try:
         if not arguments.report:
@@ -40,7 +41,6 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print(f"interrupted after {len(rows.rows)} rows; --resume goes on from {arguments.json}")
         return INTERRUPTED
-    wanted = {str(model) for model in models}
     final = [row for row in rows.rows if row.entry in wanted and row.p in ps and applies(row)]
     if arguments.output:
         arguments.output.write_text(markdown(final, of, arguments.output))

@@ -31,12 +31,13 @@ def markdown(rows: Sequence[Timed], versions: Mapping[str, str], path: Path) -> 
     count = {kind: totals.kinds.get(kind, 0) for kind in ORDER}
     exact = [row for row in rows if row.kind in EXACT]
     alone = {row.entry for row in exact if row.parts == 1}
+    ps = " and ".join(f"p = {p}" for p in sorted({row.p for row in rows}))
     lines = [
         "# Models of other packages",
         "",
         f"{totals.entries} models and kinds of training of {len({r.task for r in found})} packages, made tiny and with",
-        "random weights, each trained two steps of two microbatches by two processes, and by three where it has as",
-        "many parts, and compared with the same model in one process: both losses, every gradient, and all parameters",
+        f"random weights, each trained two steps of two microbatches by p processes ({ps}, where it has as many",
+        "parts), and compared with the same model in one process: both losses, every gradient, and all parameters",
         "and buffers at the end. Boost is called as a script calls it, with the proof that it makes by default. The",
         "loss is the package's own where it has one. Dropout is taken out, and parameters that are zero are not left",
         "so. The unsplit model goes through the same microbatches where it has batch norm or where these make the",

@@ -150,7 +150,7 @@ MODELS = [
         images(64),
     ),
     auxiliary("googlenet", 64),
-    auxiliary("inception_v3", 160),
+    auxiliary("inception_v3", 192),
     segmentation("deeplabv3_mobilenet_v3_large"),
     segmentation("fcn_resnet50", aux_loss=True),
     video("r3d_18", 32, 4),
