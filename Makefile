@@ -17,6 +17,8 @@
 # make parity   trains every architecture of transformers split and unsplit, and writes docs/parity.md; RESUME=1 goes on
 #               where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6;
 #               PRECISION=bf16, fp16 or autocast compares in 16 bits, and adds a column
+# make parity-packages does it with models of diffusers, timm, torchvision and 11 more packages, in an environment of its own,
+#               and writes docs/packages.md; RESUME=1 goes on
 # make soak     trains STEPS steps (2,000) of ragged batches with evaluations, saves and restarts beside them: nothing may grow,
 #               and the weights are to be those of an undisturbed run; draws docs/soak.svg
 # make bench    measures speed beside other pipelines (ROUNDS rounds; they get environments of their own) and memory, and
@@ -60,11 +62,15 @@ OLD := .venv-4.57
 $(STAMP):         HF_RELEASE := transformers==5.23.0
 $(OLD)/installed: HF_RELEASE := transformers==4.57.6
 
+PACKAGES := timm==1.0.31 diffusers==0.42.1 sentence-transformers==6.2.0 open_clip_torch==3.3.0 monai==1.6.1 \
+  segmentation-models-pytorch==0.6.0 x-transformers==2.31.10 vit-pytorch==1.26.11 torch_geometric==2.8.1 fair-esm==2.0.0 \
+  speechbrain==1.1.2 pytorch-metric-learning==2.9.0
+
 EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 bench curves targets trainer trainer-suite gpu-check docs release-check clean $(EXAMPLES)
+.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 parity-packages bench curves targets trainer trainer-suite gpu-check docs release-check clean $(EXAMPLES)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -108,6 +114,19 @@ setup-peers: .venv-deepspeed/installed .venv-colossalai/installed
 	@$(PIP) torch==2.13.0
 	@$(PIP) transformers==4.51.3 accelerate peft einops galore_torch psutil rich click packaging bitsandbytes
 	@$(PIP) --no-deps colossalai==0.5.0
+	@touch $@
+
+# What it needs of pipeshard's own tools comes first; the packages' pins are then met, or not asked: torch stays. The wheel of
+# torchaudio loads CUDA's libraries, and does without them where they are not there.
+.venv-packages/installed: pyproject.toml Makefile
+	@echo "setup: installing packages with models of their own into $(@D)"
+	@rm -f $@; test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(PIP) torch==2.13.0
+	@$(PIP) transformers==5.23.0 torchvision==0.28.0 torchaudio==2.11.0 torch==2.13.0
+	@$(PIP) --editable '.[colossalai]' pytest transformers==5.23.0
+	@$(PIP) --no-deps colossalai==0.5.0
+	@$(PIP) $(PACKAGES) torch==2.13.0 transformers==5.23.0
+	@$(@D)/bin/python -c 'import torchaudio' 2>/dev/null || rm -f $(@D)/lib/python*/site-packages/torchaudio/lib/*.so
 	@touch $@
 
 train: setup
@@ -169,6 +188,9 @@ parity: setup
 
 parity-4.57: $(OLD)/installed
 	@$(OLD)/bin/python -W ignore -m tests.parity --output docs/parity-4.57.md --at-least 0.95 $(if $(RESUME),--resume)
+
+parity-packages: .venv-packages/installed
+	@.venv-packages/bin/python -W ignore -m tests.packages --output docs/packages.md $(if $(RESUME),--resume)
 
 curves: setup
 	@$(BIN)/python -W ignore -m benchmarks.curves

@@ -16,16 +16,19 @@ from pipeshard.distributed.agreement import compare_ranks, optimizer_texts, take
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
+from pipeshard.engine.norm_guard import GUARD as NORM_GUARD
 from pipeshard.engine.optimizer import PipelineOptimizer, replace_parameters
 from pipeshard.engine.refusals import check_separable, plain, refuse_blank_adapters, refuse_criterion
 from pipeshard.engine.step_guard import GUARD
 from pipeshard.errors import UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.planner.profile import measured_costs
+from pipeshard.split.policy import Policy
 from pipeshard.split.ties import share_weights, tie_on_meta
 from pipeshard.verify.decide import prove_at_boost
 
 logger = logging.getLogger("pipeshard")
+LARGE, UNEVEN, BETTER = 2**26, 0.8, 0.1  # bytes of a model; shares of one stage that are warned of, and that tell
 
 
 def boost_model(
@@ -67,7 +70,10 @@ def boost_model(
         return measured_costs(partition, model, flow, batch, config.cut, grid.device, grid.world, called)
 
     boosted = kind(model, Pipeline(config, grid, model, sample, called, costs))
+    if grid.first and grid.pp_size > 1:
+        _warn_of_uneven(boosted.pipeline.policy)
     GUARD.watch(boosted.pipeline.gradients)
+    NORM_GUARD.watch(boosted.pipeline.gradients)
     grid.mesh.warm_up(grid.device)
     if called is None and criterion is not None:
         boosted.pipeline.criterion = criterion
@@ -97,6 +103,34 @@ def _warn_of_16_bits(model: nn.Module) -> None:
             short[0].dtype,
             round(2 / torch.finfo(short[0].dtype).eps),
         )
+
+
+def _warn_of_uneven(policy: Policy) -> None:
+    """Say where a stage holds so much of a model that the others hardly save memory."""
+    sizes = [parameter.numel() * parameter.element_size() for parameter in policy.model.parameters()]
+    shares = policy.shares()
+    if sum(sizes) < LARGE or max(shares) <= UNEVEN:
+        return
+    several = policy.ownership.shared()
+    even = 1.0 if policy.flow.ends_in_cut else max(policy.shares("parameters"))
+    if even < max(shares) - BETTER:
+        remedy = f"Pass PipelinePlugin(partition='parameters'): the largest share is {even:.0%} then"
+    elif several:
+        remedy = (
+            f"{len(several)} parameters are held by several stages, {next(iter(several))} the first, since modules are "
+            "called on each of them. Data parallel replicas (dp_size) with fewer stages take as much memory, and less "
+            "time"
+        )
+    else:
+        remedy = "One of its units is as large: mark places inside of it by pipeshard.CutPoint, or use fewer stages"
+    logger.warning(
+        "stage %d holds %.0f %% of the parameters of %s, so that %d stages hardly save memory. %s",
+        shares.index(max(shares)),
+        100 * max(shares),
+        type(policy.model).__name__,
+        policy.num_stages,
+        remedy,
+    )
 
 
 def boost_optimizer(

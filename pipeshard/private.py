@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store as default_sto
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.utils.stateless import _reparametrize_module as reparametrized
+from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import (
@@ -97,6 +98,13 @@ def nccl_options(timeout: timedelta) -> Any:
     return options
 
 
+def set_wrapped(function: Any, inner: Any) -> None:
+    """Let a function of torch.nn.utils, which calls another one under no_grad, call `inner` from now on. The function
+    that it has called at first stays its `__wrapped__`."""
+    names = function.__code__.co_freevars
+    function.__closure__[names.index("func")].cell_contents = inner
+
+
 @contextmanager
 def nccl_group(backend: Any) -> Iterator[None]:
     """What communicators are asked for inside, they do as one."""
@@ -127,6 +135,7 @@ __all__ = [
     "foreach_norm",
     "functorch_is_active",
     "functorch_unwrapped",
+    "global_step_pre_hooks",
     "is_namedtuple_instance",
     "keystr",
     "nccl_group",
@@ -135,6 +144,7 @@ __all__ = [
     "register_pytree_node",
     "reparametrized",
     "saved_tensors_hooks",
+    "set_wrapped",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",

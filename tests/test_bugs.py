@@ -90,7 +90,7 @@ BUGS: dict[str, str] = {
     "tests/engine/test_loss_proof.py::test_a_criterion_with_parameters_is_refused": (
         "Nothing trained the parameters of a criterion."
     ),
-    "tests/engine/test_optimizers_refused.py::test_what_cannot_be_told_is_said": (
+    "tests/test_updates.py::test_a_norm_of_one_stage_is_refused": (
         "torch's clip_grad_norm_ clipped each stage by its own norm."
     ),
     "tests/engine/test_outputs_merged.py::test_no_microbatch_s_own_passes_for_the_batch_s": (

@@ -14,8 +14,10 @@ from torch.nn import functional as F
 import pipeshard
 from pipeshard.batch.read import read_batch
 from pipeshard.config import PipelineConfig
-from pipeshard.errors import ConfigurationError
+from pipeshard.entry import Engine
+from pipeshard.errors import ConfigurationError, PipeshardError
 from pipeshard.graph.trace import trace
+from pipeshard.split.materialize import is_released
 from pipeshard.verify.proof import prove
 from tests.pool import Pool
 
@@ -194,3 +196,107 @@ def test_weights_that_are_unfrozen_later_are_refused_on_every_rank(pool: Pool) -
     first, second = pool.run(unfreezes, 2)
     assert first == second
     assert len(first) == 3 and "not the model's" in first[0] and first[2] == "None"
+
+
+class Counting:
+    """Uses its own weights from the sixth call on."""
+
+    def __init__(self, holds: Callable[[], Any]) -> None:
+        self.held, self.calls = holds(), 0
+
+    def __call__(self, embedded: Tensor, batch: Any) -> Tensor:
+        self.calls += 1
+        loss = embedded.square().mean()
+        return loss * self.held.mean().exp() if self.calls > 5 else loss
+
+
+def weight() -> Any:
+    return nn.Parameter(torch.zeros(1))
+
+
+def leaf() -> Any:
+    return torch.zeros(1, requires_grad=True)
+
+
+def engine_of(criterion: Any, **options: Any) -> Engine:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    arguments = {"pp_size": 2, "num_microbatches": 1, "verify": False, "dry_run_input": batch()}
+    return pipeshard.initialize(model, optimizer, criterion, **arguments | options)
+
+
+def counts(holds: Callable[[], Any]) -> str:
+    engine = engine_of(Counting(holds), loss_reduction="microbatch")
+    for _ in range(10):
+        engine.execute_pipeline(iter([batch()]))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize("holds", [weight, leaf])
+def test_weights_that_a_criterion_begins_to_use_are_refused(pool: Pool, holds: Callable[[], Any]) -> None:
+    """A criterion that used its own weights from some step on was traced before, so that nobody saw them."""
+    for message in pool.run_expecting(PipeshardError, counts, 2, holds):
+        assert "not the model's" in message
+
+
+class Whole(nn.Module):
+    """The remedy: a model that has the criterion as a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+        self.loss = Arc()
+
+    def forward(self, input: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.loss(self.body(input), {"criterion.y": y})}
+
+
+def whole() -> Whole:
+    torch.manual_seed(0)
+    return Whole()
+
+
+def follows_the_remedy() -> list[str]:
+    """What differs from the unsplit model once the criterion is a child of the model."""
+    model, unsplit = whole(), whole()
+    data = {"input": batch()["input"], "y": batch()["criterion.y"]}
+    engine = pipeshard.initialize(
+        model, torch.optim.SGD(model.parameters(), 0.1), pp_size=2, num_microbatches=1, dry_run_input=data
+    )
+    optimizer = torch.optim.SGD(unsplit.parameters(), 0.1)
+    for _ in range(3):
+        loss = engine.execute_pipeline(iter([data]))["loss"].as_subclass(Tensor)
+        expected = unsplit(**data)["loss"]
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        for each in (engine.optimizer, optimizer):
+            each.step()
+            each.zero_grad()
+    theirs = dict(unsplit.named_parameters())
+    held = [(name, p) for name, p in model.named_parameters() if not is_released(p)]
+    return [name for name, parameter in held if not torch.allclose(parameter, theirs[name], atol=1e-6)]
+
+
+def test_a_criterion_that_is_a_child_of_the_model_is_trained(pool: Pool) -> None:
+    """The remedy that the refusal names: the weights of the criterion are the model's, and are trained exactly."""
+    assert pool.run(follows_the_remedy, 2) == [[], []]
+
+
+def passes_one_later() -> list[str]:
+    engine = engine_of(penalty)
+    errors = []
+    for make in (*HOLDERS.values(), lambda: penalty):
+        try:
+            engine.execute_pipeline(iter([batch()]), engine.model, make(), engine.optimizer)
+        except ConfigurationError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_criterion_that_is_passed_later_is_refused_on_every_rank(pool: Pool) -> None:
+    """`execute_pipeline` takes another criterion than `boost`; one with trained weights trains nothing."""
+    for errors in pool.run(passes_one_later, 2):
+        assert len(errors) == len(HOLDERS)
+        assert all("which would be trained on no stage" in error or "not the model's" in error for error in errors)

@@ -6,9 +6,12 @@ import re
 
 import pytest
 
-from tests.hunt.cases import CASES, Case
+from tests.hunt import attempts, branches, cases
+from tests.hunt.cases import Case
 from tests.hunt.run import run
 from tests.pool import Pool
+
+CASES = cases.CASES | branches.CASES | attempts.CASES
 
 
 def outcome(name: str) -> tuple[str, list[str]]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipeshard import private
 from tests.house import PACKAGE
@@ -172,3 +173,36 @@ def test_a_compiled_function_may_put_attributes_of_its_own_on_results() -> None:
     compiled = torch.compile(lambda x: x * 2, backend="aot_eager", dynamic=True)
     for length in (3, 4, 5):
         assert all(name.startswith(private.OF_COMPILER) for name in vars(compiled(torch.ones(length))))
+
+
+def test_torchs_functions_of_norms_call_what_is_set() -> None:
+    """References that were imported earlier call it, too, and `clip_grad_norm_` calls `get_total_norm`."""
+    clip, norm = nn.utils.clip_grad_norm_, nn.utils.get_total_norm
+    parameter, called = nn.Parameter(torch.ones(4)), list[str]()
+    parameter.grad = torch.ones(4)
+
+    def noting(function: Any) -> Any:
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            called.append(function.__name__)
+            return function.__wrapped__(*args, **kwargs)
+
+        return inner
+
+    for function in (clip, norm):
+        private.set_wrapped(function, noting(function))
+    try:
+        assert float(clip([parameter], 1.0)) == 2.0
+    finally:
+        for function in (clip, norm):
+            private.set_wrapped(function, function.__wrapped__)
+    assert called == ["clip_grad_norm_", "_get_total_norm"]
+    clip([parameter], 1.0)
+    assert len(called) == 2
+
+
+def test_hooks_of_all_optimizers_are_in_one_place() -> None:
+    before = len(private.global_step_pre_hooks)
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    assert len(private.global_step_pre_hooks) == before + 1
+    handle.remove()
+    assert len(private.global_step_pre_hooks) == before

@@ -229,11 +229,11 @@ def compare_calls(calls: Sequence[tuple[int, ...]], group: dist.ProcessGroup, na
         )
 
 
-MOST = 8  # numbers that each rank may bring to a meeting
+MOST = 10  # numbers that each rank may bring to a meeting
 
 
 def meet(group: dist.ProcessGroup, named: Callable[[int], str], numbers: Sequence[int] = ()) -> list[list[int]]:
-    """The numbers of every rank at the beginning of a call, 8 at most; all ranks raise UsageError where they are not
+    """The numbers of every rank at the beginning of a call, MOST at most; all ranks raise UsageError where they are not
     at the same call."""
     call = zlib.crc32(own_progress().call.encode()), own_progress().number
     message = torch.tensor([*call, *numbers, *[0] * (MOST - len(numbers))])

@@ -5,7 +5,6 @@ all ranks, of which each counts once however many ranks hold it, and it is found
 first.
 """
 
-import logging
 import math
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -19,10 +18,10 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.mixed_precision import LossScale
 from pipeshard.engine.parameters import HeldParameters
+from pipeshard.engine.updates import Updates
 from pipeshard.errors import ConfigurationError, UsageError, listed
+from pipeshard.ghost import Ghost
 from pipeshard.private import foreach_mul_
-
-logger = logging.getLogger("pipeshard")
 
 
 class ModelGradients:
@@ -53,24 +52,58 @@ class ModelGradients:
         self._holders = {weight.parameter: weight.holders for weight in holdings.weights.values()}
         self._factor = self._scale  # that gradients are multiplied by now
         self._stepped: list[object] | None = None  # the optimizers that have, since gradients were made ready
+        self.updates = Updates(grid)
         self.overflow = False
-        self._after_step: dict[nn.Parameter, tuple[Tensor, int]] = {}  # gradients and their versions
-        self._warned = False
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether gradients are multiplied by the loss scale now."""
+        return self._factor != 1.0
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """The name of the model's parameter that this one is, or stands for in an optimizer."""
+        known = (self.names, *(optimizer.names for optimizer in self.updates.boosted_optimizers()))
+        return next((names[parameter] for names in known if parameter in names), None)
+
+    def is_early(self, parameter: Tensor, name: str) -> bool:
+        """Whether it stands for the model's parameter of this name, and does not have the gradient of that yet."""
+        weight = self.weights.get(name)
+        if weight is None or parameter is weight.parameter:
+            return False
+        return parameter is weight.master and parameter.grad is None and weight.parameter.grad is not None
+
+    def trainables(self) -> list[Tensor]:
+        """What this rank has gradients of: the model's parameters, and what optimizers update in their place."""
+        masters = [weight.master for weight in self.weights.values()]
+        return [*self._holders, *masters]
+
+    def wholes(self) -> list[tuple[list[Tensor], frozenset[str]]]:
+        """What a loop may take for a whole: this rank's part of the model and of each group of an optimizer, each with
+        the names of the rest of it, which other stages train."""
+        elsewhere = frozenset(n for p, n in self.names.items() if isinstance(p, Ghost) and p.pipeshard_trainable)
+        model: tuple[list[Tensor], frozenset[str]] = list(self._holders), elsewhere
+        groups = [
+            (group["params"], names & elsewhere)
+            for optimizer in self.updates.boosted_optimizers()
+            for group, names in zip(optimizer.optim.param_groups, optimizer.given)
+        ]
+        return [model, *groups]
 
     def add_to(self) -> None:
         """Gradients are about to be added: the norm is theirs no more, and all are to have one scale."""
+        self.updates.judge()
         self.norm, self._stepped = None, None
         self._rescale(self._scale)
 
     def added(self) -> None:
         """Remember them, to notice what changes them before the optimizer does."""
-        self._after_step = {p: (p.grad, p.grad._version) for p in self._holders if p.grad is not None}
+        self.updates.added(self._holders)
 
     def ready(self, optimizer: object) -> bool:
         """Clip and unscale, unless another optimizer's step has; False if this step is to be skipped."""
         if self._stepped is None or optimizer in self._stepped:
             self._stepped, self.overflow, self.norm = [], False, None
-            self._warn_of_clipping()
+            self.updates.judge()
             if self.max_norm > 0:
                 self._refuse_untrained()
                 self.clip(self.max_norm)
@@ -90,7 +123,6 @@ class ModelGradients:
         if error_if_nonfinite and not torch.isfinite(self.norm):
             raise ConfigurationError(f"the gradient norm is {self.norm.item()}, so gradients cannot be clipped")
         self._multiply(torch.clamp(max_norm / (self.norm + 1e-6), max=1.0))
-        self._after_step = {}
         return self.norm
 
     def total(self, norm_type: float) -> Tensor:
@@ -121,21 +153,6 @@ class ModelGradients:
                 f"{listed(untrained, 3)}, which got a gradient: freeze it (requires_grad_(False)), give it to an "
                 "optimizer, or pass max_norm=0 and call optimizer.clip_grad_by_norm(max_norm), which counts all "
                 "gradients there are"
-            )
-
-    def _warn_of_clipping(self) -> None:
-        """By someone who sees one stage. torch.nn.utils.clip_grad_norm_ scales all gradients in place, if by one."""
-        before, self._after_step = self._after_step, {}
-        now = {p: p.grad for p in before if p.grad is not None}
-        if self._warned or self.grid.pp_size == 1 or not now:
-            return
-        if all(grad is not before[p][0] or grad._version != before[p][1] for p, grad in now.items()):
-            self._warned = True
-            logger.warning(
-                "all gradients of stage %d were changed between execute_pipeline and optimizer.step: if that was "
-                "torch.nn.utils.clip_grad_norm_, it has clipped this stage by the norm of this stage alone. Use "
-                "PipelinePlugin(max_norm=...) or optimizer.clip_grad_by_norm(max_norm), which know the whole model's",
-                self.grid.stage,
             )
 
 

@@ -237,11 +237,14 @@ class Pipeline:
                 bits |= UNSEEN
             with suppress(Exception), self.precision.running():  # the step itself raises it, once ranks have agreed
                 found = self.planner.find(self._cut(batches), criterion)
-            return News(bits, -1 if found is None else self.planner.number(found))
+            ways = -1 if found is None else self.planner.number(found)
+            return News(bits, ways, *self.gradients.updates.numbers)
 
         training = "train" if self.model.training else "eval"
         mode = f"{'training step' if train else 'forward only'}, return_outputs={outputs}, model.{training}()"
         batches, agreed = self.reader.next(data_iter, mode, news, num_batches)
+        if not agreed.updated_alike:
+            self.gradients.updates.compare()
         if agreed.news & TRAINED:
             if wrong := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
                 raise UsageError(wrong[0])

@@ -25,7 +25,11 @@ from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.outputs import BACKWARD
 from pipeshard.engine.stage import NaNCheck
 from pipeshard.engine.step_guard import GUARD
+from pipeshard.engine.updates import UNCOMPARED
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
+from pipeshard.private import global_step_pre_hooks
+
+OWN_HOOKS = 2  # before a step of torch's: that of a boosted optimizer, and the StepGuard's
 
 
 class PipelineOptimizer(Optimizer):
@@ -40,6 +44,8 @@ class PipelineOptimizer(Optimizer):
     Attributes:
         names: what `optim` trains on this rank, and the names of the model's parameters that it stands for.
         weights: by name, all that the optimizers of the replicas update together.
+        given: for each group, the names of all that the user gave to it, on whichever stage they are.
+        options: for each group, the options that it had then.
     """
 
     def __init__(
@@ -56,10 +62,13 @@ class PipelineOptimizer(Optimizer):
         self.zero = zero and self.grid.dp_size > 1
         self.names: dict[Tensor, str] = {}
         self.weights: dict[str, MasterWeight] = {}
+        self.given: list[frozenset[str]] = []
+        self.options: list[tuple[str, ...]] = []
         self._narrow()
         self.is_stepping = False  # inside of the inner optimizer's step
-        optim.register_step_pre_hook(lambda *_: self.refuse_alone(type(optim).__name__))
+        self._last_hook = optim.register_step_pre_hook(self._before_update)
         GUARD.boosted(self)
+        gradients.updates.boosted(self)
         optim.add_param_group, optim.zero_grad = self.add_param_group, self.zero_grad  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
@@ -128,6 +137,7 @@ class PipelineOptimizer(Optimizer):
         if twice := sorted(added.keys() & self.weights.keys()):
             raise UsageError(f"the optimizer has {twice[0]} in a group already: give it each parameter once")
         self.weights |= added
+        self._remember_groups(fresh)
         self.gradients.trained |= set(fresh.values())
         if self.zero:
             assign_owners(added.values(), self.grid.dp_size)
@@ -149,6 +159,15 @@ class PipelineOptimizer(Optimizer):
                     for key, value in state.items()
                 }
         self.names |= {weight.master: weight.name for weight in updated.values()}
+
+    def _remember_groups(self, fresh: Mapping[Tensor, str]) -> None:
+        for k, group in enumerate(self.optim.param_groups):
+            names = frozenset(fresh[parameter] for parameter in group["params"] if parameter in fresh)
+            if k < len(self.given):
+                self.given[k] |= names
+            else:
+                self.given.append(names)
+                self.options.append(tuple(sorted(group.keys() - UNCOMPARED)))
 
     def _complete(self) -> None:
         """Give fp32 values to what was frozen when it was cast to 16 bits, and is trained now."""
@@ -200,6 +219,11 @@ class PipelineOptimizer(Optimizer):
     @property
     def _meets(self) -> bool:
         """Whether the ranks do something together in a step."""
+        return self._shares or self.gradients.updates.is_compared
+
+    @property
+    def _shares(self) -> bool:
+        """Whether a step does more than that of the inner optimizer."""
         return self.gradients.max_norm > 0 or self.gradients.scaling is not None or self.zero
 
     @property
@@ -210,7 +234,7 @@ class PipelineOptimizer(Optimizer):
     def refuse_alone(self, kind: str) -> None:
         """Raise UsageError before a step of the inner optimizer, or of one in it, of class `kind`, that `step` of this
         object has not called."""
-        if not self.is_stepping and (self._meets or not self.is_plain):
+        if not self.is_stepping and (self._shares or not self.is_plain):
             raise UsageError(
                 f"this {kind} was boosted, and does not clip, unscale or share what it updates by itself: call the "
                 "step of the optimizer that booster.boost(...) returned"
@@ -245,6 +269,11 @@ class PipelineOptimizer(Optimizer):
         return ready
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
+        hooks = self.optim._optimizer_step_pre_hooks
+        has_hooks = len(hooks) + len(global_step_pre_hooks) > OWN_HOOKS
+        if has_hooks:
+            hooks[self._last_hook.id] = hooks.pop(self._last_hook.id)
+        self.gradients.updates.hooks_begin(self.parameters, has_hooks)
         self.is_stepping = True
         try:
             result = self.optim.step(*args, **kwargs)
@@ -258,6 +287,12 @@ class PipelineOptimizer(Optimizer):
             share_updates(self.weights.values(), self.grid.replicas)
         return result
 
+    def _before_update(self, *_: Any) -> None:
+        """The last hook before the inner optimizer updates."""
+        self.refuse_alone(type(self.optim).__name__)
+        if self.is_stepping:
+            self.gradients.updates.hooks_end(self.parameters)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.sync.reset({weight.parameter for weight in self.weights.values()})
         type(self.optim).zero_grad(self.optim, set_to_none)
@@ -269,7 +304,10 @@ class PipelineOptimizer(Optimizer):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Clip to the norm over the whole model, which it returns. Every rank has to call it."""
-        return self.gradients.clip(max_norm, norm_type, error_if_nonfinite)
+        self.gradients.updates.judge()
+        norm = self.gradients.clip(max_norm, norm_type, error_if_nonfinite)
+        self.gradients.added()
+        return norm
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
         nn.utils.clip_grad_value_(self.parameters, clip_value, *args, **kwargs)

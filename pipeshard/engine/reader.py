@@ -19,6 +19,7 @@ from pipeshard.batch.tree import flatten, text
 from pipeshard.distributed.collectives import gather_objects, meet
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.mixed_precision import Precision
+from pipeshard.engine.updates import has_one_factor
 from pipeshard.errors import BatchError, listed, of_all
 
 SAMPLE = 8192  # values of a tensor that enter the digest of a whole batch
@@ -49,7 +50,8 @@ def _content(leaf: Any, is_sample: bool) -> bytes:
 class Report(NamedTuple):
     """What a rank tells the others of its step; the ranks of a replica have to have the same `digest` and `rows`, all
     ranks the same `mode`. `news` are bits, `has_batch` is 0 where the data iterator gave no usable batch, `parts` are
-    the microbatches, and `ways` is a number of the ways that they are to go."""
+    the microbatches, and `ways` is a number of the ways that they are to go. `options` and `factor` are of the last
+    update (`Updates.numbers`)."""
 
     has_batch: int
     digest: int
@@ -58,25 +60,31 @@ class Report(NamedTuple):
     mode: int
     news: int
     ways: int
+    options: int
+    factor: int
     seed: int
 
 
 class News(NamedTuple):
-    """What a rank has to tell of the batches that it has read: bits, and a number of their ways."""
+    """What a rank has to tell of the batches that it has read, bits and a number of their ways, and of the last
+    update."""
 
     bits: int = 0
     ways: int = 0
+    options: int = 0
+    factor: int = 0
 
 
 class Agreement(NamedTuple):
     """What the ranks have agreed on for a step: the seed of the first rank's generator, by which all draw random
-    numbers, the microbatches of each replica, the `news` that any rank has, and whether the ranks of each replica go
-    the same ways."""
+    numbers, the microbatches of each replica, the `news` that any rank has, whether the ranks of each replica go the
+    same ways, and whether all ranks' last updates had the same options and factors."""
 
     seed: int
     parts: list[int]
     news: int
     alike: bool
+    updated_alike: bool
 
 
 def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: str, news: News) -> Agreement:
@@ -114,7 +122,8 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
         )
     bits = functools.reduce(operator.or_, (report.news for report in reports))
     alike = all(len({report.ways for report in replica}) == 1 for replica in replicas)
-    return Agreement(reports[0].seed, [replica[0].parts for replica in replicas], bits, alike)
+    updated_alike = len({report.options for report in reports}) == 1 and has_one_factor(r.factor for r in reports)
+    return Agreement(reports[0].seed, [replica[0].parts for replica in replicas], bits, alike, updated_alike)
 
 
 def _joined(digests: Sequence[int]) -> int:

@@ -24,8 +24,9 @@ from pipeshard.engine.outputs import Outputs
 from pipeshard.engine.weight_grad import Deferral, Gradients
 from pipeshard.errors import ConfigurationError, NonFiniteError, TraceError, UsageError
 from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.foreign import foreign_error, kept, leaves_of
 from pipeshard.graph.taint import Value, casting
-from pipeshard.private import foreach_norm
+from pipeshard.private import foreach_norm, tree_leaves
 from pipeshard.split.replay import Replay
 from pipeshard.split.route import Route
 
@@ -200,7 +201,7 @@ class Stage:
             # Of a leaf autocast would keep what it cast it to: gradients would be summed there, in 16 bits.
             lent = {value: t.view_as(t) for value, t in received.items()} if casting() else received
             output, made = self.replay.run(route, microbatch.deltas, lent, microbatch.batch)
-            loss = self._loss(output, microbatch) if self.is_last else None
+            loss = self._loss(output, microbatch, received.values()) if self.is_last else None
             if zeros is not None and self.is_last:
                 zeros.refuse((loss, self.outputs.latest), "the loss, or an output that is asked for,")
         if self.train:
@@ -293,13 +294,15 @@ class Stage:
         if self.finite is not None:
             self.finite.backward(i)
 
-    def _loss(self, output: Any, microbatch: Microbatch) -> Tensor | None:
+    def _loss(self, output: Any, microbatch: Microbatch, received: Collection[Tensor]) -> Tensor | None:
         loss, count = sum_and_count(output, in_step(self.criterion), microbatch.batch)
         if self.train and isinstance(count, Tensor) and count.requires_grad:
             raise ConfigurationError(
                 "the criterion returned two tensors that both get a gradient, but (sum, count) is a sum and what it is "
                 "to be divided by: add several losses up in the criterion, and detach a count"
             )
+        if self.train and loss is not None and self.criterion is not None:
+            self._refuse_foreign(loss, output, received)
         mean = loss if loss is None or count is None else loss / count
         self.outputs.keep(output, mean, microbatch.batch)
         loss = loss if microbatch.summed else mean
@@ -311,6 +314,18 @@ class Stage:
         part = loss.detach() * share if share != 0 else torch.zeros_like(loss)  # 0/0 without labels
         self.loss = part if self.loss is None else self.loss + part
         return loss
+
+    def _refuse_foreign(self, loss: Tensor, output: Any, received: Collection[Tensor]) -> None:
+        """Refuse a criterion that trains weights of its own, which it did not when it was traced: only the graph of the
+        criterion itself is searched."""
+        until = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        leaves = leaves_of(loss, until)
+        if not leaves:
+            return
+        own = {id(tensor) for tensor in (*self.replay.model.parameters(), *received, *until)}
+        assert self.criterion is not None
+        if foreign := kept([leaf for leaf in leaves if id(leaf) not in own], self.criterion):
+            raise foreign_error(foreign, self.criterion)
 
 
 def _plain(tensor: Tensor) -> Tensor:

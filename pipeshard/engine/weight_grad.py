@@ -6,6 +6,7 @@ and runs it twice. Here layers run a forward whose backward leaves out dW and ke
 is a list of matrix products. With these at hand, a large dW is never materialised but accumulated into `.grad`.
 """
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -178,8 +179,13 @@ class _Deferred:
         self.deferral, self.module, self.kind, self.plain = deferral, module, kind, plain
         self.is_large_lookup = _is_large_lookup(kind, module)
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the layer's own forward, by which a call is told that it does not take."""
+        return inspect.signature(self.plain)
+
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        if self.deferral.whole and not self.is_large_lookup:
+        if (self.deferral.whole and not self.is_large_lookup) or len(args) + len(kwargs) != 1:  # a TypeError
             return self.plain(*args, **kwargs)
         (x,) = *args, *kwargs.values()  # layers call it by different names
         if torch.compiler.is_compiling() or functorch_is_active() or not self._may_defer(x):

@@ -112,15 +112,18 @@ class Dataflow:
     """The unit calls of one forward in their order, and what the loss and the outputs need of them.
 
     `outputs` are the tensor leaves of the model's output: (path, use, spec). `written` are values that are changed
-    in place after they were made. `decisions` are lines of glue that decide in Python on an activation, `consulted`
-    the leaves of the batch it decides on, or writes to (`rewritten`), `watched` those among them whose values are part
-    of what the Dataflow is for: sizes of images, and masks that select. `glue_random` is whether glue draws random
-    numbers, `python_random` whether anything draws from `random` or numpy's generator. `tail` are the flops of glue
-    with parameters of its own after the last call. `touched` are values that operators of glue were given, `questions`
-    what it asked of the batch's values: the Dataflow is for batches with the same answers. `hooks` are those that glue
+    in place after they were made. `decisions` are lines of glue that decide in Python on an activation before the last
+    call, `late_decisions` those of the forward after it, and `has_branches` is whether it or the criterion decides
+    there. `consulted` are the leaves of the batch it decides on, or writes to (`rewritten`), `watched` those among them
+    whose values are part of what the Dataflow is for: sizes of images, and masks that select. `glue_random` is whether
+    glue draws random numbers, `python_random` whether anything draws from `random` or numpy's generator. `tail` are the
+    flops of glue with parameters of its own after the last call. `touched` are values that operators of glue were
+    given, `questions` what it asked of the batch's values: the Dataflow is for batches with the same answers. `hooks`
+    are those that glue
     puts on gradients, `carried` is what is left to the next forward. `together` are the calls that the model's own
     checkpoints run again in the backward pass, the first and the last of each. `valued` are the units that were visited
-    with values, since they do not run by shape alone.
+    with values, since they do not run by shape alone. `decided` are values that the last stage needs only to decide on,
+    and `deciders` modules without parameters that were running when glue decided, and could be units.
     """
 
     calls: tuple[Call, ...]
@@ -141,6 +144,10 @@ class Dataflow:
     carried: tuple[Carried, ...] = ()
     together: tuple[tuple[int, int], ...] = ()
     valued: frozenset[str] = frozenset()
+    late_decisions: tuple[str, ...] = ()
+    has_branches: bool = False
+    decided: frozenset[Value] = frozenset()
+    deciders: frozenset[str] = frozenset()
 
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:
@@ -161,7 +168,7 @@ class Dataflow:
     @cached_property
     def receiving(self) -> frozenset[Value]:
         """The values that get a gradient of the loss; one that only integers or frozen units are made of gets none."""
-        found = set(self.loss.values if self.loss is not None else ())
+        found = set(self.loss.values - self.decided if self.loss is not None else ())
         hidden = set(self.loss.hidden if self.loss is not None else ())
         sealed = min(hidden, default=len(self.calls))
         for index in range(len(self.calls) - 1, -1, -1):

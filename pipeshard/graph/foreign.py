@@ -4,21 +4,21 @@ They are found in the autograd graph of the loss, so it does not matter what hol
 a list, a bound method.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.places import format_path
 from pipeshard.graph.snapshot import Snapshot
 
 
-def leaves_of(loss: Tensor) -> list[Tensor]:
-    """The leaves that get a gradient when `loss` is differentiated."""
+def leaves_of(loss: Tensor, until: Iterable[Tensor] = ()) -> list[Tensor]:
+    """The leaves that get a gradient when `loss` is differentiated, but not through the tensors `until`."""
     found: list[Tensor] = []
     queue: list[Any] = [loss.grad_fn]
-    seen: set[Any] = set()
+    seen: set[Any] = {tensor.grad_fn for tensor in until}
     while queue:
         node = queue.pop()
         if node is None or node in seen:
@@ -40,8 +40,13 @@ def refuse_foreign(
     foreign = [leaf for leaf in leaves_of(loss) if id(leaf) not in known and not is_made(leaf)]
     if not foreign:
         return
+    raise foreign_error(foreign, criterion)
+
+
+def foreign_error(foreign: list[Tensor], criterion: Callable[..., Any] | None) -> ConfigurationError:
+    """The error of a loss that trains these."""
     names = _names(foreign, criterion)
-    raise ConfigurationError(
+    return ConfigurationError(
         f"the loss trains {len(foreign)} parameters that are not the model's, {names[0]} the first, but only the last "
         "stage computes it, so that they would get no gradient on the other ranks: make what holds them a child of the "
         "model that computes the loss in its forward, and pass the model's parameters to the optimizer; or freeze them "
@@ -49,7 +54,19 @@ def refuse_foreign(
     )
 
 
+def kept(leaves: Iterable[Tensor], criterion: Callable[..., Any]) -> list[Tensor]:
+    """Those of these leaves that the criterion has not made in the call in which it used them."""
+    others = [leaf for leaf in leaves if not isinstance(leaf, nn.Parameter)]
+    places = _places(criterion) if others else {}
+    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) or id(leaf) in places]
+
+
+def _places(criterion: Callable[..., Any] | None) -> dict[int, str]:
+    """Where the criterion has tensors, by their ids."""
+    return {id(tensor): format_path(path) for path, *_, tensor, _ in Snapshot({"the criterion": criterion}).tensors}
+
+
 def _names(foreign: list[Tensor], criterion: Callable[..., Any] | None) -> list[str]:
     """Where the criterion has each of these, sorted; the shape of what it is not seen to have."""
-    places = {id(tensor): format_path(path) for path, *_, tensor, _ in Snapshot({"the criterion": criterion}).tensors}
+    places = _places(criterion)
     return sorted(places.get(id(leaf), f"one of shape {tuple(leaf.shape)}") for leaf in foreign)

@@ -8,7 +8,6 @@ and replaced, and a place is the path of steps that leads to one entry of it.
 import functools
 import inspect
 import random
-import sys
 import threading
 from argparse import Namespace
 from ast import literal_eval
@@ -23,16 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeshard.errors import TraceError
+from pipeshard.graph.packages import is_library, is_users
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
 REGISTERED = frozenset({"_modules", "_buffers", "_parameters"})  # of a module: read as its attributes
 # What torch keeps in modules beside what is registered; hooks are only looked into, see `constants_of`.
 HOOKS = frozenset(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 OF_TORCH = frozenset(name for name in nn.Module().__dict__ if name[0] == "_") - REGISTERED
-# Objects and functions of these packages are not looked into: they have no state of a model's.
-LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "pipeshard", "colossalai", "tqdm", "rich", "datasets"}
-LIBRARIES |= {"pytest", "_pytest", "pluggy", "wandb", "trackio", "tensorboard", "matplotlib", "pandas", "scipy"}
-CODE_OF_OTHERS = LIBRARIES | {"transformers", "peft", "accelerate"}
 NAMESPACES = (SimpleNamespace, Namespace, threading.local)
 # Their state is what they hold; those of the whole process are seeded anew everywhere, see Randomness.
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -154,11 +150,11 @@ def ways_to_hold(value: Any) -> Iterator[str]:
         yield "item"
     elif isinstance(value, MutableSequence | MutableSet):  # a deque, too
         yield "list"
-    elif isinstance(value, FunctionType) and _is_users(value.__module__):
+    elif isinstance(value, FunctionType) and is_users(value.__module__):
         if value.__closure__:
             yield "cell"
         yield from ("global", "attr") if value.__dict__ else ("global",)
-    elif isinstance(value, type) and _is_users(value.__module__):
+    elif isinstance(value, type) and is_users(value.__module__):
         yield "class"
     if isinstance(value, nn.Module):
         if not isinstance(value, torch.jit.ScriptModule):
@@ -177,16 +173,16 @@ def constants_of(value: Any) -> Iterator[tuple[Step, Any]]:
         yield from ((Step("code", name), getattr(value, name)) for name in ("__func__", "__self__"))
     elif isinstance(value, property):
         yield from ((Step("code", name), getattr(value, name)) for name in ("fget", "fset"))
-    elif isinstance(value, FunctionType) and _is_users(value.__module__):
+    elif isinstance(value, FunctionType) and is_users(value.__module__):
         yield from ((Step("code", name), getattr(value, name)) for name in ("__defaults__", "__kwdefaults__"))
-    elif isinstance(value, type) and _is_users(value.__module__):
+    elif isinstance(value, type) and is_users(value.__module__):
         code = ((Step("class", k), getattr(v, "__func__", v)) for k, v in vars(value).items())
         yield from ((step, v) for step, v in code if isinstance(v, FunctionType | property))
         yield Step("code", "__base__"), value.__base__
     elif isinstance(value, nn.Module):
         hooks = ((name, value.__dict__.get(name)) for name in HOOKS)
         yield from ((Step("attr", name), content) for name, content in hooks if content)
-    if not isinstance(value, type) and _is_users(type(value).__module__):
+    if not isinstance(value, type) and is_users(type(value).__module__):
         yield Step("attr", "__class__"), type(value)
 
 
@@ -280,12 +276,7 @@ def is_object(value: Any) -> bool:
     if isinstance(value, type | ModuleType | FunctionType | MethodType | Tensor | Enum | BaseException):
         return False
     is_known = type(value) in NAMESPACES or isinstance(value, torch.distributions.Distribution)
-    return is_known or type(value).__module__.partition(".")[0] not in LIBRARIES
-
-
-@functools.cache
-def _is_users(module: str | None) -> bool:
-    return module is not None and module.partition(".")[0] not in CODE_OF_OTHERS
+    return is_known or not is_library(type(value).__module__)
 
 
 def slots(value: Any) -> tuple[str, ...]:
@@ -329,7 +320,7 @@ def _globals(function: Any) -> Iterator[str]:
     for name in names:
         if name in space and _may_change(space[name]):
             yield name
-        elif isinstance(module := space.get(name), ModuleType) and _is_users(module.__name__):
+        elif isinstance(module := space.get(name), ModuleType) and is_users(module.__name__):
             yield from (f"{name}.{inner}" for inner in names if _may_change(vars(module).get(inner, module)))
 
 
@@ -342,5 +333,5 @@ def _may_change(value: Any) -> bool:
     if isinstance(value, ModuleType):
         return False
     if isinstance(value, FunctionType | type):
-        return _is_users(value.__module__)
+        return is_users(value.__module__)
     return isinstance(value, (*PLAIN, *GENERATORS, Tensor, np.ndarray, ContextVar, *COLLECTIONS)) or is_object(value)

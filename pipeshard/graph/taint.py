@@ -6,6 +6,7 @@ its inputs to its outputs; tags belong to storages, so that views have those of 
 """
 
 import os
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -67,6 +68,7 @@ DECIDING |= {aten.bincount}
 # Operators that take the shape of their input, and none of its values.
 SHAPED = {aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like, aten.randn_like}
 SHAPED |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided}
+FOR_ALL = -1
 CASTING = "cuda", "cpu"  # kinds of devices on which torch.autocast may be on
 
 
@@ -98,7 +100,10 @@ class Taint(DispatchMode):
         self.made: set[int] = set()  # storages that an operator has made
         self.homes: dict[int, Value] = {}  # storages that *are* a value, not only computed from it
         self.written: set[Value] = set()
-        self.decisions: dict[str, None] = {}
+        self.decisions: dict[str, int] = {}  # by line, after how many calls the first was; FOR_ALL: for any stage
+        self.modules: Mapping[int, str] = {}  # by address, the names of those that could be units
+        self.deciders: set[str] = set()  # which of them were running when glue decided
+        self.decided: dict[int, frozenset[Tag]] = {}  # by how many calls came before: what was decided on
         self.consulted: set[str] = set()  # inputs whose values Python saw
         self.seen: set[str] = set()  # those of them that it saw otherwise than by a question that can be asked again
         self.recalled: set[str] = set()  # places whose values Python saw
@@ -201,8 +206,11 @@ class Taint(DispatchMode):
             return result  # still nothing but a parameter or a buffer seen another way
         return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=self.device), result)
 
-    def decide(self, tags: frozenset[Tag], shaping: bool = False, is_asked: bool = False) -> None:
-        """Python, or a shape, depends on values with these tags; inside a unit that is the unit's own affair."""
+    def decide(
+        self, tags: frozenset[Tag], shaping: bool = False, is_asked: bool = False, is_for_all: bool = False
+    ) -> None:
+        """Python, or a shape, depends on values with these tags; inside a unit that is the unit's own affair. With
+        `is_for_all` it is something that not even the last stage can do."""
         if self.inside is not None or self.is_checking or not tags:
             return
         inputs = {tag.path for tag in tags if isinstance(tag, Input)}
@@ -211,7 +219,10 @@ class Taint(DispatchMode):
         self.shaping |= inputs if shaping else set()
         self.recalled |= {tag.name for tag in tags if isinstance(tag, Kept)}
         if any(not isinstance(tag, Input | Kept) for tag in tags):
-            self.decisions[_where()] = None
+            line, calls = _where(), FOR_ALL if is_for_all else self.calls
+            self.decisions[line] = min(self.decisions.get(line, calls), calls)
+            self.deciders |= set(running(self.modules)[-1:])
+            self.decided[calls] = self.decided.get(calls, NOTHING) | tags
 
     @contextmanager
     def inside_call(self, inputs: Mapping[int, int]) -> Iterator[set[int]]:
@@ -317,6 +328,18 @@ def _deciding(func: Any, args: Any) -> list[Tensor]:
     if func._overloadpacket is aten.masked_select or func is aten.repeat_interleave.self_Tensor:
         return [args[1]]
     return list(tensors_in(args)) if func._overloadpacket in DECIDING else []
+
+
+def running(modules: Mapping[int, str]) -> list[str]:
+    """The names of these modules that have a method running now, the innermost one first."""
+    found: dict[str, None] = {}
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = modules.get(id(frame.f_locals.get("self")))
+        if name is not None:
+            found[name] = None
+    return list(found)
 
 
 def _where() -> str:

@@ -50,12 +50,32 @@ def trace(
     values, or its kernels need memory) runs once on `device`, by default the model's, with its own values: the `lent`
     ones, those that are here, and zeros for the rest.
 
+    A module without parameters whose code decides on activations is a unit as well.
+
     Raises TraceError naming the unit or the line that fails, PartitionError for a name that no module has.
     """
     restore_meta_kernels()
     sample = batch if isinstance(batch, Batch) else read_batch(model, batch)
     encoder_decoder = is_encoder_decoder(model)
     cuts = paths_of(model, cuts)
+    flow = _traced(model, sample, criterion, exact, encoder_decoder, cuts, device, lent)
+    while flow.decisions and (more := flow.deciders.difference(cuts)):
+        cuts = [*cuts, *sorted(more)]
+        flow = _traced(model, sample, criterion, exact, encoder_decoder, cuts, device, lent)
+    return flow
+
+
+def _traced(
+    model: nn.Module,
+    sample: Batch,
+    criterion: Criterion | None,
+    exact: bool,
+    encoder_decoder: bool,
+    cuts: Sequence[str],
+    device: torch.device | None,
+    lent: Mapping[str, Mapping[str, Tensor]] | None,
+) -> Dataflow:
+    """The Dataflow with these units."""
     if not exact:
         try:
             return _trace_any(model, sample, criterion, encoder_decoder, cuts, device, lent)

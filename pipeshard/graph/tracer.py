@@ -30,7 +30,7 @@ from pipeshard.graph.rng import CheckpointSpans, Randomness, python_state
 from pipeshard.graph.shapes import Axes, TensorSpec, placeholder
 from pipeshard.graph.taint import Hidden, Input, Kept, Tag, Taint, Used, Value, casting, tensors_in
 from pipeshard.graph.unit_outputs import answer
-from pipeshard.graph.units import CutPoint, check_aliases, check_call, find_units, handled
+from pipeshard.graph.units import CutPoint, check_aliases, check_call, find_units, handled, modules_apart
 from pipeshard.private import tree_flatten
 
 SMALL = 4  # numbers per sample, at most, in an input of sizes (of images, patches, ...)
@@ -66,6 +66,7 @@ class Tracer:
         tensors = (*model.parameters(), *sample.tensors.values())
         self.device = next(t.device for t in tensors if not t.is_meta)
         self.kinds = Kinds(self.units, self.device, device or self.device, meter, lent)
+        self.apart = {id(module): name for name, module in modules_apart(model, self.units)}
         self.python_random = False
         self.reset: Callable[[], None] = lambda: None
         self.listen: Callable[[int | None, bool], None] = lambda call, is_through: None
@@ -85,6 +86,7 @@ class Tracer:
         self.reset()
         batch = batch.copied(batch.tensors)  # glue may write to it
         self.taint = Taint(self.device, Recipes(self.device, batch, real))
+        self.taint.modules = self.apart
         self.calls: list[Call] = []
         self.groups = CheckpointSpans()
         self.rows = batch.rows
@@ -103,10 +105,11 @@ class Tracer:
             state, self.seed = python_state(), torch.initial_seed()
             output = self._forward(batch)
             self.listen(None, False)
+            of_forward = dict(self.taint.decisions)
             loss = self._loss(output, batch)
             self._refuse_foreign(loss)
             self.python_random |= python_state() != state  # by a unit of a kind too, which runs once for all
-        return self._dataflow(output, loss, batch, sealed)
+        return self._dataflow(output, loss, batch, sealed, of_forward)
 
     def _mark_inputs(self, batch: Batch) -> None:
         for name, parameter in self.model.named_parameters():
@@ -148,13 +151,17 @@ class Tracer:
         if loss is not None and self.criterion is not None:
             refuse_foreign(loss, list(self.model.parameters()), self.taint.is_made, self.criterion)
 
-    def _dataflow(self, output: Any, loss: Tensor | None, batch: Batch, sealed: Sequence[int]) -> Dataflow:
-        taint, rewritten = self.taint, self.taint.recipes.rewritten
+    def _dataflow(
+        self, output: Any, loss: Tensor | None, batch: Batch, sealed: Sequence[int], of_forward: Mapping[str, int]
+    ) -> Dataflow:
+        """`of_forward` are the decisions that were taken before the criterion was called."""
+        taint, rewritten, through = self.taint, self.taint.recipes.rewritten, len(self.calls)
+        late = self._use([], taint.decided.get(through, frozenset()))  # which the last stage has to have
         named, _ = flatten_with_names(output)
-        outputs = tuple(
-            (name, self._use([leaf]), TensorSpec.of(leaf)) for name, leaf in named if isinstance(leaf, Tensor)
-        )
-        used = None if loss is None else self._use([loss])
+        tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
+        outputs = tuple((name, self._use([leaf]).joined(late), TensorSpec.of(leaf)) for name, leaf in tensors)
+        of_loss = Reads() if loss is None else self._use([loss])
+        used = None if loss is None else of_loss.joined(late)
         if used is not None:  # from the first sealed call on, all is one autograd function's
             used = replace(used, hidden=used.hidden | frozenset(sealed[:1]))
         check_aliases(self.calls, taint.written, [*(use for _, use, _ in outputs), *([used] if used else [])])
@@ -165,7 +172,11 @@ class Tracer:
             loss=used,
             outputs=outputs,
             written=frozenset(taint.written),
-            decisions=tuple(taint.decisions),
+            decisions=tuple(line for line, calls in taint.decisions.items() if calls < through),
+            has_branches=bool(taint.decided.get(through)),
+            deciders=frozenset(taint.deciders),
+            decided=late.values - of_loss.values,
+            late_decisions=tuple(line for line, calls in of_forward.items() if calls == through),
             consulted=frozenset(taint.consulted | rewritten),
             watched=watched,
             axes=Axes((), (), (), ()),
@@ -323,7 +334,7 @@ def noting_backward(taint: Taint) -> Iterator[None]:
 
     def is_of_units(tensors: Sequence[Any]) -> bool:
         tags = frozenset(tag for tag in taint.of(tensors) if isinstance(tag, Value | Hidden))
-        taint.decide(tags)
+        taint.decide(tags, is_for_all=True)
         return bool(tags) and taint.inside is None
 
     def grad_instead(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

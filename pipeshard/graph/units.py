@@ -1,6 +1,7 @@
 """Units: the modules that are never cut, cut points that users mark, and the interception of calls."""
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
@@ -150,6 +151,19 @@ def containers(model: nn.Module, units: Mapping[str, nn.Module]) -> list[nn.Modu
     return [module for module in model.modules() if module not in inside]
 
 
+def modules_apart(model: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules outside of the units, by name, that have no unit inside, as those without parameters: any of them
+    could be a unit."""
+    inside = {child for unit in units.values() for child in unit.modules()}
+    for name, module in model.named_modules():
+        if name and inside.isdisjoint(module.modules()) and _is_callable(module):
+            yield name, module
+
+
+def _is_callable(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
 def _has_layers(module: nn.Module, sequences: bool = False) -> bool:
     lists = (m for m in module.modules() if isinstance(m, nn.ModuleList) or (sequences and _is_sequence(m)))
     return any(map(_is_layers, lists))
@@ -204,15 +218,37 @@ class Interception:
         self.compiled: Callable[..., Any] | None = None
         self.handler: Handler | None = None
         self.checkpoint: Callable[..., Any] | None = None
+        self._fitting: dict[tuple[int, tuple[str, ...]], bool] = {}
         functools.update_wrapper(self, self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.compiled or self.original
         if self.checkpoint is not None:
             forward, self.checkpoint = _recomputed(forward, self.checkpoint), None
-        if self.handler is None:
+        if self.handler is None or not self._fits(args, kwargs):
             return forward(*args, **kwargs)
         return self.handler(self.name, forward, args, kwargs)
+
+    def _fits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the arguments are those of the forward. A call with others ends in a TypeError before anything runs;
+        a model may catch it and call the unit in another way. Nothing answers such a call."""
+        form = len(args), tuple(kwargs)
+        if form not in self._fitting:
+            self._fitting[form] = _binds(self.original, args, kwargs)
+        return self._fitting[form]
+
+
+def _binds(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        # A decorator may rename arguments for the function that it wraps.
+        signature = inspect.signature(forward, follow_wrapped=False)
+    except (TypeError, ValueError):  # it is not written in Python
+        return True
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _recomputed(forward: Callable[..., Any], checkpoint: Callable[..., Any]) -> Callable[..., Any]:

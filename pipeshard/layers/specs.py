@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.split.ties import share_weights
 
 
@@ -17,12 +17,19 @@ class LayerSpec:
     Attributes:
         builds: how often this process has built it for real.
 
-    Raises ConfigurationError for a `typename` that cannot be called.
+    Raises ConfigurationError for a `typename` that cannot be called, UsageError for modules that are built already.
     """
 
     def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not callable(typename):
             raise ConfigurationError(f"LayerSpec({typename!r}): give a class of modules, and then its arguments")
+        modules = [value for value in (typename, *module_args, *module_kwargs.values()) if isinstance(value, nn.Module)]
+        if built := next((module for module in modules if module is typename or module.state_dict()), None):
+            raise UsageError(
+                f"LayerSpec got a {type(built).__name__} that is built already, but it builds a layer on the rank "
+                "that holds it: give the class and its arguments, LayerSpec(nn.Linear, 8, 8), or put the built layer "
+                "itself into the list of layers"
+            )
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
         self.builds = 0
 

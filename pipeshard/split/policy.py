@@ -100,6 +100,16 @@ class Policy:
         """The units this stage runs, in the order of registration."""
         return list(self.held_units.values())
 
+    def shares(self, by: str | None = None) -> list[float]:
+        """For each stage, its share in the bytes of the model's parameters; `by` a partition of this name."""
+        sizes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
+        held, parts = self.ownership.held, len(self.placement)
+        if by is not None:
+            units = [self.units[call.unit] for call in self.flow.calls]
+            counts = balance(weights(by, units, self.costs, parts), parts, forbidden_cuts(self.flow))
+            held = Ownership(self.model, self.flow, Partition.of(self.flow, counts), self.placement, self.units).held
+        return [sum(sizes[name] for name in names) / max(1, sum(sizes.values())) for names in held]
+
     def get_shared_params(self) -> list[dict[int, nn.Parameter]]:
         """One entry per parameter several stages hold: stage -> parameter, in the same order on every rank."""
         parameters = dict(self.model.named_parameters())
@@ -199,17 +209,19 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
     """Refuse a model that stages could not run exactly. `stages[k]` is the part of the model that runs call k, and
     `placement` the process of each part.
 
-    No stage has all that glue may branch on: of the activations, only its own. Nor can it know all state that a forward
+    No stage has all that glue may branch on: of the activations, only its own; the last one has what the loss and the
+    outputs read, so that it may branch on these once the last unit is through. Nor can it know all state that a forward
     leaves to the next: parameters that glue changes; generators, counters and buffers (of a shared batch norm) that
     several stages advance.
     """
     if len(placement) == 1:
         return
-    if flow.decisions:
+    decisions = [*flow.decisions, *(() if _last_stage_can_decide(model, flow) else flow.late_decisions)]
+    if decisions:
         raise TraceError(
             f"{type(model).__name__} decides in Python on a value of a unit, which only its stage has: "
-            f"{'; '.join(flow.decisions)}. Compute it with tensor operations (torch.where), or inside a unit; so "
-            "with gradients that forward asks for (autograd.grad)"
+            f"{'; '.join(decisions)}. Compute it with tensor operations (torch.where), or in the forward of a module "
+            "of its own; so with gradients that forward asks for (autograd.grad)"
         )
     is_chunked = len(placement) > len(set(placement))
     for place in flow.carried:
@@ -230,6 +242,15 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
                 f"{place.name}, but are on several stages, each of which has one of its own: give each layer its "
                 "own, or move this out of all layers into the model's forward, or use one stage (pp_size=1)"
             )
+
+
+def _last_stage_can_decide(model: nn.Module, flow: Dataflow) -> bool:
+    """Whether no other stage runs the glue after the last call, and no unit that was not called in the trace could be
+    called there."""
+    if any(place.until is None for place in flow.carried):
+        return False
+    called = {call.unit for call in flow.calls}
+    return all(name in called for name in find_units(model))
 
 
 def refuse_hooks(flow: Dataflow, stages: Sequence[int], num_stages: int) -> None:

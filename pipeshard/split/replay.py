@@ -104,11 +104,13 @@ class Replay:
 
     @contextmanager
     def following(self, route: Route) -> Iterator[Zeros | None]:
-        """Around the first microbatch on a route: where it has zeros for what nobody sent, they are followed."""
-        if not route.zeros or ZEROS in route.proven:
+        """Around the first microbatch on a route: where it has zeros for what nobody sent, they are followed. Around
+        each one on a route whose glue goes by activations: any may read another result of a unit than the trace."""
+        has_branches = route.flow.has_branches and route.stop is None
+        if not has_branches and (not route.zeros or ZEROS in route.proven):
             yield None
             return
-        with Zeros(route.stage) as self._zeros:
+        with Zeros(route.stage, has_branches) as self._zeros:
             try:
                 yield self._zeros
             finally:
@@ -287,7 +289,7 @@ class Replay:
             return leaf if shape is None else shape  # a constant, or a number that follows from the batch's sizes
         # Nobody writes to what leaves other than as a result, so that takes no memory: attentions may be large.
         blank = self._blank((), leaf).expand(shape) if aside else self._blank(shape, leaf)
-        if self._zeros is not None and leaf.is_zero:
+        if self._zeros is not None and (leaf.is_zero or self._zeros.has_branches):
             self._zeros.add(blank, run.route.steps[run.next - 1].unit)
         return blank
 
@@ -327,8 +329,9 @@ class Replay:
         expected = steps[run.next].unit if run.next < len(steps) else "the end"
         return TraceError(
             f"{what} where the trace has {expected} (unit call {run.next}, stage {run.route.stage}): the model's glue "
-            "takes another way than it did in the trace, by chance (layerdrop?) or by what the batch holds. "
-            "Turn that off, or pass dry_run_input=<a batch of this kind>"
+            "takes another way than it did in the trace, by chance (layerdrop), by what it counts (a depth that grows "
+            "with its forwards), or by what the batch holds. Turn layerdrop off, set a depth in an attribute of the "
+            "model between steps, or pass dry_run_input=<a batch of this kind>"
         )
 
 

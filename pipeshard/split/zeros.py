@@ -3,7 +3,8 @@
 A blank of floating-point numbers is not-a-number, which no result hides. An integer has no such value: where glue
 computes with one in vain it has to be a legal index, so it is 0. If the trace were wrong and something depended on it
 after all, the result would be another one in silence. So the first microbatch on a route follows these zeros from
-operator to operator, as the trace has followed the values that they stand for.
+operator to operator, as the trace has followed the values that they stand for. Where glue goes by activations, of which
+a trace has none, all blanks of all microbatches are followed.
 """
 
 from collections.abc import Iterable
@@ -19,9 +20,9 @@ from pipeshard.private import DispatchMode, tree_leaves
 class Zeros(DispatchMode):
     """Knows which tensors were computed from the blanks that were given to `add`."""
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, has_branches: bool = False) -> None:
         super().__init__()
-        self.stage = stage
+        self.stage, self.has_branches = stage, has_branches
         self._units: dict[int, str] = {}  # by storage: the unit in the place of whose result a zero was
         self._alive: list[Tensor] = []  # that no address is used again
 
@@ -41,6 +42,12 @@ class Zeros(DispatchMode):
     def refuse(self, values: Any, reader: str) -> None:
         """Raise TraceError where one of these tensors, which `reader` reads, was computed from a zero."""
         unit = self._unit(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+        if unit is not None and self.has_branches:
+            raise TraceError(
+                f"{reader} (stage {self.stage}) reads a result of unit {unit}, which another stage has and did not "
+                "send: the code after the last unit goes by values of activations, and took another way than in the "
+                "trace. Compute both ways and choose by torch.where, or cut elsewhere (partition=[...])"
+            )
         if unit is not None:
             raise TraceError(
                 f"{reader} (stage {self.stage}) reads what is computed from integers or booleans of unit {unit}, which "

@@ -649,3 +649,17 @@ def test_what_fails_on_one_stage_is_told_on_all(pool: Pool) -> None:
     first, second = pool.run_expecting(PipeshardError, growing, 2)
     assert "not in the same way" in first and "not in the same way" in second
     assert {"failed in booster.boost" in text for text in (first, second)} == {True, False}
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: LayerSpec(nn.Linear(2, 2)), lambda: LayerSpec(nn.Sequential, nn.Linear(2, 2))]
+)
+def test_a_spec_of_a_module_that_is_built_is_refused(make: Any) -> None:
+    """Both ended in an error of torch about copies of tensors on meta."""
+    with pytest.raises(UsageError, match=r"LayerSpec got a Linear that is built already.*the built layer itself"):
+        make()
+
+
+def test_a_spec_takes_modules_without_values() -> None:
+    model = PipelineModule([LayerSpec(nn.Linear, 2, 2), LayerSpec(nn.Sequential, nn.GELU())])
+    assert model(torch.ones(1, 2)).shape == (1, 2)

@@ -13,7 +13,8 @@ from tests.covering import sample
 from tests.parity.check import PRECISIONS
 from tests.parity.entries import Entry, all_entries, find
 from tests.parity.report import EXACT, Row, Totals, chart_path, draw, markdown, results, short
-from tests.parity.sweep import WATCHDOG, Rows, sweep, versions
+from tests.parity.sweep import WATCHDOG, Rows, row_of, sweep, versions
+from tests.pool import Pool
 
 INTERRUPTED = 130
 
@@ -88,7 +89,13 @@ def chosen(arguments: argparse.Namespace) -> list[Entry]:
 
 
 def run(
-    rows: Rows, entries: list[Entry], ps: list[int], watchdog: float, console: Console, verify: bool, precision: str
+    rows: Rows[Row],
+    entries: list[Entry],
+    ps: list[int],
+    watchdog: float,
+    console: Console,
+    verify: bool,
+    precision: str,
 ) -> None:
     """Sweep what has no row yet, behind a progress bar; what is not exact is printed as it comes."""
     jobs = rows.missing(entries, ps)
@@ -108,7 +115,10 @@ def run(
                 progress.console.print(line, markup=False, highlight=False)
             progress.update(bar, advance=1, description=row.entry)
 
-        sweep(jobs, save, watchdog, verify, precision)
+        def row(pool: Pool, entry: Entry, p: int) -> Row:
+            return row_of(pool, entry, p, watchdog, verify, precision)
+
+        sweep(jobs, save, row, (lambda p: 1) if verify else (lambda p: p))
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ class Totals:
 
     def __str__(self) -> str:
         kinds = [f"{self.kinds[kind]} {kind}" for kind in reversed(ORDER) if self.kinds.get(kind)]
-        exact = f"exact: {_percent(self.share)} of the {self.train} that train unsplit"
+        exact = f"exact: {percent(self.share)} of the {self.train} that train unsplit"
         return f"{self.entries} entries: {', '.join(kinds)}; {exact}"
 
 
@@ -102,13 +102,13 @@ def worst(kinds: Sequence[str]) -> str:
     return min(kinds, key=ORDER.index)
 
 
-def results(rows: Sequence[Row]) -> list[Result]:
+def results(rows: Sequence[Row], tasks: Sequence[str] = tuple(TASKS)) -> list[Result]:
     """One for each entry, by task and then by name."""
     by_entry: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.p):
         by_entry.setdefault(row.entry, []).append(row)
     found = [_result(entry, own) for entry, own in by_entry.items()]
-    return sorted(found, key=lambda result: (list(TASKS).index(result.task), result.model_type))
+    return sorted(found, key=lambda result: (tasks.index(result.task), result.model_type))
 
 
 def _result(entry: str, rows: Sequence[Row]) -> Result:
@@ -151,15 +151,15 @@ def markdown(
         "the norm. An entry is an architecture in a task; its verdict is the worst over p and the ranks.",
         "",
         f"- **{totals.entries}** entries, of which **{totals.train}** train unsplit",
-        f"- **{totals.exact}** exact, {count['bitwise']} to the bit: **{_percent(totals.share)}** of those that train",
+        f"- **{totals.exact}** exact, {count['bitwise']} to the bit: **{percent(totals.share)}** of those that train",
         f"- **{count['refused']}** refused with a reason",
         f"- **{count['wrong']}** wrong, **{count['hang']}** hanging, **{count['crash']}** crashing",
         "",
         f"![Verdicts by task]({chart_path(path).name})",
         "",
-        *_table(["task", "entries", *reversed(ORDER), "exact of those that train"], _by_task(found)),
+        *table(["task", "entries", *reversed(ORDER), "exact of those that train"], by_task(found)),
         "",
-        *_table(["verdict", "meaning"], [[kind, KINDS[kind]] for kind in reversed(ORDER)]),
+        *table(["verdict", "meaning"], [[kind, KINDS[kind]] for kind in reversed(ORDER)]),
         "",
         *(_in_16_bits(found, low) if low else ()),
         f"With {', '.join(f'{name} {version}' for name, version in versions.items())}. `make parity` repeats it",
@@ -169,9 +169,9 @@ def markdown(
     for task in TASKS:
         own = [result for result in found if result.task == task]
         if own:
-            cells = [[r.model_type, r.kind, _error(r), r.note, *_in_each(low, task, r.model_type)] for r in own]
+            cells = [[r.model_type, r.kind, error_of(r), r.note, *_in_each(low, task, r.model_type)] for r in own]
             head = ["architecture", "verdict", "largest error", "note", *low]
-            lines += ["", f"## {task}", "", *_table(head, cells)]
+            lines += ["", f"## {task}", "", *table(head, cells)]
     return "\n".join(lines) + "\n"
 
 
@@ -179,7 +179,7 @@ def _in_16_bits(found: Sequence[Result], low: Mapping[str, Mapping[Any, Result]]
     """How many are of which kind in each precision, and why those that are not exact are not."""
     counted = [["fp32", Totals.of(found)], *([name, Totals.of(list(of.values()))] for name, of in low.items())]
     cells = [
-        [name, str(t.entries), *(str(t.kinds.get(kind, 0)) for kind in reversed(ORDER)), _percent(t.share)]
+        [name, str(t.entries), *(str(t.kinds.get(kind, 0)) for kind in reversed(ORDER)), percent(t.share)]
         for name, t in counted
     ]
     fine = {(r.task, r.model_type) for r in found if r.kind in EXACT}
@@ -199,9 +199,9 @@ def _in_16_bits(found: Sequence[Result], low: Mapping[str, Mapping[Any, Result]]
         "inputs lie in memory. Such an entry is close where no error is larger than the unsplit model's own distance",
         f"from fp32, nor than {ROUNDINGS} times the precision. What overflows unsplit does not train.",
         "",
-        *_table(["precision", "entries", *reversed(ORDER), "exact of those that train"], cells),
+        *table(["precision", "entries", *reversed(ORDER), "exact of those that train"], cells),
         "",
-        *(_table(["entry", "precision", "verdict", "note"], notes) if notes else []),
+        *(table(["entry", "precision", "verdict", "note"], notes) if notes else []),
         *([""] if notes else []),
     ]
 
@@ -210,30 +210,30 @@ def _in_each(low: Mapping[str, Mapping[Any, Result]], task: str, model_type: str
     """The verdict of an entry in each precision, with its error."""
     for of in low.values():
         result = of.get((task, model_type))
-        error = _error(result) if result is not None and result.error else ""
+        error = error_of(result) if result is not None and result.error else ""
         yield f"{result.kind} {error}".strip() if result is not None else ""
 
 
-def _by_task(found: Sequence[Result]) -> list[list[str]]:
+def by_task(found: Sequence[Result], tasks: Sequence[str] = tuple(TASKS)) -> list[list[str]]:
     cells = []
-    for task in [*TASKS, "all"]:
+    for task in [*tasks, "all"]:
         totals = Totals.of([result for result in found if task in (result.task, "all")])
         if totals.entries:
             counts = [str(totals.kinds.get(kind, 0)) for kind in reversed(ORDER)]
-            cells.append([task, str(totals.entries), *counts, _percent(totals.share)])
+            cells.append([task, str(totals.entries), *counts, percent(totals.share)])
     return cells
 
 
-def _table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
     rows = [head, ["---"] * len(head), *cells]
     return ["| " + " | ".join(SPECIAL.sub(r"\\\g<0>", cell) for cell in row) + " |" for row in rows]
 
 
-def _error(result: Result) -> str:
+def error_of(result: Result) -> str:
     return f"{result.error:.0e}" if result.error else "0" if result.kind in EXACT else ""
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return f"{int(share * 1000) / 10} %"  # never rounded up
 
 
@@ -254,13 +254,13 @@ def chart_path(path: Path) -> Path:
     return path.with_suffix(".svg")
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path, tasks: Sequence[str] = tuple(TASKS), what: str = "architectures") -> None:
     """A bar for each task: how many of its entries came out how. The same rows give the same file."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    found = results(rows)
-    tasks = [task for task in TASKS if any(result.task == task for result in found)]
+    found = results(rows, tasks)
+    tasks = [task for task in tasks if any(result.task == task for result in found)]
     style: dict[Any, Any] = {"svg.hashsalt": "parity", "svg.fonttype": "none", "font.size": 9}
     with rc_context(style):
         figure = Figure(figsize=(8, 0.8 + 0.36 * len(tasks)), layout="constrained")
@@ -273,7 +273,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axes.bar_label(bars, ["" if n < narrow else str(n) for n in counts], label_type="center", fontsize=8)
             left = [start + count for start, count in zip(left, counts)]
         axes.invert_yaxis()
-        axes.set_xlabel("architectures")
+        axes.set_xlabel(what)
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside upper center", ncols=len(BARS), frameon=False, fontsize=8)
         figure.savefig(path, metadata={"Date": None, "Creator": None})

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from multiprocessing import forkserver
 from pathlib import Path
 from threading import Event, Lock
+from typing import Any, Generic, TypeVar
 
 import psutil
 
@@ -25,34 +26,37 @@ from tests.parity.prove import prove
 from tests.parity.report import Row, worst
 from tests.pool import ENVIRONMENT, PRELOAD, Pool, WorkerError
 
+E = TypeVar("E")
+R = TypeVar("R", bound=Row)
+
 WATCHDOG = 60.0  # seconds
 START = 300.0  # seconds for importing every architecture
 
 
 def sweep(
-    jobs: Mapping[int, Sequence[Entry]],
-    save: Callable[[Row], None],
-    watchdog: float = WATCHDOG,
-    verify: bool = False,
-    precision: str = "fp32",
+    jobs: Mapping[int, Sequence[Any]],
+    save: Callable[[Any], None],
+    row: Callable[[Pool, Any, int], Any],
+    ranks: Callable[[int], int] = lambda p: p,
+    preload: str = "tests.parity.preload",
 ) -> None:
-    """Check the entries of each p, all p at the same time; `save` gets the rows, one at a time.
+    """Make the `row` of each p's entries on so many `ranks`, all p at the same time; `save` gets them, one at a time.
 
-    With `verify` each is proven in one process. Whatever ends it, no process is left.
+    Workers are forked from a process that has imported `preload`. Whatever ends the sweep, no process is left.
     """
     stop, lock = Event(), Lock()
 
-    def work(p: int, entries: Sequence[Entry]) -> None:
+    def work(p: int, entries: Sequence[Any]) -> None:
         pool = Pool()
-        pool.run(os.getpid, 1 if verify else p, timeout=START)
+        pool.run(os.getpid, ranks(p), timeout=START)
         for entry in entries:
-            row = row_of(pool, entry, p, watchdog, verify, precision)
+            found = row(pool, entry, p)
             with lock:
                 if stop.is_set():
                     return  # the row is of workers that were killed
-                save(row)
+                save(found)
 
-    _start()
+    _start(preload)
     with contextlib.redirect_stdout(None), ThreadPoolExecutor(len(jobs)) as threads:  # what the workers print
         futures = [threads.submit(work, p, entries) for p, entries in jobs.items()]
         try:
@@ -102,10 +106,10 @@ def failure(message: str) -> tuple[str, float, str]:
     return kind, 0.0, f"{raised[0].removeprefix('pipeshard.errors.')}\n{message}"
 
 
-def _start() -> None:
+def _start(preload: str) -> None:
     """Start the process that workers are forked from."""
     os.environ.update(ENVIRONMENT)
-    forkserver.set_forkserver_preload([*PRELOAD, "tests.parity.preload"])
+    forkserver.set_forkserver_preload([preload, *PRELOAD])
     forkserver.ensure_running()
 
 
@@ -114,34 +118,45 @@ def _kill_all() -> None:
         process.kill()
 
 
-def versions() -> dict[str, str]:
+def versions(names: Sequence[str] = ("torch", "transformers", "colossalai", "pipeshard")) -> dict[str, str]:
     python = ".".join(map(str, sys.version_info[:3]))
-    return {name: version(name) for name in ("torch", "transformers", "colossalai", "pipeshard")} | {"python": python}
+    return {name: version(name) for name in names} | {"python": python}
 
 
-class Rows:
+class Rows(Generic[R]):
     """The rows of a sweep, in a file if there is one: a line of versions, and then a line of JSON for each row."""
 
-    def __init__(self, file: Path | None, resume: bool) -> None:
-        """Takes the file's rows with `resume`, else begins it anew. Raises ValueError: they are of other versions."""
-        self.rows: list[Row] = []
+    def __init__(
+        self, file: Path | None, resume: bool, row: type[R] = Row, of: Mapping[str, str] | None = None
+    ) -> None:
+        """Takes the file's rows with `resume`, else begins it anew. Raises ValueError: they are `of` other versions."""
+        self.rows: list[R] = []
         self._file = file
+        of = dict(of or versions())
         if file and resume and file.exists():
             head, *lines = map(json.loads, file.read_text().splitlines())
-            if head != versions():
-                raise ValueError(f"The rows in {file} are of {head}, not {versions()}: sweep anew, without --resume.")
-            self.rows = [Row(**line) for line in lines]
+            if head != of:
+                raise ValueError(f"The rows in {file} are of {head}, not {of}: sweep anew, without --resume.")
+            self.rows = [row(**line) for line in lines]
         elif file:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(versions()) + "\n")
+            file.write_text(json.dumps(of) + "\n")
 
-    def add(self, row: Row) -> None:
+    def add(self, row: R) -> None:
         self.rows.append(row)
         if self._file:
             with self._file.open("a") as file:
                 file.write(json.dumps(asdict(row)) + "\n")
 
-    def missing(self, entries: Sequence[Entry], ps: Sequence[int]) -> dict[int, list[Entry]]:
+    def forget(self, which: Callable[[R], bool]) -> None:
+        """Drop these rows, of the file too."""
+        self.rows = [row for row in self.rows if not which(row)]
+        if self._file:
+            head = self._file.read_text().splitlines()[0]
+            lines = [head, *(json.dumps(asdict(row)) for row in self.rows)]
+            self._file.write_text("\n".join(lines) + "\n")
+
+    def missing(self, entries: Sequence[E], ps: Sequence[int]) -> dict[int, list[E]]:
         """For each p the entries that have no row yet."""
         done = {(row.entry, row.p) for row in self.rows}
         return {p: [entry for entry in entries if (str(entry), p) not in done] for p in ps}

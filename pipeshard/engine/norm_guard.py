@@ -1,0 +1,111 @@
+"""Norm guard: refuses torch's functions of gradient norms for a boosted model, of which a rank has one stage.
+
+`torch.nn.utils.clip_grad_norm_` would clip each stage by the norm of that stage. The guard stands inside of torch's own
+functions while a boosted model is alive, so that it does not matter how a loop, a hook or a library has imported them.
+A part of a model that one stage holds as a whole, and each parameter alone, are clipped as ever.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from types import GeneratorType
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from pipeshard.engine.clipping import ModelGradients
+from pipeshard.errors import UsageError
+from pipeshard.ghost import Ghost
+from pipeshard.private import set_wrapped
+
+REMEDY = (
+    "Clip by the norm of the whole model: pass max_norm=... to PipelinePlugin or pipeshard.initialize, or call "
+    "optimizer.clip_grad_by_norm(max_norm) on every rank before optimizer.step(). optimizer.get_grad_norm() returns "
+    "the norm of the whole model"
+)
+
+
+class NormGuard:
+    """Knows the boosted models of this process, and looks at what torch's functions of gradient norms are called
+    with."""
+
+    def __init__(self) -> None:
+        self._models: weakref.WeakSet[ModelGradients] = weakref.WeakSet()
+        self.is_installed = False
+
+    def watch(self, gradients: ModelGradients) -> None:
+        self._models.add(gradients)
+        weakref.finalize(gradients, self._model_ended).atexit = False
+        if not self.is_installed:
+            self.is_installed = True
+            set_wrapped(clip_grad_norm_, self._guarding(clip_grad_norm_, self._check_parameters))
+            set_wrapped(get_total_norm, self._guarding(get_total_norm, self._check_gradients))
+
+    def _model_ended(self) -> None:
+        if not self._models and self.is_installed:
+            self.is_installed = False
+            functions: tuple[Any, ...] = clip_grad_norm_, get_total_norm
+            for function in functions:
+                set_wrapped(function, function.__wrapped__)
+
+    def _guarding(self, function: Any, check: Callable[[Sequence[Tensor]], None]) -> Callable[..., Any]:
+        original = function.__wrapped__
+        first = original.__code__.co_varnames[0]  # "parameters", or "tensors"
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            tensors, *rest = args or (kwargs.pop(first),)
+            listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            check(listed)
+            given = (tensor for tensor in listed) if isinstance(tensors, GeneratorType) else listed
+            return original(given, *rest, **kwargs)
+
+        return guarded
+
+    def _check_parameters(self, parameters: Sequence[Tensor]) -> None:
+        """Raise UsageError for parameters that several stages hold."""
+        for gradients in list(self._models):
+            names = {p: name for p in parameters if (name := gradients.name_of(p)) is not None}
+            if early := next((name for p, name in names.items() if gradients.is_early(p, name)), None):
+                raise UsageError(
+                    f"torch.nn.utils.clip_grad_norm_ got the values of {early} that the optimizer updates, which have "
+                    f"no gradient before optimizer.step(). {REMEDY}"
+                )
+            held = [p for p, name in names.items() if name in gradients.weights and p.grad is not None]
+            elsewhere = [name for p, name in names.items() if isinstance(p, Ghost) and p.pipeshard_trainable]
+            if held and elsewhere:
+                raise UsageError(_problem("clip_grad_norm_", gradients, names[held[0]], elsewhere[0]))
+            self._check(held, gradients, "clip_grad_norm_")
+
+    def _check_gradients(self, tensors: Sequence[Tensor]) -> None:
+        for gradients in list(self._models):
+            of_gradients = {id(p.grad): p for p in gradients.trainables() if p.grad is not None}
+            held = [of_gradients[id(tensor)] for tensor in tensors if id(tensor) in of_gradients]
+            self._check(held, gradients, "get_total_norm")
+
+    def _check(self, held: Sequence[Tensor], gradients: ModelGradients, function: str) -> None:
+        """Raise UsageError for these parameters of one rank, if they are all that the rank has of the model or of a
+        group of an optimizer, of which other stages have more: nobody chose them, but the cut did."""
+        if held and gradients.is_scaled:
+            raise UsageError(
+                f"torch.nn.utils.{function} got gradients that are multiplied by the loss scale of precision='fp16' "
+                f"until optimizer.step(). {REMEDY}"
+            )
+        if len(held) < 2 or gradients.grid.pp_size == 1:
+            return
+        chosen = set(map(id, held))
+        for parameters, elsewhere in gradients.wholes():
+            here = [parameter for parameter in parameters if parameter.grad is not None]
+            if here and elsewhere and all(id(parameter) in chosen for parameter in here):
+                name = gradients.name_of(held[0]) or "a parameter"
+                raise UsageError(_problem(function, gradients, name, min(elsewhere)))
+
+
+GUARD = NormGuard()
+
+
+def _problem(function: str, gradients: ModelGradients, here: str, elsewhere: str) -> str:
+    return (
+        f"torch.nn.utils.{function} got gradients of stage {gradients.grid.stage} of {gradients.grid.pp_size} alone: "
+        f"it would count {here}, but not {elsewhere}, which another stage holds, and scale each stage by a factor of "
+        f"its own. {REMEDY}"
+    )

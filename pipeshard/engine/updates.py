@@ -1,0 +1,311 @@
+"""Updates: what ranks compare of an update, so that all stages of a model are updated alike.
+
+A training loop may set a learning rate from what one rank sees, or scale gradients by a norm of one stage's gradients.
+Each stage would then train in its own way, silently. So ranks compare the options of the optimizers' groups, and the
+factor by which a loop has multiplied all gradients of its rank. The first updates of a model are compared before they
+change a parameter; later ones at the beginning of the next step, in the message by which every step begins.
+"""
+
+import hashlib
+import logging
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pipeshard.distributed.collectives import gather_objects, local
+from pipeshard.distributed.mesh import Grid
+from pipeshard.errors import UsageError
+
+logger = logging.getLogger("pipeshard")
+
+FIRST = 3  # updates of a model that are compared before they change a parameter
+BITS = 61  # of the digest of the options, which travels as one of 64 with a sign
+ONE = 2**32  # a factor of 1, as it travels
+OTHER = -1  # gradients that were changed otherwise than by one factor, as it travels
+LARGEST = 2.0**20  # of a factor that is compared
+TENSORS, VALUES = 8, 64  # gradients, and values of each, that show a factor
+CLOSE, NEAR = 1e-6, 1e-3  # relative differences of options, and of factors and norms, that are rounding
+UNCOMPARED = ("params", "param_names")
+PLAIN = (bool, int, float, str, type(None))
+
+
+class Grouped(Protocol):
+    """What Updates asks of a boosted optimizer: its groups, with the names of all that the user gave to each, on
+    whichever stage it is, and the options that each had then."""
+
+    optim: Optimizer
+    names: dict[Tensor, str]
+    given: list[frozenset[str]]
+    options: list[tuple[str, ...]]
+
+
+class Told(NamedTuple):
+    """What a rank tells the others of an update. `used` are the options of each group that has parameters on the rank,
+    by a digest of the names given to the group, and `options` those that are set now; `factor` is that of the gradients
+    (None: changed otherwise), `before` the latest other than 1 of earlier updates, and `norm` that of the gradients
+    times the factor, if it is known."""
+
+    used: dict[str, dict[str, Any]]
+    options: dict[str, dict[str, Any]]
+    factor: float | None
+    before: float | None
+    norm: float | None
+
+
+class Snapshot:
+    """The gradients of some parameters at one time, and with `samples` some of their values."""
+
+    def __init__(self, parameters: Iterable[Tensor], samples: bool) -> None:
+        self._of = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
+        dense = [p for p, (grad, _) in self._of.items() if not grad.is_sparse] if samples else []
+        self._sampled = dense[:: -(-len(dense) // TENSORS)] if dense else []
+        self._values = [_some(parameter).clone() for parameter in self._sampled]
+
+    @property
+    def is_changed(self) -> bool:
+        return any(p.grad is not grad or grad._version != version for p, (grad, version) in self._of.items())
+
+    def factor(self) -> float | None:
+        """The factor by which all gradients have been multiplied since; None if they were changed otherwise."""
+        if not self.is_changed:
+            return 1.0
+        present = [parameter.grad is not None for parameter in self._of]
+        if not self._sampled or not all(present):
+            return None
+        before = torch.cat([values.double().cpu() for values in self._values])
+        after = torch.cat([_some(parameter).double().cpu() for parameter in self._sampled])
+        return _factor(before, after)
+
+
+def _some(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    flat = local(parameter.grad).detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // VALUES)][:VALUES]
+
+
+def _factor(before: Tensor, after: Tensor) -> float | None:
+    """The positive number that `before` times it is `after`; None if there is none."""
+    square = float(before.dot(before))
+    if square == 0.0 or not math.isfinite(square):
+        return None
+    factor = float(after.dot(before)) / square
+    if not 0.0 < factor < LARGEST:
+        return None
+    expected = before * factor
+    fits = ((after - expected).abs() <= NEAR * expected.abs()).all()
+    return factor if bool(fits) else None
+
+
+class Updates:
+    """Compares the updates of one model's optimizers over all ranks.
+
+    Attributes:
+        optimizers: weak references to the boosted ones, in the order in which they were boosted.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self.optimizers: list[weakref.ref[Grouped]] = []
+        self._count = 0  # updates so far
+        self._added: Snapshot | None = None  # the gradients as the last step has left them
+        self._given: Snapshot | None = None  # as the inner optimizer got them, before hooks of its step
+        self._samples = False  # whether a loop has changed gradients
+        self._factor: float | None = 1.0  # since the last update
+        self._told: float | None = 1.0  # of the last update
+        self._before: float | None = None  # the latest other than 1 of those before
+        self._stepped: Any = ()  # the options that it used
+        self._digest: tuple[Any, int] = ((), 0)
+        self._warned = False
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the next update is compared before it changes a parameter."""
+        return self.grid.size > 1 and self._count < FIRST
+
+    def boosted(self, optimizer: Grouped) -> None:
+        self.optimizers.append(weakref.ref(optimizer))
+
+    def added(self, parameters: Iterable[Tensor]) -> None:
+        """A step has computed the gradients of these."""
+        if self.grid.size > 1:
+            self._added = Snapshot(parameters, self._samples or self._count < FIRST)
+
+    def judge(self) -> None:
+        """The gradients are about to be used or changed: note what a loop has done to them since `added`."""
+        self._note(self._added)
+        self._added = None
+
+    def hooks_begin(self, parameters: Iterable[Tensor], has_hooks: bool) -> None:
+        """The inner optimizer's step is about to call its hooks."""
+        is_needed = has_hooks and self.grid.size > 1
+        self._given = Snapshot(parameters, self._samples or self._count < FIRST) if is_needed else None
+
+    def hooks_end(self, parameters: Sequence[Tensor]) -> None:
+        """The last hook before an update of these. Raise UsageError if it is one of the first, and ranks differ."""
+        if self.grid.size == 1:
+            return
+        self._note(self._given)
+        self._given = None
+        if _is_scaled(self._told):
+            self._before = self._told
+        self._told, self._factor = self._factor, 1.0
+        self._stepped = self._options()
+        is_first = self.is_compared
+        self._count += 1
+        if is_first:
+            self.compare(_norm(parameters) if _is_scaled(self._told) else None)
+
+    def _note(self, since: Snapshot | None) -> None:
+        if since is None or not since.is_changed:
+            return
+        self._samples = True
+        factor = since.factor()
+        self._factor = None if factor is None or self._factor is None else self._factor * factor
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """A digest of the options that the last update used and of those that are set now, and the last update's
+        factor, for the message by which a step begins."""
+        content = self._stepped, self._options()
+        if content != self._digest[0]:
+            digest = hashlib.blake2b(repr(content).encode(), digest_size=8).digest()
+            self._digest = content, int.from_bytes(digest, "little") % 2**BITS
+        return self._digest[1], OTHER if self._told is None else round(self._told * ONE)
+
+    def boosted_optimizers(self) -> list[Grouped]:
+        """Those that are still in use."""
+        return [optimizer for reference in self.optimizers if (optimizer := reference()) is not None]
+
+    def _options(self) -> tuple[Any, ...]:
+        return tuple(
+            (key, _plain(group.get(key)))
+            for optimizer in self.boosted_optimizers()
+            for group, keys in zip(optimizer.optim.param_groups, optimizer.options)
+            for key in keys
+        )
+
+    def compare(self, norm: float | None = None) -> None:
+        """Raise UsageError on every rank if ranks would update their parameters otherwise than one device would; all
+        of them call it."""
+        own = self._by_group(self._stepped), self._by_group(self._options()), self._told, self._before, norm
+        told = [Told(*others) for others in gather_objects(own, self.grid.world)]
+        for options in ([each.used for each in told], [each.options for each in told]):
+            if problem := options_problem(options, self.grid.named):
+                raise UsageError(problem)
+        if alike([each.factor for each in told]):
+            return
+        if _is_of_a_norm(told):
+            raise UsageError(f"{_shown(told, self.grid.named)}, {SCALED}")
+        if not self._warned and self.grid.first:
+            logger.warning("%s. %s", _shown(told, self.grid.named), WARNED)
+        self._warned = True
+
+    def _by_group(self, options: tuple[Any, ...]) -> dict[str, dict[str, Any]]:
+        """What `_options` has returned, by the groups that have parameters on this rank."""
+        found: dict[str, dict[str, Any]] = {}
+        start = 0
+        for optimizer in self.boosted_optimizers():
+            groups = zip(optimizer.optim.param_groups, optimizer.given, optimizer.options)
+            for k, (group, names, keys) in enumerate(groups):
+                values = dict(options[start : start + len(keys)])
+                start += len(keys)
+                if group["params"]:
+                    title = f"group {k} of {type(optimizer.optim).__name__}"
+                    digest = hashlib.blake2b("\n".join(sorted(names)).encode(), digest_size=8).hexdigest()
+                    found[f"{title} {digest}"] = values
+        return found
+
+
+SCALED = (
+    "and the factors change from step to step, or give gradients of one norm on each stage: they are taken from a norm "
+    "of one stage's gradients. Clip by the norm of the whole model: PipelinePlugin(max_norm=...), or "
+    "optimizer.clip_grad_by_norm(max_norm) before optimizer.step(). For a factor of your own, take the norm from "
+    "optimizer.get_grad_norm(), which every rank has to call"
+)
+WARNED = (
+    "That is exact if the factors are constants of your own, and wrong if they are taken from a norm of the gradients, "
+    "which on a rank is that of one stage: use PipelinePlugin(max_norm=...), optimizer.clip_grad_by_norm(max_norm) or "
+    "optimizer.get_grad_norm()"
+)
+
+
+def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any) -> str:
+    """The first option of a group that is not the same on all ranks that have the group; "" if there is none."""
+    for title in dict.fromkeys(title for of_rank in told for title in of_rank):
+        having = [rank for rank, of_rank in enumerate(told) if title in of_rank]
+        first = told[having[0]][title]
+        for key, value in first.items():
+            other = next((rank for rank in having if not _is_close(told[rank][title].get(key), value)), None)
+            if other is not None:
+                where = title.rpartition(" ")[0]
+                return (
+                    f"{key} of {where} is {value!r} on {named(having[0])}, but {told[other][title].get(key)!r} on "
+                    f"{named(other)}, so that the parts of the model would be trained differently. Set it from what "
+                    "all ranks have: the loss that execute_pipeline returns, optimizer.get_grad_norm(), which every "
+                    "rank has to call, or a value that you broadcast"
+                )
+    return ""
+
+
+def alike(factors: Iterable[float | None]) -> bool:
+    """Whether these factors are one, up to rounding; gradients that were changed otherwise have none."""
+    known = [factor for factor in factors if factor is not None]
+    return not known or max(known) - min(known) <= NEAR * max(known)
+
+
+def has_one_factor(numbers: Iterable[int]) -> bool:
+    """`alike` for factors as they travel."""
+    return alike(number / ONE for number in numbers if number != OTHER)
+
+
+def _is_of_a_norm(told: Sequence[Told]) -> bool:
+    """Whether factors that differ between ranks are taken from gradients: constants of the user's do not change from
+    update to update, and do not give several ranks gradients of one norm."""
+    if any(_is_scaled(each.factor) and not alike([each.factor, each.before]) for each in told):
+        return True
+    measured = [each for each in told if each.norm is not None]
+    is_one_norm = alike([each.norm for each in measured])
+    return is_one_norm and not alike([each.factor for each in measured])
+
+
+def _is_scaled(factor: float | None) -> bool:
+    return factor is not None and not alike([factor, 1.0])
+
+
+def _shown(told: Sequence[Told], named: Any) -> str:
+    known = [(each.factor, named(rank)) for rank, each in enumerate(told) if each.factor is not None]
+    factors = ", ".join(f"{factor:.6g} on {rank}" for factor, rank in known[:8])
+    return f"all gradients were multiplied between execute_pipeline and the update, by {factors}"
+
+
+def _plain(value: Any) -> Any:
+    """An option that can be compared between processes; None of others. A tensor on a GPU is not waited for."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, list | tuple):
+        return tuple(_plain(item) for item in value)
+    return value if isinstance(value, PLAIN) else None
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_is_close, one, other))
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=CLOSE) or (one != one and other != other)
+    return bool(one == other)
+
+
+def _norm(parameters: Iterable[Tensor]) -> float:
+    """That of the gradients that the inner optimizer is about to use on this rank."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    squares = [float(torch.linalg.vector_norm(_dense(gradient).float())) ** 2 for gradient in gradients]
+    return math.sqrt(sum(squares))
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

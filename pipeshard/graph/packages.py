@@ -1,0 +1,64 @@
+"""Packages: whose code a walk of Python state looks into, and whose it leaves alone.
+
+A model of a package (diffusers, timm) reaches tens of thousands of objects through that package's registries, loaders
+and dependencies, none of which a forward changes. The walk stays in the user's own code, and in the files of a package
+in which layers are written.
+"""
+
+import functools
+import importlib.metadata
+import json
+import sys
+
+from torch import nn
+
+# Objects and functions of these packages are not looked into: they have no state of a model's.
+LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "pipeshard", "colossalai", "tqdm", "rich", "datasets"}
+LIBRARIES |= {"pytest", "_pytest", "pluggy", "wandb", "trackio", "tensorboard", "matplotlib", "pandas", "scipy"}
+CODE_OF_OTHERS = LIBRARIES | {"transformers", "peft", "accelerate"}
+INSTALLED = ("site-packages", "dist-packages")  # folders that installers alone write to
+
+
+def is_library(module: str) -> bool:
+    """Whether this module's objects have no state of a model's."""
+    return module.partition(".")[0] in LIBRARIES
+
+
+@functools.cache
+def is_users(module: str | None) -> bool:
+    """Whether the code of this module is looked into: the user's own, or that of a package's layers."""
+    if module is None:
+        return False
+    package = module.partition(".")[0]
+    if package in CODE_OF_OTHERS:
+        return False
+    return not _is_installed(package) or _is_of_directory(package) or _has_layers(module)
+
+
+def _is_installed(package: str) -> bool:
+    """Whether an installer has put this package where it is; one that is being edited is elsewhere."""
+    of = sys.modules.get(package)
+    folders = [getattr(of, "__file__", None), *getattr(of, "__path__", ())]
+    return any(name in str(folder) for folder in folders for name in INSTALLED)
+
+
+def _is_of_directory(package: str) -> bool:
+    """Whether it was installed from a folder on this machine (`pip install .`), as one's own is, not from an index."""
+    for distribution in _distributions().get(package, ()):
+        origin = importlib.metadata.distribution(distribution).read_text("direct_url.json")
+        if origin is not None and "dir_info" in json.loads(origin):
+            return True
+    return False
+
+
+@functools.cache
+def _distributions() -> dict[str, list[str]]:
+    return dict(importlib.metadata.packages_distributions())
+
+
+def _has_layers(module: str) -> bool:
+    """Whether a class of modules is written in this file."""
+    of = sys.modules.get(module)
+    content = [] if of is None else list(vars(of).values())
+    kinds = (value for value in content if isinstance(value, type) and issubclass(value, nn.Module))
+    return any(kind.__module__ == module for kind in kinds)

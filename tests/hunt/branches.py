@@ -1,0 +1,103 @@
+"""Branches: models and criteria that decide in Python on activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.hunt.cases import Case
+from tests.hunt.nets import H, Net
+
+
+class Logits(Net):
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        return self.head(self.body(self.embed(ids)))
+
+
+def hardest(logits: Tensor, batch: Any) -> Tensor:
+    losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    return losses[losses > losses.mean()].mean()
+
+
+class InTail(Net):
+    """Chooses tokens by their losses, and doubles the loss by what the first stage has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(H, 1)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        gate = self.gate(x)
+        logits = self.head(self.body(x))
+        loss = hardest(logits, {"labels": labels})
+        return {"loss": loss * 2 if gate.max() > 0 else loss, "logits": logits}
+
+
+class Otherwise(Net):
+    """Reads the embedding if the logits are not zero, as they are in a trace."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        logits = self.head(self.body(x))
+        loss = self.loss(logits, labels)
+        return {"loss": loss + x.pow(2).mean() if logits.abs().max() > 0 else loss, "logits": logits}
+
+
+class Early(Net):
+    """Ends before its other layers where the first one returns zeros, as in a trace."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.layers[0](self.embed(ids))
+        return {"loss": (self.body(x) if x.abs().max() > 0 else x).pow(2).mean()}
+
+
+class Sign(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.mean() > 0 else x * 3
+
+
+class Between(Net):
+    """A module without parameters decides between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sign = Sign()
+
+    def body(self, x: Tensor) -> Any:
+        for k, layer in enumerate(self.layers):
+            x = layer(x if k != 2 else self.sign(x))
+        return x
+
+
+CASES = {
+    "the hardest by a criterion": Case(
+        Logits,
+        "A criterion selects tokens by their losses, on the last stage, which has all that it reads: it was refused "
+        "as if no stage could.",
+        criterion=lambda: hardest,
+    ),
+    "the hardest in the forward": Case(
+        InTail, "The same after the last layer; what it only decides on gets no gradient, which was one of zeros."
+    ),
+    "a branch that a trace does not see": Case(
+        Otherwise,
+        "The last stage reads what nobody sent, since the trace went the other way: its loss would be nan, and the "
+        "gradients on the other stages wrong.",
+        options={"verify": False},
+        refused="reads a result of unit embed.*torch.where",
+    ),
+    "layers that a trace does not call": Case(
+        Early,
+        "A trace ends after one layer: which stage has the others cannot be known.",
+        options={"verify": False},
+        refused="decides in Python on a value of a unit",
+    ),
+    "a module without parameters decides": Case(
+        Between,
+        "The advice was to decide inside of a unit, but a module without parameters was none, so that it was refused "
+        "again.",
+    ),
+}

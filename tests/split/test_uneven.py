@@ -1,0 +1,71 @@
+"""A split that hardly saves memory is said at boost, with what helps."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeshard import boost, trace
+from pipeshard.split.policy import Policy
+from tests.hunt.nets import H, Net, data
+
+
+class Pair(Net):
+    """Two sentences through one encoder, one after the other."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        first, second = (self.body(self.embed(part)) for part in (ids, labels))
+        return {"loss": (first - second).pow(2).mean()}
+
+
+class Funnel(nn.Module):
+    """Like a convolutional network: the first layers take the time, the last two have the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.Linear(H, H) for _ in range(6)] + [nn.Linear(H * 36, 60), nn.Linear(60, H * 36)]
+        )
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = nn.functional.one_hot(ids, H * 2)[..., :H].float().repeat(1, 6, 1)
+        for layer in self.layers[:6]:
+            x = layer(x)
+        return {"loss": self.layers[7](self.layers[6](x.flatten(1))).pow(2).mean()}
+
+
+@pytest.mark.parametrize(
+    ("make", "partition", "remedy"),
+    [
+        (Funnel, [1, 7], "Pass PipelinePlugin(partition='parameters')"),
+        (Pair, "auto", "Data parallel replicas"),
+        (Net, "auto", ""),
+    ],
+)
+def test_a_stage_that_holds_most_of_the_model_is_said(
+    make: type[nn.Module],
+    partition: str | list[int],
+    remedy: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A vgg cut by time had 92 % of its parameters on one stage, and a bi-encoder all of them on each, and nobody was
+    told that the split saves no memory."""
+    monkeypatch.setattr(boost, "LARGE", 0)
+    torch.manual_seed(0)
+    model = make()
+    policy = Policy(model, trace(model, data()), 0, 2, partition=partition)
+    with caplog.at_level(logging.WARNING, "pipeshard"):
+        boost._warn_of_uneven(policy)
+    assert remedy in caplog.text and bool(caplog.text) == bool(remedy), (caplog.text, policy.shares())
+
+
+def test_a_small_model_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a small model no stage is too large."""
+    model = Pair()
+    with caplog.at_level(logging.WARNING, "pipeshard"):
+        boost._warn_of_uneven(Policy(model, trace(model, data()), 0, 2))
+    assert not caplog.text

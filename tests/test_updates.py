@@ -1,0 +1,327 @@
+"""Updates: what a loop does to gradients and options between a step and its update, exact or refused on every rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from pipeshard.engine import norm_guard
+from pipeshard.errors import UsageError
+from pipeshard.split.materialize import is_released
+from tests.hunt.loops import Sides
+from tests.pool import Pool
+
+Change = Callable[[nn.Module, Any], Any]  # of a model's gradients or an optimizer's options
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters() if not is_released(parameter)]
+
+
+def listening() -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pipeshard").addHandler(handler)
+    return told
+
+
+def of_optimizer(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def gradients(parameters: Any) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def hook(optimizer: Any, model: nn.Module, change: Change) -> None:
+    def before(inner: Any, *_: Any) -> None:
+        change(model, inner)
+
+    optimizer.register_step_pre_hook(before)
+
+
+NORMS: dict[str, Change] = {
+    "of the model": lambda model, _: clip_grad_norm_(model.parameters(), 0.1),
+    "of what is trained": lambda model, _: clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.1),
+    "of some layers": lambda model, _: clip_grad_norm_(parameters=model.layers.parameters(), max_norm=0.1),
+    "of the groups": lambda _, optimizer: clip_grad_norm_(of_optimizer(optimizer), 0.1, norm_type=1.0),
+    "of gradients": lambda model, _: get_total_norm(gradients(model.parameters())),
+    "deprecated": lambda model, _: nn.utils.clip_grad_norm(model.parameters(), 0.1),
+}
+
+
+REFUSED = r"(which another stage holds|no gradient before).*max_norm=.*clip_grad_by_norm"
+
+
+def norms(options: dict[str, Any]) -> None:
+    """Each of them is refused, in the loop and in a hook, before it has changed a gradient or a parameter."""
+    sides = Sides({}, sgd, **options)
+    model, optimizer = sides.engine.model, sides.optimizer
+    before, change = values(sides.model), NORMS["of the model"]
+    optimizer.register_step_pre_hook(lambda inner, *_: change(sides.model, inner))
+    for change in NORMS.values():
+        optimizer.zero_grad()
+        sides.split_loss(sides.batches(0))
+        kept = [gradient.clone() for gradient in gradients(sides.model.parameters())]
+        with pytest.raises(UsageError, match=REFUSED):
+            change(model, optimizer)
+        with pytest.raises(UsageError, match=REFUSED):
+            optimizer.step()
+        assert all(map(torch.equal, kept, gradients(sides.model.parameters())))
+    assert all(map(torch.equal, before, values(sides.model)))
+
+
+def early_hook() -> None:
+    """A hook that the optimizer had before it was boosted."""
+
+    def hooked(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = sgd(model)
+        if not hasattr(model, "is_second"):
+            optimizer.register_step_pre_hook(lambda inner, *_: clip_grad_norm_(of_optimizer(inner), 0.1) and None)
+        return optimizer
+
+    sides = Sides({}, hooked, verify=False)
+    before = values(sides.model)
+    sides.split_loss(sides.batches(0))
+    with pytest.raises(UsageError, match="which another stage holds"):
+        sides.optimizer.step()
+    assert all(map(torch.equal, before, values(sides.model)))
+
+
+def test_a_norm_of_one_stage_is_refused(pool: Pool) -> None:
+    """torch's clip_grad_norm_ clipped each stage by its own norm: in a loop with a warning, and silently in a hook of
+    the optimizer's step."""
+    pool.run(norms, 2, {}, timeout=120)
+    pool.run(norms, 2, {"precision": "bf16"}, timeout=120)
+    pool.run(early_hook, 2, timeout=120)
+
+
+def loss_scale() -> None:
+    sides = Sides({}, sgd, precision="fp16")
+    sides.split_loss(sides.batches(0))
+    for function in (
+        lambda: clip_grad_norm_(sides.model.parameters(), 0.1),
+        lambda: NORMS["of gradients"](sides.model, 0),
+    ):
+        with pytest.raises(UsageError, match="multiplied by the loss scale"):
+            function()
+
+
+def test_a_norm_of_scaled_gradients_is_refused(pool: Pool) -> None:
+    """Even in one process clip_grad_norm_ clipped gradients that were still multiplied by fp16's loss scale."""
+    pool.run(loss_scale, 1, timeout=120)
+
+
+def by_hand(model: nn.Module, optimizer: Any) -> None:
+    """Clip by the norm of the gradients that this process has."""
+    found = gradients(of_optimizer(optimizer))
+    norm = torch.stack([gradient.norm() for gradient in found]).norm()
+    for gradient in found if norm > 0.1 else ():
+        gradient.mul_(0.1 / norm)
+
+
+def halves(model: nn.Module, optimizer: Any) -> None:
+    for gradient in gradients(model.parameters()):
+        gradient.mul_(0.5)
+
+
+def replaces(model: nn.Module, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5
+
+
+def one_stage(model: Any, optimizer: Any) -> None:
+    """A constant factor for layers that are, with two stages, all of the first one."""
+    for module in (model.embed, model.layers[0], model.layers[1]):
+        halves(module, optimizer)
+
+
+def of_each(model: nn.Module, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        clip_grad_norm_(parameter, 0.01)
+
+
+EXACT: dict[str, Change] = {
+    "values": lambda model, _: clip_grad_value_(model.parameters(), 0.001),
+    "halves": halves,
+    "replaces": replaces,
+    "one stage": one_stage,
+    "of each": of_each,
+    "of the head": lambda model, _: clip_grad_norm_(model.head.parameters(), 0.01),
+    "of a layer": lambda model, _: clip_grad_norm_(model.layers[0].parameters(), 0.01),
+    "nothing": lambda model, _: None,
+}
+
+
+def exact(name: str, in_hook: bool, layout: dict[str, Any]) -> list[str]:
+    """What differs from the unsplit loop, and what was warned of."""
+    told = listening()
+    sides = Sides(layout, sgd)
+    pairs = [(sides.unsplit, sides.reference), (sides.model, sides.optimizer)]
+    if in_hook:
+        for model, optimizer in pairs:
+            hook(optimizer, model, EXACT[name])
+    for step in range(5):
+        sides.train(sides.batches(step))
+        for model, optimizer in [] if in_hook else pairs:
+            EXACT[name](model, optimizer)
+        sides.step()
+    return sides.done() + [text for text in told if "gradients" in text and name != "one stage"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_changes_each_gradient_alone_is_exact_and_silent(pool: Pool, name: str) -> None:
+    """clip_grad_value_ and p.grad.mul_(0.5) were warned of as if they clipped by a norm."""
+    for in_hook in (False, True):
+        assert pool.run(exact, 2, name, in_hook, {}, timeout=120) == [[], []]
+    if name == "values":
+        assert pool.run(exact, 2, name, False, {"dp_size": 2}, timeout=120) == [[], []]
+
+
+def handmade(in_hook: bool) -> int:
+    """The number of updates before a loop with a norm of its own is refused."""
+    sides = Sides({}, sgd)
+    if in_hook:
+        hook(sides.optimizer, sides.model, by_hand)
+    for step in range(4):
+        try:
+            sides.split_loss(sides.batches(step))
+            if not in_hook:
+                by_hand(sides.model, sides.optimizer)
+            sides.optimizer.step()
+        except UsageError as error:
+            assert "norm of one stage's gradients" in str(error)
+            return step
+        sides.optimizer.zero_grad()
+    return 4
+
+
+def test_a_norm_of_ones_own_is_refused(pool: Pool) -> None:
+    """Nothing told a loop that took the norm without torch's functions that each stage was scaled by another factor."""
+    for in_hook in (False, True):
+        assert pool.run(handmade, 2, in_hook, timeout=120) == [0, 0]
+
+
+def of_rank(model: nn.Module, optimizer: Any) -> float:
+    return float(torch.stack([gradient.norm() for gradient in gradients(model.parameters())]).norm())
+
+
+def sets(key: str, value: Callable[[float], Any]) -> Change:
+    def change(model: nn.Module, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group[key] = value(of_rank(model, optimizer))
+
+    return change
+
+
+OPTIONS: dict[str, Change] = {
+    "lr": sets("lr", lambda norm: 0.1 / (1 + norm)),
+    "a tensor": sets("lr", lambda norm: torch.tensor(0.1 / (1 + norm))),
+    "momentum": sets("momentum", lambda norm: 0.9 / (1 + norm)),
+    "weight decay": sets("weight_decay", lambda norm: norm),
+    "a switch": sets("nesterov", lambda norm: dist.get_rank() == 0),
+}
+
+
+def options_of_a_rank(name: str, late: bool) -> None:
+    """In the first update before it changes a parameter; later at the beginning of the next step."""
+    sides = Sides({}, sgd)
+    for _ in range(5 if late else 0):
+        sides.split_loss(sides.batches(0))
+        sides.optimizer.step()
+    before = values(sides.model)
+    sides.split_loss(sides.batches(0))
+    OPTIONS[name](sides.model, sides.optimizer)
+    with pytest.raises(
+        UsageError, match=r"of group 0 of SGD is .* on rank 0.* but .* on rank 1.*optimizer.get_grad_norm"
+    ):
+        if late:
+            sides.optimizer.step()
+            sides.optimizer.param_groups[0].update({**sides.optimizer.defaults, "lr": 0.5})
+            sides.split_loss(sides.batches(0))
+        else:
+            sides.optimizer.step()
+    assert late or all(map(torch.equal, before, values(sides.model)))
+
+
+def replicas_of_one_stage() -> None:
+    sides = Sides({"dp_size": 2}, sgd)
+    sides.optimizer.param_groups[0]["lr"] = 0.1 + dist.get_rank()
+    with pytest.raises(UsageError, match="lr of group 0"):
+        sides.split_loss(sides.batches(0))
+
+
+def test_options_that_differ_between_ranks_are_refused(pool: Pool) -> None:
+    """A learning rate set from the gradient norm of `model.parameters()` trained each stage at another rate."""
+    for name in OPTIONS:
+        pool.run(options_of_a_rank, 2, name, False, timeout=120)
+    pool.run(options_of_a_rank, 2, "lr", True, timeout=120)
+    pool.run(replicas_of_one_stage, 2, timeout=120)
+
+
+def groups(model: Any) -> torch.optim.Optimizer:
+    """Layer decay: a group is on one stage, and empty on the other."""
+    parts = [model.embed, *model.layers, model.head]
+    rates = [{"params": [*part.parameters()], "lr": 0.01 * 0.8**k} for k, part in enumerate(parts)]
+    return torch.optim.AdamW([group for group in rates if group["params"]])
+
+
+def remedies(layout: dict[str, Any]) -> list[str]:
+    """Layer decay under a schedule, and a rate from the norm of the whole model."""
+    sides = Sides(layout, groups)
+    optimizers = sides.reference, sides.optimizer
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.9**k) for optimizer in optimizers]
+    for step in range(5):
+        sides.train(sides.batches(step))
+        norm = clip_grad_norm_(sides.unsplit.parameters(), 0.1)
+        found = sides.optimizer.clip_grad_by_norm(0.1)
+        for optimizer, of_optimizer in zip(optimizers, (norm, found), strict=True):
+            optimizer.param_groups[0]["lr"] = 0.01 / (1 + float(of_optimizer))
+        sides.step()
+        for schedule in schedules:
+            schedule.step()
+    return sides.done()
+
+
+def of_what_is_held() -> list[str]:
+    """Groups that are made after boost, of what a rank holds, are other groups on each rank."""
+    sides = Sides({}, verify=False)
+    held = [parameter for _, parameter in sides.held()]
+    made = torch.optim.SGD([{"params": [p], "lr": 0.1 + 0.1 * k} for k, p in enumerate(held)])
+    sides.engine.boost(sides.engine.model, made)
+    before = values(sides.model)
+    for step in range(5):
+        sides.split_loss(sides.batches(step))
+        sides.engine.optimizer.step()
+    return [str(k) for k, pair in enumerate(zip(before, values(sides.model), strict=True)) if torch.equal(*pair)]
+
+
+def test_groups_of_a_stage_and_schedules_are_exact(pool: Pool) -> None:
+    """Groups may differ between ranks in what they hold, and in their options where they are other groups."""
+    assert pool.run(remedies, 2, {}, timeout=120) == [[], []]
+    assert pool.run(remedies, 3, {}, timeout=120) == [[]] * 3
+    assert pool.run(of_what_is_held, 2, timeout=120) == [[], []]
+
+
+def test_torchs_functions_are_its_own_without_a_boosted_model() -> None:
+    """The guard stands inside of torch's functions, so it has to be gone when nothing needs it."""
+    import gc
+
+    gc.collect()
+    assert not norm_guard.GUARD.is_installed
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    assert float(clip_grad_norm_((p for p in [parameter]), 1.0)) == 2.0
