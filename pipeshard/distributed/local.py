@@ -40,7 +40,7 @@ class _Rank:
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self.ready: Callable[[], bool] | None = lambda: True  # None: it pauses
         self.waits_for = ""
-        self.is_done = self._is_aborted = False
+        self.is_done = self._is_aborted = self._has_turn = False
         self.result: Any = None
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"rank {number}", daemon=True)
@@ -59,14 +59,16 @@ class _Rank:
         """Give the thread the turn, and wait until it comes back."""
         if self._thread.ident is None:
             self._thread.start()
+        self._has_turn = True
         self._turn.release()
         self._back.acquire()
+        self._has_turn = False
 
     def abort(self) -> None:
-        """End the thread where it waits; one that computes, when it waits next."""
+        """End the thread where it waits. One that computes, since the world was interrupted, ends when it waits next."""
         self._is_aborted = True
-        if self._thread.ident is not None and not self.is_done:
-            self._turn.release()
+        if self._thread.ident is not None and not self.is_done and not self._has_turn:
+            self.resume()
 
     def _run(self) -> None:
         self._turn.acquire()

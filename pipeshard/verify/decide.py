@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import psutil
@@ -87,9 +87,11 @@ def prove_at_boost(
     auto = config.verify == "auto" and not alone
     if not alone and (not config.verify or stages == 1):
         return
-    known = auto and is_known(model, criterion)
+    known = auto and is_known(model, criterion, optimizer)
     if int(gather(torch.tensor(int(known)), grid.world)[0]):  # a hook may be on one rank only
         return
+
+    of_world = replace(config, dp_size=grid.dp_size)
 
     def work(note: Callable[[], None]) -> Proof:
         if stages == 1:
@@ -101,7 +103,7 @@ def prove_at_boost(
         if why and _too_large(model, grid.device, share, FEW):
             return Proof(UNPROVEN, why)
         seconds = SECONDS if auto else None
-        return prove(config, grid.device, model, optimizer, criterion, sample, seconds, note, skip=why)
+        return prove(of_world, grid.device, model, optimizer, criterion, sample, seconds, note, skip=why)
 
     proof = _on_first(grid, work)
     if alone:
@@ -136,10 +138,12 @@ def _warn_of_batch_norms(model: nn.Module) -> None:
         )
 
 
-def is_known(model: nn.Module, criterion: Criterion | None) -> bool:
+def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
     """Whether it is an architecture of docs/parity.md as it is there: transformers' own modules, nothing put around
-    them, and the loss that they compute themselves."""
+    them, the loss that they compute themselves, and an optimizer of torch or of these packages."""
     if criterion is not None or not is_of_transformers(model):
+        return False
+    if optimizer is not None and type(optimizer).__module__.split(".")[0] not in KNOWN:
         return False
     return all(
         type(module).__module__.split(".")[0] in KNOWN

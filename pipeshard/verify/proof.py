@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from pipeshard.verify.compare import (
 from pipeshard.verify.local import Different, LocalPipeline, Unproven, stepped
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights, generators, undisturbed
 from pipeshard.verify.untouched import untouched
-from pipeshard.verify.whole import Coupled, Found, WholeBatch, cut
+from pipeshard.verify.whole import Coupled, Found, WholeBatch, cut, is_batch_norm
 
 logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
@@ -123,7 +124,7 @@ class Cut:
 
 
 def _has_auxiliary(split: LocalPipeline) -> bool:
-    flow = split.ran[0].flow
+    flow = split.flow
     return flow.loss is not None and bool(flow.loss.hidden or any(map(flow.is_aside, flow.loss.values)))
 
 
@@ -146,6 +147,7 @@ class _Proving:
         self.cut: list[Cut] = []
         self.draws, self.fickle, self.is_whole = False, frozenset[str](), False
         self.count, self.m = ROWS, 1 if config.num_microbatches == 1 else PARTS
+        self.replicas = self._replicas()
 
     @property
     def elapsed(self) -> float:
@@ -208,10 +210,29 @@ class _Proving:
                 return
             raise self._located(difference) from None
 
+    def _replicas(self) -> int:
+        """Two where there are several and the samples suffice; batch norm needs two in each microbatch. The optimizer
+        must be the model's alone, and the loss that of all replicas' samples."""
+        parts, rows = 2 * self.m, self.given.sample.rows
+        several = (self.config.dp_size or 1) > 1 and self.config.loss_reduction == "token"
+        if not several or self.given.foreign():
+            return 1
+        if rows >= 2 * parts:
+            self.count = 2 * parts + 1
+            return 2
+        return 2 if rows >= parts and not any(map(is_batch_norm, self.given.model.modules())) else 1
+
     def rows(self, batch: Batch, step: int) -> Batch:
         """The samples of a step: the first ones, then the last ones, backwards."""
         order = range(batch.rows)
         return batch.take(torch.tensor((order[::-1] if step else order)[: self.count]))
+
+    def part(self, batch: Batch, step: int, replica: int) -> Batch:
+        """Those of a replica, which has m of the step's microbatches."""
+        rows = self.rows(batch, step)
+        sizes = [part.rows for part in rows.split(self.m * self.replicas)]
+        before = sum(sizes[: replica * self.m])
+        return rows.take(torch.arange(before, before + sum(sizes[replica * self.m : (replica + 1) * self.m])))
 
     def _copy(self, dtype: torch.dtype | None = None) -> Copies:
         self.tick()
@@ -251,36 +272,67 @@ class _Proving:
     def _criterion(self, own: Copies) -> Criterion | None:
         return self.config.settled(getattr(own.model, "pipeline_hints", None), own.criterion).criterion
 
-    def _sides(self, dtype: torch.dtype | None) -> tuple[LocalPipeline, Reference]:
-        own = self._copy(dtype)
-        reference = Reference(own, self._criterion(own), self.device)
-        split = LocalPipeline(self.config, lambda: self._copy(dtype), self.device, self.tick)
+    def _sides(self, dtype: torch.dtype | None, replicas: int = 1) -> tuple[LocalPipeline, list[Reference]]:
+        """The split model, and the unsplit one for each of its replicas."""
+        split = LocalPipeline(self.config, lambda: self._copy(dtype), self.device, self.tick, replicas)
         read, flow = split.ranks[0].own.sample, split.policy.flow
-        own.sample = replace(own.sample, row_dims=read.row_dims, owners=read.owners)
-        if self.draws:
-            reference.seed_places(split.policy.units, flow.glue_random, flow.python_random)
-        return split, reference
+        references = []
+        for _ in range(replicas):
+            own = self._copy(dtype)
+            own.sample = replace(own.sample, row_dims=read.row_dims, owners=read.owners)
+            reference = Reference(own, self._criterion(own), self.device)
+            if self.draws:
+                reference.seed_places(split.policy.units, flow.glue_random, flow.python_random)
+            references.append(reference)
+        return split, references
 
     def _compare(self, dtype: torch.dtype | None) -> None:
         comparison = Comparison(fine=dtype is torch.float64)
         self.cut.clear()
-        split, reference = self._sides(dtype)
-        optimizers = self._optimizers(split, reference)
+        split, references = self._sides(dtype, self.replicas)
+        optimizers = self._optimizers(split, references[0])
         for step in (0, 1):
             at, during = (SEED, step), f"in step {step + 1}"
-            loss, outputs = split.step(lambda batch, step=step: self.rows(batch, step), self.m, step > 0, at)  # type: ignore[misc]
-            batches = self.rows(reference.own.sample, step).split(self.m)
-            expected, made = reference.step(batches, split.weights, at, self.tick)
+            loss, outputs = split.step(partial(self._part_in, step), self.m, step > 0, at)
+            expected, made = self._unsplit_step(split, references, step)
             comparison.loss(loss, expected, f"the loss {during}")
-            comparison.gradients(*gradients(split, reference), during)
-            for mine, theirs in zip(outputs, made, strict=True) if step else ():
+            for rank, mine, theirs in gradients(split, references[0]):
+                comparison.gradients(mine, theirs, f"{during}{rank}")
+            for output, of_unsplit in zip(outputs, made, strict=True) if step else ():
                 what = f"of the output {during}"
-                comparison.tensors(output_tensors(mine), output_tensors(theirs), "outputs", what)
-            compare_state(comparison, split, reference, during, self.fickle)
-            self.cut.append(Cut(step, split.weights, _has_auxiliary(split), tuple(split.policy.units)))
-            self._step(split, reference, optimizers)
-            compare_trained(comparison, split, reference, f"after step {step + 1}")
+                comparison.tensors(output_tensors(output), output_tensors(of_unsplit), "outputs", what)
+            for replica, reference in enumerate(references):
+                compare_state(comparison, split, reference, during, self.fickle, replica)
+            self.cut.append(Cut(step, self._weights(split), _has_auxiliary(split), tuple(split.policy.units)))
+            self._step(comparison, split, references, optimizers)
+            compare_trained(comparison, split, references[0], f"after step {step + 1}")
         self.counts = dict(comparison.counts)
+
+    def _part_in(self, step: int, batch: Batch, replica: int) -> Batch:
+        return self.part(batch, step, replica)
+
+    def _unsplit_step(
+        self, split: LocalPipeline, references: Sequence[Reference], step: int
+    ) -> tuple[Tensor, list[Any]]:
+        """The step of each replica by its own copy of the unsplit model: the loss and the outputs of all. The first
+        copy gets the sums of the gradients."""
+        losses, outputs = [], list[Any]()
+        for replica, reference in enumerate(references):
+            batches, first = self.part(reference.own.sample, step, replica).split(self.m), replica * self.m
+            loss, made = reference.step(batches, split.weights(replica), (SEED, step), self.tick, first)
+            losses.append(loss)
+            outputs += made
+        for reference in references[1:]:
+            for into, parameter in zip(references[0].model.parameters(), reference.model.parameters(), strict=True):
+                if parameter.grad is not None:
+                    into.grad = parameter.grad if into.grad is None else into.grad + parameter.grad
+                    parameter.grad = None
+        return torch.stack([loss.reshape(()) for loss in losses]).sum().to(losses[0].dtype), outputs
+
+    def _weights(self, split: LocalPipeline) -> Weights:
+        """Those of all replicas' microbatches."""
+        every = [split.weights(replica) for replica in range(split.replicas)]
+        return Weights([share for weights in every for share in weights.shares], any(w.of_sums for w in every))
 
     def _compare_whole(self) -> None:
         """Compare the unsplit model on all samples of a step with itself on the step's microbatches."""
@@ -304,7 +356,8 @@ class _Proving:
 
     def _compare_inputs(self, batch: Batch) -> None:
         comparison = Comparison()
-        for i, (part, copied) in enumerate(zip(batch.split(self.m), cut(batch, self.m), strict=True)):
+        parts = self.m * self.replicas
+        for i, (part, copied) in enumerate(zip(batch.split(parts), cut(batch, parts), strict=True)):
             comparison.tensors(part.tensors, copied.tensors, "inputs", f"of microbatch {i}")
 
     def _compare_outputs(self) -> None:
@@ -350,15 +403,26 @@ class _Proving:
         own = [[p for p in parameters if p.requires_grad] for parameters in trained]
         return [SGD(parameters or [nn.Parameter(torch.zeros(()))], lr=1e-2) for parameters in own]
 
-    def _step(self, split: LocalPipeline, reference: Reference, optimizers: Sequence[Any]) -> None:
+    def _step(
+        self, comparison: Comparison, split: LocalPipeline, references: Sequence[Reference], optimizers: Sequence[Any]
+    ) -> None:
         """Step by the very same gradients, which were compared: Adam makes much of little."""
+        reference = references[0]
+        parameters = list(reference.model.parameters())
         gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
         foreign = [parameter.grad for parameter in reference.own.foreign()]
         first, *others = optimizers
-        split.optimize(gradients, foreign, others)
+        norms = split.optimize(gradients, foreign, others)
+        if norms:
+            norm = nn.utils.clip_grad_norm_(parameters, self.config.max_norm or 0.0)
+            for each in norms:
+                comparison.norm(each, float(norm))
         stepped(first)
-        for parameter in [*reference.model.parameters(), *reference.own.foreign()]:
+        for parameter in [*parameters, *reference.own.foreign()]:
             parameter.grad = None
+        for other in references[1:]:
+            for parameter, trained in zip(other.model.parameters(), parameters, strict=True):
+                parameter.data.copy_(trained.data)
         self.tick()
 
     def _located(self, difference: Different) -> Different:
@@ -366,7 +430,8 @@ class _Proving:
         if not difference.part:
             return difference
         try:
-            where = first_unit(*self._sides(None), self.rows, self.m, (SEED, 0), self.tick)
+            split, (reference,) = self._sides(None)
+            where = first_unit(split, reference, self.rows, self.m, (SEED, 0), self.tick)
         except Exception as error:  # the difference stands without its place
             logger.debug("the difference was not located: %s: %s", type(error).__name__, error)
             return difference
