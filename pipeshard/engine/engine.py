@@ -4,7 +4,7 @@ import math
 import traceback
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -253,7 +253,7 @@ class Pipeline:
                 cut = self._cut(batches)
                 found = self.planner.find_alike(cut, criterion, outputs.needed, self.grid, found)
         if agreed.news & UNPROVEN:
-            with self.precision.running():
+            with self.precision.running(), self._tracing(batches, criterion, outputs):
                 self.planner.prove(batches, self.config.cut, criterion, self.grid.world)
         with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed)):
             out = self._run(batches, found, criterion, train, return_loss, outputs, exact, weight)
@@ -286,12 +286,8 @@ class Pipeline:
     ) -> dict[str, Any]:
         with self.precision.running():
             cut = self._cut(read)
-            try:
+            with self._tracing(read, criterion, outputs):
                 planned = self.planner.plan_each(cut, found, criterion, outputs.needed, *how)
-            except TraceError as error:
-                if (dependent := self._untraceable(error, read, cut, criterion, outputs)) is not None:
-                    raise dependent from error.__cause__
-                raise
         self._parts = [], []
         flow = planned[-1][0].route.flow
         for microbatch in planned[-1]:
@@ -381,22 +377,19 @@ class Pipeline:
         module = NOW.module([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
         return alone(batch, parts, i, error, module)
 
-    def _untraceable(
-        self,
-        error: TraceError,
-        read: Sequence[Batch],
-        cut: Sequence[Sequence[Batch]],
-        criterion: Criterion | None,
-        outputs: Outputs,
-    ) -> BatchError | None:
-        """What to raise on every rank if the model's code between units fails in a microbatch, but not in a batch."""
-        if not isinstance(error.__cause__, Exception):
-            return None
-        for batch, parts in zip(read, cut, strict=True):
-            found = failing(batch, parts, lambda part: self.planner.on_stage(part, criterion, outputs.needed, 0))
-            if found is not None:
-                return alone(batch, parts, found[0], error.__cause__)
-        return None
+    @contextmanager
+    def _tracing(self, read: Sequence[Batch], criterion: Criterion | None, outputs: Outputs) -> Iterator[None]:
+        """Around traces of microbatches. Raises BatchError on every rank if the model's code between units fails in a
+        microbatch, but not in its batch."""
+        try:
+            yield
+        except TraceError as error:
+            why = error.__cause__
+            for batch, parts in zip(read, self._cut(read), strict=True) if isinstance(why, Exception) else ():
+                found = failing(batch, parts, lambda part: self.planner.on_stage(part, criterion, outputs.needed, 0))
+                if found is not None:
+                    raise alone(batch, parts, found[0], why) from why
+            raise
 
     def _refuse_other_way(self, batch: Batch, flow: Dataflow, criterion: Criterion | None) -> None:
         with self.precision.running():
