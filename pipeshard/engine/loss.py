@@ -341,6 +341,9 @@ class _Search:
                 yield from (LossRule(path, shift, adds=True) for shift in (0, 1))
         if self.criterion is None and is_of_transformers(self.model):
             return
+        for path in floats:  # positions that are left out where a mask is 0, whatever it is elsewhere
+            if path in self.read:
+                yield from (LossRule(path, shift, 0) for shift in (0, 1))
         for path in integers:  # positions that are left out by what is read there, not by their label
             if path in self.read and not is_target(path):
                 paddings = dict.fromkeys([padding_token(self.model) or 0, 0])
