@@ -294,8 +294,8 @@ class Stage:
                 raise TraceError(
                     f"result {value.leaf} of unit {flow.calls[value.call].unit}, which another stage sent to stage "
                     f"{self.index}, gets no gradient, since a backward of the model's own (torch.autograd.Function) "
-                    "returns None for it: its stage cannot tell that from zeros. Detach it in the forward "
-                    "(x.detach()), let that backward return zeros, or cut elsewhere (partition=[...])"
+                    "returns None for it: its stage cannot tell that from zeros. Let that backward return zeros, or "
+                    "cut elsewhere (partition=[...])"
                 )
         self._never.update((id(flow), value) for value in never)
 
