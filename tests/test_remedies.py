@@ -12,6 +12,20 @@ from tests.remedies.table import EXACT, REMEDIES, Script
 from tests.remedies.training import Training, run
 
 ROOT = Path(__file__).parent.parent
+ELSEWHERE = {  # rows of docs/exact.md whose remedy another test executes
+    "activation checkpoints of your own": "engine/test_wrapped_models.py::test_no_cut_falls_inside_of_a_checkpoint",
+    "an optimizer that was not boosted": (
+        "test_loop.py::test_an_optimizer_that_was_not_boosted_is_refused_in_its_first_step"
+    ),
+}
+NOT_EXECUTED = {  # rows whose remedy is to leave something out or to do it earlier, and what the script is then
+    "freezing or unfreezing after boost": "one that freezes before boost",
+    "a model in DDP": "one without the wrapper",
+    "DDP, accelerate or transformers' Trainer": "one without the wrapper",
+    "modules, parameters and adapters put in after boost": "one that puts them in before boost",
+    "a gradient that is None for a whole step": "one that detaches always or never",
+    "hooks on accumulated gradients": "one without hooks",
+}
 
 
 def outcome(script: Script) -> tuple[str, list[str]]:
@@ -57,13 +71,27 @@ def test_a_microbatch_that_does_not_run_is_a_batch_error_on_every_rank(pool: Poo
 
 
 def rows(page: str) -> list[str]:
-    """The first cells of the first table of a page, and in docs/errors.md the error with its examples."""
+    """The rows of all tables of a page."""
     lines = (ROOT / "docs" / page).read_text().splitlines()
-    return [line.strip("| ").split(" | ")[0] if page == "exact.md" else line for line in lines if line.startswith("| ")]
+    return [line.removeprefix("| ") for line in lines if line.startswith("| ")]
 
 
-def test_remedies_name_rows_that_are_there() -> None:
-    known = [*rows("exact.md"), *(line.strip("| ").replace(" | ", ": ") for line in rows("errors.md"))]
-    for remedy in REMEDIES.values():
-        for row in remedy.rows:
-            assert any(row.split(": ")[-1] in cell for cell in known), row
+def test_every_refused_row_has_a_remedy_or_is_listed() -> None:
+    """A row of docs/exact.md that refuses something brings the remedy that is executed."""
+    of_remedies = {row for remedy in REMEDIES.values() for row in remedy.rows if not row.startswith("`")}
+    listed = of_remedies | ELSEWHERE.keys() | NOT_EXECUTED.keys()
+    refusing = [row for row in rows("exact.md") if "refused" in row or "no cut" in row]
+    assert [row for row in refusing if not any(map(row.startswith, listed))] == []
+    assert [start for start in listed if not any(row.startswith(start) for row in rows("exact.md"))] == []
+
+
+def test_remedies_name_errors_that_are_there() -> None:
+    named = {row for remedy in REMEDIES.values() for row in remedy.rows if row.startswith("`")}
+    for kind, example in (row.split(": ") for row in named):
+        assert any(row.startswith(kind) and example in row for row in rows("errors.md")), example
+
+
+@pytest.mark.parametrize("test", ELSEWHERE.values())
+def test_what_is_executed_elsewhere_is_there(test: str) -> None:
+    path, name = test.split("::")
+    assert f"def {name}(" in (ROOT / "tests" / path).read_text()

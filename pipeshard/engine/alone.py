@@ -48,8 +48,8 @@ def text_of(batch: Batch, parts: Sequence[Batch], i: int, error: Exception, modu
         f"rows {start} to {start + parts[i].rows - 1} of the batch (microbatch {i} of {len(parts)}) do not run by "
         f"themselves, but the whole batch of {batch.rows} rows does: {type(error).__name__}{place}: {error}. An input "
         f"may index the rows. Pass num_microbatches=1 to PipelinePlugin. If one of {', '.join(names)} does not count "
-        f"the rows in its first dimension, pass batch_dims instead, for example batch_dims={example} if every microbatch "
-        "needs all of it"
+        f"the rows in its first dimension, pass batch_dims instead, for example batch_dims={example} if every "
+        "microbatch needs all of it"
     )
 
 
