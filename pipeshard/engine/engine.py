@@ -385,7 +385,9 @@ class Pipeline:
             yield
         except TraceError as error:
             why = error.__cause__
-            for batch, parts in zip(read, self._cut(read), strict=True) if isinstance(why, Exception) else ():
+            if not isinstance(why, Exception):
+                raise
+            for batch, parts in zip(read, self._cut(read), strict=True):
                 found = failing(batch, parts, lambda part: self.planner.on_stage(part, criterion, outputs.needed, 0))
                 if found is not None:
                     raise alone(batch, parts, found[0], why) from why

@@ -118,11 +118,8 @@ def prove(
     but, moving = tuple(proving.but), tuple(proving.moving)
     if kind == EXACT and but:
         kind = PARTLY
-    is_alone = isinstance(cause, Exception)
-    counts, seconds_taken = proving.counts, proving.elapsed
-    return Proof(
-        kind, reason, counts, but, seconds_taken, refused, coupled, moving, is_alone, cause if is_alone else None
-    )
+    made = Proof(kind, reason, proving.counts, but, proving.elapsed, refused, coupled, moving)
+    return replace(made, alone=True, cause=cause) if isinstance(cause, Exception) else made
 
 
 @dataclass(frozen=True)
