@@ -1,9 +1,10 @@
 """Pipeline: one rank's stages of a boosted model, ready to run steps."""
 
 import math
+import traceback
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,9 +18,11 @@ from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.agreement import compare_ranks, compare_trained
 from pipeshard.distributed.collectives import first_seed, gather, gather_objects, share_scalar, sum_scalar, together_in
+from pipeshard.distributed.failures import is_lost
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.p2p import with_messages
 from pipeshard.distributed.progress import own_progress
+from pipeshard.engine.alone import alone, failing, is_of_model
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.interpreter import Interpreter
 from pipeshard.engine.microbatches import Found, RouteCache
@@ -32,12 +35,12 @@ from pipeshard.engine.refusals import Places, refuse_compiled, refuse_criterion,
 from pipeshard.engine.running_state import Carry, deferred
 from pipeshard.engine.stage import NaNCheck, Stage
 from pipeshard.engine.weight_grad import Deferral
-from pipeshard.errors import TraceError, UsageError
+from pipeshard.errors import BatchError, TraceError, UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
 from pipeshard.graph.units import containers, find_units, paths_of
 from pipeshard.hf import disable_caches
-from pipeshard.schedule.program import Program, forward_only
+from pipeshard.schedule.program import Action, Kind, Program, forward_only
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.materialize import compile_units, shard
 from pipeshard.split.partition import Cuts, is_profile, named
@@ -263,7 +266,7 @@ class Pipeline:
                 cut = self._cut(batches)
                 found = self.planner.find_alike(cut, criterion, outputs.needed, self.grid, found)
         if agreed.news & UNPROVEN:
-            with self.precision.running():
+            with self.precision.running(), self._tracing(batches, criterion, outputs):
                 self.planner.prove(batches, self.config.cut, criterion, self.grid.world)
         with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed)):
             out = self._run(batches, found, criterion, train, return_loss, outputs, exact, weight)
@@ -296,7 +299,8 @@ class Pipeline:
     ) -> dict[str, Any]:
         with self.precision.running():
             cut = self._cut(read)
-            planned = self.planner.plan_each(cut, found, criterion, outputs.needed, *how)
+            with self._tracing(read, criterion, outputs):
+                planned = self.planner.plan_each(cut, found, criterion, outputs.needed, *how)
         self._parts = [], []
         flow = planned[-1][0].route.flow
         for microbatch in planned[-1]:
@@ -327,6 +331,10 @@ class Pipeline:
             with self._deferring(), self._norms(), self.precision.sharing_casts([r.flow for r in routes]):
                 reduces = train and self.synchronizes and self.sync.is_early
                 self.interpreter.run(program.ranks[self.rank], self.sync.stage_done if reduces else None)
+        except Exception as error:
+            if (dependent := self._dependent(error, read, cut, criterion, outputs)) is not None:
+                raise dependent from error
+            raise
         finally:
             for stage in self.stages:
                 stage.end()
@@ -354,6 +362,50 @@ class Pipeline:
             self._unseen = Unseen(is_unknown, cut[-1][0], flow, criterion)
         shown = total.to(self.device).as_subclass(StepLoss) if wanted and total is not None else None
         return {"loss": shown, "outputs": merged}
+
+    def _dependent(
+        self,
+        error: Exception,
+        read: Sequence[Batch],
+        cut: Sequence[Sequence[Batch]],
+        criterion: Criterion | None,
+        outputs: Outputs,
+    ) -> BatchError | None:
+        """What to raise for an error in the forward of a microbatch, if the stage runs on the whole batch."""
+        action = own_progress().action
+        if not isinstance(action, Action) or action.kind is not Kind.F or not is_of_model(error) or is_lost(error):
+            return None
+        owners = [(k, i) for k, parts in enumerate(cut) for i in range(len(parts))]
+        k, i = owners[action.microbatch]
+        batch, parts = read[k], cut[k]
+        place = [stage.index for stage in self.stages].index(action.stage)
+
+        def run(part: Batch) -> None:
+            microbatch = self.planner.on_stage(part, criterion, outputs.needed, place)
+            self.stages[place].try_zeros(microbatch, criterion)
+
+        with self.precision.running():
+            found = failing(batch, parts[i : i + 1], run)
+        if found is None or type(found[1]) is not type(error):
+            return None
+        module = own_progress().module([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
+        return alone(batch, parts, i, error, module)
+
+    @contextmanager
+    def _tracing(self, read: Sequence[Batch], criterion: Criterion | None, outputs: Outputs) -> Iterator[None]:
+        """Around traces of microbatches. Raises BatchError on every rank if the model's code between units fails in a
+        microbatch, but not in its batch."""
+        try:
+            yield
+        except TraceError as error:
+            why = error.__cause__
+            if not isinstance(why, Exception):
+                raise
+            for batch, parts in zip(read, self._cut(read), strict=True):
+                found = failing(batch, parts, lambda part: self.planner.on_stage(part, criterion, outputs.needed, 0))
+                if found is not None:
+                    raise alone(batch, parts, found[0], why) from why
+            raise
 
     def _refuse_other_way(self, batch: Batch, flow: Dataflow, criterion: Criterion | None) -> None:
         with self.precision.running():

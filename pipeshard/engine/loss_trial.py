@@ -283,7 +283,10 @@ class Trial:
             values |= whole.calls[call].reads.values
             name = whole.calls[call].unit
             if any(map(is_released, self.glue.units[name].parameters())):
-                raise TraceError(f"the loss is made inside of unit {name}, which another stage holds")
+                raise TraceError(
+                    f"a part of the loss is made inside of unit {name}, which another stage holds: let the unit return "
+                    "one value per sample, and take their mean in the model's forward"
+                )
         self.random = [value for value in sorted(values) if side_outputs or not whole.is_aside(value)]
 
     @property

@@ -18,7 +18,7 @@ from pipeshard.config import PipelineConfig
 from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import NOW
-from pipeshard.errors import VerificationError
+from pipeshard.errors import BatchError, VerificationError
 from pipeshard.hf import is_of_transformers
 from pipeshard.planner.memory import format_bytes
 from pipeshard.schedule.given import name_of
@@ -108,6 +108,8 @@ def prove_at_boost(
     proof = _on_first(grid, work)
     if alone:
         raise Proven(proof, f"{type(model).__name__} in {stages} stages, {name_of(config.schedule)}")
+    if proof.alone:
+        raise BatchError(proof.reason) from proof.cause
     if proof.coupled:
         raise VerificationError(
             f"the loss or gradients of {type(model).__name__} in microbatches are not those of the whole batch, so "
@@ -221,5 +223,5 @@ def _on_first(grid: Grid, work: Callable[[Callable[[], None]], Proof]) -> Proof:
 
     proof = work(note)
     gather(torch.tensor(1), grid.world)
-    gather_objects(astuple(proof), grid.world)
+    gather_objects(astuple(replace(proof, cause=None)), grid.world)  # the error itself may not travel
     return proof

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.criterion import Criterion
+from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
+from pipeshard.engine.alone import failing, is_of_model, text_of
 from pipeshard.errors import PipeshardError, TraceError
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.verify.compare import (
@@ -48,7 +49,7 @@ class Proof:
 
     `refused` is whether the reason is an error that training raises, too; `coupled` whether samples depend on each
     other, so that microbatches are not the batch. `moving` is what happens for each microbatch, as in gradient
-    accumulation.
+    accumulation. `alone`: a microbatch does not run by itself, for the reason that is given, and by the `cause`.
     """
 
     kind: str
@@ -59,6 +60,12 @@ class Proof:
     refused: bool = False
     coupled: bool = False
     moving: tuple[str, ...] = ()
+    alone: bool = False
+    cause: Exception | None = None
+
+
+class Alone(Exception):
+    """A microbatch does not run by itself, though the whole batch does; its cause is the model's error."""
 
 
 class Fails(Unproven):
@@ -91,6 +98,7 @@ def prove(
     """
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, seconds, note)
     kind, reason, refused, coupled = EXACT, "", False, False
+    cause: BaseException | None = None
     with undisturbed(device):
         try:
             with untouched(proving.given):
@@ -99,6 +107,8 @@ def prove(
             kind, reason, coupled = DIFFERENT, str(difference), True
         except Different as difference:
             kind, reason = DIFFERENT, str(difference)
+        except Alone as error:
+            kind, reason, cause = UNPROVEN, str(error), error.__cause__
         except Unproven as error:
             kind, reason = UNPROVEN, str(error)
         except PipeshardError as error:  # booster.boost, or the first step, says the same
@@ -109,7 +119,8 @@ def prove(
     but, moving = tuple(proving.but), tuple(proving.moving)
     if kind == EXACT and but:
         kind = PARTLY
-    return Proof(kind, reason, proving.counts, but, proving.elapsed, refused, coupled, moving)
+    made = Proof(kind, reason, proving.counts, but, proving.elapsed, refused, coupled, moving)
+    return replace(made, alone=True, cause=cause) if isinstance(cause, Exception) else made
 
 
 @dataclass(frozen=True)
@@ -182,11 +193,28 @@ class _Proving:
         except Exception as error:  # whatever the user's model raises
             is_verdict = isinstance(error, (Unproven, Different, Coupled, PipeshardError))
             is_verdict = is_verdict and not isinstance(error, (Fails, TraceError))
-            if is_verdict or self.count >= self.given.sample.rows:
+            if is_verdict:
+                raise
+            self._refuse_alone()
+            if self.count >= self.given.sample.rows:
                 raise
             self.count = self.given.sample.rows
             self.m = len(self.given.sample.split(*self.config.cut))
             self._compare_both()
+
+    def _refuse_alone(self) -> None:
+        """Raise Alone if the unsplit model runs on the batch, but not on one of the microbatches of training."""
+        batch = self._sample()
+        parts = batch.split(*self.config.cut)
+
+        def run(part: Batch) -> None:
+            own = self._copy()
+            with torch.no_grad():
+                sum_and_count(part.call(own.model), self._criterion(own), part)
+
+        if (found := failing(batch, parts, run)) is not None and is_of_model(found[1]):
+            i, error = found
+            raise Alone(text_of(batch, parts, i, error)) from error
 
     def _compare_both(self) -> None:
         self._try()
