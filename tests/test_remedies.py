@@ -13,6 +13,10 @@ from tests.remedies.training import Training, run
 
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = {  # rows of docs/exact.md whose remedy another test executes
+    "the criterion, or the forward after its last layer": "test_hunt.py::test_hunted",
+    "torch's `clip_grad_norm_`": "test_updates.py::test_a_norm_of_one_stage_is_refused",
+    "your own code that multiplies gradients": "test_updates.py::test_a_norm_of_ones_own_is_refused",
+    "a learning rate, momentum or another option": "test_updates.py::test_groups_of_a_stage_and_schedules_are_exact",
     "activation checkpoints of your own": "engine/test_wrapped_models.py::test_no_cut_falls_inside_of_a_checkpoint",
     "an optimizer that was not boosted": (
         "test_loop.py::test_an_optimizer_that_was_not_boosted_is_refused_in_its_first_step"

@@ -65,7 +65,7 @@ class _Rank:
         self._has_turn = False
 
     def abort(self) -> None:
-        """End the thread where it waits. One that computes, since the world was interrupted, ends when it waits next."""
+        """End the thread where it waits. One that computes, as the world was interrupted, ends when it waits next."""
         self._is_aborted = True
         if self._thread.ident is not None and not self.is_done and not self._has_turn:
             self.resume()
@@ -279,7 +279,9 @@ class LocalMesh(ProcessGroupMesh):
     def __init__(self, world: LocalWorld, rank: int, *size: int) -> None:
         self.world, self.rank, self.shape = world, rank, size
 
-    def get_group_along_axis(self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None) -> Any:
+    def get_group_along_axis(
+        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
+    ) -> Any:
         ranks = self._ranks_along(axis, indices_at_axis)[self.rank]
         return WorldGroup(self.world, ranks, self.rank) if self.rank in ranks else None
 

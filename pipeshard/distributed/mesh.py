@@ -170,7 +170,8 @@ class ProcessGroupMesh:
         have hosts wait for each other, and GPUs for all that was handed to them."""
         for (_, backend), group in sorted(self._groups.items(), key=lambda item: item[0][0]):
             if group is not None and backend is None and group.size() > 1:
-                own_progress().wait_in(group, dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True))
+                work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
+                own_progress().wait_in(group, work)
 
     def destroy_mesh_process_groups(self) -> None:
         """Destroy every group made by this mesh, never the world's own; the mesh has no groups afterwards."""

@@ -18,7 +18,6 @@ from pipeshard.split.ties import first_names
 from pipeshard.verify.local import Different, LocalPipeline
 from pipeshard.verify.reference import Reference
 
-
 LOSS, GRADIENT = 1e-5, 1e-4  # relative errors that rounding may make
 FINE = 1e-9  # in fp64
 FLOOR = 1e-3  # of the largest gradient: what is smaller than that is compared with it

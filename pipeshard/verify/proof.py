@@ -16,7 +16,7 @@ from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.engine.alone import failing, is_of_model, text_of
-from pipeshard.errors import PipeshardError, TraceError
+from pipeshard.errors import BatchError, PipeshardError, TraceError
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.verify.compare import (
     Comparison,
@@ -192,13 +192,13 @@ class _Proving:
             self._compare_both()
         except Exception as error:  # whatever the user's model raises
             is_verdict = isinstance(error, (Unproven, Different, Coupled, PipeshardError))
-            is_verdict = is_verdict and not isinstance(error, (Fails, TraceError))
+            is_verdict = is_verdict and not isinstance(error, (Fails, TraceError, BatchError))
             if is_verdict:
                 raise
             self._refuse_alone()
             if self.count >= self.given.sample.rows:
                 raise
-            self.count = self.given.sample.rows
+            self.count, self.replicas = self.given.sample.rows, 1
             self.m = len(self.given.sample.split(*self.config.cut))
             self._compare_both()
 

@@ -199,8 +199,8 @@ REMEDIES = {
         (Training(nets.ByAttribute, ONE, between=skips),),
     ),
     "a decision on an activation": Remedy(
-        ("the model decides in Python", "`TraceError`: glue that decides"),
-        r"Compute it with tensor operations \(torch.where\), or inside a unit",
+        ("other code of the model decides in Python", "`TraceError`: glue that decides"),
+        r"tensor operations \(torch.where\), or in the forward of a module of its own",
         Training(nets.Decides, ONE),
         (Training(nets.Selects, ONE), Training(nets.DecidesInside, ONE)),
     ),

@@ -48,7 +48,9 @@ class Dropping(nn.Module):
 
 
 def weighted(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-    return (F.mse_loss(output, batch["criterion.y"], reduction="none").mean(1) * batch["criterion.w"]).sum(), batch["criterion.w"].sum()
+    weights = batch["criterion.w"]
+    losses = F.mse_loss(output, batch["criterion.y"], reduction="none").mean(1)
+    return (losses * weights).sum(), weights.sum()
 
 
 def proof(kind: str, **arguments: Any) -> Proof:
