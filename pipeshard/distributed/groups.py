@@ -23,5 +23,5 @@ class LocalGroup(dist.ProcessGroup):
     """A group of ranks that live in one process; `ranks` are their numbers in the world that they are of."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
-        super().__init__(ranks.index(rank), len(ranks))
+        super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]  # torch's stub lacks this overload
         self.ranks = ranks

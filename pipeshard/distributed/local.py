@@ -209,7 +209,7 @@ class WorldGroup(LocalGroup):
         super().__init__(tuple(ranks), rank)
         self._world = world
 
-    def allreduce(self, tensors: Any, options: Any = None) -> Any:
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
         is_max = options is not None and options.reduceOp == dist.ReduceOp.MAX
 
         def finish(brought: list[Tensor]) -> None:
@@ -229,7 +229,7 @@ class WorldGroup(LocalGroup):
 
         return self._world.meet(self, "all_gather", (outputs[0], inputs[0].detach()), finish)
 
-    def broadcast(self, tensors: Any, options: Any = None) -> Any:
+    def broadcast(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
         source = options.rootRank
 
         def finish(brought: list[Tensor]) -> None:
