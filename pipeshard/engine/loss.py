@@ -353,7 +353,7 @@ class _Search:
         tried = dict.fromkeys([IGNORED, *([] if padding is None else [padding]), -1, 0])
         if UNLABELLED in observed:
             tried[UNLABELLED] = None
-        on_cpu = next(iter(self.batch.tensors.values())).device.type == "cpu"
+        on_cpu = self.batch.device.type == "cpu"
         return [ignore for ignore in tried if on_cpu or ignore >= 0 or ignore in observed]
 
     def _is_proven(self, rule: LossRule) -> bool:
@@ -495,7 +495,7 @@ def _cut(batch: Batch, at: int) -> list[Batch]:
 
 
 def _longest(batch: Batch) -> int:
-    return max(size for leaf in batch.tensors.values() for size in leaf.shape)
+    return max((size for leaf in batch.tensors.values() for size in leaf.shape), default=1)
 
 
 def _tells(whole: Measured, parts: Sequence[Measured]) -> bool:

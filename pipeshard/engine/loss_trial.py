@@ -273,7 +273,7 @@ class Trial:
     ) -> None:
         self.precise = precise
         self.model, self.flow, self.samples, self.criterion = model, flow, samples, criterion
-        self.glue = Glue(model, criterion, next(iter(samples.tensors.values())).device)
+        self.glue = Glue(model, criterion, samples.device)
         self.failure: Exception | None = None  # that of the last trial that failed
         self._flows: dict[range, tuple[Dataflow, tuple[int, ...]]] = {}
         whole, deltas = self._flow(range(samples.rows))

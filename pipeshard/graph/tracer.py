@@ -63,8 +63,8 @@ class Tracer:
     ) -> None:
         self.model, self.criterion, self.meter = model, criterion, meter
         self.units = find_units(model, cuts)
-        tensors = (*model.parameters(), *sample.tensors.values())
-        self.device = next(t.device for t in tensors if not t.is_meta)
+        devices = (*(parameter.device for parameter in model.parameters()), sample.device)
+        self.device = next(device for device in devices if device.type != "meta")
         self.kinds = Kinds(self.units, self.device, device or self.device, meter, lent)
         self.apart = {id(module): name for name, module in modules_apart(model, self.units)}
         self.python_random = False
