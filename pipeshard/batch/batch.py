@@ -24,7 +24,8 @@ class Batch:
     anything else alone. `rows` is the number of samples; `row_dims[k]` is the dimension of leaf k that counts them (of
     a list of one entry a sample: 0), or None for a leaf every microbatch gets whole (a scalar, a (1, 1, s, s) mask,
     a string, ...). `owners` has, for leaves by path whose dimension 0 (or else the last) counts something else, how
-    many of its entries each sample has, () if that is not known.
+    many of its entries each sample has, () if that is not known. Of positional entries the model is called with the
+    first `taken` ones (None: all), and a criterion gets all of them.
     """
 
     leaves: tuple[Any, ...]
@@ -33,6 +34,7 @@ class Batch:
     rows: int
     row_dims: tuple[int | None, ...]
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    taken: int | None = None
 
     @classmethod
     def of(
@@ -91,7 +93,7 @@ class Batch:
         """`model` called with this batch, but for what is for the criterion alone."""
         data = self.data
         if not isinstance(data, dict):
-            return model(*data)
+            return model(*data[: self.taken])
         return model(**{name: value for name, value in data.items() if not str(name).startswith(FOR_CRITERION)})
 
     def for_criterion(self) -> Any:
