@@ -68,7 +68,10 @@ def taken_by(model: nn.Module, data: Any) -> int | None:
     """
     if not isinstance(data, tuple | list) or len(data) < 2:
         return None
-    parameters = list(inspect.signature(model.forward).parameters.values())
+    try:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):  # nothing is known of it
+        return None
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return None
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
