@@ -17,7 +17,7 @@ from types import ModuleType, TracebackType
 
 FOLDER = "PIPESHARD_ERRORS"  # names the folder in which the ranks of an agent note how they ended
 TORCHRUN = "TORCHELASTIC_ERROR_FILE"  # names a file in the folder that each of torchrun's ranks has, attempt by attempt
-OTHERS = ("RankError", "DistBackendError", "DistNetworkError", "DistStoreError")  # that came of another rank's failure
+OTHERS = ("RankError", "OtherBatchError", "DistBackendError", "DistNetworkError", "DistStoreError")  # of another rank
 _DIFFERS = re.compile(r"0x[0-9a-f]+|\[rank\d+\]: ?")
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeshard.distributed.collectives import broadcast_bytes, gather_objects
+from pipeshard.distributed.groups import ranks_of
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.schedule.program import Program
 
@@ -93,7 +94,7 @@ def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callab
         )  # fmt: skip
     for name in shared:
         values = tensors[name].detach().contiguous()
-        broadcast_bytes(values, dist.get_global_rank(group, 0), group)
+        broadcast_bytes(values, ranks_of(group)[0], group)
         tensors[name].detach().copy_(values)
 
 

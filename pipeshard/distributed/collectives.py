@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from pipeshard.distributed.progress import NOW
+from pipeshard.distributed.groups import carrier, ranks_of
+from pipeshard.distributed.progress import own_progress
 from pipeshard.distributed.watching import calling, named
 from pipeshard.errors import MessageError, UsageError
 from pipeshard.private import StridedShard
@@ -56,12 +57,6 @@ T = TypeVar("T")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
-    """The backend of a group, or of the world, that moves the tensors of a device; "" if it has none."""
-    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    return backends.get(device.type, "")
-
-
 CPU = torch.device("cpu")
 _on_cpu: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
@@ -72,7 +67,7 @@ def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if carrier(CPU, group):
         return group
     if group not in _on_cpu:
-        ranks = dist.get_process_group_ranks(group)
+        ranks = ranks_of(group)
         _on_cpu[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return _on_cpu[group]
 
@@ -81,8 +76,18 @@ def gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The numbers of every rank of `group`, one row each: shape (ranks, *numbers.shape)."""
     group, sent = control(group), numbers.cpu()
     gathered = [torch.empty_like(sent) for _ in range(group.size())]
-    NOW.wait_in(group, dist.all_gather(gathered, sent, group=group, async_op=True))
+    own_progress().wait_in(group, dist.all_gather(gathered, sent, group=group, async_op=True))
     return torch.stack(gathered)
+
+
+def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Any:
+    """Start to give all ranks of `group` what global rank `source` has; what is returned has a `wait()`."""
+    return dist.broadcast(tensor, group_src=ranks_of(group).index(source), group=group, async_op=True)
+
+
+def is_own(rank: int, group: dist.ProcessGroup) -> bool:
+    """Whether this is the global rank `rank`, one of `group`."""
+    return ranks_of(group)[group.rank()] == rank
 
 
 def first_seed(group: dist.ProcessGroup) -> int:
@@ -119,7 +124,7 @@ def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
 
     Raises MessageError, on every rank, where that is not made of tensors, numbers and strings alone.
     """
-    content, flawed = _content(value) if dist.get_rank() == source else (b"", False)
+    content, flawed = _content(value) if is_own(source, group) else (b"", False)
     group, head = control(group), torch.tensor([len(content), flawed])
     broadcast_bytes(head, source, group)
     length, flawed = head.tolist()
@@ -135,7 +140,7 @@ def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, de
     """The scalar (or None) that global rank `source` has, on every rank of `group`, with its dtype."""
     content = (0.0, 0.0) if value is None else (float(value), 1.0 + DTYPES.index(value.dtype))
     message, group = torch.tensor(content, dtype=torch.float64), control(group)
-    NOW.wait_in(group, dist.broadcast(message, source, group=group, async_op=True))
+    own_progress().wait_in(group, broadcast(message, source, group))
     number, code = message.tolist()
     return torch.tensor(number, dtype=DTYPES[int(code) - 1], device=device) if code else None
 
@@ -144,7 +149,7 @@ def sum_scalar(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of a scalar over the ranks of `group`, in its own dtype or fp32, whichever is finer."""
     total = value.detach().to(CPU, torch.promote_types(value.dtype, torch.float32), copy=True)
     group = control(group)
-    NOW.wait_in(group, dist.all_reduce(total, group=group, async_op=True))
+    own_progress().wait_in(group, dist.all_reduce(total, group=group, async_op=True))
     return total.to(value)
 
 
@@ -153,7 +158,7 @@ def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None, source: int | 
     if group is None or group.size() == 1 or tensor.numel() == 0:
         return
     flat = tensor.detach().reshape(-1).contiguous()
-    broadcast_bytes(flat, dist.get_process_group_ranks(group)[0] if source is None else source, group)
+    broadcast_bytes(flat, ranks_of(group)[0] if source is None else source, group)
     tensor.data.copy_(flat.view_as(tensor))
 
 
@@ -162,7 +167,7 @@ def broadcast_bytes(tensor: Tensor, source: int, group: dist.ProcessGroup) -> No
     if tensor.numel():
         content = tensor.view(-1).view(torch.uint8)
         group = group if tensor.is_cuda else control(group)
-        NOW.wait_in(group, dist.broadcast(content, source, group=group, async_op=True))
+        own_progress().wait_in(group, broadcast(content, source, group))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -216,7 +221,7 @@ def slice_like(value: Tensor, tensor: Tensor) -> Tensor:
 def compare_calls(calls: Sequence[tuple[int, ...]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
     """Raise UsageError where ranks are at other calls, or after another number of them."""
     if len(set(calls)) > 1:
-        names = gather_objects(NOW.call, group)
+        names = gather_objects(own_progress().call, group)
         table = "; ".join(f"{named(r)}: {name}, its call {calls[r][1]}" for r, name in enumerate(names))
         raise UsageError(
             f"the ranks are not at the same call: {table}. Every rank has to make each collective call of the plugin, "
@@ -230,7 +235,7 @@ MOST = 10  # numbers that each rank may bring to a meeting
 def meet(group: dist.ProcessGroup, named: Callable[[int], str], numbers: Sequence[int] = ()) -> list[list[int]]:
     """The numbers of every rank at the beginning of a call, MOST at most; all ranks raise UsageError where they are not
     at the same call."""
-    call = zlib.crc32(NOW.call.encode()), NOW.number
+    call = zlib.crc32(own_progress().call.encode()), own_progress().number
     message = torch.tensor([*call, *numbers, *[0] * (MOST - len(numbers))])
     rows = gather(message, group).tolist()
     compare_calls([tuple(row[:2]) for row in rows], group, named)

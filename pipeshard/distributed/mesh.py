@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from pipeshard.distributed.collectives import carrier, gather
-from pipeshard.distributed.progress import NOW
+from pipeshard.distributed.collectives import gather
+from pipeshard.distributed.groups import carrier, ranks_of
+from pipeshard.distributed.p2p import P2P, make_p2p
+from pipeshard.distributed.progress import own_progress
 from pipeshard.errors import ConfigurationError
 
 Coordinate = tuple[int, ...]
@@ -161,14 +163,15 @@ class ProcessGroupMesh:
 
     def get_ranks_in_group(self, group: dist.ProcessGroup | None) -> list[int]:
         """The world ranks of a group that this mesh returned, ascending; none of None."""
-        return [] if group is None else list(dist.get_process_group_ranks(group))
+        return [] if group is None else ranks_of(group)
 
     def warm_up(self, device: torch.device) -> None:
         """Use every group once, in one order on all ranks: amid a step, the connections that a first use makes would
         have hosts wait for each other, and GPUs for all that was handed to them."""
         for (_, backend), group in sorted(self._groups.items(), key=lambda item: item[0][0]):
             if group is not None and backend is None and group.size() > 1:
-                NOW.wait_in(group, dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True))
+                work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
+                own_progress().wait_in(group, work)
 
     def destroy_mesh_process_groups(self) -> None:
         """Destroy every group made by this mesh, never the world's own; the mesh has no groups afterwards."""
@@ -220,15 +223,22 @@ class Grid:
     def __init__(self, pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> None:
         self.dp_size, self.pp_size, self.tp_size = num_replicas(pp_size, dp_size, tp_size), pp_size, tp_size
         self.device = own_device()  # before any group is used, as NCCL makes communicators on the current GPU
-        self.mesh = ProcessGroupMesh(self.dp_size, pp_size, tp_size)
-        self.replica, self.stage, self.slice = self.mesh.unravel(self.mesh.rank, self.mesh.shape)
-        self.replicas, self.stages, self.slices = (self._group([axis]) for axis in (DP, PP, TP))
-        self.world = self._group([DP, PP, TP])
+        self._place(ProcessGroupMesh(self.dp_size, pp_size, tp_size))
         if self.first and self.device.type == "cuda" and carrier(self.device) == "gloo":
             logger.warning(
                 "messages and gradients go from GPU to GPU through the memory of the host, as the process group has "
                 "gloo for them: use init_process_group() without a backend, or 'cpu:gloo,cuda:nccl'"
             )
+
+    def _place(self, mesh: ProcessGroupMesh) -> None:
+        self.mesh = mesh
+        self.replica, self.stage, self.slice = self.mesh.unravel(self.mesh.rank, self.mesh.shape)
+        self.replicas, self.stages, self.slices = (self._group([axis]) for axis in (DP, PP, TP))
+        self.world = self._group([DP, PP, TP])
+
+    def p2p(self, kind: object, placement: Sequence[int]) -> P2P | None:
+        """What sends the messages of this rank's pipeline, with stage s on rank `placement[s]`."""
+        return make_p2p(kind, self.mesh.get_ranks_in_group(self.stages), placement, self.device)
 
     @property
     def size(self) -> int:
@@ -255,7 +265,7 @@ class Grid:
 
     def at(self, stage: int, group: dist.ProcessGroup) -> int:
         """The first global rank of `group` that is of this stage."""
-        ranks = dist.get_process_group_ranks(group)
+        ranks = ranks_of(group)
         return next(rank for rank in ranks if self.mesh.unravel(rank, self.mesh.shape)[PP] == stage)
 
     @staticmethod

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeshard.distributed.collectives import carrier, gather_objects
+from pipeshard.distributed.collectives import gather_objects
+from pipeshard.distributed.groups import carrier
 from pipeshard.errors import ConfigurationError
 from pipeshard.private import nccl_options
 from pipeshard.schedule.passes import add_communication
@@ -148,10 +149,15 @@ def check_p2p(kind: object) -> type[P2P]:
     )
 
 
+def edges_of(placement: Sequence[int]) -> list[Edge]:
+    """Between which ranks of a pipeline messages go, with stage s on rank `placement[s]`."""
+    pairs = {(a, b) for a, b in itertools.pairwise(placement) if a != b}
+    return sorted(pairs | {(b, a) for a, b in pairs})
+
+
 def make_p2p(kind: object, ranks: Sequence[int], placement: Sequence[int], device: torch.device) -> P2P | None:
     """The P2P of a pipeline with stage s on rank `placement[s]`, or None if all stages are on one."""
-    pairs = {(a, b) for a, b in itertools.pairwise(placement) if a != b}
-    edges = sorted(pairs | {(b, a) for a, b in pairs})
+    edges = edges_of(placement)
     return check_p2p(kind)(ranks, edges, device) if edges else None
 
 

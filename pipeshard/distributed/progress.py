@@ -4,13 +4,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from pipeshard.distributed.groups import ranks_of
 from pipeshard.schedule.program import Action, Kind
 
 Timeout = float | str | None | Mapping[str, Any]
@@ -69,7 +72,8 @@ class Progress:
 
     def wait_in(self, group: dist.ProcessGroup, work: Any) -> None:
         """The same for a collective of `group`."""
-        self.wait(work, [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()])
+        own = group.rank()
+        self.wait(work, [rank for place, rank in enumerate(ranks_of(group)) if place != own])
 
     def enter(self, call: str) -> None:
         self.number += 1
@@ -105,7 +109,23 @@ class Progress:
         return found[-1] if found else ""
 
 
-NOW = Progress()  # a process trains in one thread
+NOW = Progress()  # of this process, whose main thread trains
+_of_rank: ContextVar[Progress | None] = ContextVar("progress", default=None)
+
+
+def own_progress() -> Progress:
+    """The progress of the rank that this thread runs: of this process, or of one of several ranks in it."""
+    return _of_rank.get() or NOW
+
+
+@contextmanager
+def running(progress: Progress) -> Iterator[None]:
+    """Let this thread run a rank of its own, which has this progress."""
+    token = _of_rank.set(progress)
+    try:
+        yield
+    finally:
+        _of_rank.reset(token)
 
 
 def allowed(timeout: Timeout) -> float:

@@ -31,7 +31,7 @@ from pipeshard.distributed.failures import (
 from pipeshard.distributed.monitor import Monitor
 from pipeshard.distributed.peers import KILLED, Peers
 from pipeshard.distributed.progress import NOW, Timeout, allowed, collective_of, main_stack
-from pipeshard.errors import RankError, is_of_all
+from pipeshard.errors import BatchError, RankError, is_of_all
 
 logger = logging.getLogger("pipeshard")
 PERIOD = 0.25  # seconds between two looks at the store
@@ -47,6 +47,10 @@ NOTE = "pipeshard: "  # how a line below an error begins that says where it was
 
 class Interrupt(RankError):
     """What interrupts the thread that trains, wherever it is."""
+
+
+class OtherBatchError(RankError, BatchError):
+    """Another rank cannot use its part of the batch, which all ranks have read."""
 
 
 class Watch:
@@ -145,7 +149,8 @@ class Watch:
         if own:
             error.add_note(f"{NOTE}this is {self.named(self.rank)}, in {NOW.where}")
             return None
-        return RankError(self._met(fault), fault)
+        is_of_batch = fault.kind == RAISED and fault.message.startswith(f"{BatchError.__name__}: ")
+        return (OtherBatchError if is_of_batch else RankError)(self._met(fault), fault)
 
     def _met(self, fault: Fault) -> str:
         """A fault, and if that rank has just ended, which call of this rank it did not make."""

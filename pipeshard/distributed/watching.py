@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pipeshard.distributed.failures import ENDED, RAISED, THROUGH, Alarm, Fault, text_of
 from pipeshard.distributed.monitor import Monitor
-from pipeshard.distributed.progress import NOW, Timeout
+from pipeshard.distributed.progress import NOW, Timeout, own_progress
 from pipeshard.distributed.watch import Interrupt, Watch
 from pipeshard.errors import PipeshardError
 from pipeshard.ghost import inside_pipeshard
@@ -82,7 +82,7 @@ def calling(name: str) -> Iterator[bool]:
     """
     global _well
     with inside_pipeshard():
-        if _world is None or _world is not dist.group.WORLD or NOW.call:
+        if _world is None or _world is not dist.group.WORLD or NOW.call or own_progress() is not NOW:
             yield False
         elif _watch is not None and _watch.world is _world:
             with _watch.call(name):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeshard.distributed.collectives import CPU, control, gather_objects, local_grad
 from pipeshard.distributed.mesh import Grid
-from pipeshard.distributed.progress import NOW
+from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.mixed_precision import LossScale
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.engine.updates import Updates
@@ -175,5 +175,5 @@ def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, nor
     every = torch.stack([*terms, nothing]).to(CPU)  # a GPU is waited for once, not for each parameter
     total = every.max() if is_max else every.sum()
     operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-    NOW.wait_in(group, dist.all_reduce(total, operation, group=group, async_op=True))
+    own_progress().wait_in(group, dist.all_reduce(total, operation, group=group, async_op=True))
     return (total if is_max else total ** (1.0 / norm_type)).to(dtype)

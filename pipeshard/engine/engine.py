@@ -1,9 +1,10 @@
 """Pipeline: one rank's stages of a boosted model, ready to run steps."""
 
 import math
+import traceback
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,9 +18,11 @@ from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.agreement import compare_ranks, compare_trained
 from pipeshard.distributed.collectives import first_seed, gather, gather_objects, share_scalar, sum_scalar, together_in
+from pipeshard.distributed.failures import is_lost
 from pipeshard.distributed.mesh import Grid
-from pipeshard.distributed.p2p import make_p2p, with_messages
-from pipeshard.distributed.progress import NOW
+from pipeshard.distributed.p2p import with_messages
+from pipeshard.distributed.progress import own_progress
+from pipeshard.engine.alone import alone, failing, is_of_model
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.interpreter import Interpreter
 from pipeshard.engine.microbatches import Found, RouteCache
@@ -32,12 +35,12 @@ from pipeshard.engine.refusals import Places, refuse_compiled, refuse_criterion,
 from pipeshard.engine.running_state import Carry, deferred
 from pipeshard.engine.stage import NaNCheck, Stage
 from pipeshard.engine.weight_grad import Deferral
-from pipeshard.errors import TraceError, UsageError
+from pipeshard.errors import BatchError, TraceError, UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
 from pipeshard.graph.units import containers, find_units, paths_of
 from pipeshard.hf import disable_caches
-from pipeshard.schedule.program import Program, forward_only
+from pipeshard.schedule.program import Action, Kind, Program, forward_only
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.materialize import compile_units, shard
 from pipeshard.split.partition import Cuts, is_profile, named
@@ -55,6 +58,15 @@ class Unseen(NamedTuple):
     batch: Batch
     flow: Dataflow
     criterion: Criterion | None
+
+
+class Ran(NamedTuple):
+    """A microbatch of the last step: the `share` of its loss, or of its criterion's sum where that is `summed`, in the
+    loss of the step; the latter on the last stage's rank."""
+
+    share: float
+    summed: bool
+    flow: Dataflow
 
 
 class Pipeline:
@@ -86,6 +98,7 @@ class Pipeline:
         self._parts: tuple[list[Batch], list[list[Batch]]] = [], []  # batches, and the microbatches of each
         self.last: Program | None = None  # what ran last
         self.read = 0, 0  # the samples and tokens that it read
+        self.ran: list[Ran] = []  # its microbatches
         self.trainable = any(parameter.requires_grad for parameter in model.parameters())  # of the whole model
 
         partition, recompute, self.criterion = config.settled(getattr(model, "pipeline_hints", None), criterion)
@@ -179,7 +192,7 @@ class Pipeline:
             for index in self.policy.chunks
         ]
         placement = self.policy.placement
-        p2p = make_p2p(self.config.p2p, self.ranks, placement, self.device)
+        p2p = self.grid.p2p(self.config.p2p, placement)
         self.interpreter = Interpreter({stage.index: stage for stage in self.stages}, placement, p2p, self.device)
 
     @property
@@ -202,7 +215,7 @@ class Pipeline:
         weight: float = 1.0,
     ) -> dict[str, Any]:
         """One step, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
-        NOW.model, NOW.chunks = self.model, self.policy.chunks
+        own_progress().model, own_progress().chunks = self.model, self.policy.chunks
         criterion = criterion if criterion is not None else self.criterion
         refuse_criterion(criterion, self.model)
         self.refuse_blank()
@@ -253,7 +266,7 @@ class Pipeline:
                 cut = self._cut(batches)
                 found = self.planner.find_alike(cut, criterion, outputs.needed, self.grid, found)
         if agreed.news & UNPROVEN:
-            with self.precision.running():
+            with self.precision.running(), self._tracing(batches, criterion, outputs):
                 self.planner.prove(batches, self.config.cut, criterion, self.grid.world)
         with self.policy.replay.randomness.step(agreed.seed, self.steps, self.reader.first(agreed)):
             out = self._run(batches, found, criterion, train, return_loss, outputs, exact, weight)
@@ -286,7 +299,8 @@ class Pipeline:
     ) -> dict[str, Any]:
         with self.precision.running():
             cut = self._cut(read)
-            planned = self.planner.plan_each(cut, found, criterion, outputs.needed, *how)
+            with self._tracing(read, criterion, outputs):
+                planned = self.planner.plan_each(cut, found, criterion, outputs.needed, *how)
         self._parts = [], []
         flow = planned[-1][0].route.flow
         for microbatch in planned[-1]:
@@ -303,11 +317,12 @@ class Pipeline:
             refuse_backward_hooks(self.model, units, self.containers, flow, partition, outputs.needed)
         self.last = program = self.program(len(planned[-1]), train)
         self.read = sum(batch.rows for batch in read), sum(batch.num_tokens for batch in read)
+        self.ran = [Ran(microbatch.share, microbatch.summed, microbatch.route.flow) for microbatch in planned[-1]]
         for stage, microbatches in zip(self.stages, planned, strict=True):
             stage.begin(microbatches, criterion, train, outputs, self.scale, program.splits(stage.index))
         routes = [microbatch.route for microbatches in planned for microbatch in microbatches]
         self.carry.begin(routes)
-        NOW.in_flight = self.grid.size > 1
+        own_progress().in_flight = self.grid.size > 1
         if train:
             self.gradients.add_to()
         if train or self.holdings.sharded is not None:
@@ -316,16 +331,20 @@ class Pipeline:
             with self._deferring(), self._norms(), self.precision.sharing_casts([r.flow for r in routes]):
                 reduces = train and self.synchronizes and self.sync.is_early
                 self.interpreter.run(program.ranks[self.rank], self.sync.stage_done if reduces else None)
+        except Exception as error:
+            if (dependent := self._dependent(error, read, cut, criterion, outputs)) is not None:
+                raise dependent from error
+            raise
         finally:
             for stage in self.stages:
                 stage.end()
             self.carry.end()
         self.steps += train
         self.planner.stepped()
-        NOW.start("the sums of gradients and losses")
+        own_progress().start("the sums of gradients and losses")
         if train or self.holdings.sharded is not None:
             self.sync.finish(train and self.synchronizes)
-        NOW.in_flight = False
+        own_progress().in_flight = False
         end, source = self.stages[-1], self.last_rank  # the last stage is the last of its rank
         loss = self._of_replicas(end)
         is_looked_at = wanted or (train and self.looks_at_once)
@@ -343,6 +362,50 @@ class Pipeline:
             self._unseen = Unseen(is_unknown, cut[-1][0], flow, criterion)
         shown = total.to(self.device).as_subclass(StepLoss) if wanted and total is not None else None
         return {"loss": shown, "outputs": merged}
+
+    def _dependent(
+        self,
+        error: Exception,
+        read: Sequence[Batch],
+        cut: Sequence[Sequence[Batch]],
+        criterion: Criterion | None,
+        outputs: Outputs,
+    ) -> BatchError | None:
+        """What to raise for an error in the forward of a microbatch, if the stage runs on the whole batch."""
+        action = own_progress().action
+        if not isinstance(action, Action) or action.kind is not Kind.F or not is_of_model(error) or is_lost(error):
+            return None
+        owners = [(k, i) for k, parts in enumerate(cut) for i in range(len(parts))]
+        k, i = owners[action.microbatch]
+        batch, parts = read[k], cut[k]
+        place = [stage.index for stage in self.stages].index(action.stage)
+
+        def run(part: Batch) -> None:
+            microbatch = self.planner.on_stage(part, criterion, outputs.needed, place)
+            self.stages[place].try_zeros(microbatch, criterion)
+
+        with self.precision.running():
+            found = failing(batch, parts[i : i + 1], run)
+        if found is None or type(found[1]) is not type(error):
+            return None
+        module = own_progress().module([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
+        return alone(batch, parts, i, error, module)
+
+    @contextmanager
+    def _tracing(self, read: Sequence[Batch], criterion: Criterion | None, outputs: Outputs) -> Iterator[None]:
+        """Around traces of microbatches. Raises BatchError on every rank if the model's code between units fails in a
+        microbatch, but not in its batch."""
+        try:
+            yield
+        except TraceError as error:
+            why = error.__cause__
+            if not isinstance(why, Exception):
+                raise
+            for batch, parts in zip(read, self._cut(read), strict=True):
+                found = failing(batch, parts, lambda part: self.planner.on_stage(part, criterion, outputs.needed, 0))
+                if found is not None:
+                    raise alone(batch, parts, found[0], why) from why
+            raise
 
     def _refuse_other_way(self, batch: Batch, flow: Dataflow, criterion: Criterion | None) -> None:
         with self.precision.running():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipeshard.distributed.collectives import align_grad, gather_objects, local, local_grad, set_local_grad
 from pipeshard.distributed.mesh import Grid
-from pipeshard.distributed.progress import NOW
+from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.fsdp import ShardedUnits
 from pipeshard.split.policy import Policy
 
@@ -58,7 +58,7 @@ class Bucket:
     def wait(self) -> Tensor:
         """The sums of the counts, once the holders have met."""
         assert self.work is not None
-        NOW.wait_in(self.group, self.work)
+        own_progress().wait_in(self.group, self.work)
         self.work = None
         return self.flat[len(self.flat) - len(self.trained) :]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pipeshard.distributed.p2p import P2P
-from pipeshard.distributed.progress import NOW
+from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.stage import Stage
 from pipeshard.engine.timeline import Timeline
 from pipeshard.private import profiler_is_enabled
@@ -46,7 +46,7 @@ class Interpreter:
         profiled = profiler_is_enabled()
         try:
             for action in actions:
-                NOW.start(action)
+                own_progress().start(action)
                 with record_function(str(action)) if profiled else contextlib.nullcontext():
                     if action.kind.is_compute:
                         self._compute(action)
@@ -123,7 +123,7 @@ class Interpreter:
 
     def _wait(self, work: dist.Work, other: int) -> None:
         assert self.p2p is not None
-        NOW.wait(work, (self.p2p.ranks[other],))
+        own_progress().wait(work, (self.p2p.ranks[other],))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

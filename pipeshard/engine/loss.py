@@ -46,8 +46,7 @@ FAR = 1e-3  # how much the two parts' losses have to differ, relative to the lar
 MOST_RULES = 128  # that are kept
 AT_SIZES = 2  # how many telling trials a rule has to hold in at the batch's own sizes
 LOOSER = 5.0  # how much larger than for a few samples the relative error of a sum of many may be
-MOST = 2**26  # numbers that are drawn for one trial at the batch's own sizes, and at larger ones
-MOST_LARGER = 2**23
+MOST = 2**26  # numbers that are drawn for one trial at the batch's own sizes, or at larger ones
 VIEWS = (
     ". Several views of each sample that go through layers together have to be in the order of the samples: "
     "torch.stack([a, b], 1).flatten(0, 1) and .unflatten(0, (-1, 2)).unbind(1), not torch.cat([a, b]) and .chunk(2)"
@@ -215,6 +214,7 @@ def prove_loss_rule(
     if known is not None:
         for side_outputs in (False, True) if search.has_side_outputs else (False,):
             if search.rule(side_outputs, known=known) is not None:
+                search.warn_of_untried()
                 return Proven(known, search.until)
     rule, is_approximate = search.rule(), search.has_side_outputs
     if rule is None and search.has_side_outputs:
@@ -244,6 +244,7 @@ def prove_loss_rule(
             "over samples: it is computed for each microbatch, as in gradient accumulation, and averaged like the rest",
             type(model).__name__,
         )
+    search.warn_of_untried()
     return Proven(rule, search.until)
 
 
@@ -270,6 +271,7 @@ class _Search:
         self.sizes = sizes  # those at which a rule has to hold, if not at all of them
         self.until = sizes  # those up to which the rule found holds
         self.is_of_few = False  # whether a rule held on a few samples alone
+        self.is_untried = False  # whether the rule found could not be tried at the batch's sizes
         self.failure: Exception | None = None  # why nothing could be tried
         loss = flow.loss
         self.has_side_outputs = loss is not None and bool(loss.hidden or any(map(flow.is_aside, loss.values)))
@@ -344,6 +346,9 @@ class _Search:
                 yield from (LossRule(path, shift, adds=True) for shift in (0, 1))
         if self.criterion is None and is_of_transformers(self.model):
             return
+        for path in floats:  # positions that are left out where a mask is 0, whatever it is elsewhere
+            if path in self.read:
+                yield from (LossRule(path, shift, 0) for shift in (0, 1))
         for path in integers:  # positions that are left out by what is read there, not by their label
             if path in self.read and not is_target(path):
                 paddings = dict.fromkeys([padding_token(self.model) or 0, 0])
@@ -380,19 +385,31 @@ class _Search:
 
     def _holds_at_sizes(self, rule: LossRule) -> bool:
         """Whether a rule that holds on a few samples does so at the batch's sizes: at those that end its range, or
-        else at its own. What cannot be tried at its own sizes is taken to hold."""
+        else at its own. If its own are too large to be run, fewer and shorter samples have to do, and the rule
+        `is_untried` at the batch's."""
         if self.sizes is None:
             return True
         source, larger = self._larger(), self.sizes.larger
-        is_whole = self._needs(source, larger.rows) <= MOST_LARGER
-        holds = self._holds_in(rule, source, larger, MOST_LARGER)
-        if not (holds and is_whole):
-            self.until = larger.of_batch(source) if holds else self.sizes
-            holds = self._holds_in(rule, self.batch, self.sizes, MOST)
-        else:
+        self.until, self.is_untried = self.sizes, False
+        if self._needs(source, larger.rows) <= MOST and self._holds_in(rule, source, larger, MOST):
             self.until = larger.of_batch(source)
+            return True
+        holds = self._holds_in(rule, self.batch, self.sizes, MOST)
+        self.is_untried = holds is None or self._needs(self.batch, self.sizes.rows) > MOST
         self.is_of_few |= holds is False
         return holds is not False
+
+    def warn_of_untried(self) -> None:
+        """Say that nothing is known of the loss at the batch's sizes, if that is so."""
+        if self.is_untried and self.sizes is not None:
+            logger.warning(
+                "the loss of %s could not be tried on %d samples with axes of %s (too many numbers, or no losses that "
+                "tell), but on fewer or shorter ones. It is exact if it does not go by the number of samples or the "
+                "length (as a mean of chunks' means does). To be sure, return (sum, count) from the criterion",
+                type(self.model).__name__,
+                self.sizes.rows,
+                sorted(set(self.sizes.lengths)),
+            )
 
     def _larger(self) -> Batch:
         """The batch, as long as the range of its lengths ends with."""

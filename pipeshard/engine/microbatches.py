@@ -231,6 +231,12 @@ class RouteCache:
             for of_stage in zip(*routes, strict=True)
         ]
 
+    def on_stage(self, batch: Batch, criterion: Criterion | None, outputs: Wanted, place: int) -> Microbatch:
+        """`batch` as one microbatch of this rank's stage number `place`, whose loss is its own."""
+        flow, deltas = self._find(batch, criterion)
+        route = self._route(flow, outputs)[place]
+        return Microbatch(route.feed(batch, self.policy.replay.device), route, deltas, 1.0)
+
     def _find(self, batch: Batch, criterion: Criterion | None) -> Way:
         mode = self._mode(criterion, batch)
         for flow in self._flows.get(mode, ()):

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeshard.distributed.collectives import local, slice_like, together_in
-from pipeshard.distributed.progress import NOW
+from pipeshard.distributed.collectives import broadcast, local, slice_like, together_in
+from pipeshard.distributed.groups import ranks_of
+from pipeshard.distributed.progress import own_progress
 from pipeshard.distributed.watching import calling
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.grad_sync import bundled
@@ -344,14 +345,14 @@ def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
 @torch.no_grad()
 def share_updates(weights: Iterable[MasterWeight], group: dist.ProcessGroup) -> None:
     """Give each replica what the others have updated. While one message is on its way, the next is made."""
-    ranks, under_way = dist.get_process_group_ranks(group), deque[tuple[dist.Work, Tensor, list[Tensor]]]()
+    ranks, under_way = ranks_of(group), deque[tuple[dist.Work, Tensor, list[Tensor]]]()
     bundles = bundled(weights, lambda w: (w.owner, w.parameter.dtype), lambda w: local(w.parameter).nbytes)
     for bundle in bundles:
         owner, tensors = bundle[0].owner, [local(weight.parameter) for weight in bundle]
         assert owner is not None
         in_place = len(tensors) == 1 and tensors[0].is_contiguous()
         flat = tensors[0] if in_place else torch.cat([tensor.reshape(-1) for tensor in tensors])
-        work = dist.broadcast(flat, ranks[owner], group=group, async_op=True)
+        work = broadcast(flat, ranks[owner], group)
         under_way.append((work, flat, [] if in_place or owner == group.rank() else tensors))
         if len(under_way) > 1:
             _receive(group, *under_way.popleft())
@@ -360,7 +361,7 @@ def share_updates(weights: Iterable[MasterWeight], group: dist.ProcessGroup) -> 
 
 
 def _receive(group: dist.ProcessGroup, work: dist.Work, flat: Tensor, tensors: list[Tensor]) -> None:
-    NOW.wait_in(group, work)
+    own_progress().wait_in(group, work)
     for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]) if tensors else ()):
         tensor.copy_(part.view_as(tensor))
 

@@ -187,4 +187,5 @@ class Reader:
                 "the data iterator is empty: make a new one, iter(dataloader), for every epoch, and call "
                 "execute_pipeline len(dataloader) times"
             ) from None
-        return self.precision.of_batch(self.row_dims.read(data, self.cuts))
+        batch = data if isinstance(data, Batch) else self.row_dims.read(data, self.cuts)
+        return self.precision.of_batch(batch)

@@ -25,6 +25,7 @@ from pipeshard.engine.weight_grad import Deferral, Gradients
 from pipeshard.errors import ConfigurationError, NonFiniteError, TraceError, UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.foreign import foreign_error, kept, leaves_of
+from pipeshard.graph.preserve import preserving
 from pipeshard.graph.taint import Value, casting
 from pipeshard.private import foreach_norm, tree_leaves
 from pipeshard.split.replay import Replay
@@ -215,6 +216,17 @@ class Stage:
             self.finite.forward(i, units, sent, loss if microbatch.share else None)  # 0/0 without labels
         return sent
 
+    def try_zeros(self, microbatch: Microbatch, criterion: Criterion | None) -> None:
+        """Run the forward of `microbatch` on zeros in the place of what other stages send, and keep nothing. Raises
+        what the model raises."""
+        route, replay = microbatch.route, self.replay
+        shapes = {value: microbatch.shape(value) for value in route.enters.values}
+        zeros = {v: torch.zeros(shape, dtype=dtype, device=replay.device) for v, (shape, dtype) in shapes.items()}
+        with torch.no_grad(), preserving(replay.model, criterion), self.around(), self.carry(route):
+            output, _ = replay.run(route, microbatch.deltas, zeros, microbatch.batch)
+            if self.is_last:
+                sum_and_count(output, criterion, microbatch.batch)
+
     def backward(self, i: int, returning: Sequence[Tensor]) -> list[Tensor]:
         """Back-propagate the gradients of what `forward(i)` returned; returns those of what it took."""
         saved, share = self.saved.pop(i), self.microbatches[i].share
@@ -283,8 +295,8 @@ class Stage:
                 raise TraceError(
                     f"result {value.leaf} of unit {flow.calls[value.call].unit}, which another stage sent to stage "
                     f"{self.index}, gets no gradient, since a backward of the model's own (torch.autograd.Function) "
-                    "returns None for it: its stage cannot tell that from zeros. Detach it in the forward "
-                    "(x.detach()), let that backward return zeros, or cut elsewhere (partition=[...])"
+                    "returns None for it: its stage cannot tell that from zeros. Let that backward return zeros, or "
+                    "cut elsewhere (partition=[...])"
                 )
         self._never.update((id(flow), value) for value in never)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pipeshard.distributed.progress import NOW
+from pipeshard.distributed.progress import own_progress
 from pipeshard.schedule.program import Action
 from pipeshard.schedule.simulate import Span
 
@@ -97,11 +97,11 @@ class Timeline:
         """Wait until the GPU is behind by so many actions at most."""
         while len(self._behind) > most:
             moments = self._behind.popleft()
-            NOW.start(moments.action)
+            own_progress().start(moments.action)
             if moments.waits:
-                NOW.wait_until(moments.start.synchronize, moments.waits)
-                NOW.start(moments.action)
-            NOW.wait_until(moments.end.synchronize, ())
+                own_progress().wait_until(moments.start.synchronize, moments.waits)
+                own_progress().start(moments.action)
+            own_progress().wait_until(moments.end.synchronize, ())
 
     def _host_time(self) -> Callable[[Any], float]:
         """What turns a moment of the step into a time of the host, whose last one is now."""

@@ -80,6 +80,23 @@ class Draws:
         _restore(PROCESS, self._outside.pop())
 
 
+class OwnDraws:
+    """Generators of one of several ranks of a process: inside `with self:` they go on where they were at the end of the
+    last one, first where they are now. Outside, they are as if nothing had been drawn inside."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = Randomness(device).generators
+        self._inside = _states(self._generators)
+
+    def __enter__(self) -> None:
+        self._outside = _states(self._generators)
+        _restore(self._generators, self._inside)
+
+    def __exit__(self, *error: object) -> None:
+        self._inside = _states(self._generators)
+        _restore(self._generators, self._outside)
+
+
 PROCESS = [torch.default_generator]
 
 

@@ -15,12 +15,13 @@ from pipeshard.batch.tree import flatten_with_names
 from pipeshard.graph.units import Interception
 from pipeshard.private import tree_leaves
 from pipeshard.split.ties import first_names
+from pipeshard.verify.local import Different, LocalPipeline
 from pipeshard.verify.reference import Reference
-from pipeshard.verify.virtual import Different, Virtual
 
 LOSS, GRADIENT = 1e-5, 1e-4  # relative errors that rounding may make
 FINE = 1e-9  # in fp64
 FLOOR = 1e-3  # of the largest gradient: what is smaller than that is compared with it
+Gradients = dict[str, Tensor | None]
 DEPTH = 3  # of the lists and dicts that an attribute may be
 
 
@@ -38,6 +39,11 @@ class Comparison:
         if not self._close(split, unsplit, LOSS, 1e-3):
             raise Different(f"{what} is {float(split):.7g}, unsplit {float(unsplit):.7g}", "forward")
         self.counts["losses"] += 1
+
+    def norm(self, split: float, unsplit: float) -> None:
+        if not self._close(torch.tensor(split), torch.tensor(unsplit), LOSS, 1e-6):
+            raise Different(f"gradients are clipped by a norm of {split:.7g}, unsplit {unsplit:.7g}")
+        self.counts["norms"] += 1
 
     def gradients(self, split: Mapping[str, Tensor | None], unsplit: Mapping[str, Tensor | None], what: str) -> None:
         """In the order given, which is that of the backward pass."""
@@ -145,8 +151,9 @@ def _text(split: Any, unsplit: Any) -> str:
     return f"{float(split):.7g}, unsplit {float(unsplit):.7g}"
 
 
-def gradients(split: Virtual, reference: Reference) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-    """By name, in the order of the backward pass; ties have their sums."""
+def gradients(split: LocalPipeline, reference: Reference) -> Iterator[tuple[str, Gradients, Gradients]]:
+    """Which rank, its gradients and those of the unsplit model by name, in the order of the backward pass. Every rank
+    that holds a parameter has its whole gradient."""
     calls = {unit: k for k, (unit, _) in enumerate(split.policy.flow.occurrences)}
 
     def place(name: str) -> int:
@@ -155,25 +162,33 @@ def gradients(split: Virtual, reference: Reference) -> tuple[dict[str, Tensor | 
     parameters = dict(reference.model.named_parameters())
     names = sorted(parameters, key=place, reverse=True)
     unsplit = {name: parameters[name].grad for name in names if parameters[name].requires_grad}
-    holders = {name: [rank for rank in split.ranks if name in rank.held] for name in unsplit}
-    if lost := [name for name, ranks in holders.items() if not ranks and unsplit[name] is not None]:
+    held = set[str]().union(*(rank.held for rank in split.ranks))
+    if lost := [name for name in unsplit if name not in held and unsplit[name] is not None]:
         raise Different(f"no stage holds {lost[0]}, which gets a gradient")
-    mine = {name: ranks[0].held[name].grad if ranks else None for name, ranks in holders.items()}
-    for k, parameter in enumerate(reference.own.foreign()):
-        name = f"parameter {k} of the optimizer that is not the model's"
-        unsplit[name], mine[name] = parameter.grad, split.last.foreign[k].grad
-    return mine, unsplit
+    foreign = {f"parameter {k} of the optimizer that is not the model's": k for k in range(len(split.last().foreign))}
+    for rank in reversed(split.ranks):
+        own = {name: gradient for name, gradient in unsplit.items() if name in rank.held}
+        mine = {name: rank.held[name].grad for name in own}
+        if rank is split.last():
+            own |= {name: reference.own.foreign()[k].grad for name, k in foreign.items()}
+            mine |= {name: rank.foreign[k].grad for name, k in foreign.items()}
+        yield split.named(rank), mine, own
 
 
 def compare_state(
-    comparison: Comparison, split: Virtual, reference: Reference, during: str, fickle: Collection[str] = ()
+    comparison: Comparison,
+    split: LocalPipeline,
+    reference: Reference,
+    during: str,
+    fickle: Collection[str] = (),
+    replica: int = 0,
 ) -> None:
     """Buffers, and what forwards have left on modules, by the stage that has them, but for `fickle` attributes."""
     buffers = dict(reference.model.named_buffers())
-    mine = {name: split.of(name).model.get_buffer(name) for name in buffers}
+    mine = {name: split.of(name, replica).model.get_buffer(name) for name in buffers}
     comparison.tensors(mine, buffers, "buffers", during)
     for path, module in reference.model.named_modules():
-        here = attributes(split.of(f"{path}.").model.get_submodule(path))
+        here = attributes(split.of(f"{path}.", replica).model.get_submodule(path))
         for name, value in attributes(module).items():
             if name in here and here[name] is not value and f"{path}.{name}" not in fickle:
                 where = f"{path}.{name}" if path else f"the model's {name}"
@@ -193,7 +208,7 @@ def differing(one: nn.Module, other: nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def compare_trained(comparison: Comparison, split: Virtual, reference: Reference, when: str) -> None:
+def compare_trained(comparison: Comparison, split: LocalPipeline, reference: Reference, when: str) -> None:
     """Parameters of all stages that hold them, and what is saved."""
     for name, parameter in reference.model.named_parameters():
         for rank in split.ranks:
@@ -201,7 +216,7 @@ def compare_trained(comparison: Comparison, split: Virtual, reference: Reference
                 comparison.tensors({name: rank.held[name]}, {name: parameter}, "parameters", when)
     for k, parameter in enumerate(reference.own.foreign()):
         name = f"parameter {k} of the optimizer that is not the model's"
-        comparison.tensors({name: split.last.foreign[k]}, {name: parameter}, "parameters", when)
+        comparison.tensors({name: split.last().foreign[k]}, {name: parameter}, "parameters", when)
     first = first_names(reference.model)
     states = [rank.model.state_dict() for rank in split.ranks]
     expected = reference.model.state_dict()
@@ -217,7 +232,7 @@ Results = dict[tuple[str, int, int], list[Any]]
 
 
 def first_unit(
-    split: Virtual,
+    split: LocalPipeline,
     reference: Reference,
     rows: Callable[[Batch, int], Batch],
     m: int,
@@ -233,8 +248,8 @@ def first_unit(
             around.enter_context(recorded(rank.model, units, results))
         around.enter_context(recorded(reference.model, units, unsplit))
         with contextlib.suppress(Exception):  # of any kind: what was recorded until then tells where it begins
-            split.step(lambda batch: rows(batch, 0), m, False, at)
-        reference.step(rows(reference.own.sample, 0).split(m), split.weights, at, note)
+            split.step(lambda batch, replica: rows(batch, 0), m, False, at)
+        reference.step(rows(reference.own.sample, 0).split(m), split.weights(0), at, note)
     for (unit, k, i), expected in unsplit.items():
         stage = split.policy.partition.stages.get((unit, k), 0)
         leaves = of_ranks[split.placement[stage]].get((unit, k, i), [])

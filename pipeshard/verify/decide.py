@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import psutil
@@ -18,7 +18,7 @@ from pipeshard.config import PipelineConfig
 from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import NOW
-from pipeshard.errors import VerificationError
+from pipeshard.errors import BatchError, VerificationError
 from pipeshard.hf import is_of_transformers
 from pipeshard.planner.memory import format_bytes
 from pipeshard.schedule.given import name_of
@@ -87,9 +87,11 @@ def prove_at_boost(
     auto = config.verify == "auto" and not alone
     if not alone and (not config.verify or stages == 1):
         return
-    known = auto and is_known(model, criterion)
+    known = auto and is_known(model, criterion, optimizer)
     if int(gather(torch.tensor(int(known)), grid.world)[0]):  # a hook may be on one rank only
         return
+
+    of_world = replace(config, dp_size=grid.dp_size)
 
     def work(note: Callable[[], None]) -> Proof:
         if stages == 1:
@@ -101,11 +103,13 @@ def prove_at_boost(
         if why and _too_large(model, grid.device, share, FEW):
             return Proof(UNPROVEN, why)
         seconds = SECONDS if auto else None
-        return prove(config, grid.device, model, optimizer, criterion, sample, seconds, note, skip=why)
+        return prove(of_world, grid.device, model, optimizer, criterion, sample, seconds, note, skip=why)
 
     proof = _on_first(grid, work)
     if alone:
         raise Proven(proof, f"{type(model).__name__} in {stages} stages, {name_of(config.schedule)}")
+    if proof.alone:
+        raise BatchError(proof.reason) from proof.cause
     if proof.coupled:
         raise VerificationError(
             f"the loss or gradients of {type(model).__name__} in microbatches are not those of the whole batch, so "
@@ -136,10 +140,12 @@ def _warn_of_batch_norms(model: nn.Module) -> None:
         )
 
 
-def is_known(model: nn.Module, criterion: Criterion | None) -> bool:
+def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
     """Whether it is an architecture of docs/parity.md as it is there: transformers' own modules, nothing put around
-    them, and the loss that they compute themselves."""
+    them, the loss that they compute themselves, and an optimizer of torch or of these packages."""
     if criterion is not None or not is_of_transformers(model):
+        return False
+    if optimizer is not None and type(optimizer).__module__.split(".")[0] not in KNOWN:
         return False
     return all(
         type(module).__module__.split(".")[0] in KNOWN
@@ -217,5 +223,5 @@ def _on_first(grid: Grid, work: Callable[[Callable[[], None]], Proof]) -> Proof:
 
     proof = work(note)
     gather(torch.tensor(1), grid.world)
-    gather_objects(astuple(proof), grid.world)
+    gather_objects(astuple(replace(proof, cause=None)), grid.world)  # the error itself may not travel
     return proof

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.criterion import Criterion
+from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
-from pipeshard.errors import PipeshardError, TraceError
+from pipeshard.engine.alone import failing, is_of_model, text_of
+from pipeshard.errors import BatchError, PipeshardError, TraceError
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.verify.compare import (
     Comparison,
@@ -25,10 +27,10 @@ from pipeshard.verify.compare import (
     gradients,
     output_tensors,
 )
+from pipeshard.verify.local import Different, LocalPipeline, Unproven, stepped
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights, generators, undisturbed
 from pipeshard.verify.untouched import untouched
-from pipeshard.verify.virtual import Different, Unproven, Virtual
-from pipeshard.verify.whole import Coupled, Found, WholeBatch, cut
+from pipeshard.verify.whole import Coupled, Found, WholeBatch, cut, is_batch_norm
 
 logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
@@ -47,7 +49,7 @@ class Proof:
 
     `refused` is whether the reason is an error that training raises, too; `coupled` whether samples depend on each
     other, so that microbatches are not the batch. `moving` is what happens for each microbatch, as in gradient
-    accumulation.
+    accumulation. `alone`: a microbatch does not run by itself, for the reason that is given, and by the `cause`.
     """
 
     kind: str
@@ -58,6 +60,12 @@ class Proof:
     refused: bool = False
     coupled: bool = False
     moving: tuple[str, ...] = ()
+    alone: bool = False
+    cause: Exception | None = None
+
+
+class Alone(Exception):
+    """A microbatch does not run by itself, though the whole batch does; its cause is the model's error."""
 
 
 class Fails(Unproven):
@@ -90,6 +98,7 @@ def prove(
     """
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, seconds, note)
     kind, reason, refused, coupled = EXACT, "", False, False
+    cause: BaseException | None = None
     with undisturbed(device):
         try:
             with untouched(proving.given):
@@ -98,6 +107,8 @@ def prove(
             kind, reason, coupled = DIFFERENT, str(difference), True
         except Different as difference:
             kind, reason = DIFFERENT, str(difference)
+        except Alone as error:
+            kind, reason, cause = UNPROVEN, str(error), error.__cause__
         except Unproven as error:
             kind, reason = UNPROVEN, str(error)
         except PipeshardError as error:  # booster.boost, or the first step, says the same
@@ -108,7 +119,8 @@ def prove(
     but, moving = tuple(proving.but), tuple(proving.moving)
     if kind == EXACT and but:
         kind = PARTLY
-    return Proof(kind, reason, proving.counts, but, proving.elapsed, refused, coupled, moving)
+    made = Proof(kind, reason, proving.counts, but, proving.elapsed, refused, coupled, moving)
+    return replace(made, alone=True, cause=cause) if isinstance(cause, Exception) else made
 
 
 @dataclass(frozen=True)
@@ -122,8 +134,8 @@ class Cut:
     units: tuple[str, ...]
 
 
-def _has_auxiliary(split: Virtual) -> bool:
-    flow = split.microbatches[0].route.flow
+def _has_auxiliary(split: LocalPipeline) -> bool:
+    flow = split.flow
     return flow.loss is not None and bool(flow.loss.hidden or any(map(flow.is_aside, flow.loss.values)))
 
 
@@ -146,6 +158,7 @@ class _Proving:
         self.cut: list[Cut] = []
         self.draws, self.fickle, self.is_whole = False, frozenset[str](), False
         self.count, self.m = ROWS, 1 if config.num_microbatches == 1 else PARTS
+        self.replicas = self._replicas()
 
     @property
     def elapsed(self) -> float:
@@ -179,12 +192,29 @@ class _Proving:
             self._compare_both()
         except Exception as error:  # whatever the user's model raises
             is_verdict = isinstance(error, (Unproven, Different, Coupled, PipeshardError))
-            is_verdict = is_verdict and not isinstance(error, (Fails, TraceError))
-            if is_verdict or self.count >= self.given.sample.rows:
+            is_verdict = is_verdict and not isinstance(error, (Fails, TraceError, BatchError))
+            if is_verdict:
                 raise
-            self.count = self.given.sample.rows
+            self._refuse_alone()
+            if self.count >= self.given.sample.rows:
+                raise
+            self.count, self.replicas = self.given.sample.rows, 1
             self.m = len(self.given.sample.split(*self.config.cut))
             self._compare_both()
+
+    def _refuse_alone(self) -> None:
+        """Raise Alone if the unsplit model runs on the batch, but not on one of the microbatches of training."""
+        batch = self._sample()
+        parts = batch.split(*self.config.cut)
+
+        def run(part: Batch) -> None:
+            own = self._copy()
+            with torch.no_grad():
+                sum_and_count(part.call(own.model), self._criterion(own), part)
+
+        if (found := failing(batch, parts, run)) is not None and is_of_model(found[1]):
+            i, error = found
+            raise Alone(text_of(batch, parts, i, error)) from error
 
     def _compare_both(self) -> None:
         self._try()
@@ -208,10 +238,29 @@ class _Proving:
                 return
             raise self._located(difference) from None
 
+    def _replicas(self) -> int:
+        """Two where there are several and the samples suffice; batch norm needs two in each microbatch. The optimizer
+        must be the model's alone, and the loss that of all replicas' samples."""
+        parts, rows = 2 * self.m, self.given.sample.rows
+        several = (self.config.dp_size or 1) > 1 and self.config.loss_reduction == "token"
+        if not several or self.given.foreign():
+            return 1
+        if rows >= 2 * parts:
+            self.count = 2 * parts + 1
+            return 2
+        return 2 if rows >= parts and not any(map(is_batch_norm, self.given.model.modules())) else 1
+
     def rows(self, batch: Batch, step: int) -> Batch:
         """The samples of a step: the first ones, then the last ones, backwards."""
         order = range(batch.rows)
         return batch.take(torch.tensor((order[::-1] if step else order)[: self.count]))
+
+    def part(self, batch: Batch, step: int, replica: int) -> Batch:
+        """Those of a replica, which has m of the step's microbatches."""
+        rows = self.rows(batch, step)
+        sizes = [part.rows for part in rows.split(self.m * self.replicas)]
+        before = sum(sizes[: replica * self.m])
+        return rows.take(torch.arange(before, before + sum(sizes[replica * self.m : (replica + 1) * self.m])))
 
     def _copy(self, dtype: torch.dtype | None = None) -> Copies:
         self.tick()
@@ -251,37 +300,67 @@ class _Proving:
     def _criterion(self, own: Copies) -> Criterion | None:
         return self.config.settled(getattr(own.model, "pipeline_hints", None), own.criterion).criterion
 
-    def _sides(self, dtype: torch.dtype | None) -> tuple[Virtual, Reference]:
-        own = self._copy(dtype)
-        reference = Reference(own, self._criterion(own), self.device)
-        seed = torch.initial_seed() % 2**63
-        split = Virtual(self.config, lambda: self._copy(dtype), self.device, seed, self.tick)
-        read, flow = split.ranks[0].own.sample, split.ranks[0].flow
-        own.sample = replace(own.sample, row_dims=read.row_dims, owners=read.owners)
-        if self.draws:
-            reference.seed_places(split.policy.units, flow.glue_random, flow.python_random)
-        return split, reference
+    def _sides(self, dtype: torch.dtype | None, replicas: int = 1) -> tuple[LocalPipeline, list[Reference]]:
+        """The split model, and the unsplit one for each of its replicas."""
+        split = LocalPipeline(self.config, lambda: self._copy(dtype), self.device, self.tick, replicas)
+        read, flow = split.ranks[0].own.sample, split.policy.flow
+        references = []
+        for _ in range(replicas):
+            own = self._copy(dtype)
+            own.sample = replace(own.sample, row_dims=read.row_dims, owners=read.owners)
+            reference = Reference(own, self._criterion(own), self.device)
+            if self.draws:
+                reference.seed_places(split.policy.units, flow.glue_random, flow.python_random)
+            references.append(reference)
+        return split, references
 
     def _compare(self, dtype: torch.dtype | None) -> None:
         comparison = Comparison(fine=dtype is torch.float64)
         self.cut.clear()
-        split, reference = self._sides(dtype)
-        optimizers = self._optimizers(split, reference)
+        split, references = self._sides(dtype, self.replicas)
+        optimizers = self._optimizers(split, references[0])
         for step in (0, 1):
             at, during = (SEED, step), f"in step {step + 1}"
-            loss, outputs = split.step(lambda batch, step=step: self.rows(batch, step), self.m, step > 0, at)  # type: ignore[misc]
-            batches = self.rows(reference.own.sample, step).split(self.m)
-            expected, made = reference.step(batches, split.weights, at, self.tick)
+            loss, outputs = split.step(partial(self._part_in, step), self.m, step > 0, at)
+            expected, made = self._unsplit_step(split, references, step)
             comparison.loss(loss, expected, f"the loss {during}")
-            comparison.gradients(*gradients(split, reference), during)
-            for mine, theirs in zip(outputs.kept, made, strict=True) if step else ():
+            for rank, mine, theirs in gradients(split, references[0]):
+                comparison.gradients(mine, theirs, f"{during}{rank}")
+            for output, of_unsplit in zip(outputs, made, strict=True) if step else ():
                 what = f"of the output {during}"
-                comparison.tensors(output_tensors(mine), output_tensors(theirs), "outputs", what)
-            compare_state(comparison, split, reference, during, self.fickle)
-            self.cut.append(Cut(step, split.weights, _has_auxiliary(split), tuple(split.policy.units)))
-            self._step(split, reference, optimizers)
-            compare_trained(comparison, split, reference, f"after step {step + 1}")
+                comparison.tensors(output_tensors(output), output_tensors(of_unsplit), "outputs", what)
+            for replica, reference in enumerate(references):
+                compare_state(comparison, split, reference, during, self.fickle, replica)
+            self.cut.append(Cut(step, self._weights(split), _has_auxiliary(split), tuple(split.policy.units)))
+            self._step(comparison, split, references, optimizers)
+            compare_trained(comparison, split, references[0], f"after step {step + 1}")
         self.counts = dict(comparison.counts)
+
+    def _part_in(self, step: int, batch: Batch, replica: int) -> Batch:
+        return self.part(batch, step, replica)
+
+    def _unsplit_step(
+        self, split: LocalPipeline, references: Sequence[Reference], step: int
+    ) -> tuple[Tensor, list[Any]]:
+        """The step of each replica by its own copy of the unsplit model: the loss and the outputs of all. The first
+        copy gets the sums of the gradients."""
+        losses, outputs = [], list[Any]()
+        for replica, reference in enumerate(references):
+            batches, first = self.part(reference.own.sample, step, replica).split(self.m), replica * self.m
+            loss, made = reference.step(batches, split.weights(replica), (SEED, step), self.tick, first)
+            losses.append(loss)
+            outputs += made
+        for reference in references[1:]:
+            for into, parameter in zip(references[0].model.parameters(), reference.model.parameters(), strict=True):
+                if parameter.grad is not None:
+                    into.grad = parameter.grad if into.grad is None else into.grad + parameter.grad
+                    parameter.grad = None
+        return torch.stack([loss.reshape(()) for loss in losses]).sum().to(losses[0].dtype), outputs
+
+    def _weights(self, split: LocalPipeline) -> Weights:
+        """Those of all replicas' microbatches."""
+        every = [split.weights(replica) for replica in range(split.replicas)]
+        return Weights([share for weights in every for share in weights.shares], any(w.of_sums for w in every))
 
     def _compare_whole(self) -> None:
         """Compare the unsplit model on all samples of a step with itself on the step's microbatches."""
@@ -305,7 +384,8 @@ class _Proving:
 
     def _compare_inputs(self, batch: Batch) -> None:
         comparison = Comparison()
-        for i, (part, copied) in enumerate(zip(batch.split(self.m), cut(batch, self.m), strict=True)):
+        parts = self.m * self.replicas
+        for i, (part, copied) in enumerate(zip(batch.split(parts), cut(batch, parts), strict=True)):
             comparison.tensors(part.tensors, copied.tensors, "inputs", f"of microbatch {i}")
 
     def _compare_outputs(self) -> None:
@@ -339,12 +419,11 @@ class _Proving:
         own = self._copy(dtype)
         return own, self._criterion(own)
 
-    def _optimizers(self, split: Virtual, reference: Reference) -> list[Any]:
+    def _optimizers(self, split: LocalPipeline, reference: Reference) -> list[Any]:
         """The reference's and the ranks'; plain SGD where there is none, or it is refused."""
         if reference.own.optimizer is not None:
             try:
-                for rank in split.ranks:
-                    rank.narrow()
+                split.boost()
                 return [reference.own.optimizer, *(rank.optimizer for rank in split.ranks)]
             except Exception as error:  # whatever an optimizer raises when it is narrowed
                 self.but[f"the optimizer's step ({type(error).__name__}: {error})"] = None
@@ -352,23 +431,26 @@ class _Proving:
         own = [[p for p in parameters if p.requires_grad] for parameters in trained]
         return [SGD(parameters or [nn.Parameter(torch.zeros(()))], lr=1e-2) for parameters in own]
 
-    def _step(self, split: Virtual, reference: Reference, optimizers: Sequence[Any]) -> None:
+    def _step(
+        self, comparison: Comparison, split: LocalPipeline, references: Sequence[Reference], optimizers: Sequence[Any]
+    ) -> None:
         """Step by the very same gradients, which were compared: Adam makes much of little."""
-        for name, parameter in reference.model.named_parameters():
-            for rank in split.ranks:
-                if name in rank.held:
-                    rank.held[name].grad = None if parameter.grad is None else parameter.grad.clone()
-        for k, parameter in enumerate(reference.own.foreign()):
-            for rank in split.ranks:
-                rank.foreign[k].grad = None if parameter.grad is None else parameter.grad.clone()
-        for optimizer in optimizers:
-            try:
-                optimizer.step()
-            except TypeError:  # LBFGS and the like want a closure
-                optimizer.step(lambda: torch.zeros(()))
-        own = [*reference.model.parameters(), *reference.own.foreign()]
-        for parameter in [*own, *(p for rank in split.ranks for p in (*rank.held.values(), *rank.foreign))]:
+        reference = references[0]
+        parameters = list(reference.model.parameters())
+        gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
+        foreign = [parameter.grad for parameter in reference.own.foreign()]
+        first, *others = optimizers
+        norms = split.optimize(gradients, foreign, others)
+        if norms:
+            norm = nn.utils.clip_grad_norm_(parameters, self.config.max_norm or 0.0)
+            for each in norms:
+                comparison.norm(each, float(norm))
+        stepped(first)
+        for parameter in [*parameters, *reference.own.foreign()]:
             parameter.grad = None
+        for other in references[1:]:
+            for parameter, trained in zip(other.model.parameters(), parameters, strict=True):
+                parameter.data.copy_(trained.data)
         self.tick()
 
     def _located(self, difference: Different) -> Different:
@@ -376,7 +458,8 @@ class _Proving:
         if not difference.part:
             return difference
         try:
-            where = first_unit(*self._sides(None), self.rows, self.m, (SEED, 0), self.tick)
+            split, (reference,) = self._sides(None)
+            where = first_unit(split, reference, self.rows, self.m, (SEED, 0), self.tick)
         except Exception as error:  # the difference stands without its place
             logger.debug("the difference was not located: %s: %s", type(error).__name__, error)
             return difference

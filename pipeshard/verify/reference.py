@@ -222,16 +222,17 @@ class Reference:
             unit.forward = placed(name, unit.forward)
 
     def step(
-        self, batches: Sequence[Batch], weights: Weights, at: tuple[int, int], note: Callable[[], None]
+        self, batches: Sequence[Batch], weights: Weights, at: tuple[int, int], note: Callable[[], None], first: int = 0
     ) -> tuple[Tensor, list[Any]]:
-        """Forward and backward of each microbatch in turn: the loss, by these weights, and the outputs."""
+        """Forward and backward of each microbatch in turn: the loss, by these weights, and the outputs. `first` is the
+        number of the first one, after those of the replicas before."""
         total, outputs = torch.zeros(()), []
         with self.places.step(*at) if self.places is not None else nullcontext():
             for i, (batch, weight) in enumerate(zip(batches, weights.shares, strict=True)):
                 if self.places is not None:
                     self._calls, self._again = 0, False
                     self._numbers.clear()
-                    self.places.microbatch(i)
+                    self.places.microbatch(first + i)
                     self.places.at(0)
                 output = batch.call(self.model)
                 loss, count = sum_and_count(output, self.criterion, batch)

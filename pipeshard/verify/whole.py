@@ -15,8 +15,8 @@ from pipeshard.batch.criterion import Criterion
 from pipeshard.graph.rng import Randomness, SharedDraws, python_state, torch_states
 from pipeshard.private import BatchNorm, tree_leaves
 from pipeshard.verify.compare import Results, gap, recorded, size
+from pipeshard.verify.local import Unproven
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights
-from pipeshard.verify.virtual import Unproven
 
 SEED = 20261124
 # Relative errors of the loss and of gradients. Products of other shapes are rounded otherwise, and some layers compute

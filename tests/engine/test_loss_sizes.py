@@ -165,12 +165,25 @@ def test_a_loss_that_goes_by_sizes_is_refused(
     assert proven(criterion, ragged(few, 8)).rule in (VALID, SAMPLES)
 
 
-def test_what_is_too_large_is_tried_in_one_direction_at_a_time() -> None:
-    with mock.patch.object(loss_module, "MOST", 3000), mock.patch.object(loss_module, "MOST_LARGER", 3000):
+def test_what_is_too_large_is_tried_in_one_direction_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
+    """With a large vocabulary the lengths were halved until a trial was small enough, and the whole range of the
+    batch's length counted as tried, so that a mean of chunks' means was trained wrong without a warning."""
+    with mock.patch.object(loss_module, "MOST", 3000):
         for criterion in (chunked(16), from_16_samples):
             with pytest.raises(ConfigurationError, match="on fewer and shorter ones"):
                 proven(criterion, ragged(32, 48))
-        assert proven(by_length, ragged(32, 48)).rule == VALID
+        assert not caplog.messages
+        assert proven(by_length, ragged(32, 48)) == (VALID, Sizes(32, 16, (48, 48)))
+        assert "could not be tried on 32 samples with axes of [48]" in caplog.text
+    caplog.clear()
+    assert proven(by_length, ragged(32, 48)) == (VALID, Sizes(32, 16, (64, 64))) and not caplog.messages
+
+
+def test_a_range_is_tried_as_far_as_it_fits(caplog: pytest.LogCaptureFixture) -> None:
+    """A trial at the end of a range may be too large where the batch's own sizes are not: then longer batches of the
+    range are tried again."""
+    with mock.patch.object(loss_module, "MOST", 2 * 48 * CLASSES):
+        assert proven(by_length, ragged(2, 40)).until == Sizes(2, 1, (40, 40)) and not caplog.messages
 
 
 def test_few_sizes_are_tried() -> None:

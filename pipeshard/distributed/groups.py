@@ -1,0 +1,27 @@
+"""Groups: the ranks of a process group, and what carries its tensors."""
+
+import torch
+import torch.distributed as dist
+
+
+def ranks_of(group: dist.ProcessGroup) -> list[int]:
+    """The global ranks of a group, in the group's own order."""
+    if isinstance(group, LocalGroup):
+        return list(group.ranks)
+    return dist.get_process_group_ranks(group)
+
+
+def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """The backend of a group, or of the world, that moves the tensors of a device; "" if it has none."""
+    if isinstance(group, LocalGroup):
+        return "local"
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    return backends.get(device.type, "")
+
+
+class LocalGroup(dist.ProcessGroup):
+    """A group of ranks that live in one process; `ranks` are their numbers in the world that they are of."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
+        super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]  # torch's stub lacks this overload
+        self.ranks = ranks

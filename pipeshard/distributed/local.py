@@ -1,0 +1,318 @@
+"""Local world: all ranks of a mesh in one process, one of which runs at a time.
+
+Each rank is a thread with the engine's own code. A rank hands over only where it would wait for another one, in a
+collective call or for a message, and the ranks take turns in their order. So every run is the same, autograd and the
+generators of random numbers see one thread, and ranks that wait for each other are found at once. torch tests its own
+collectives in this way (torch.testing._internal.distributed.multi_threaded_pg), but replaces the default process group,
+which has to stay as it is here.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeshard.distributed.groups import LocalGroup
+from pipeshard.distributed.mesh import Axes, Grid, Indices, ProcessGroupMesh
+from pipeshard.distributed.p2p import P2P, Edge, edges_of
+from pipeshard.distributed.progress import Progress, running
+from pipeshard.errors import DeadlockError, MessageError
+from pipeshard.schedule.program import Action
+
+T = TypeVar("T")
+
+
+class Aborted(BaseException):
+    """Ends the thread of a rank, since another rank has failed."""
+
+
+class _Rank:
+    """A thread that runs one rank. It has the turn from `resume()` until it waits, pauses or ends."""
+
+    def __init__(self, number: int, work: Callable[[int], Any]) -> None:
+        self.number, self._work = number, work
+        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self.ready: Callable[[], bool] | None = lambda: True  # None: it pauses
+        self.waits_for = ""
+        self.is_done = self._is_aborted = self._has_turn = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"rank {number}", daemon=True)
+
+    def give_back(self, ready: Callable[[], bool] | None = None, waits_for: str = "") -> None:
+        """Called by the thread itself."""
+        if self._is_aborted:
+            raise Aborted
+        self.ready, self.waits_for = ready, waits_for
+        self._back.release()
+        self._turn.acquire()
+        if self._is_aborted:
+            raise Aborted
+
+    def resume(self) -> None:
+        """Give the thread the turn, and wait until it comes back."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._has_turn = True
+        self._turn.release()
+        self._back.acquire()
+        self._has_turn = False
+
+    def abort(self) -> None:
+        """End the thread where it waits. One that computes, as the world was interrupted, ends when it waits next."""
+        self._is_aborted = True
+        if self._thread.ident is not None and not self.is_done and not self._has_turn:
+            self.resume()
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        try:
+            self.result = self._work(self.number)
+        except BaseException as error:  # the world raises it
+            self.error = error
+        finally:
+            self.is_done = True
+            self._back.release()
+
+
+class LocalWork:
+    """What a collective call, or a message, returns at once; `wait()` returns when it is done."""
+
+    def __init__(self, world: "LocalWorld", done: Callable[[], bool], waits_for: str) -> None:
+        self._world, self._done, self._waits_for = world, done, waits_for
+
+    def is_completed(self) -> bool:
+        return self._done()
+
+    def wait(self, timeout: Any = None) -> bool:
+        if not self._done():
+            self._world.wait(self._done, self._waits_for)
+        return True
+
+
+class _Noting(Progress):
+    """The progress of a rank, which pauses before each action."""
+
+    def __init__(self, world: "LocalWorld") -> None:
+        super().__init__()
+        self._world = world
+
+    def start(self, action: Action | str) -> None:
+        super().start(action)
+        self._world.pause()
+
+
+@dataclass
+class _Meeting:
+    """One collective call of a group: what it is, and what each rank has brought, by its place in the group."""
+
+    kind: str
+    brought: dict[int, Any] = field(default_factory=dict)
+    is_done: bool = False
+
+
+class LocalWorld:
+    """`size` ranks in this process; `run` has each of them do the same work.
+
+    `note` is called before each action of a rank's steps. The turns of a rank are inside a context of its own, of those
+    that `keeping()` makes: there it has its own generators of random numbers.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        note: Callable[[], None] = lambda: None,
+        keeping: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.size, self.note, self.keeping = size, note, keeping
+        self.progress = [_Noting(self) for _ in range(size)]
+        self.messages: dict[tuple[tuple[int, ...], Edge], list[Tensor]] = defaultdict(list)
+        self._meetings: dict[tuple[int, ...], list[_Meeting]] = defaultdict(list)
+        self._running: _Rank | None = None
+
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        """What `work(rank)` returns on every rank.
+
+        Raises what a rank raises, and DeadlockError where all ranks wait for each other.
+        """
+        inherited = _inherited()
+
+        def of_rank(number: int) -> T:
+            with inherited(), running(self.progress[number]):
+                return work(number)
+
+        ranks = [_Rank(number, of_rank) for number in range(self.size)]
+        contexts = [self.keeping() for _ in ranks]
+        try:
+            while left := [rank for rank in ranks if not rank.is_done]:
+                moved = [self._turn(rank, contexts[rank.number]) for rank in left]
+                if not any(moved):
+                    waits = "; ".join(f"rank {rank.number} waits for {rank.waits_for}" for rank in left)
+                    raise DeadlockError(f"the ranks wait for each other without end: {waits}")
+        finally:
+            for rank in ranks:
+                rank.abort()
+        return [rank.result for rank in ranks]
+
+    def _turn(self, rank: _Rank, context: AbstractContextManager[None]) -> bool:
+        """Let a rank run until it waits or ends; False if what it waits for is not there."""
+        if rank.ready is not None and not rank.ready():
+            return False
+        self._running = rank
+        with context:
+            rank.resume()
+        while rank.ready is None and not rank.is_done:
+            self.note()
+            with context:
+                rank.resume()
+        if rank.error is not None:
+            raise rank.error
+        return True
+
+    def wait(self, ready: Callable[[], bool], waits_for: str) -> None:
+        """Let other ranks run until `ready()`. Called by the rank that runs."""
+        assert self._running is not None
+        self._running.give_back(ready, waits_for)
+
+    def pause(self) -> None:
+        """Let the world's own thread call `note`. Called by the rank that runs."""
+        assert self._running is not None
+        self._running.give_back()
+
+    def meet(self, group: "WorldGroup", kind: str, brought: Any, finish: Callable[[list[Any]], None]) -> LocalWork:
+        """A collective call of a group: `finish` gets what its ranks have brought, once all of them have."""
+        meetings, place = self._meetings[group.ranks], group.rank()
+        meeting = next((other for other in meetings if place not in other.brought), None)
+        if meeting is None:
+            meeting = _Meeting(kind)
+            meetings.append(meeting)
+        if meeting.kind != kind:
+            raise DeadlockError(f"rank {group.ranks[place]} calls {kind}, where another one calls {meeting.kind}")
+        meeting.brought[place] = brought
+        if len(meeting.brought) == group.size():
+            finish([brought for _, brought in sorted(meeting.brought.items())])
+            meetings.remove(meeting)
+            meeting.is_done = True
+        return LocalWork(self, lambda: meeting.is_done, f"{kind} of ranks {list(group.ranks)}")
+
+
+class WorldGroup(LocalGroup):
+    """Some ranks of a local world, for torch.distributed's own functions. Sums are made in the order of the ranks."""
+
+    def __init__(self, world: LocalWorld, ranks: Sequence[int], rank: int) -> None:
+        super().__init__(tuple(ranks), rank)
+        self._world = world
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
+        is_max = options is not None and options.reduceOp == dist.ReduceOp.MAX
+
+        def finish(brought: list[Tensor]) -> None:
+            total = brought[0].clone()
+            for tensor in brought[1:]:
+                total = torch.maximum(total, tensor) if is_max else total.add_(tensor)
+            for tensor in brought:
+                tensor.copy_(total)
+
+        return self._world.meet(self, "all_reduce", tensors[0].detach(), finish)
+
+    def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
+        def finish(brought: list[tuple[list[Tensor], Tensor]]) -> None:
+            for gathered, _ in brought:
+                for tensor, (_, sent) in zip(gathered, brought, strict=True):
+                    tensor.copy_(sent)
+
+        return self._world.meet(self, "all_gather", (outputs[0], inputs[0].detach()), finish)
+
+    def broadcast(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
+        source = options.rootRank
+
+        def finish(brought: list[Tensor]) -> None:
+            for place, tensor in enumerate(brought):
+                if place != source:
+                    tensor.copy_(brought[source])
+
+        return self._world.meet(self, f"broadcast from {source}", tensors[0].detach(), finish)
+
+
+class LocalP2P(P2P):
+    """Messages between ranks of a local world, which arrive when they are sent."""
+
+    def __init__(self, world: LocalWorld, ranks: Sequence[int], rank: int, device: torch.device) -> None:
+        self.world, self.ranks, self.rank, self.device = world, list(ranks), rank, device
+        self.kernels = False
+
+    def send(self, tensor: Tensor, destination: int) -> Any:
+        self.world.messages[tuple(self.ranks), (self.rank, destination)].append(tensor.clone())
+        return LocalWork(self.world, lambda: True, "")
+
+    def receive(self, buffer: Tensor, source: int) -> Any:
+        return _Receipt(self, buffer, source)
+
+
+class _Receipt(LocalWork):
+    """The next message of an edge, which is copied when it is waited for."""
+
+    def __init__(self, p2p: LocalP2P, buffer: Tensor, source: int) -> None:
+        box = p2p.world.messages[tuple(p2p.ranks), (source, p2p.rank)]
+        self._box, self._buffer = box, buffer
+        super().__init__(p2p.world, lambda: bool(box), f"a message of rank {p2p.ranks[source]}")
+
+    def wait(self, timeout: Any = None) -> bool:
+        super().wait(timeout)
+        message = self._box.pop(0)
+        if message.shape != self._buffer.shape:
+            sizes = f"{message.numel()} bytes, where {self._buffer.numel()} are expected"
+            raise MessageError(f"{self._waits_for} has {sizes}")
+        self._buffer.copy_(message)
+        return True
+
+
+class LocalMesh(ProcessGroupMesh):
+    """The mesh of a rank of a local world."""
+
+    def __init__(self, world: LocalWorld, rank: int, *size: int) -> None:
+        self.world, self.rank, self.shape = world, rank, size
+
+    def get_group_along_axis(
+        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
+    ) -> Any:
+        ranks = self._ranks_along(axis, indices_at_axis)[self.rank]
+        return WorldGroup(self.world, ranks, self.rank) if self.rank in ranks else None
+
+    create_group_along_axis = get_group_along_axis
+
+    def warm_up(self, device: torch.device) -> None:
+        """Nothing has to be connected."""
+
+
+class LocalGrid(Grid):
+    """The grid of a rank of a local world; nothing of it is sliced."""
+
+    def __init__(self, world: LocalWorld, rank: int, pp_size: int, dp_size: int, device: torch.device) -> None:
+        self.dp_size, self.pp_size, self.tp_size, self.device = dp_size, pp_size, 1, device
+        self._place(LocalMesh(world, rank, dp_size, pp_size, 1))
+        self._world = world
+
+    def p2p(self, kind: object, placement: Sequence[int]) -> P2P | None:
+        ranks = self.mesh.get_ranks_in_group(self.stages)
+        return LocalP2P(self._world, ranks, self.stage, self.device) if edges_of(placement) else None
+
+
+def _inherited() -> Callable[[], AbstractContextManager[None]]:
+    """Makes contexts in which a thread has autocast and the default device of the present one."""
+    device = torch.get_default_device()
+    of_cpu, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    @contextmanager
+    def inherited() -> Iterator[None]:
+        # The context of a default device is slow, and on the CPU it changes nothing.
+        with torch.autocast("cpu", dtype, of_cpu), nullcontext() if device.type == "cpu" else device:
+            yield
+
+    return inherited

@@ -1,0 +1,187 @@
+"""Local pipeline: all stages of a model on a local world, as booster.boost makes them on processes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeshard.batch.batch import Batch
+from pipeshard.config import PipelineConfig
+from pipeshard.distributed.local import LocalGrid, LocalWorld
+from pipeshard.engine.engine import Pipeline
+from pipeshard.engine.optimizer import PipelineOptimizer
+from pipeshard.errors import DeadlockError, MessageError
+from pipeshard.graph.dataflow import Dataflow
+from pipeshard.graph.rng import OwnDraws
+from pipeshard.split.partition import is_profile
+from pipeshard.split.policy import Policy
+from pipeshard.verify.reference import Copies, Weights
+
+
+class Different(Exception):
+    """The split model is not the unsplit one; says what differs, and in which part of a step, if that is known."""
+
+    def __init__(self, what: str, part: str = "") -> None:
+        super().__init__(what)
+        self.part = part
+
+
+class Unproven(Exception):
+    """Nothing can be said of the model; says why."""
+
+
+class LocalRank:
+    """One rank: a copy of the model that is traced, cut and sharded by the engine, as on a process of its own."""
+
+    def __init__(self, config: PipelineConfig, grid: LocalGrid, own: Copies) -> None:
+        self.own, self.model = own, own.model
+        self.foreign = own.foreign()  # before anything is replaced
+        partition = config.settled(getattr(self.model, "pipeline_hints", None), own.criterion).partition
+        if is_profile(partition):  # measured by all processes together
+            config = replace(config, partition="auto")
+        self.pipeline = Pipeline(config, grid, self.model, own.sample, own.criterion, _no_costs)
+        own.sample = self.pipeline.reader.settle(own.sample)
+        self.optimizer: PipelineOptimizer | None = None
+
+    @property
+    def policy(self) -> Policy:
+        return self.pipeline.policy
+
+    @property
+    def held(self) -> dict[str, nn.Parameter]:
+        return self.pipeline.holdings.held
+
+    def boost(self) -> None:
+        """Narrow the optimizer as booster.boost does."""
+        if self.own.optimizer is not None:
+            zero = self.pipeline.config.zero_stage == 1
+            self.optimizer = PipelineOptimizer(self.own.optimizer, self.pipeline.gradients, zero)
+
+
+class LocalPipeline:
+    """The ranks of `replicas` of a pipeline, those of the first replica first; `make()` gives each its copies, and
+    `note` is called between actions."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        make: Callable[[], Copies],
+        device: torch.device,
+        note: Callable[[], None],
+        replicas: int = 1,
+    ) -> None:
+        self.replicas, self.num_stages = replicas, config.pp_size
+        self.world = LocalWorld(replicas * config.pp_size, note, lambda: OwnDraws(device))
+        own = [make() for _ in range(self.world.size)]
+        proven = as_proven(config, replicas)
+
+        def build(rank: int) -> LocalRank:
+            return LocalRank(proven, LocalGrid(self.world, rank, config.pp_size, replicas, device), own[rank])
+
+        self.ranks = self.world.run(build)
+        self.policy, self.placement = self.ranks[0].policy, self.ranks[0].policy.placement
+
+    def last(self, replica: int = 0) -> LocalRank:
+        """The rank of a replica that has its loss."""
+        return self.ranks[replica * self.num_stages + self.placement[-1]]
+
+    def of(self, name: str, replica: int = 0) -> LocalRank:
+        """The rank of a replica to ask for a parameter, a buffer, or what else a module has."""
+        return self.ranks[replica * self.num_stages + self.policy.ownership.owner(name)]
+
+    def named(self, rank: LocalRank) -> str:
+        """What errors add for one of several replicas."""
+        return f" on replica {self.ranks.index(rank) // self.num_stages}" if self.replicas > 1 else ""
+
+    def step(
+        self, rows: Callable[[Batch, int], Batch], m: int, asked: bool, at: tuple[int, int]
+    ) -> tuple[Tensor, list[Any]]:
+        """A training step on `rows(sample, replica)` of each replica, in m microbatches each: the loss, and if asked,
+        the outputs of all microbatches. `at` is (seed, number) of the step."""
+        seed, number = at
+        torch.manual_seed(seed)  # which all ranks have at first
+
+        def of_rank(rank: int) -> dict[str, Any]:
+            pipeline = self.ranks[rank].pipeline
+            pipeline.config = replace(pipeline.config, num_microbatches=m, microbatch_size=None)
+            pipeline.steps = number
+            batch = rows(self.ranks[rank].own.sample, rank // self.num_stages)
+            return pipeline.step(iter([batch]), None, True, True, _whole if asked else False)
+
+        try:
+            results = self.world.run(of_rank)
+        except (DeadlockError, MessageError) as error:  # of the pipeline itself, and not of the model
+            raise Different(str(error)) from error
+        ends = [results[self.ranks.index(self.last(replica))] for replica in range(self.replicas)]
+        return ends[0]["loss"], [output for end in ends for output in end["outputs"] or ()]
+
+    def weights(self, replica: int) -> Weights:
+        """What the losses of a replica's microbatches counted in the last step."""
+        ran = self.last(replica).pipeline.ran
+        return Weights([each.share for each in ran], any(each.summed for each in ran))
+
+    @property
+    def flow(self) -> Dataflow:
+        """That of the last step."""
+        return self.last().pipeline.ran[0].flow
+
+    def boost(self) -> None:
+        """Narrow the optimizers of all ranks."""
+        self.world.run(lambda rank: self.ranks[rank].boost())
+
+    def optimize(
+        self, gradients: Mapping[str, Tensor | None], foreign: Sequence[Tensor | None], optimizers: Sequence[Any]
+    ) -> list[float]:
+        """A step of each rank's optimizer by these gradients, those of the model and of what else is optimized. Returns
+        the norm of the model's gradients that each rank clipped by, if they do."""
+
+        def of_rank(rank: int) -> float | None:
+            own, optimizer = self.ranks[rank], optimizers[rank]
+            given = [*((own.held[name], gradients[name]) for name in own.held), *zip(own.foreign, foreign, strict=True)]
+            for parameter, gradient in given:
+                parameter.grad = None if gradient is None else gradient.clone()
+            own.pipeline.gradients.added()
+            stepped(optimizer)
+            clips = optimizer is own.optimizer and own.pipeline.config.max_norm
+            norm = optimizer.get_grad_norm() if clips else None
+            for parameter, _ in given:
+                parameter.grad = None
+            return norm
+
+        return [norm for norm in self.world.run(of_rank) if norm is not None]
+
+
+def as_proven(config: PipelineConfig, replicas: int) -> PipelineConfig:
+    """The configuration of a local pipeline: without what is about devices, slices or precision."""
+    return replace(
+        config,
+        dp_size=replicas,
+        tp_size=1,
+        tp_plan=None,
+        zero_stage=config.zero_stage if replicas > 1 else 0,
+        fsdp=False,
+        compile=False,
+        precision="fp32",
+        autocast=False,
+        init_weights=True,
+        check_finite=False,
+        deferred_batch_norm=False,
+        verify=False,
+    )
+
+
+def stepped(optimizer: Any) -> None:
+    try:
+        optimizer.step()
+    except TypeError:  # LBFGS and the like want a closure
+        optimizer.step(lambda: torch.zeros(()))
+
+
+def _whole(output: Any, batch: Any) -> Any:
+    return output
+
+
+def _no_costs(partition: str, flow: Dataflow, sample: Batch) -> Sequence[float]:
+    raise AssertionError("a local pipeline is not cut by measured costs")

@@ -1,0 +1,1 @@
+"""Remedies: what errors and the pages tell a user to do, done."""

@@ -1,0 +1,361 @@
+"""Table: what is refused, what the error tells the user to do, and the user's script once that is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeshard.split.materialize import is_released
+from tests.hunt import nets as hunted
+from tests.hunt import values
+from tests.hunt.cases import CASES
+from tests.hunt.nets import Logits, Net, V, data
+from tests.remedies import nets
+from tests.remedies.training import RATE, Training, ordinary
+
+Script = Training | Callable[[], list[str]]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """`wrong` is refused with an error that `says` this. Each of `right` does what the error tells: it trains, and
+    equals the unsplit model. `rows` are beginnings of rows of the pages that promise it."""
+
+    rows: tuple[str, ...]
+    says: str
+    wrong: Script
+    right: tuple[Script, ...]
+
+
+ONE = {"num_microbatches": 1}
+TWICE = {"loss_reduction": "microbatch"}  # with two microbatches
+UNVERIFIED = {"verify": False}
+
+
+def hunted_case(name: str, **options: Any) -> Training:
+    """A model of the hunt that is refused there."""
+    case = CASES[name]
+    of_case = {"num_microbatches": 1, **case.options, **options}
+    return Training(case.make, of_case, batches=lambda: case.batches, prepare=case.prepare, between=case.between)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def anchored(model: nn.Module) -> torch.optim.Optimizer:
+    return hunted.Anchored(model.parameters(), lr=RATE)
+
+
+def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), lr=RATE)
+
+
+def with_more(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=RATE)
+
+
+def skips(step: int, model: Any) -> None:
+    model.skips = step > 0
+
+
+def momentum(step: int, model: Any) -> None:
+    """What MomentumAfter leaves to the loop."""
+    if step and not is_released(model.slow.weight):
+        with torch.no_grad():
+            model.slow.weight.mul_(0.9).add_(0.1 * model.embed.weight)
+
+
+def weighted(model: nn.Module) -> Any:
+    """Class weights, whose mean divides by the weights of the labels."""
+    weight = torch.linspace(0.1, 2.0, V)
+    return lambda out, batch: F.cross_entropy(out["logits"].flatten(0, 1), batch["labels"].flatten(), weight)
+
+
+def weighted_sum(model: nn.Module) -> Any:
+    """The same as a sum, and what it is to be divided by."""
+    weight = torch.linspace(0.1, 2.0, V)
+
+    def criterion(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        labels = batch["labels"].flatten()
+        total = F.cross_entropy(out["logits"].flatten(0, 1), labels, weight, reduction="sum")
+        return total, weight[labels].sum()
+
+    return criterion
+
+
+def chunk_mean(model: nn.Module) -> Any:
+    """The mean of the means of 4 positions each, of labels of which some are missing."""
+
+    def criterion(out: Any, batch: Any) -> Tensor:
+        pairs = zip(out["logits"].split(4, 1), batch["labels"].split(4, 1), strict=True)
+        means = [F.cross_entropy(logits.flatten(0, 1), labels.flatten()) for logits, labels in pairs]
+        return torch.stack(means).mean()
+
+    return criterion
+
+
+def chunk_sum(model: nn.Module) -> Any:
+    """The mean over all labels, summed in chunks."""
+
+    def criterion(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        pairs = zip(out["logits"].split(4, 1), batch["labels"].split(4, 1), strict=True)
+        sums = [F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") for logits, labels in pairs]
+        return torch.stack(sums).sum(), batch["labels"].ne(-100).sum()
+
+    return criterion
+
+
+def ramped(model: nn.Module) -> Any:
+    return hunted.Ramps()
+
+
+def by_step(model: Any) -> Any:
+    """Grows with the steps, by an attribute of the model that the loop sets."""
+
+    def criterion(out: Any, batch: Any) -> Tensor:
+        loss = F.cross_entropy(out["logits"].flatten(0, 1), batch["labels"].flatten())
+        return loss * model.scale
+
+    return criterion
+
+
+def scaled(step: int, model: Any) -> None:
+    model.scale = 1.0 + step
+
+
+class Scaled(Logits):
+    scale = 1.0
+
+
+def margins(model: nn.Module) -> Any:
+    return nets.Margins()
+
+
+def frozen_margins(model: nn.Module) -> Any:
+    return nets.Margins().requires_grad_(False)
+
+
+def above_half(model: nn.Module) -> Any:
+    """A mean over the positions at which a mask is over a half."""
+
+    def criterion(out: Any, batch: Any) -> Tensor:
+        mask = batch["mask"] > 0.5
+        return F.cross_entropy(out["logits"][mask], batch["labels"][mask])
+
+    return criterion
+
+
+def above_half_sum(model: nn.Module) -> Any:
+    def criterion(out: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        mask = batch["mask"] > 0.5
+        return F.cross_entropy(out["logits"][mask], batch["labels"][mask], reduction="sum"), mask.sum()
+
+    return criterion
+
+
+class LogitsOfMasked(Logits):
+    def forward(self, ids: Tensor, labels: Tensor, mask: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(ids, labels)
+
+
+def ragged() -> list[dict[str, Tensor]]:
+    batches = ordinary()
+    for batch in batches:
+        batch["labels"][0, 2:] = batch["labels"][2, 3:] = -100
+    return batches  # type: ignore[return-value]
+
+
+def wider() -> list[dict[str, Tensor]]:
+    """Longer than the samples of 8 positions on which a rule is found."""
+    batches = [data(seed, rows=4, length=14) for seed in range(2)]
+    for batch in batches:
+        batch["labels"][0, 5:] = batch["labels"][2, 9:] = -100
+    return batches
+
+
+REMEDIES = {
+    "a generator": Remedy(
+        ("layers return generators",), "returns a generator", hunted_case("generators"), (Training(nets.Lists, ONE),)
+    ),
+    "an attribute of a tensor": Remedy(
+        ("layers return generators",), "has gain", hunted_case("an attribute"), (Training(nets.Gains, ONE),)
+    ),
+    "a number": Remedy(
+        ("layers return or leave numbers",),
+        "return a tensor",
+        hunted_case("number read"),
+        (Training(nets.NumbersAsTensors, ONE),),
+    ),
+    "a count of forwards": Remedy(
+        ("another way by a count",),
+        "set what it goes by between steps, in attributes of the model",
+        hunted_case("a count's"),
+        (Training(nets.ByAttribute, ONE, between=skips),),
+    ),
+    "a decision on an activation": Remedy(
+        ("other code of the model decides in Python", "`TraceError`: glue that decides"),
+        r"tensor operations \(torch.where\), or in the forward of a module of its own",
+        Training(nets.Decides, ONE),
+        (Training(nets.Selects, ONE), Training(nets.DecidesInside, ONE)),
+    ),
+    "a gradient hook": Remedy(
+        ("gradient hooks of the model on tensors",),
+        "Put the hook on a tensor inside a layer, or cut elsewhere",
+        hunted_case("listening"),
+        (
+            Training(nets.ListensInside, {**ONE, "partition": [4, 4]}),
+            Training(hunted.ListeningGlue, {**ONE, "partition": [2, 6]}),
+        ),
+    ),
+    "views of one memory": Remedy(
+        ("views of one memory", "`PartitionError`: a cut through units"),
+        "by a way that cannot be followed",
+        hunted_case("aliases cut"),
+        (Training(hunted.Aliases, {**ONE, "partition": "auto"}),),
+    ),
+    "an iterator": Remedy(
+        ("iterators that a forward",),
+        "cannot be wound back",
+        hunted_case("an iterator"),
+        (Training(nets.Counted, ONE),),
+    ),
+    "memory of two parameters": Remedy(
+        ("two parameters that share memory",), "share memory", hunted_case("shares memory"), (Training(nets.Tied),)
+    ),
+    "parameters that the forward changes": Remedy(
+        ("parameters that the forward itself changes",),
+        r"do it after optimizer.step\(\)",
+        Training(nets.Momentum, UNVERIFIED),
+        (Training(nets.MomentumAfter, UNVERIFIED, between=momentum),),
+    ),
+    "a shared batch norm": Remedy(
+        ("a generator, a counter or a buffer",),
+        "give each layer its own",
+        hunted_case("a shared batch norm"),
+        (Training(nets.Norms, {**ONE, "partition": [3, 3]}),),
+    ),
+    "class weights": Remedy(
+        ("class weights, contrastive",),
+        r"loss_reduction='microbatch'\)\), return \(sum, count\) from the criterion, .* or use one microbatch",
+        Training(Logits, criterion=weighted),
+        (
+            Training(Logits, criterion=weighted_sum),
+            Training(Logits, TWICE, criterion=weighted, parts=2),
+            Training(Logits, ONE, criterion=weighted),
+        ),
+    ),
+    "a mask above a half": Remedy(
+        ("class weights, contrastive",),
+        r"return \(sum, count\) from the criterion",
+        Training(LogitsOfMasked, criterion=above_half, batches=nets.masked),
+        (Training(LogitsOfMasked, criterion=above_half_sum, batches=nets.masked),),
+    ),
+    "layers that mix samples": Remedy(
+        ("layers that mix samples", "`VerificationError`: the proof at boost"),
+        "Pass num_microbatches=1 to train on whole batches, or loss_reduction='microbatch'",
+        Training(nets.Centred),
+        (Training(nets.Centred, ONE), Training(nets.Centred, TWICE, parts=2)),
+    ),
+    "time-first data": Remedy(
+        ("layers that mix samples",),
+        r"or batch_dims=\{'ids': 1, 'labels': 1\} if dimension 1 counts the samples",
+        Training(nets.TimeFirst, batches=nets.time_first),
+        (Training(nets.TimeFirst, {"batch_dims": {"ids": 1, "labels": 1}}, batches=nets.time_first),),
+    ),
+    "a mean of chunks' means": Remedy(
+        ("losses that depend on the number of samples",),
+        r"return \(sum, count\) from the criterion",
+        Training(Logits, UNVERIFIED, criterion=chunk_mean, batches=wider),
+        (
+            Training(Logits, criterion=chunk_sum, batches=wider),
+            Training(Logits, ONE, criterion=chunk_mean, batches=wider),
+        ),
+    ),
+    "a loss that a layer makes": Remedy(
+        ("class weights, contrastive",),
+        r"average the microbatches' own losses.*or use one microbatch",
+        Training(nets.Auxiliary),
+        (Training(nets.Auxiliary, TWICE, parts=2), Training(nets.Auxiliary, ONE)),
+    ),
+    "a criterion that counts": Remedy(
+        ("a criterion that counts its calls",),
+        "change such things between steps",
+        Training(Logits, criterion=ramped),
+        (Training(Scaled, criterion=by_step, between=scaled), Training(Logits, ONE, criterion=ramped)),
+    ),
+    "a criterion with weights": Remedy(
+        ("a criterion with trained parameters",),
+        "make it a child of the model that computes the loss in its forward, or freeze them",
+        Training(Logits, criterion=margins),
+        (Training(nets.WithMargins), Training(Logits, criterion=frozen_margins)),
+    ),
+    "an optimizer of more": Remedy(
+        ("optimizer parameters that are not the model's",),
+        "not.*model",
+        Training(Net, optimizer=with_more),
+        (Training(),),
+    ),
+    "an optimizer that couples": Remedy(
+        ("LBFGS, SAM",),
+        "use another optimizer",
+        Training(optimizer=anchored),
+        (Training(optimizer=adamw), Training(options={"pp_size": 1, "dp_size": 2, **ONE}, optimizer=anchored)),
+    ),
+    "LBFGS": Remedy(("LBFGS, SAM",), "use another optimizer", Training(optimizer=lbfgs), (Training(optimizer=adamw),)),
+    "a None over a cut": Remedy(
+        ("the same for a tensor that came over a cut",),
+        "Let that backward return zeros, or cut elsewhere",
+        hunted_case("none over a cut"),
+        (
+            Training(nets.ZerosOver, {**UNVERIFIED, **ONE, "partition": [3, 3]}),
+            Training(values.NoneOver, {**UNVERIFIED, **ONE, "partition": [4, 2]}),
+        ),
+    ),
+    "sizes by activations": Remedy(
+        ("the same from values that each forward",),
+        "return a tensor of a fixed size and a mask",
+        hunted_case("selected by activations"),
+        (Training(nets.Masked, {**UNVERIFIED, **ONE, "partition": [3, 3]}),),
+    ),
+    "a write by values": Remedy(
+        ("layers that write in place",),
+        r"let the unit change a copy \(x = x.clone\(\)\), or change its argument in every forward",
+        hunted_case("writes by values"),
+        (
+            Training(nets.WritesToACopy, {**UNVERIFIED, **ONE, "partition": [3, 3]}),
+            Training(nets.WritesAlways, {**UNVERIFIED, **ONE, "partition": [3, 3]}),
+        ),
+    ),
+    "a table that is cut": Remedy(
+        ("`BatchError`: a microbatch that does not run",),
+        r"rows 0 to 1 of the batch \(microbatch 0 of 2\) do not run by themselves, .* Pass num_microbatches=1",
+        Training(nets.Table, UNVERIFIED, batches=nets.tables),
+        (
+            Training(nets.Table, {"batch_dims": {"table": None}}, batches=nets.tables),
+            Training(nets.Table, ONE, batches=nets.tables),
+        ),
+    ),
+    "bags that are cut": Remedy(
+        ("`BatchError`: a microbatch that does not run",),
+        r"rows 3 to 5 of the batch \(microbatch 1 of 2\) do not run by themselves, .*offsets\[0\] has to be 0",
+        Training(nets.Bags, batches=nets.bags),
+        (Training(nets.Bags, ONE, batches=nets.bags),),
+    ),
+    "edges of three microbatches": Remedy(
+        ("`BatchError`: a microbatch that does not run",),
+        r"rows 0 to 2 of the batch \(microbatch 0 of 3\) .* IndexError: index 7 is out of bounds",
+        Training(nets.Graph, {"num_microbatches": 3}, batches=nets.nodes),
+        (Training(nets.Graph, ONE, batches=nets.nodes),),
+    ),
+}
+
+EXACT = {  # refused once, though nothing is wrong
+    "a float mask as a boolean": Training(nets.ByMask, batches=nets.masked),
+    "the same, three microbatches": Training(nets.ByMask, {"num_microbatches": 3}, batches=nets.masked),
+}
