@@ -1,7 +1,7 @@
 """Batch: what a model is called with, which dimension of each leaf counts its samples, and how it is cut by them."""
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -24,7 +24,8 @@ class Batch:
     anything else alone. `rows` is the number of samples; `row_dims[k]` is the dimension of leaf k that counts them (of
     a list of one entry a sample: 0), or None for a leaf every microbatch gets whole (a scalar, a (1, 1, s, s) mask,
     a string, ...). `owners` has, for leaves by path whose dimension 0 (or else the last) counts something else, how
-    many of its entries each sample has, () if that is not known.
+    many of its entries each sample has, () if that is not known. Of positional entries the model is called with the
+    first `taken` ones (None: all), and a criterion gets all of them.
     """
 
     leaves: tuple[Any, ...]
@@ -33,6 +34,7 @@ class Batch:
     rows: int
     row_dims: tuple[int | None, ...]
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    taken: int | None = None
 
     @classmethod
     def of(
@@ -49,10 +51,10 @@ class Batch:
         Raises BatchError without a tensor in it, or a declared dimension does not count the samples.
         """
         declared = declared or {}
-        paths, leaves, tree = _read_leaves(data, main_input, declared, {} if lists is None else lists)
+        paths, leaves, tree, main = _read_leaves(data, main_input, declared, {} if lists is None else lists)
         # What was made in inference mode has no version counter, by which writes in place are seen.
         leaves = tuple(leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf for leaf in leaves)
-        return cls(leaves, paths, tree, *_count_rows(paths, leaves, main_input, declared))
+        return cls(leaves, paths, tree, *_count_rows(paths, leaves, main, declared))
 
     @property
     def data(self) -> Any:
@@ -61,6 +63,11 @@ class Batch:
     @property
     def tensors(self) -> dict[str, Tensor]:
         return {path: leaf for path, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, Tensor)}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first tensor is, which may be inside of a list."""
+        return next(tensor.device for leaf in self.leaves for tensor in tensors_in(leaf))
 
     def by_sample(self, path: str) -> Tensor:
         """The tensor of this path, with the dimension that counts the samples first."""
@@ -86,7 +93,7 @@ class Batch:
         """`model` called with this batch, but for what is for the criterion alone."""
         data = self.data
         if not isinstance(data, dict):
-            return model(*data)
+            return model(*data[: self.taken])
         return model(**{name: value for name, value in data.items() if not str(name).startswith(FOR_CRITERION)})
 
     def for_criterion(self) -> Any:
@@ -102,7 +109,7 @@ class Batch:
         )
         counting = zip(leaves, self.row_dims, strict=True)
         rows = (leaf.shape[dim] for leaf, dim in counting if dim is not None and isinstance(leaf, Tensor))
-        return replace(self, leaves=leaves, rows=next(rows))
+        return replace(self, leaves=leaves, rows=next(rows, self.rows))
 
     def counted(self, dims: BatchDims) -> Self:
         """The same, where these dimensions of the leaves with these paths count the samples, or none does."""
@@ -206,8 +213,9 @@ def split_sizes(rows: int, num_microbatches: int | None, microbatch_size: int | 
 
 def _read_leaves(
     data: Any, main_input: str | None, declared: BatchDims, known: dict[str, bool]
-) -> tuple[tuple[str, ...], tuple[Any, ...], Tree]:
-    """Paths, leaves and tree of a batch, in which a list of one tensor (or mapping of tensors) a sample is a leaf.
+) -> tuple[tuple[str, ...], tuple[Any, ...], Tree, str | None]:
+    """Paths, leaves and tree of a batch, in which a list of one tensor (or mapping of tensors) a sample is a leaf, and
+    the path of what counts the samples, if that is known already.
 
     `known` has which lists are such ones, by path, as far as known from earlier batches, and learns from this one.
     Raises BatchError where that is not clear, or where a list has another number of entries than there are samples.
@@ -215,11 +223,65 @@ def _read_leaves(
     lists: dict[str, Sequence[Any]] = {}
     paths, leaves, tree = flatten(data, lambda path, entries: bool(lists.update({path: entries})))
     if not lists:
-        return paths, leaves, tree
-    outside = [k for k, path in enumerate(paths) if not any(path.startswith(f"{_inner(name)}[") for name in lists)]
-    chosen = outside if any(isinstance(leaves[k], Tensor) for k in outside) else range(len(paths))
-    rows, _ = _count_rows([paths[k] for k in chosen], [leaves[k] for k in chosen], main_input, declared)
-    return flatten(data, lambda path, entries: _is_by_sample(path, entries, rows, declared, known))
+        return paths, leaves, tree, main_input
+    outside = [k for k, path in enumerate(paths) if not _is_inside(path, lists)]
+    chosen = [k for k in outside if isinstance(leaves[k], Tensor) and leaves[k].ndim > 0]
+    main = main_input
+    if not chosen and (counting := _counting_lists(lists, declared, known)):
+        main = main_input if main_input in counting else counting[0]
+        known |= dict.fromkeys(counting, True)
+        rows = len(lists[main])
+    else:
+        chosen = outside if chosen else list(range(len(paths)))
+        rows, _ = _count_rows([paths[k] for k in chosen], [leaves[k] for k in chosen], main_input, declared)
+    return *flatten(data, lambda path, entries: _is_by_sample(path, entries, rows, declared, known)), main
+
+
+def _counting_lists(lists: Mapping[str, Sequence[Any]], declared: BatchDims, known: Mapping[str, bool]) -> list[str]:
+    """The lists of one entry a sample in a batch without a tensor outside of lists; none if no list is surely one.
+
+    A list is one if it is declared or known so, if its entries are mappings and not all tensors of the batch have as
+    many rows, or if its entries differ in their number of rows alone, as boxes do; so are the lists that have as many
+    entries as it has.
+    """
+    outermost = {path: entries for path, entries in lists.items() if not _is_inside(path, lists)}
+    free = {path: entries for path, entries in outermost.items() if declared.get(path, 0) == 0}
+    differ = len({len(leaf) for entries in free.values() for leaf in tensors_in(entries) if leaf.ndim}) > 1
+
+    def is_sure(path: str) -> bool:
+        has_mappings = all(isinstance(entry, Mapping) for entry in free[path])
+        return path in declared or known.get(path, False) or (differ and has_mappings) or _is_ragged(free[path])
+
+    first = next(filter(is_sure, free), None)
+    if first is not None:
+        return [path for path, entries in free.items() if len(entries) == len(free[first])]
+    _refuse_unclear(free, differ)
+    return []
+
+
+def _refuse_unclear(lists: Mapping[str, Sequence[Any]], differ: bool) -> None:
+    """Raises BatchError for several lists of as many entries that may be the samples: some are mappings, or tensors
+    `differ` in their first dimension, as images and labels do."""
+    lengths = {len(entries) for entries in lists.values()}
+    have_mappings = any(isinstance(entry, Mapping) for entries in lists.values() for entry in entries)
+    if len(lists) > 1 and len(lengths) == 1 and (have_mappings or (differ and lengths != {1})):
+        raise BatchError(
+            f"the batch has only lists of {lengths.pop()} entries, {' and '.join(lists)}, which may be one for each "
+            f"sample, or not: say batch_dims={dict.fromkeys(lists, 0)} if they are, or {dict.fromkeys(lists)} if not"
+        )
+
+
+def _is_ragged(entries: Sequence[Any]) -> bool:
+    """Whether the entries of a list are tensors that differ in their number of rows alone."""
+    if not all(isinstance(entry, Tensor) and entry.ndim > 0 for entry in entries):
+        return False
+    alike = {(entry.shape[1:], entry.dtype) for entry in entries}
+    return len(alike) == 1 and len({len(entry) for entry in entries}) > 1
+
+
+def _is_inside(path: str, lists: Iterable[str]) -> bool:
+    """Whether a path is that of something in one of these lists."""
+    return any(path.startswith(f"{_inner(name)}[") for name in lists)
 
 
 def _inner(path: str) -> str:
@@ -266,6 +328,8 @@ def _count_rows(
     """
     named = dict(zip(paths, leaves, strict=True))
     tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, Tensor) and leaf.ndim > 0}
+    if main_input in named and has_tensors(named[main_input]):  # a list of one entry a sample
+        tensors = {main_input: named[main_input]}
     if not tensors:
         kinds = {path: type(leaf).__name__ for path, leaf in named.items()}
         raise BatchError(
@@ -277,7 +341,7 @@ def _count_rows(
     if main is None or declared.get(main, 0) is None:
         raise BatchError(f"batch_dims says of {main or 'every tensor'} that it does not count the samples: it has to")
     dim = _checked(main, tensors[main], declared.get(main, 0))
-    rows = tensors[main].shape[dim]
+    rows = len(tensors[main]) if has_tensors(tensors[main]) else tensors[main].shape[dim]
     if rows == 0:
         raise BatchError(f"the batch is empty: {main} has shape {tuple(tensors[main].shape)}")
     where = f"dimension {dim} of {main}"

@@ -10,10 +10,12 @@ is refused until `batch_dims` says which. Of the architectures in docs/parity.md
 """
 
 import copy
+import inspect
 import itertools
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from pipeshard.batch.batch import Batch, BatchDims, refuse_unknown
+from pipeshard.batch.tree import is_keyed
 from pipeshard.errors import BatchError
 from pipeshard.hf import (
     IDS,
@@ -54,7 +57,34 @@ def read_batch(
     batch = Batch.of(data, main_input(model), declared, lists)
     owners = {path: counts for path, counts in _owners(model, batch).items() if path not in declared}
     owners |= {path: several for path, dim in declared.items() if dim == 0 and (several := _several(batch, path))}
-    return batch.owned(owners)
+    return replace(batch.owned(owners), taken=taken_by(model, batch.data))
+
+
+def taken_by(model: nn.Module, data: Any) -> int | None:
+    """With how many entries of a tuple the model is called, as in `for images, labels in dataloader`: what its forward
+    has no positional argument for is for the criterion, and so are labels that came last where it has an optional mask.
+
+    None for all of them.
+    """
+    if not isinstance(data, tuple | list) or len(data) < 2:
+        return None
+    try:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):  # nothing is known of it
+        return None
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return None
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not places:
+        return None
+    taken = min(len(data), len(places))
+    last, value = places[taken - 1], data[taken - 1]
+    # Integers, one for each sample, are no mask.
+    is_class = isinstance(value, Tensor) and value.ndim == 1 and value.dtype in (torch.int32, torch.int64)
+    is_mask = "mask" in last.name and last.default is not last.empty
+    if taken == len(data) and taken > 1 and is_class and is_mask:
+        taken -= 1
+    return taken if taken < len(data) else None
 
 
 def _owners(model: nn.Module, batch: Batch) -> Owners:
@@ -151,8 +181,10 @@ class RowDims:
     def settle(self, batch: Batch) -> Batch:
         """The batch with leaves whole that have as many entries as there are samples by chance.
 
-        Raises BatchError for leaves of which that, or another dimension that may count the samples, is in doubt.
+        Raises BatchError for leaves of which that, or another dimension that may count the samples, is in doubt, and
+        for graphs, which are not cut.
         """
+        _refuse_graphs(batch)
         if batch.rows == 1:
             return batch
         dims = dict(zip(batch.paths, batch.row_dims, strict=True))
@@ -206,6 +238,16 @@ class RowDims:
         if equal:
             return equal[0] if len(equal) == 1 else None
         return 0 if several and 0 not in other and path not in batch.owners else None
+
+
+def _refuse_graphs(batch: Batch) -> None:
+    """Raises BatchError for torch_geometric's Data and Batch, whose tensors count nodes and edges."""
+    kind = next((kind for kind in batch.tree.kinds if hasattr(kind, "__cat_dim__")), None)
+    if kind is not None:
+        raise BatchError(
+            f"the batch holds a {kind.__name__}, whose tensors have one row for each node or edge, not for each "
+            "sample: it cannot be cut into microbatches. Pass PipelinePlugin(num_microbatches=1)"
+        )
 
 
 COLLATORS = "DataCollatorForSeq2Seq(tokenizer), DataCollatorWithPadding(tokenizer)"
@@ -326,7 +368,7 @@ def find_sample(
 
     Raises BatchError for what cannot be read or made up, ConfigurationError for declared leaves that it has not.
     """
-    is_function = callable(dry_run_input) and not isinstance(dry_run_input, Mapping)
+    is_function = callable(dry_run_input) and not (isinstance(dry_run_input, Mapping) or is_keyed(dry_run_input))
     data = dry_run_input(size, device) if is_function else dry_run_input
     if data is None and dataloader is not None:
         data = first_samples(dataloader)

@@ -3,9 +3,10 @@
 A batch is cut, compared and sent leaf by leaf, and the model gets it put together again. torch's pytree opens dicts,
 lists, tuples and what is registered with it, process-wide and for good. Batches also hold dataclasses, namespaces,
 mappings and plain objects with tensors, and which lists are leaves depends on the batch, so the walk is done here: one
-level of what torch knows by its pytree, everything else by its attributes. No class is registered.
+level of what torch knows by its pytree, everything else by its keys or attributes. No class is registered.
 """
 
+import copy
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +41,14 @@ class Tree:
     keys: tuple[Any, ...] = ()
     parts: tuple["Tree", ...] = ()
     make: Callable[[list[Any]], Any] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def kinds(self) -> Iterator[type]:
+        """The classes of all containers."""
+        if self.kind is not None:
+            yield self.kind
+        for part in self.parts:
+            yield from part.kinds
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """What was flattened, with these leaves."""
@@ -150,6 +159,8 @@ def _opened(node: Any) -> tuple[list[tuple[Any, Any]], Callable[[list[Any]], Any
         return list(zip(_keys(node), children, strict=True)), lambda values: tree_unflatten(values, spec)
     if isinstance(node, Mapping):
         return _opened_mapping(node)
+    if keys := _tensor_keys(node):
+        return [(MappingKey(key), node[key]) for key in keys], lambda values: _filled(node, keys, values)
     if is_dataclass(node) or isinstance(node, SimpleNamespace) or _holds_tensors(node):
         held = _attributes(node)
         return [(GetAttrKey(name), value) for name, value in held.items()], lambda values: _rebuilt(
@@ -174,6 +185,34 @@ def _opened_mapping(node: Mapping[Any, Any]) -> tuple[list[tuple[Any, Any]], Cal
     if not is_same:
         raise BatchError(f"the batch holds a {cls.__name__} that cannot be made of a dict: put a dict in its place")
     return [(MappingKey(name), node[name]) for name in names], lambda values: cls(dict(zip(names, values, strict=True)))
+
+
+def is_keyed(node: Any) -> bool:
+    """Whether something, no mapping, has entries that can be listed, read and set, as torch_geometric's Data has."""
+    kind = type(node)
+    return not isinstance(node, type | nn.Module | Tensor) and all(
+        callable(getattr(kind, name, None)) for name in ("keys", "__getitem__", "__setitem__")
+    )
+
+
+def _tensor_keys(node: Any) -> list[str]:
+    """The keys of such a thing, if there are tensors among its entries."""
+    if not is_keyed(node):
+        return []
+    try:
+        keys = sorted(node.keys(), key=str)  # those of a set have another order in each process
+        probed = copy.copy(node)  # to read what is not there may make an entry
+        values = [probed[key] for key in keys]
+    except Exception:  # the class's own: its keys are something else
+        return []
+    return keys if any(isinstance(value, Tensor) for value in values) else []
+
+
+def _filled(node: Any, keys: Sequence[str], values: Sequence[Any]) -> Any:
+    filled = copy.copy(node)
+    for key, value in zip(keys, values, strict=True):
+        filled[key] = value
+    return filled
 
 
 def _holds_tensors(node: Any) -> bool:

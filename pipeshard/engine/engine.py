@@ -137,7 +137,7 @@ class Pipeline:
 
     def _partition(self, flow: Dataflow, sample: Batch, by: Cuts, costs: Sequence[float] | None) -> Policy:
         """What this rank holds and runs, which is the same partition on every rank."""
-        config, traced = self.config, next(iter(sample.tensors.values()))
+        config = self.config
         size = config.microbatch_size or max(1, sample.rows // (config.num_microbatches or 1))
         policy = (config.policy or find_policy(self.model))(
             self.model,
@@ -145,7 +145,7 @@ class Pipeline:
             self.rank,
             self.num_stages,
             partition=by,
-            scale=traced.numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1]),
+            scale=_scale(flow, sample, size),
             device=self.device,
             placement=config.placement,
             costs=costs,
@@ -463,3 +463,12 @@ class Pipeline:
         if end.is_last and end.loss is not None and self.grid.dp_size > 1:
             return sum_scalar(end.loss, self.grid.replicas)
         return end.loss
+
+
+def _scale(flow: Dataflow, sample: Batch, size: int) -> float:
+    """How many times as large as the traced batch a microbatch of `size` samples is."""
+    if not flow.axes.tensors:  # only lists of one entry a sample
+        traced_rows, *_ = *flow.axes.sizes, sample.rows
+        return size / traced_rows
+    traced = next(iter(sample.tensors.values()))
+    return traced.numel() / sample.rows * size / math.prod(flow.axes.tensors[0][1])

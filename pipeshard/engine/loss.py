@@ -47,6 +47,10 @@ MOST_RULES = 128  # that are kept
 AT_SIZES = 2  # how many telling trials a rule has to hold in at the batch's own sizes
 LOOSER = 5.0  # how much larger than for a few samples the relative error of a sum of many may be
 MOST = 2**26  # numbers that are drawn for one trial at the batch's own sizes, or at larger ones
+VIEWS = (
+    ". Several views of each sample that go through layers together have to be in the order of the samples: "
+    "torch.stack([a, b], 1).flatten(0, 1) and .unflatten(0, (-1, 2)).unbind(1), not torch.cat([a, b]) and .chunk(2)"
+)
 REMEDY = (
     "average the microbatches' own losses (PipelinePlugin(loss_reduction='microbatch')), return (sum, count) from the "
     "criterion, where the batch's loss is the sum of the sums over that of the counts, or use one microbatch"
@@ -230,8 +234,9 @@ def prove_loss_rule(
                 "on fewer and shorter ones (does it take chunks of the positions, or go by the number of samples?)"
             )
         what = f"the loss of {type(model).__name__} {why}"
+        views = VIEWS if _has_views(flow) else ""
         raise ConfigurationError(
-            f"{what}, so that of a batch cannot be made of its microbatches': {REMEDY}"
+            f"{what}, so that of a batch cannot be made of its microbatches': {REMEDY}{views}"
         ) from search.failure
     if is_approximate:
         logger.warning(
@@ -358,7 +363,7 @@ class _Search:
         tried = dict.fromkeys([IGNORED, *([] if padding is None else [padding]), -1, 0])
         if UNLABELLED in observed:
             tried[UNLABELLED] = None
-        on_cpu = next(iter(self.batch.tensors.values())).device.type == "cpu"
+        on_cpu = self.batch.device.type == "cpu"
         return [ignore for ignore in tried if on_cpu or ignore >= 0 or ignore in observed]
 
     def _is_proven(self, rule: LossRule) -> bool:
@@ -511,8 +516,17 @@ def _cut(batch: Batch, at: int) -> list[Batch]:
     return [batch.take(torch.arange(at)), batch.take(torch.arange(at, batch.rows))]
 
 
+def _has_views(flow: Dataflow) -> bool:
+    """Whether the loss is made of unit results with several rows for each sample."""
+    if flow.loss is None or not flow.axes.sizes:
+        return False
+    rows, same = flow.axes.sizes[0], (0,) * len(flow.axes.sizes)
+    shapes = [flow.spec(value).at(same) for value in flow.loss.values]
+    return any(shape and shape[0] > rows and shape[0] % rows == 0 for shape in shapes)
+
+
 def _longest(batch: Batch) -> int:
-    return max(size for leaf in batch.tensors.values() for size in leaf.shape)
+    return max((size for leaf in batch.tensors.values() for size in leaf.shape), default=1)
 
 
 def _tells(whole: Measured, parts: Sequence[Measured]) -> bool:

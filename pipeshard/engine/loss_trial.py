@@ -8,8 +8,8 @@ bends where it is small (flooding, a free allowance) is found by samples that ar
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, sum_and_count
-from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.preserve import preserving
 from pipeshard.graph.rng import Randomness, SharedDraws, part_of
-from pipeshard.graph.shapes import Count, TensorSpec
+from pipeshard.graph.shapes import Count, TensorSpec, blank_state
 from pipeshard.graph.taint import Value
 from pipeshard.graph.trace import trace
 from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import find_units, handled
 from pipeshard.hf import MASK, is_target, special_tokens
+from pipeshard.private import reparametrized
 from pipeshard.split.materialize import is_released
 
 logger = logging.getLogger("pipeshard")
@@ -187,6 +187,26 @@ class Measured(NamedTuple):
     slopes: tuple[Tensor | None, ...] = ()
 
 
+@contextmanager
+def weighted(unit: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, a unit of which this stage has released parameters has random ones, always the same, in their places: how
+    its loss is made of those of parts does not depend on them."""
+    released = {name: p for name, p in unit.named_parameters(remove_duplicate=False) if is_released(p)}
+    if not released:
+        yield
+        return
+    generator = torch.Generator().manual_seed(0)
+    state = blank_state(unit, device)
+    with torch.no_grad():
+        for name in released:
+            if state[name].is_floating_point():
+                drawn = _normal(state[name].shape, generator)
+                drawn = drawn / math.sqrt(drawn.shape[-1]) if drawn.ndim > 1 else 1 + drawn / 4
+                state[name].copy_(drawn)
+    with reparametrized(unit, state):
+        yield
+
+
 class Glue:
     """Runs the glue of a model and its criterion, with other values in the place of unit results."""
 
@@ -215,7 +235,8 @@ class Glue:
             index, call = next(calls)
             if index in running:
                 is_inside = True
-                output = original(*arguments[0], **arguments[1])
+                with weighted(self.units[unit], self.device):
+                    output = original(*arguments[0], **arguments[1])
                 is_inside = False
                 return output
 
@@ -259,7 +280,8 @@ class Trial:
 
     The unit results that the loss depends on are random, and the parts have theirs of the whole's; so have they of what
     glue draws. Side outputs of units are random too if `side_outputs` says so; all others are zeros. A unit that
-    returns a loss itself runs. If it is `precise`, 16 bits are given 32: they could not tell 1 % from nothing.
+    returns a loss itself runs, with random weights where another stage has its own. If it is `precise`, 16 bits are
+    given 32: they could not tell 1 % from nothing.
     """
 
     def __init__(
@@ -273,7 +295,7 @@ class Trial:
     ) -> None:
         self.precise = precise
         self.model, self.flow, self.samples, self.criterion = model, flow, samples, criterion
-        self.glue = Glue(model, criterion, next(iter(samples.tensors.values())).device)
+        self.glue = Glue(model, criterion, samples.device)
         self.failure: Exception | None = None  # that of the last trial that failed
         self._flows: dict[range, tuple[Dataflow, tuple[int, ...]]] = {}
         whole, deltas = self._flow(range(samples.rows))
@@ -281,12 +303,6 @@ class Trial:
         self.running = {value.call for value in values if not (whole.is_aside(value) or whole.spec(value).at(deltas))}
         for call in self.running:
             values |= whole.calls[call].reads.values
-            name = whole.calls[call].unit
-            if any(map(is_released, self.glue.units[name].parameters())):
-                raise TraceError(
-                    f"a part of the loss is made inside of unit {name}, which another stage holds: let the unit return "
-                    "one value per sample, and take their mean in the model's forward"
-                )
         self.random = [value for value in sorted(values) if side_outputs or not whole.is_aside(value)]
 
     @property

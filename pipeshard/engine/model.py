@@ -1,5 +1,6 @@
 """PipelineModel: what a model is to its user once it is boosted, on a stage or in one process."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ class Whole:
             elif args and kwargs:
                 raise UsageError("model(...) in 16 bits gets a batch by name or by place, not both: name all of it")
             else:
-                output = precision.of_batch(read_batch(pipeline.model, kwargs or args)).call(pipeline.model)
+                batch = replace(read_batch(pipeline.model, kwargs or args), taken=None)
+                output = precision.of_batch(batch).call(pipeline.model)
         if pipeline.grid.dp_size > 1 or pipeline.scaling is not None:
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:

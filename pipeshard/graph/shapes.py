@@ -119,7 +119,7 @@ class Axes:
             return None
         deltas = []
         for group, size in zip(self.groups, self.sizes, strict=True):
-            now = {tensors[path].shape[axis] for path, axis in group}
+            now = {tensors[path].shape[axis] for path, axis in group} or {batch.rows}  # which lists alone may count
             if len(now) != 1:
                 return None
             deltas.append(now.pop() - size)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from pipeshard.batch.batch import Batch
@@ -63,8 +64,8 @@ class Tracer:
     ) -> None:
         self.model, self.criterion, self.meter = model, criterion, meter
         self.units = find_units(model, cuts)
-        tensors = (*model.parameters(), *sample.tensors.values())
-        self.device = next(t.device for t in tensors if not t.is_meta)
+        devices = (*(parameter.device for parameter in model.parameters()), sample.device)
+        self.device = next(device for device in devices if device.type != "meta")
         self.kinds = Kinds(self.units, self.device, device or self.device, meter, lent)
         self.apart = {id(module): name for name, module in modules_apart(model, self.units)}
         self.python_random = False
@@ -124,9 +125,13 @@ class Tracer:
     def _forward(self, batch: Batch) -> Any:
         try:
             return batch.call(self.model)
-        except (_SeenOutside, TraceError):
+        except _SeenOutside:
+            raise
+        except TraceError as error:
+            self._refuse_packed(error)
             raise
         except Exception as error:  # the model's own
+            self._refuse_packed(error)
             shapes = {path: tuple(tensor.shape) for path, tensor in batch.tensors.items()}
             last = f" after unit {self.calls[-1].unit}" if self.calls else ""
             raise TraceError(
@@ -134,6 +139,21 @@ class Tracer:
                 f"The batch has {shapes}; if that is not what the model takes, pass dry_run_input=<a batch>, and "
                 "where another dimension than the first counts the samples, batch_dims={<name>: <dimension>}"
             ) from error
+
+    def _refuse_packed(self, error: Exception) -> None:
+        """Raises TraceError where glue, or the next unit, has failed with the lengths that a unit packs its result by:
+        they are results of the unit, which only its stage has."""
+        packs = (call for call in self.calls if any(PackedSequence.__name__ in str(part.tree) for part in call.parts))
+        call = next(packs, None)
+        if call is None:
+            return
+        raise TraceError(
+            f"unit {call.unit} ({type(self.units[call.unit]).__name__}) returns a PackedSequence, whose lengths "
+            f"{type(self.model).__name__} reads outside of the unit, where other stages do not have them "
+            f"({type(error).__name__}: {error}). Call pack_padded_sequence, {call.unit} and pad_packed_sequence in the "
+            "forward of one module of your own, which takes and returns padded tensors, and put that into the "
+            "nn.ModuleList"
+        ) from error
 
     def _loss(self, output: Any, batch: Batch) -> Tensor | None:
         try:

@@ -205,7 +205,7 @@ def time_first() -> list[dict[str, Tensor]]:
 
 
 class Auxiliary(Net):
-    """Layers return a mean over their samples, which is a part of the loss."""
+    """Layers return how unevenly the batch uses their features, which is a part of the loss not by samples."""
 
     class block(Block):
         def forward(self, x: Tensor) -> Any:
@@ -213,7 +213,7 @@ class Auxiliary(Net):
             return y, self.penalty(y)
 
         def penalty(self, y: Tensor) -> Tensor:
-            return y.square().mean()
+            return y.square().mean((0, 1)).square().mean()
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         x, total = self.embed(ids), torch.zeros(())
@@ -221,14 +221,6 @@ class Auxiliary(Net):
             x, penalty = layer(x)
             total = total + penalty.mean()
         return {"loss": self.loss(self.head(x), labels) + 0.1 * total}
-
-
-class BySample(Auxiliary):
-    """The same with one value per sample."""
-
-    class block(Auxiliary.block):
-        def penalty(self, y: Tensor) -> Tensor:
-            return y.square().mean((1, 2))
 
 
 class Margins(nn.Module):

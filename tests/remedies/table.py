@@ -279,9 +279,9 @@ REMEDIES = {
     ),
     "a loss that a layer makes": Remedy(
         ("class weights, contrastive",),
-        "let the unit return one value per sample, and take their mean in the model's forward",
+        r"average the microbatches' own losses.*or use one microbatch",
         Training(nets.Auxiliary),
-        (Training(nets.BySample), Training(nets.Auxiliary, TWICE, parts=2), Training(nets.Auxiliary, ONE)),
+        (Training(nets.Auxiliary, TWICE, parts=2), Training(nets.Auxiliary, ONE)),
     ),
     "a criterion that counts": Remedy(
         ("a criterion that counts its calls",),
