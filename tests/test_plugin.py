@@ -193,6 +193,7 @@ def mistakes() -> list[str]:
         lambda: execute(iter([data]), split.model.unwrap(), None, split.optimizer),
         lambda: split.booster.load_model(split.model, "nowhere"),
         lambda: split.booster.save_model(split.model.unwrap(), "nowhere"),
+        lambda: run(iter([{**data, "labels": data["labels"].to("meta")} if rank else data])),
         lambda: (split.model.train(rank == 0), run(iter([data]))),
     ]
     messages = []
@@ -222,6 +223,7 @@ def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
         "UsageError: execute_pipeline got a GPT2LMHeadModel: pass the model that booster.boost",
         "CheckpointError: nowhere cannot be read",
         "CheckpointError: this is a GPT2LMHeadModel",
+        r"BatchError: .*labels of shape \(.*\) is on the meta device, so it has no values: make it on the CPU",
         r"BatchError: .*\(stage 0\): .*model.train\(\); rank 1 \(stage 1\): .*model.eval\(\)",
     ]
     for messages in pool.run(mistakes, 2):

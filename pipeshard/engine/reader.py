@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeshard.batch.batch import Batch, split_sizes
-from pipeshard.batch.read import RowDims
+from pipeshard.batch.read import RowDims, refuse_meta
 from pipeshard.batch.tree import flatten, text
 from pipeshard.distributed.collectives import gather_objects, meet
 from pipeshard.distributed.mesh import Grid
@@ -187,5 +187,7 @@ class Reader:
                 "the data iterator is empty: make a new one, iter(dataloader), for every epoch, and call "
                 "execute_pipeline len(dataloader) times"
             ) from None
-        batch = data if isinstance(data, Batch) else self.row_dims.read(data, self.cuts)
-        return self.precision.of_batch(batch)
+        if isinstance(data, Batch):
+            return self.precision.of_batch(data)
+        refuse_meta(data)
+        return self.precision.of_batch(self.row_dims.read(data, self.cuts))

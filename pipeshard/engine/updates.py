@@ -25,6 +25,7 @@ logger = logging.getLogger("pipeshard")
 
 FIRST = 3  # updates of a model that are compared before they change a parameter
 BITS = 61  # of the digest of the options, which travels as one of 64 with a sign
+ODD = 3  # by which the digest of the options that were used enters, so that it cannot cancel the other
 ONE = 2**32  # a factor of 1, as it travels
 OTHER = -1  # gradients that were changed otherwise than by one factor, as it travels
 LARGEST = 2.0**20  # of a factor that is compared
@@ -119,7 +120,7 @@ class Updates:
         self._told: float | None = 1.0  # of the last update
         self._before: float | None = None  # the latest other than 1 of those before
         self._stepped: Any = ()  # the options that it used
-        self._digest: tuple[Any, int] = ((), 0)
+        self._digest: tuple[Any, int] = (None, 0)  # the latest options that were hashed, and their digest
         self._warned = False
 
     @property
@@ -171,23 +172,28 @@ class Updates:
     def numbers(self) -> tuple[int, int]:
         """A digest of the options that the last update used and of those that are set now, and the last update's
         factor, for the message by which a step begins."""
-        content = self._stepped, self._options()
-        if content != self._digest[0]:
-            digest = hashlib.blake2b(repr(content).encode(), digest_size=8).digest()
-            self._digest = content, int.from_bytes(digest, "little") % 2**BITS
-        return self._digest[1], OTHER if self._told is None else round(self._told * ONE)
+        used = self._digest_of(self._stepped)  # mostly what was set at the last step, whose digest is known
+        now = self._digest_of(self._options())
+        return (used * ODD + now) % 2**BITS, OTHER if self._told is None else round(self._told * ONE)
+
+    def _digest_of(self, options: tuple[Any, ...]) -> int:
+        if options != self._digest[0]:
+            digest = hashlib.blake2b(repr(options).encode(), digest_size=8).digest()
+            self._digest = options, int.from_bytes(digest, "little")
+        return self._digest[1]
 
     def boosted_optimizers(self) -> list[Grouped]:
         """Those that are still in use."""
         return [optimizer for reference in self.optimizers if (optimizer := reference()) is not None]
 
     def _options(self) -> tuple[Any, ...]:
-        return tuple(
-            (key, _plain(group.get(key)))
-            for optimizer in self.boosted_optimizers()
-            for group, keys in zip(optimizer.optim.param_groups, optimizer.options)
-            for key in keys
-        )
+        found = []
+        for optimizer in self.boosted_optimizers():
+            for group, keys in zip(optimizer.optim.param_groups, optimizer.options):
+                for key in keys:
+                    value = group.get(key)
+                    found.append((key, value if type(value) in PLAIN else _plain(value)))
+        return tuple(found)
 
     def compare(self, norm: float | None = None) -> None:
         """Raise UsageError on every rank if ranks would update their parameters otherwise than one device would; all

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from pipeshard import trace
 from pipeshard.batch.batch import Batch, check_declared, refuse_unknown
-from pipeshard.batch.read import RowDims
+from pipeshard.batch.read import RowDims, find_sample
 from pipeshard.batch.tree import tensors_in
 from pipeshard.engine.reader import digest
 from pipeshard.errors import BatchError, ConfigurationError
@@ -261,3 +261,13 @@ def test_declarations_are_checked() -> None:
     for wrong in (["x"], {"x": "1"}, {1: 1}, {"x": True}):
         with pytest.raises(ConfigurationError, match="batch_dims must map the paths of leaves"):
             check_declared(copy.copy(wrong))
+
+
+@pytest.mark.parametrize("is_function", [False, True])
+def test_a_sample_on_the_meta_device_is_refused(is_function: bool) -> None:
+    """A batch was made under torch.device("meta"): it has no values that a model can be traced or proven with.
+    The error names the leaf, and not the operator that failed on it."""
+    sample = {"x": torch.zeros(2, 3, device="meta")}
+    given = (lambda size, device: sample) if is_function else sample
+    with pytest.raises(BatchError, match=r"x of shape \(2, 3\) is on the meta device"):
+        find_sample(nn.Linear(3, 3), given, None, {}, 2, torch.device("cpu"))
