@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -325,3 +326,24 @@ def test_torchs_functions_are_its_own_without_a_boosted_model() -> None:
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.ones(4)
     assert float(clip_grad_norm_((p for p in [parameter]), 1.0)) == 2.0
+
+
+def renewed() -> None:
+    """A second optimizer, with other options; the first one is collected on the last rank alone."""
+    sides = Sides({}, lambda model: torch.optim.Adam(model.parameters(), amsgrad=True))
+    kept = [sides.optimizer] if dist.get_rank() == 0 else []
+    plain = torch.optim.Adam(sides.engine.model.unwrap().parameters())
+    _, sides.optimizer, *_ = sides.engine.boost(sides.engine.model, plain)
+    sides.engine.optimizer = sides.optimizer
+    gc.collect()
+    for step in range(4):
+        sides.split_loss(sides.batches(step))
+        sides.optimizer.step()
+        sides.optimizer.zero_grad()
+    assert len(kept) == (dist.get_rank() == 0)
+
+
+def test_an_optimizer_that_is_collected_on_some_ranks_alone_is_not_compared(pool: Pool) -> None:
+    """Ranks compared the options of one optimizer with those of another, as garbage is collected at other times: a
+    loop that boosted a second optimizer was refused now and then."""
+    pool.run(renewed, 2)

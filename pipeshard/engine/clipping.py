@@ -62,7 +62,7 @@ class ModelGradients:
 
     def name_of(self, parameter: Tensor) -> str | None:
         """The name of the model's parameter that this one is, or stands for in an optimizer."""
-        known = (self.names, *(optimizer.names for optimizer in self.updates.boosted_optimizers()))
+        known = (self.names, *(optimizer.names for optimizer in self.updates.in_use().values()))
         return next((names[parameter] for names in known if parameter in names), None)
 
     def is_early(self, parameter: Tensor, name: str) -> bool:
@@ -84,7 +84,7 @@ class ModelGradients:
         model: tuple[list[Tensor], frozenset[str]] = list(self._holders), elsewhere
         groups = [
             (group["params"], names & elsewhere)
-            for optimizer in self.updates.boosted_optimizers()
+            for optimizer in self.updates.in_use().values()
             for group, names in zip(optimizer.optim.param_groups, optimizer.given)
         ]
         return [model, *groups]

@@ -182,17 +182,19 @@ class Updates:
             self._digest = options, int.from_bytes(digest, "little")
         return self._digest[1]
 
-    def boosted_optimizers(self) -> list[Grouped]:
-        """Those that are still in use."""
-        return [optimizer for reference in self.optimizers if (optimizer := reference()) is not None]
+    def in_use(self) -> dict[int, Grouped]:
+        """The optimizers that are not collected yet, which may be others on each rank, by the order of their boosts."""
+        every = enumerate(reference() for reference in self.optimizers)
+        return {number: optimizer for number, optimizer in every if optimizer is not None}
 
     def _options(self) -> tuple[Any, ...]:
+        """(optimizer, group, option, value) of each option."""
         found = []
-        for optimizer in self.boosted_optimizers():
-            for group, keys in zip(optimizer.optim.param_groups, optimizer.options):
+        for number, optimizer in self.in_use().items():
+            for k, (group, keys) in enumerate(zip(optimizer.optim.param_groups, optimizer.options)):
                 for key in keys:
                     value = group.get(key)
-                    found.append((key, value if type(value) in PLAIN else _plain(value)))
+                    found.append((number, k, key, value if type(value) in PLAIN else _plain(value)))
         return tuple(found)
 
     def compare(self, norm: float | None = None) -> None:
@@ -213,17 +215,15 @@ class Updates:
 
     def _by_group(self, options: tuple[Any, ...]) -> dict[str, dict[str, Any]]:
         """What `_options` has returned, by the groups that have parameters on this rank."""
+        values: dict[tuple[int, int], dict[str, Any]] = {}
+        for number, k, key, value in options:
+            values.setdefault((number, k), {})[key] = value
         found: dict[str, dict[str, Any]] = {}
-        start = 0
-        for optimizer in self.boosted_optimizers():
-            groups = zip(optimizer.optim.param_groups, optimizer.given, optimizer.options)
-            for k, (group, names, keys) in enumerate(groups):
-                values = dict(options[start : start + len(keys)])
-                start += len(keys)
-                if group["params"]:
-                    title = f"group {k} of {type(optimizer.optim).__name__}"
+        for number, optimizer in self.in_use().items():
+            for k, (group, names) in enumerate(zip(optimizer.optim.param_groups, optimizer.given)):
+                if group["params"] and (number, k) in values:
                     digest = hashlib.blake2b("\n".join(sorted(names)).encode(), digest_size=8).hexdigest()
-                    found[f"{title} {digest}"] = values
+                    found[f"group {k} of {type(optimizer.optim).__name__} {number}:{digest}"] = values[number, k]
         return found
 
 

@@ -5,8 +5,8 @@ place, and what Python has read and decided by. So every operator of glue passes
 its inputs to its outputs; tags belong to storages, so that views have those of their base.
 """
 
+import inspect
 import os
-import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -333,8 +333,8 @@ def _deciding(func: Any, args: Any) -> list[Tensor]:
 def running(modules: Mapping[int, str]) -> list[str]:
     """The names of these modules that have a method running now, the innermost one first."""
     found: dict[str, None] = {}
-    frame = sys._getframe()
-    while frame.f_back is not None:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_back is not None:
         frame = frame.f_back
         name = modules.get(id(frame.f_locals.get("self")))
         if name is not None:
