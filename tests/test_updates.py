@@ -335,12 +335,13 @@ def renewed() -> None:
     plain = torch.optim.Adam(sides.engine.model.unwrap().parameters())
     _, sides.optimizer, *_ = sides.engine.boost(sides.engine.model, plain)
     sides.engine.optimizer = sides.optimizer
-    gc.collect()
     for step in range(4):
+        if step == 2:
+            gc.collect()
+            assert len(sides.engine.model.pipeline.gradients.updates.in_use()) == 1 + len(kept)
         sides.split_loss(sides.batches(step))
         sides.optimizer.step()
         sides.optimizer.zero_grad()
-    assert len(kept) == (dist.get_rank() == 0)
 
 
 def test_an_optimizer_that_is_collected_on_some_ranks_alone_is_not_compared(pool: Pool) -> None:
