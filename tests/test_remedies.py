@@ -58,6 +58,7 @@ def exact(name: str) -> tuple[str, list[str]]:
     return outcome(EXACT[name])
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", REMEDIES)
 def test_a_remedy_works(pool: Pool, name: str) -> None:
     """Errors named remedies that nobody had followed, and some of these were refused in turn or trained something
