@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -43,7 +44,8 @@ class _Rank:
         self.is_done = self._is_aborted = self._has_turn = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"rank {number}", daemon=True)
+        context = copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name=f"rank {number}", daemon=True)
 
     def give_back(self, ready: Callable[[], bool] | None = None, waits_for: str = "") -> None:
         """Called by the thread itself."""
@@ -289,6 +291,12 @@ class LocalMesh(ProcessGroupMesh):
 
     def warm_up(self, device: torch.device) -> None:
         """Nothing has to be connected."""
+
+
+def in_thread(work: Callable[[], T]) -> T:
+    """What `work()` returns in a thread like those of ranks: what a program keeps in a `threading.local` is not there
+    either."""
+    return LocalWorld(1).run(lambda rank: work())[0]
 
 
 class LocalGrid(Grid):

@@ -15,6 +15,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
+from pipeshard.distributed.local import in_thread
 from pipeshard.engine.alone import failing, is_of_model, text_of
 from pipeshard.errors import BatchError, PipeshardError, TraceError
 from pipeshard.ghost import inside_pipeshard
@@ -347,7 +348,8 @@ class _Proving:
         losses, outputs = [], list[Any]()
         for replica, reference in enumerate(references):
             batches, first = self.part(reference.own.sample, step, replica).split(self.m), replica * self.m
-            loss, made = reference.step(batches, split.weights(replica), (SEED, step), self.tick, first)
+            weights, at = split.weights(replica), (SEED, step)
+            loss, made = in_thread(partial(reference.step, batches, weights, at, self.tick, first))
             losses.append(loss)
             outputs += made
         for reference in references[1:]:

@@ -9,6 +9,8 @@ import logging
 import re
 import subprocess
 import sys
+import threading
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -128,6 +130,34 @@ def exact_ones() -> list[str]:
     if (proof := proof_of(model, data())).kind != EXACT:
         problems.append(f"seeds: {proof}")
     return problems
+
+
+OF_THREAD = threading.local()
+OF_CONTEXT: ContextVar[float] = ContextVar("factor", default=1.0)
+
+
+class Told(Net):
+    """Goes by what the program has set for its thread and its context."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return super().forward(x * getattr(OF_THREAD, "factor", 1.0) * OF_CONTEXT.get(), y)
+
+
+def told_by_thread() -> tuple[str, str]:
+    OF_THREAD.factor = 3.0
+    token = OF_CONTEXT.set(2.0)
+    try:
+        torch.manual_seed(0)
+        proof = proof_of(Told(), data())
+    finally:
+        OF_CONTEXT.reset(token)
+        del OF_THREAD.factor
+    return proof.kind, proof.reason
+
+
+def test_what_a_program_keeps_for_its_thread_is_no_difference(pool: Pool) -> None:
+    """Ranks of the proof are threads: they did not see a flag in a threading.local, which the unsplit model saw."""
+    assert pool.run(told_by_thread, 1) == [(EXACT, "")]
 
 
 def test_what_is_exact_is_proven_and_nothing_changes(pool: Pool) -> None:
