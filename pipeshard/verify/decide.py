@@ -28,7 +28,7 @@ from pipeshard.verify.whole import is_batch_norm
 logger = logging.getLogger("pipeshard")
 SECONDS = 5.0  # that "auto" may take
 SHARE = 0.1  # of the free memory that it may take
-COPIES = 9  # of the parameters: three of the model, those of all stages together, gradients and Adam's state of both
+COPIES = 6, 3  # of the parameters, for each replica and beside: models, gradients and Adam's state, split and unsplit
 FEW = 5  # of the parameters: two copies with gradients, and what is left of a copy of the sample's activations
 PERIOD = 1.0  # seconds after which the ranks that wait are told that it goes on
 KNOWN = ("torch", "transformers", "peft", "colossalai")  # packages whose modules docs/parity.md is about
@@ -99,7 +99,7 @@ def prove_at_boost(
         if auto and any(parameter.is_meta for parameter in model.parameters()):
             return Proof(UNPROVEN, "its weights are on meta, and one process would have to make them all")
         share = SHARE if auto else 1.0
-        why = _too_large(model, grid.device, share, COPIES)
+        why = _too_large(model, grid.device, share, _copies(config.pp_size, min(2, grid.dp_size)))
         if why and _too_large(model, grid.device, share, FEW):
             return Proof(UNPROVEN, why)
         seconds = SECONDS if auto else None
@@ -194,6 +194,12 @@ def _say(proof: Proof, name: str) -> None:
         name,
         proof.reason,
     )
+
+
+def _copies(pp_size: int, replicas: int) -> int:
+    """How often a proof has the parameters in memory at most: each rank begins with all of them."""
+    of_replica, beside = COPIES
+    return max(of_replica * replicas + beside, pp_size * replicas + 1)
 
 
 def _too_large(model: nn.Module, device: torch.device, share: float, copies: int) -> str:
