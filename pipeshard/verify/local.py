@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from pipeshard.graph.rng import OwnDraws
 from pipeshard.split.partition import is_profile
 from pipeshard.split.policy import Policy
 from pipeshard.verify.reference import Copies, Weights
+
+
+T = TypeVar("T")
 
 
 class Different(Exception):
@@ -80,8 +83,15 @@ class LocalPipeline:
         def build(rank: int) -> LocalRank:
             return LocalRank(proven, LocalGrid(self.world, rank, config.pp_size, replicas, device), own[rank])
 
-        self.ranks = self.world.run(build)
+        self.ranks = self._run(build)
         self.policy, self.placement = self.ranks[0].policy, self.ranks[0].policy.placement
+
+    def _run(self, work: Callable[[int], T]) -> list[T]:
+        """The same on all ranks. Ranks that wait for each other, or send another size, differ from the model."""
+        try:
+            return self.world.run(work)
+        except (DeadlockError, MessageError) as error:
+            raise Different(str(error)) from error
 
     def last(self, replica: int = 0) -> LocalRank:
         """The rank of a replica that has its loss."""
@@ -110,10 +120,7 @@ class LocalPipeline:
             batch = rows(self.ranks[rank].own.sample, rank // self.num_stages)
             return pipeline.step(iter([batch]), None, True, True, _whole if asked else False)
 
-        try:
-            results = self.world.run(of_rank)
-        except (DeadlockError, MessageError) as error:  # of the pipeline itself, and not of the model
-            raise Different(str(error)) from error
+        results = self._run(of_rank)
         ends = [results[self.ranks.index(self.last(replica))] for replica in range(self.replicas)]
         return ends[0]["loss"], [output for end in ends for output in end["outputs"] or ()]
 
@@ -129,7 +136,7 @@ class LocalPipeline:
 
     def boost(self) -> None:
         """Narrow the optimizers of all ranks."""
-        self.world.run(lambda rank: self.ranks[rank].boost())
+        self._run(lambda rank: self.ranks[rank].boost())
 
     def optimize(
         self, gradients: Mapping[str, Tensor | None], foreign: Sequence[Tensor | None], optimizers: Sequence[Any]
@@ -150,7 +157,7 @@ class LocalPipeline:
                 parameter.grad = None
             return norm
 
-        return [norm for norm in self.world.run(of_rank) if norm is not None]
+        return [norm for norm in self._run(of_rank) if norm is not None]
 
 
 def as_proven(config: PipelineConfig, replicas: int) -> PipelineConfig:
