@@ -19,7 +19,6 @@ from pipeshard.split.partition import is_profile
 from pipeshard.split.policy import Policy
 from pipeshard.verify.reference import Copies, Weights
 
-
 T = TypeVar("T")
 
 
