@@ -145,6 +145,18 @@ def gradient_error(split: Split, unsplit: nn.Module, single: float = 1e-3) -> fl
     return worst
 
 
+def relative_errors(model: nn.Module, unsplit: nn.Module, floor: float = 0.0) -> list[float]:
+    """Of the gradients of a boosted model that are held here: each relative to its own norm, or to `floor`."""
+    reference = dict(unsplit.named_parameters())
+    errors = []
+    for name, parameter in model.named_parameters():
+        if not is_released(parameter):
+            expected = reference[name].grad
+            assert parameter.grad is not None and expected is not None
+            errors.append(float((parameter.grad - expected).norm() / expected.norm().clamp(min=floor)))
+    return errors
+
+
 def parameter_error(split: Split, unsplit: nn.Module) -> float:
     reference = dict(unsplit.named_parameters())
     errors = (float((whole(p) - reference[name]).detach().abs().max()) for name, p in split.held.items())

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from pipeshard.batch.batch import Batch, BatchDims, refuse_unknown
-from pipeshard.batch.tree import flatten, is_keyed
+from pipeshard.batch.tree import is_keyed, tensors_in
 from pipeshard.errors import BatchError
 from pipeshard.hf import (
     IDS,
@@ -55,9 +55,21 @@ def read_batch(
     """
     declared = declared or {}
     batch = Batch.of(data, main_input(model), declared, lists)
+    _refuse_meta(batch)
     owners = {path: counts for path, counts in _owners(model, batch).items() if path not in declared}
     owners |= {path: several for path, dim in declared.items() if dim == 0 and (several := _several(batch, path))}
     return replace(batch.owned(owners), taken=taken_by(model, batch.data))
+
+
+def _refuse_meta(batch: Batch) -> None:
+    """Raise BatchError for a tensor on the meta device, which has no values to train on."""
+    for path, leaf in zip(batch.paths, batch.leaves, strict=True):
+        for tensor in tensors_in(leaf):
+            if tensor.is_meta:
+                raise BatchError(
+                    f"{path or 'the batch'} of shape {tuple(tensor.shape)} is on the meta device, so it has no values: "
+                    "make it on the CPU or on the device of the rank"
+                )
 
 
 def taken_by(model: nn.Module, data: Any) -> int | None:
@@ -355,17 +367,6 @@ def dummy_inputs(model: nn.Module, rows: int = 2, length: int = 8) -> dict[str, 
     )
 
 
-def refuse_meta(data: Any) -> None:
-    """Raise BatchError for a tensor on the meta device, which has no values to train on."""
-    paths, leaves, _ = flatten(data)
-    for path, leaf in zip(paths, leaves, strict=True):
-        if isinstance(leaf, Tensor) and leaf.is_meta:
-            raise BatchError(
-                f"{path or 'the batch'} of shape {tuple(leaf.shape)} is on the meta device, so it has no values: make "
-                "it on the CPU or on the device of the rank"
-            )
-
-
 def find_sample(
     model: nn.Module,
     dry_run_input: Any,
@@ -381,10 +382,8 @@ def find_sample(
     """
     is_function = callable(dry_run_input) and not (isinstance(dry_run_input, Mapping) or is_keyed(dry_run_input))
     data = dry_run_input(size, device) if is_function else dry_run_input
-    refuse_meta(data)
     if data is None and dataloader is not None:
         data = first_samples(dataloader)
-        refuse_meta(data)
     batch = read_batch(model, dummy_inputs(model) if data is None else data, batch_dims)
     if data is not None:
         refuse_unknown(batch.paths, batch_dims)

@@ -81,7 +81,7 @@ def gather(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Any:
-    """Start to give all ranks of `group` what global rank `source` has; what is returned has a `wait()`."""
+    """Start to broadcast the tensor of global rank `source` to all ranks of `group`; call `wait()` on the result."""
     return dist.broadcast(tensor, group_src=ranks_of(group).index(source), group=group, async_op=True)
 
 

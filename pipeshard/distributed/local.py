@@ -1,10 +1,10 @@
-"""Local world: all ranks of a mesh in one process, one of which runs at a time.
+"""Local world: all ranks of a mesh in one process, of which a single one runs at a time.
 
-Each rank is a thread with the engine's own code. A rank hands over only where it would wait for another one, in a
-collective call or for a message, and the ranks take turns in their order. So every run is the same, autograd and the
-generators of random numbers see one thread, and ranks that wait for each other are found at once. torch tests its own
-collectives in this way (torch.testing._internal.distributed.multi_threaded_pg), but replaces the default process group,
-which has to stay as it is here.
+Each rank is a thread that runs the engine's own code. A rank yields only if it would wait for another rank, in a
+collective call or for a message, and the ranks take turns in their order. Every run is therefore the same, autograd and
+the random generators are used by one thread at a time, and a deadlock is detected at once. torch tests its collectives
+with threads, too (torch.testing._internal.distributed.multi_threaded_pg), but replaces the default process group. The
+default process group stays in use here.
 """
 
 import threading
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 
 class Aborted(BaseException):
-    """Ends the thread of a rank, since another rank has failed."""
+    """Ends the thread of a rank after another rank has failed."""
 
 
 class _Rank:
-    """A thread that runs one rank. It has the turn from `resume()` until it waits, pauses or ends."""
+    """A thread that runs one rank, from each `resume()` until it waits, pauses or ends."""
 
     def __init__(self, number: int, work: Callable[[int], Any]) -> None:
         self.number, self._work = number, work
@@ -48,7 +48,7 @@ class _Rank:
         self._thread = threading.Thread(target=context.run, args=(self._run,), name=f"rank {number}", daemon=True)
 
     def give_back(self, ready: Callable[[], bool] | None = None, waits_for: str = "") -> None:
-        """Called by the thread itself."""
+        """Let the thread of the world continue. Called by the thread of the rank."""
         if self._is_aborted:
             raise Aborted
         self.ready, self.waits_for = ready, waits_for
@@ -58,7 +58,7 @@ class _Rank:
             raise Aborted
 
     def resume(self) -> None:
-        """Give the thread the turn, and wait until it comes back."""
+        """Run the thread until it waits, pauses or ends."""
         if self._thread.ident is None:
             self._thread.start()
         self._has_turn = True
@@ -67,7 +67,7 @@ class _Rank:
         self._has_turn = False
 
     def abort(self) -> None:
-        """End the thread where it waits. One that computes, as the world was interrupted, ends when it waits next."""
+        """End a thread that waits. If an interrupt left the thread computing, it ends when it waits next."""
         self._is_aborted = True
         if self._thread.ident is not None and not self.is_done and not self._has_turn:
             self.resume()
@@ -84,7 +84,7 @@ class _Rank:
 
 
 class LocalWork:
-    """What a collective call, or a message, returns at once; `wait()` returns when it is done."""
+    """Handle of a collective call or a message; `wait()` returns when it has completed."""
 
     def __init__(self, world: "LocalWorld", done: Callable[[], bool], waits_for: str) -> None:
         self._world, self._done, self._waits_for = world, done, waits_for
@@ -112,7 +112,7 @@ class _Noting(Progress):
 
 @dataclass
 class _Meeting:
-    """One collective call of a group: what it is, and what each rank has brought, by its place in the group."""
+    """One collective call of a group, with the arguments of each rank by its place in the group."""
 
     kind: str
     brought: dict[int, Any] = field(default_factory=dict)
@@ -120,10 +120,10 @@ class _Meeting:
 
 
 class LocalWorld:
-    """`size` ranks in this process; `run` has each of them do the same work.
+    """`size` ranks in this process; `run` calls one function on each of them.
 
-    `note` is called before each action of a rank's steps. The turns of a rank are inside a context of its own, of those
-    that `keeping()` makes: there it has its own generators of random numbers.
+    `note` is called before each action of a rank's steps. `keeping()` makes a context for each rank, which is entered
+    whenever the rank runs: it can give the rank its own random generators.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class LocalWorld:
         self._running: _Rank | None = None
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """What `work(rank)` returns on every rank.
+        """Call `work(rank)` on every rank and return the results.
 
-        Raises what a rank raises, and DeadlockError where all ranks wait for each other.
+        Raises the first error of a rank, and DeadlockError if all ranks wait for each other.
         """
         inherited = _inherited()
 
@@ -163,7 +163,7 @@ class LocalWorld:
         return [rank.result for rank in ranks]
 
     def _turn(self, rank: _Rank, context: AbstractContextManager[None]) -> bool:
-        """Let a rank run until it waits or ends; False if what it waits for is not there."""
+        """Run a rank until it waits or ends; return False if it still has to wait."""
         if rank.ready is not None and not rank.ready():
             return False
         self._running = rank
@@ -188,7 +188,7 @@ class LocalWorld:
         self._running.give_back()
 
     def meet(self, group: "WorldGroup", kind: str, brought: Any, finish: Callable[[list[Any]], None]) -> LocalWork:
-        """A collective call of a group: `finish` gets what its ranks have brought, once all of them have."""
+        """Join a collective call of a group; `finish` gets the arguments of all ranks once the last rank has joined."""
         meetings, place = self._meetings[group.ranks], group.rank()
         meeting = next((other for other in meetings if place not in other.brought), None)
         if meeting is None:
@@ -205,7 +205,7 @@ class LocalWorld:
 
 
 class WorldGroup(LocalGroup):
-    """Some ranks of a local world, for torch.distributed's own functions. Sums are made in the order of the ranks."""
+    """A process group of a local world, for the functions of torch.distributed. Sums are in the order of the ranks."""
 
     def __init__(self, world: LocalWorld, ranks: Sequence[int], rank: int) -> None:
         super().__init__(tuple(ranks), rank)
@@ -258,7 +258,7 @@ class LocalP2P(P2P):
 
 
 class _Receipt(LocalWork):
-    """The next message of an edge, which is copied when it is waited for."""
+    """Handle of a receive, which copies the next message of an edge into the buffer in `wait()`."""
 
     def __init__(self, p2p: LocalP2P, buffer: Tensor, source: int) -> None:
         box = p2p.world.messages[tuple(p2p.ranks), (source, p2p.rank)]
@@ -294,8 +294,8 @@ class LocalMesh(ProcessGroupMesh):
 
 
 def in_thread(work: Callable[[], T]) -> T:
-    """What `work()` returns in a thread like those of ranks: what a program keeps in a `threading.local` is not there
-    either."""
+    """Call `work()` in a thread, as ranks run, and return its result: it does not see the main thread's
+    `threading.local` values either."""
     return LocalWorld(1).run(lambda rank: work())[0]
 
 
@@ -313,7 +313,7 @@ class LocalGrid(Grid):
 
 
 def _inherited() -> Callable[[], AbstractContextManager[None]]:
-    """Makes contexts in which a thread has autocast and the default device of the present one."""
+    """Return a function that makes contexts with the autocast state and the default device of this thread."""
     device = torch.get_default_device()
     of_cpu, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 

@@ -114,13 +114,13 @@ _of_rank: ContextVar[Progress | None] = ContextVar("progress", default=None)
 
 
 def own_progress() -> Progress:
-    """The progress of the rank that this thread runs: of this process, or of one of several ranks in it."""
+    """Return the progress of the rank that this thread runs: the process's, or that of a rank of a local world."""
     return _of_rank.get() or NOW
 
 
 @contextmanager
 def running(progress: Progress) -> Iterator[None]:
-    """Let this thread run a rank of its own, which has this progress."""
+    """Use this progress for the rank that this thread runs."""
     token = _of_rank.set(progress)
     try:
         yield

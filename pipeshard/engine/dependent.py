@@ -1,4 +1,4 @@
-"""Alone: a microbatch that does not run by itself, though its whole batch does.
+"""Dependent: a microbatch that does not run by itself, though its whole batch does.
 
 An input may index samples (the edges of a graph, the offsets of bags), or have as many entries as there are samples by
 chance. A model on such a batch raises an error of its own in some microbatch, which names nothing that a user can
@@ -59,5 +59,5 @@ def cut_inputs(batch: Batch) -> list[str]:
     return [path for path, leaf, dim in leaves if dim is not None and isinstance(leaf, Tensor)]
 
 
-def alone(batch: Batch, parts: Sequence[Batch], i: int, error: Exception, module: str = "") -> BatchError:
+def dependent_error(batch: Batch, parts: Sequence[Batch], i: int, error: Exception, module: str = "") -> BatchError:
     return BatchError(text_of(batch, parts, i, error, module))

@@ -22,8 +22,8 @@ from pipeshard.distributed.failures import is_lost
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.p2p import with_messages
 from pipeshard.distributed.progress import own_progress
-from pipeshard.engine.alone import alone, failing, is_of_model
 from pipeshard.engine.clipping import ModelGradients
+from pipeshard.engine.dependent import dependent_error, failing, is_of_model
 from pipeshard.engine.interpreter import Interpreter
 from pipeshard.engine.microbatches import Found, RouteCache
 from pipeshard.engine.mixed_precision import LossScale, Precision
@@ -389,7 +389,7 @@ class Pipeline:
         if found is None or type(found[1]) is not type(error):
             return None
         module = own_progress().module([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
-        return alone(batch, parts, i, error, module)
+        return dependent_error(batch, parts, i, error, module)
 
     @contextmanager
     def _tracing(self, read: Sequence[Batch], criterion: Criterion | None, outputs: Outputs) -> Iterator[None]:
@@ -404,7 +404,7 @@ class Pipeline:
             for batch, parts in zip(read, self._cut(read), strict=True):
                 found = failing(batch, parts, lambda part: self.planner.on_stage(part, criterion, outputs.needed, 0))
                 if found is not None:
-                    raise alone(batch, parts, found[0], why) from why
+                    raise dependent_error(batch, parts, found[0], why) from why
             raise
 
     def _refuse_other_way(self, batch: Batch, flow: Dataflow, criterion: Criterion | None) -> None:

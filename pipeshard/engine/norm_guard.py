@@ -5,7 +5,6 @@ functions while a boosted model is alive, so that it does not matter how a loop,
 A part of a model that one stage holds as a whole, and each parameter alone, are clipped as ever.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from types import GeneratorType
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from pipeshard.engine.clipping import ModelGradients
+from pipeshard.engine.guard import Guard
 from pipeshard.errors import UsageError
 from pipeshard.ghost import Ghost
 from pipeshard.private import set_wrapped
@@ -25,28 +25,19 @@ REMEDY = (
 )
 
 
-class NormGuard:
-    """Knows the boosted models of this process, and looks at what torch's functions of gradient norms are called
-    with."""
+FUNCTIONS: tuple[Any, ...] = clip_grad_norm_, get_total_norm
 
-    def __init__(self) -> None:
-        self._models: weakref.WeakSet[ModelGradients] = weakref.WeakSet()
-        self.is_installed = False
 
-    def watch(self, gradients: ModelGradients) -> None:
-        self._models.add(gradients)
-        weakref.finalize(gradients, self._model_ended).atexit = False
-        if not self.is_installed:
-            self.is_installed = True
-            set_wrapped(clip_grad_norm_, self._guarding(clip_grad_norm_, self._check_parameters))
-            set_wrapped(get_total_norm, self._guarding(get_total_norm, self._check_gradients))
+class NormGuard(Guard):
+    """Checks what torch's functions of gradient norms are called with."""
 
-    def _model_ended(self) -> None:
-        if not self._models and self.is_installed:
-            self.is_installed = False
-            functions: tuple[Any, ...] = clip_grad_norm_, get_total_norm
-            for function in functions:
-                set_wrapped(function, function.__wrapped__)
+    def install(self) -> None:
+        for function, check in zip(FUNCTIONS, (self._check_parameters, self._check_gradients), strict=True):
+            set_wrapped(function, self._guarding(function, check))
+
+    def remove(self) -> None:
+        for function in FUNCTIONS:
+            set_wrapped(function, function.__wrapped__)
 
     def _guarding(self, function: Any, check: Callable[[Sequence[Tensor]], None]) -> Callable[..., Any]:
         original = function.__wrapped__

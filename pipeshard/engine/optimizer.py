@@ -29,8 +29,6 @@ from pipeshard.engine.updates import UNCOMPARED
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.private import global_step_pre_hooks
 
-OWN_HOOKS = 2  # before a step of torch's: that of a boosted optimizer, and the StepGuard's
-
 
 class PipelineOptimizer(Optimizer):
     """Narrows the groups of `optim` to what this rank trains, now and whenever groups are added to either object.
@@ -270,7 +268,7 @@ class PipelineOptimizer(Optimizer):
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         hooks = self.optim._optimizer_step_pre_hooks
-        has_hooks = len(hooks) + len(global_step_pre_hooks) > OWN_HOOKS
+        has_hooks = len(hooks) > 1 or any(hook != GUARD.check for hook in global_step_pre_hooks.values())
         if has_hooks:
             hooks[self._last_hook.id] = hooks.pop(self._last_hook.id)
         self.gradients.updates.hooks_begin(self.parameters, has_hooks)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeshard.batch.batch import Batch, split_sizes
-from pipeshard.batch.read import RowDims, refuse_meta
+from pipeshard.batch.read import RowDims
 from pipeshard.batch.tree import flatten, text
 from pipeshard.distributed.collectives import gather_objects, meet
 from pipeshard.distributed.mesh import Grid
@@ -189,5 +189,4 @@ class Reader:
             ) from None
         if isinstance(data, Batch):
             return self.precision.of_batch(data)
-        refuse_meta(data)
         return self.precision.of_batch(self.row_dims.read(data, self.cuts))

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from pipeshard.engine.clipping import ModelGradients
+from pipeshard.engine.guard import Guard
 from pipeshard.errors import UsageError
 
 DEPTH = 4  # of lists, dicts and optimizers, in which one optimizer may keep another
@@ -34,22 +35,26 @@ class Boosted(Protocol):
     def refuse_alone(self, kind: str) -> None: ...
 
 
-class StepGuard:
-    """Knows the boosted models of this process, and the optimizers that were boosted with each."""
+class StepGuard(Guard):
+    """Knows the optimizers that were boosted with each of the models, too."""
 
     def __init__(self) -> None:
-        self._models: weakref.WeakSet[ModelGradients] = weakref.WeakSet()
+        super().__init__()
         self._boosted: weakref.WeakSet[Boosted] = weakref.WeakSet()
         self._unrelated: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
         self._handle: RemovableHandle | None = None
 
     def watch(self, gradients: ModelGradients) -> None:
         """From now on, an optimizer that steps on parameters of this model has to be boosted."""
-        self._models.add(gradients)
+        super().watch(gradients)
         self._unrelated.clear()
-        weakref.finalize(gradients, self._model_ended).atexit = False
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self.check)
+
+    def install(self) -> None:
+        self._handle = register_optimizer_step_pre_hook(self.check)
+
+    def remove(self) -> None:
+        assert self._handle is not None
+        self._handle.remove()
 
     def boosted(self, optimizer: Boosted) -> None:
         """Its inner optimizer is one of its model's from now on."""
@@ -74,11 +79,6 @@ class StepGuard:
                 _check_related(optimizer, named, gradients, of_model)
         if not related:
             self._unrelated[optimizer] = identities
-
-    def _model_ended(self) -> None:
-        if not self._models and self._handle is not None:
-            self._handle.remove()
-            self._handle = None
 
 
 GUARD = StepGuard()

@@ -65,36 +65,27 @@ class Draws:
     seed that `key` gives, and continue in the next `with self:`. Outside, the program's own are unchanged."""
 
     def __init__(self, *key: int) -> None:
-        self._key, self._inside = key, None
+        self._key, self._inside, self._generators = key, None, PROCESS
         self._outside: list[Any] = []  # nested ones
 
+    @classmethod
+    def from_here(cls, device: torch.device) -> "Draws":
+        """A stream that begins where the generators are now, with those of `device`."""
+        made = cls()
+        made._generators = Randomness(device).generators
+        made._inside = _states(made._generators)
+        return made
+
     def __enter__(self) -> None:
-        self._outside.append(_states(PROCESS))
+        self._outside.append(_states(self._generators))
         if self._inside is None:
             seed_process(*self._key)
         else:
-            _restore(PROCESS, self._inside)
-
-    def __exit__(self, *error: object) -> None:
-        self._inside = _states(PROCESS)
-        _restore(PROCESS, self._outside.pop())
-
-
-class OwnDraws:
-    """Generators of one of several ranks of a process: inside `with self:` they go on where they were at the end of the
-    last one, first where they are now. Outside, they are as if nothing had been drawn inside."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._generators = Randomness(device).generators
-        self._inside = _states(self._generators)
-
-    def __enter__(self) -> None:
-        self._outside = _states(self._generators)
-        _restore(self._generators, self._inside)
+            _restore(self._generators, self._inside)
 
     def __exit__(self, *error: object) -> None:
         self._inside = _states(self._generators)
-        _restore(self._generators, self._outside)
+        _restore(self._generators, self._outside.pop())
 
 
 PROCESS = [torch.default_generator]

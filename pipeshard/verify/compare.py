@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
@@ -21,7 +21,7 @@ from pipeshard.verify.reference import Reference
 LOSS, GRADIENT = 1e-5, 1e-4  # relative errors that rounding may make
 FINE = 1e-9  # in fp64
 FLOOR = 1e-3  # of the largest gradient: what is smaller than that is compared with it
-Gradients = dict[str, Tensor | None]
+Held = tuple[str, Tensor | None]  # on which rank, as errors name it, and the gradient there
 DEPTH = 3  # of the lists and dicts that an attribute may be
 
 
@@ -45,18 +45,19 @@ class Comparison:
             raise Different(f"gradients are clipped by a norm of {split:.7g}, unsplit {unsplit:.7g}")
         self.counts["norms"] += 1
 
-    def gradients(self, split: Mapping[str, Tensor | None], unsplit: Mapping[str, Tensor | None], what: str) -> None:
-        """In the order given, which is that of the backward pass."""
+    def gradients(self, split: Mapping[str, Sequence[Held]], unsplit: Mapping[str, Tensor | None], what: str) -> None:
+        """Compare the gradients of every rank that holds a parameter, in the order of `unsplit`, which is that of the
+        backward pass."""
         largest = max((size(gradient) for gradient in unsplit.values() if gradient is not None), default=0.0)
         for name, expected in unsplit.items():
-            gradient = split[name]
-            if (gradient is None) != (expected is None):
-                raise Different(f"{name} {what} gets {_a(gradient)}, unsplit {_a(expected)}", "backward")
-            if gradient is not None and expected is not None:
-                if not self._close(gradient, expected, GRADIENT, FLOOR * largest):
-                    how = gap(gradient, expected)
-                    raise Different(f"the gradient of {name} {what} is another: {how}", "backward")
-                self.counts["gradients"] += 1
+            for where, gradient in split[name]:
+                if (gradient is None) != (expected is None):
+                    raise Different(f"{name} {what}{where} gets {_a(gradient)}, unsplit {_a(expected)}", "backward")
+                if gradient is not None and expected is not None:
+                    if not self._close(gradient, expected, GRADIENT, FLOOR * largest):
+                        how = gap(gradient, expected)
+                        raise Different(f"the gradient of {name} {what}{where} is another: {how}", "backward")
+                    self.counts["gradients"] += 1
 
     def tensors(self, split: Mapping[str, Any], unsplit: Mapping[str, Any], kind: str, what: str) -> None:
         """Parameters, buffers and what is saved, by name."""
@@ -151,9 +152,8 @@ def _text(split: Any, unsplit: Any) -> str:
     return f"{float(split):.7g}, unsplit {float(unsplit):.7g}"
 
 
-def gradients(split: LocalPipeline, reference: Reference) -> Iterator[tuple[str, Gradients, Gradients]]:
-    """Which rank, its gradients and those of the unsplit model by name, in the order of the backward pass. Every rank
-    that holds a parameter has its whole gradient."""
+def gradients(split: LocalPipeline, reference: Reference) -> tuple[dict[str, list[Held]], dict[str, Tensor | None]]:
+    """By name, in the order of the backward pass, on each rank that holds the parameter; ties have their sums."""
     calls = {unit: k for k, (unit, _) in enumerate(split.policy.flow.occurrences)}
 
     def place(name: str) -> int:
@@ -162,17 +162,16 @@ def gradients(split: LocalPipeline, reference: Reference) -> Iterator[tuple[str,
     parameters = dict(reference.model.named_parameters())
     names = sorted(parameters, key=place, reverse=True)
     unsplit = {name: parameters[name].grad for name in names if parameters[name].requires_grad}
-    held = set[str]().union(*(rank.held for rank in split.ranks))
-    if lost := [name for name in unsplit if name not in held and unsplit[name] is not None]:
+    mine = {
+        name: [(split.named(rank), rank.held[name].grad) for rank in split.ranks if name in rank.held]
+        for name in unsplit
+    }
+    if lost := [name for name, held in mine.items() if not held and unsplit[name] is not None]:
         raise Different(f"no stage holds {lost[0]}, which gets a gradient")
-    foreign = {f"parameter {k} of the optimizer that is not the model's": k for k in range(len(split.last().foreign))}
-    for rank in reversed(split.ranks):
-        own = {name: gradient for name, gradient in unsplit.items() if name in rank.held}
-        mine = {name: rank.held[name].grad for name in own}
-        if rank is split.last():
-            own |= {name: reference.own.foreign()[k].grad for name, k in foreign.items()}
-            mine |= {name: rank.foreign[k].grad for name, k in foreign.items()}
-        yield split.named(rank), mine, own
+    for k, parameter in enumerate(reference.own.foreign()):
+        name = f"parameter {k} of the optimizer that is not the model's"
+        unsplit[name], mine[name] = parameter.grad, [("", split.last().foreign[k].grad)]
+    return mine, unsplit
 
 
 def compare_state(

@@ -108,7 +108,7 @@ def prove_at_boost(
     proof = _on_first(grid, work)
     if alone:
         raise Proven(proof, f"{type(model).__name__} in {stages} stages, {name_of(config.schedule)}")
-    if proof.alone:
+    if proof.dependent:
         raise BatchError(proof.reason) from proof.cause
     if proof.coupled:
         raise VerificationError(

@@ -1,4 +1,4 @@
-"""Local pipeline: all stages of a model on a local world, as booster.boost makes them on processes."""
+"""Local pipeline: all stages of a model on a local world, built as booster.boost builds them on processes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import DeadlockError, MessageError
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.graph.rng import OwnDraws
+from pipeshard.graph.rng import Draws
 from pipeshard.split.partition import is_profile
 from pipeshard.split.policy import Policy
 from pipeshard.verify.reference import Copies, Weights
@@ -35,7 +35,7 @@ class Unproven(Exception):
 
 
 class LocalRank:
-    """One rank: a copy of the model that is traced, cut and sharded by the engine, as on a process of its own."""
+    """One rank: a copy of the model that the engine traces, cuts and shards, as in a separate process."""
 
     def __init__(self, config: PipelineConfig, grid: LocalGrid, own: Copies) -> None:
         self.own, self.model = own, own.model
@@ -63,7 +63,7 @@ class LocalRank:
 
 
 class LocalPipeline:
-    """The ranks of `replicas` of a pipeline, those of the first replica first; `make()` gives each its copies, and
+    """The ranks of one or several replicas of a pipeline, replica by replica. `make()` returns the copies of one rank;
     `note` is called between actions."""
 
     def __init__(
@@ -75,7 +75,7 @@ class LocalPipeline:
         replicas: int = 1,
     ) -> None:
         self.replicas, self.num_stages = replicas, config.pp_size
-        self.world = LocalWorld(replicas * config.pp_size, note, lambda: OwnDraws(device))
+        self.world = LocalWorld(replicas * config.pp_size, note, lambda: Draws.from_here(device))
         own = [make() for _ in range(self.world.size)]
         proven = as_proven(config, replicas)
 
@@ -86,14 +86,14 @@ class LocalPipeline:
         self.policy, self.placement = self.ranks[0].policy, self.ranks[0].policy.placement
 
     def _run(self, work: Callable[[int], T]) -> list[T]:
-        """The same on all ranks. Ranks that wait for each other, or send another size, differ from the model."""
+        """Run `work` on all ranks. A deadlock, or a message of another size, raises Different."""
         try:
             return self.world.run(work)
         except (DeadlockError, MessageError) as error:
             raise Different(str(error)) from error
 
     def last(self, replica: int = 0) -> LocalRank:
-        """The rank of a replica that has its loss."""
+        """The rank that computes the loss of a replica."""
         return self.ranks[replica * self.num_stages + self.placement[-1]]
 
     def of(self, name: str, replica: int = 0) -> LocalRank:
@@ -101,7 +101,7 @@ class LocalPipeline:
         return self.ranks[replica * self.num_stages + self.policy.ownership.owner(name)]
 
     def named(self, rank: LocalRank) -> str:
-        """What errors add for one of several replicas."""
+        """The suffix by which errors name one of several replicas."""
         return f" on replica {self.ranks.index(rank) // self.num_stages}" if self.replicas > 1 else ""
 
     def step(
@@ -123,9 +123,9 @@ class LocalPipeline:
         ends = [results[self.ranks.index(self.last(replica))] for replica in range(self.replicas)]
         return ends[0]["loss"], [output for end in ends for output in end["outputs"] or ()]
 
-    def weights(self, replica: int) -> Weights:
-        """What the losses of a replica's microbatches counted in the last step."""
-        ran = self.last(replica).pipeline.ran
+    def weights(self, *replicas: int) -> Weights:
+        """The weights of the last step's microbatches in the loss, of these replicas in turn."""
+        ran = [each for replica in replicas for each in self.last(replica).pipeline.ran]
         return Weights([each.share for each in ran], any(each.summed for each in ran))
 
     @property

@@ -16,7 +16,7 @@ from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.local import in_thread
-from pipeshard.engine.alone import failing, is_of_model, text_of
+from pipeshard.engine.dependent import failing, is_of_model, text_of
 from pipeshard.errors import BatchError, PipeshardError, TraceError
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.verify.compare import (
@@ -50,7 +50,7 @@ class Proof:
 
     `refused` is whether the reason is an error that training raises, too; `coupled` whether samples depend on each
     other, so that microbatches are not the batch. `moving` is what happens for each microbatch, as in gradient
-    accumulation. `alone`: a microbatch does not run by itself, for the reason that is given, and by the `cause`.
+    accumulation. `dependent`: a microbatch does not run by itself, for the reason that is given, and by the `cause`.
     """
 
     kind: str
@@ -61,11 +61,11 @@ class Proof:
     refused: bool = False
     coupled: bool = False
     moving: tuple[str, ...] = ()
-    alone: bool = False
+    dependent: bool = False
     cause: Exception | None = None
 
 
-class Alone(Exception):
+class Dependent(Exception):
     """A microbatch does not run by itself, though the whole batch does; its cause is the model's error."""
 
 
@@ -108,7 +108,7 @@ def prove(
             kind, reason, coupled = DIFFERENT, str(difference), True
         except Different as difference:
             kind, reason = DIFFERENT, str(difference)
-        except Alone as error:
+        except Dependent as error:
             kind, reason, cause = UNPROVEN, str(error), error.__cause__
         except Unproven as error:
             kind, reason = UNPROVEN, str(error)
@@ -121,7 +121,7 @@ def prove(
     if kind == EXACT and but:
         kind = PARTLY
     made = Proof(kind, reason, proving.counts, but, proving.elapsed, refused, coupled, moving)
-    return replace(made, alone=True, cause=cause) if isinstance(cause, Exception) else made
+    return replace(made, dependent=True, cause=cause) if isinstance(cause, Exception) else made
 
 
 @dataclass(frozen=True)
@@ -196,15 +196,15 @@ class _Proving:
             is_verdict = is_verdict and not isinstance(error, (Fails, TraceError, BatchError))
             if is_verdict:
                 raise
-            self._refuse_alone()
+            self._refuse_dependent()
             if self.count >= self.given.sample.rows:
                 raise
             self.count, self.replicas = self.given.sample.rows, 1
             self.m = len(self.given.sample.split(*self.config.cut))
             self._compare_both()
 
-    def _refuse_alone(self) -> None:
-        """Raise Alone if the unsplit model runs on the batch, but not on one of the microbatches of training."""
+    def _refuse_dependent(self) -> None:
+        """Raise Dependent if the unsplit model runs on the batch, but not on one of the microbatches of training."""
         batch = self._sample()
         parts = batch.split(*self.config.cut)
 
@@ -215,7 +215,7 @@ class _Proving:
 
         if (found := failing(batch, parts, run)) is not None and is_of_model(found[1]):
             i, error = found
-            raise Alone(text_of(batch, parts, i, error)) from error
+            raise Dependent(text_of(batch, parts, i, error)) from error
 
     def _compare_both(self) -> None:
         self._try()
@@ -256,8 +256,8 @@ class _Proving:
         order = range(batch.rows)
         return batch.take(torch.tensor((order[::-1] if step else order)[: self.count]))
 
-    def part(self, batch: Batch, step: int, replica: int) -> Batch:
-        """Those of a replica, which has m of the step's microbatches."""
+    def part(self, step: int, batch: Batch, replica: int) -> Batch:
+        """The samples of one replica, which has m of the step's microbatches."""
         rows = self.rows(batch, step)
         sizes = [part.rows for part in rows.split(self.m * self.replicas)]
         before = sum(sizes[: replica * self.m])
@@ -322,23 +322,21 @@ class _Proving:
         optimizers = self._optimizers(split, references[0])
         for step in (0, 1):
             at, during = (SEED, step), f"in step {step + 1}"
-            loss, outputs = split.step(partial(self._part_in, step), self.m, step > 0, at)
+            loss, outputs = split.step(partial(self.part, step), self.m, step > 0, at)
             expected, made = self._unsplit_step(split, references, step)
             comparison.loss(loss, expected, f"the loss {during}")
-            for rank, mine, theirs in gradients(split, references[0]):
-                comparison.gradients(mine, theirs, f"{during}{rank}")
+            comparison.gradients(*gradients(split, references[0]), during)
             for output, of_unsplit in zip(outputs, made, strict=True) if step else ():
                 what = f"of the output {during}"
                 comparison.tensors(output_tensors(output), output_tensors(of_unsplit), "outputs", what)
             for replica, reference in enumerate(references):
                 compare_state(comparison, split, reference, during, self.fickle, replica)
-            self.cut.append(Cut(step, self._weights(split), _has_auxiliary(split), tuple(split.policy.units)))
+            self.cut.append(
+                Cut(step, split.weights(*range(self.replicas)), _has_auxiliary(split), tuple(split.policy.units))
+            )
             self._step(comparison, split, references, optimizers)
             compare_trained(comparison, split, references[0], f"after step {step + 1}")
         self.counts = dict(comparison.counts)
-
-    def _part_in(self, step: int, batch: Batch, replica: int) -> Batch:
-        return self.part(batch, step, replica)
 
     def _unsplit_step(
         self, split: LocalPipeline, references: Sequence[Reference], step: int
@@ -347,7 +345,7 @@ class _Proving:
         copy gets the sums of the gradients."""
         losses, outputs = [], list[Any]()
         for replica, reference in enumerate(references):
-            batches, first = self.part(reference.own.sample, step, replica).split(self.m), replica * self.m
+            batches, first = self.part(step, reference.own.sample, replica).split(self.m), replica * self.m
             weights, at = split.weights(replica), (SEED, step)
             loss, made = in_thread(partial(reference.step, batches, weights, at, self.tick, first))
             losses.append(loss)
@@ -357,12 +355,7 @@ class _Proving:
                 if parameter.grad is not None:
                     into.grad = parameter.grad if into.grad is None else into.grad + parameter.grad
                     parameter.grad = None
-        return torch.stack([loss.reshape(()) for loss in losses]).sum().to(losses[0].dtype), outputs
-
-    def _weights(self, split: LocalPipeline) -> Weights:
-        """Those of all replicas' microbatches."""
-        every = [split.weights(replica) for replica in range(split.replicas)]
-        return Weights([share for weights in every for share in weights.shares], any(w.of_sums for w in every))
+        return sum(losses[1:], losses[0]), outputs
 
     def _compare_whole(self) -> None:
         """Compare the unsplit model on all samples of a step with itself on the step's microbatches."""

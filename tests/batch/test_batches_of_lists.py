@@ -15,9 +15,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 import pipeshard
 from pipeshard.batch.read import RowDims
 from pipeshard.errors import BatchError
-from pipeshard.split.materialize import is_released
 from tests.pool import Pool
-from tests.unsplit import Split, gradient_error
+from tests.unsplit import Split, gradient_error, relative_errors
 
 H, CLASSES, SIZE = 8, 5, 6
 CHANNELS = 3
@@ -207,10 +206,7 @@ def off(model: nn.Module, make: Any, criterion: Any, count: int) -> float:
         loss = criterion(unsplit(*batch[:-1]) if isinstance(batch, tuple) else unsplit(batch), batch)
         loss.backward()
         errors.append(abs(float(engine.execute_pipeline(steps)["loss"] / loss.detach()) - 1))
-        own = dict(unsplit.named_parameters())
-        for name, parameter in engine.model.unwrap().named_parameters():
-            if not is_released(parameter):
-                errors.append(float((parameter.grad - own[name].grad).norm() / own[name].grad.norm()))
+        errors += relative_errors(engine.model.unwrap(), unsplit)
         for each in (optimizer, engine.optimizer):
             each.step()
             each.zero_grad()

@@ -8,7 +8,7 @@ import torch
 from pipeshard.distributed.collectives import gather, gather_objects, share_scalar, share_value, sum_scalar
 from pipeshard.distributed.local import LocalGrid, LocalWorld
 from pipeshard.errors import DeadlockError, MessageError
-from pipeshard.graph.rng import OwnDraws
+from pipeshard.graph.rng import Draws
 
 CPU = torch.device("cpu")
 
@@ -121,7 +121,7 @@ def test_an_error_ends_all_ranks() -> None:
 
 def test_each_rank_has_generators_of_its_own() -> None:
     """A rank that draws more than another does not change what that one draws, nor what the program does later."""
-    world, grid = grids(2, keeping=lambda: OwnDraws(CPU))
+    world, grid = grids(2, keeping=lambda: Draws.from_here(CPU))
 
     def of_rank(rank: int) -> list[float]:
         drawn = []

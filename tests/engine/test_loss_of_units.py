@@ -13,8 +13,8 @@ from torch.nn.functional import mse_loss
 
 import pipeshard
 from pipeshard.errors import ConfigurationError
-from pipeshard.split.materialize import is_released
 from tests.pool import Pool
+from tests.unsplit import relative_errors
 
 H, CODES, EXPERTS = 8, 16, 4
 
@@ -85,10 +85,7 @@ def off(model: nn.Module, sizes: tuple[int, ...], loss_of: Any = criterion, **op
         loss = torch.stack([loss_of(unsplit(part), part) for part in parts]).mean()
         loss.backward()
         errors.append(abs(float(engine.execute_pipeline(steps)["loss"] / loss.detach()) - 1))
-        own = dict(unsplit.named_parameters())
-        for name, parameter in engine.model.unwrap().named_parameters():
-            if not is_released(parameter):
-                errors.append(float((parameter.grad - own[name].grad).norm() / own[name].grad.norm()))
+        errors += relative_errors(engine.model.unwrap(), unsplit)
         for each in (engine.optimizer, optimizers[1]):
             each.step()
             each.zero_grad()

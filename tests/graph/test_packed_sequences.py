@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import pipeshard
 from pipeshard.errors import TraceError
-from pipeshard.split.materialize import is_released
 from tests.pool import Pool
+from tests.unsplit import relative_errors
 
 H, TOKENS, CLASSES, LENGTH = 8, 20, 5, 6
 
@@ -96,10 +96,7 @@ def trained(make: type[Tagger], kind: type[nn.GRU]) -> float:
         loss = criterion(unsplit(batch["ids"], batch["lengths"]), batch)
         loss.backward()
         errors.append(abs(float(engine.execute_pipeline(steps)["loss"] / loss.detach()) - 1))
-        own = dict(unsplit.named_parameters())
-        for name, parameter in engine.model.unwrap().named_parameters():
-            if not is_released(parameter):
-                errors.append(float((parameter.grad - own[name].grad).norm() / own[name].grad.norm().clamp(min=1e-6)))
+        errors += relative_errors(engine.model.unwrap(), unsplit, floor=1e-6)
         engine.optimizer.zero_grad()
         unsplit.zero_grad()
     return max(errors)

@@ -123,11 +123,11 @@ def _result(entry: str, rows: Sequence[Row]) -> Result:
 def short(reason: str) -> str:
     """The first line (with the second, where it only introduces it), short enough for a table.
 
-    Without the folders that packages are installed in.
+    Without the folders that packages and the standard library are installed in.
     """
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    text = re.sub(r"\S*/site-packages/", "", text)
+    text = re.sub(r"\S*/(site-packages|python3\.\d+)/", "", text)
     return text if len(text) <= NOTE else text[: NOTE - 1].rstrip() + "…"
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.hunt import values
-from tests.hunt.nets import Block, H, Logits, Net, V
+from tests.hunt.nets import Block, H, ListeningGlue, Logits, Net, V
 
 
 class Lists(Net):
@@ -103,15 +103,11 @@ class ListensInside(nn.Module):
                 y.register_hook(lambda gradient: 0.1 * gradient)
             return y
 
-    class Reader(Block):
-        def forward(self, x: Tensor, memory: Tensor) -> Any:  # type: ignore[override]
-            return super().forward(x) + self.a(memory)
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(V, H), nn.Linear(H, V)
         self.layers = nn.ModuleList([Block(), self.Writer()])
-        self.readers = nn.ModuleList(self.Reader() for _ in range(4))
+        self.readers = nn.ModuleList(ListeningGlue.Reader() for _ in range(4))
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         memory = self.embed(ids)

@@ -1,37 +1,19 @@
 """Few samples: where a model does not run on some of its batch's samples, the proof takes all of them."""
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeshard.verify.proof import DIFFERENT, EXACT
 from tests.pool import Pool
+from tests.remedies.nets import Graph
 from tests.verify.test_verify import proof_of
 
 NODES = 8
 
 
-class Layer(nn.Module):
-    """Adds to each node what its neighbours, which edges name by index, send."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        return x + torch.zeros_like(x).index_add(0, edges[1], self.inner(x).tanh()[edges[0]])
-
-
-class Graph(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-    def forward(self, x: Tensor, edges: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        for layer in self.layers:
-            x = layer(x, edges)
-        return {"loss": F.cross_entropy(x, labels)}
+def made() -> Graph:
+    torch.manual_seed(0)
+    return Graph()
 
 
 def nodes(highest: int) -> dict[str, Tensor]:
@@ -43,7 +25,7 @@ def nodes(highest: int) -> dict[str, Tensor]:
 
 def kinds() -> list[str]:
     """Edges within the first microbatch of all nodes, which are not within one of a few; and one microbatch."""
-    return [proof_of(Graph(), nodes(3)).kind, proof_of(Graph(), nodes(7), num_microbatches=1).kind]
+    return [proof_of(made(), nodes(3)).kind, proof_of(made(), nodes(7), num_microbatches=1).kind]
 
 
 def test_a_batch_that_indexes_its_samples_is_compared_whole(pool: Pool) -> None:
