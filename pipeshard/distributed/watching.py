@@ -28,6 +28,7 @@ _interrupts = False  # whether the next SIGTERM is the watch's own
 _pid = -1  # of the process that has hooks; what it forks inherits them, but is not a rank
 _exit = ""  # how the program has asked to end
 _monitor: Monitor | None = None
+_mask = threading.local()  # the signal mask of a thread that is in fork()
 
 logger = logging.getLogger("pipeshard")
 
@@ -141,6 +142,23 @@ def _hook() -> None:
     atexit.register(at_exit)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _on_sigterm)
+        os.register_at_fork(before=_block_sigterm, after_in_parent=_unblock_sigterm, after_in_child=_in_child)
+
+
+def _block_sigterm() -> None:
+    # Python drops the signals that reach a child before it has left fork(): one from Process.terminate would be lost.
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _unblock_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
+def _in_child() -> None:
+    """A child is no rank: SIGTERM ends it as if there were no handler."""
+    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _unblock_sigterm()
 
 
 def _interrupt() -> None:
@@ -152,10 +170,6 @@ def _interrupt() -> None:
 
 def _on_sigterm(number: int, frame: Any) -> None:
     global _interrupts
-    if os.getpid() != _pid:  # a child ends as if there were no handler, wherever it is
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-        return
     if _interrupts:
         _interrupts = False
         if _watch is not None and _watch.fault is not None and _watch.interrupts:

@@ -245,6 +245,26 @@ def test_hooks_belong_to_the_process_that_made_them(pool: Pool) -> None:
     assert raised in (3, -signal.SIGTERM) and terminated == -signal.SIGTERM
 
 
+def terminated_at_once() -> list[int]:
+    """How 40 children end that get SIGTERM as soon as they exist."""
+    step(cut(1))
+    ends = []
+    for _ in range(40):
+        if (pid := os.fork()) == 0:
+            signal.alarm(5)
+            time.sleep(30)
+            os._exit(3)
+        os.kill(pid, signal.SIGTERM)
+        ends.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    return ends
+
+
+def test_a_child_that_is_terminated_while_it_is_forked_ends(pool: Pool) -> None:
+    # Python cleared the signal, which the rank's handler had taken, and Pool.terminate waited for ever.
+    [ends] = pool.run(terminated_at_once, 1, timeout=120)
+    assert ends == [-signal.SIGTERM] * 40
+
+
 def test_workers_of_a_dataloader_end_with_their_rank(tmp_path: Path) -> None:
     # Four to six workers, and with them the port, lived for 4 seconds after a rank that was killed.
     code = """
