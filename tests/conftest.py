@@ -11,13 +11,14 @@ from hypothesis import settings
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # sums that do not depend on where in memory the numbers are
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at a time
 
-from tests.covering import ALL, SEED, drawn
+from tests.covering import ALL, SEED, drawn, one_in
 from tests.pool import Pool
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is not a failure
 settings.load_profile("untimed")
 
 _pool = Pool()
+PROCESSES = 12  # one in so many tests whose ranks may be threads runs on processes
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -44,9 +45,24 @@ def pytest_report_header() -> str:
     return "every case of every test" if ALL else f"sampled tests: cases of seed {SEED} (SAMPLE_SEED=N draws others)"
 
 
+def is_local(item: pytest.Item) -> bool:
+    """Whether a test's ranks are threads. In `make exact` they are processes."""
+    marked = next(item.iter_markers("local"), None) is not None and next(item.iter_markers("processes"), None) is None
+    return marked and not ALL and not one_in(PROCESSES, item.nodeid)
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest, workers: Pool) -> Pool:
+    """Ranks: `pool.run(function, world_size, *args)` calls a function on every rank. They are worker processes, or
+    threads of one where the test or its module is marked `local`."""
+    from tests.local import LocalPool  # which imports the engine, as not every run of tests needs it
+
+    return LocalPool(workers) if is_local(request.node) else workers
+
+
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    """Worker processes: `pool.run(function, world_size, *args)` calls a function on every rank."""
+def workers() -> Iterator[Pool]:
+    """The worker processes."""
     yield _pool
     (forkserver,) = _pool.run(os.getppid, 1)
     _pool.shutdown()

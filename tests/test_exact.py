@@ -18,6 +18,7 @@ from tests.covering import ALL
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences, parameter_error
 
+pytestmark = pytest.mark.local
 MICROBATCHES = (1, 2, 3, 8)
 THOROUGH = ("gpt2", "t5")
 CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2}
