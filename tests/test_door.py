@@ -39,6 +39,8 @@ from tests.messages import assert_told
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, gradient_error, parameter_error
 
+pytestmark = pytest.mark.local
+
 
 def split_in_two(name: str = "llama", **options: Any) -> Split:
     return Split(zoo.build(name), dist.get_world_size(), zoo.batch(name), **{"num_microbatches": 2, **options})
@@ -304,6 +306,7 @@ def trained_in_16_bits(**options: Any) -> list[str]:
     return [text for text in said if "fp32 values" in text]
 
 
+@pytest.mark.processes
 def test_training_in_16_bits_alone_is_said_once(pool: Pool) -> None:
     """transformers 5 loads a bf16 checkpoint as it is: nine updates of ten were rounded away without a word."""
     first, second = pool.run(trained_in_16_bits, 2)
@@ -361,6 +364,7 @@ def whole_but_for(**options: Any) -> None:
         split.model(**data)
 
 
+@pytest.mark.processes
 def test_sharded_parameters_are_not_called(pool: Pool) -> None:
     """Units are gathered by a step alone."""
     pool.run(whole_but_for, 2, fsdp=True)

@@ -36,6 +36,8 @@ from tests.parity.entries import find
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences
 
+pytestmark = pytest.mark.local
+
 THOROUGH = ("llama", "gemma3_text", "t5")
 
 

@@ -16,6 +16,8 @@ from pipeshard.ghost import Ghost, inside_pipeshard
 from tests.pool import Pool
 from tests.unsplit import Split
 
+pytestmark = pytest.mark.local
+
 # They were expanded zeros: whoever read, averaged or saved them got zeros without a word.
 READS: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda p: p.sum(),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences
+
+pytestmark = pytest.mark.local
 
 
 def evaluated(name: str) -> list[str]:

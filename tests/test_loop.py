@@ -20,6 +20,8 @@ from pipeshard.split.materialize import is_released
 from tests.hunt.nets import Net, data
 from tests.pool import Pool
 
+pytestmark = pytest.mark.local
+
 
 def boost(model: nn.Module, optimizer: Any = None, **options: Any) -> Engine:
     arguments = {"pp_size": dist.get_world_size(), "num_microbatches": 2, "dry_run_input": data(0), "verify": False}

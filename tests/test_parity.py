@@ -19,6 +19,8 @@ from tests.parity.report import EXACT, ORDER, Row, Totals, draw, markdown, resul
 from tests.parity.sweep import Rows, failure, row_of
 from tests.pool import Pool, WorkerError
 
+pytestmark = pytest.mark.local
+
 KINDS = {
     "decoders": "causal-lm: gpt2 llama gemma2 bloom falcon gptj",
     "mixtures of experts": "causal-lm: mixtral olmoe gpt_oss deepseek_v3",
@@ -193,6 +195,7 @@ def end(how: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "how,kind,reason",
     [

@@ -26,6 +26,8 @@ from tests.messages import assert_told
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, parameter_error
 
+pytestmark = pytest.mark.local
+
 
 def three_stages() -> None:
     PipelinePlugin(pp_size=3, num_microbatches=2)

@@ -24,6 +24,8 @@ from tests.hunt.resumes import RESUMES, STEPS, resumed, saved
 from tests.hunt.run import run
 from tests.pool import Pool
 
+pytestmark = pytest.mark.local
+
 LAYERS = products()
 
 

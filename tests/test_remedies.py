@@ -11,6 +11,8 @@ from tests.pool import Pool
 from tests.remedies.table import EXACT, REMEDIES, Script
 from tests.remedies.training import Training, run
 
+pytestmark = pytest.mark.local
+
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = {  # rows of docs/exact.md whose remedy another test executes
     "the criterion, or the forward after its last layer": "test_hunt.py::test_hunted",

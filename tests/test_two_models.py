@@ -15,6 +15,8 @@ from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences, gradient_error, parameter_error
 
+pytestmark = pytest.mark.local
+
 Pair = tuple[Split, Unsplit]
 
 

@@ -19,6 +19,8 @@ from pipeshard.split.materialize import is_released
 from tests.hunt.loops import Sides
 from tests.pool import Pool
 
+pytestmark = pytest.mark.local
+
 Change = Callable[[nn.Module, Any], Any]  # of a model's gradients or an optimizer's options
 
 

@@ -18,6 +18,8 @@ from tests.messages import assert_told
 from tests.pool import Pool
 from tests.unsplit import Split, gradient_error
 
+pytestmark = pytest.mark.local
+
 H, CLASSES, ROWS = 8, 7, 6
 
 
@@ -118,6 +120,7 @@ def many_kinds(flows: int) -> None:
     assert gradient_error(split, unsplit) < 1e-5
 
 
+@pytest.mark.processes
 def test_what_is_kept_of_batches_is_bounded(pool: Pool) -> None:
     pool.run(many_kinds, 2, 3)
 

@@ -17,6 +17,8 @@ from pipeshard.errors import BatchError
 from tests.pool import Pool
 from tests.unsplit import Split, gradient_error
 
+pytestmark = pytest.mark.local
+
 H, TOKENS, CLASSES, LENGTH = 8, 23, 5, 6
 
 

@@ -18,6 +18,8 @@ from pipeshard.errors import BatchError
 from tests.pool import Pool
 from tests.unsplit import Split, gradient_error, relative_errors
 
+pytestmark = pytest.mark.local
+
 H, CLASSES, SIZE = 8, 5, 6
 CHANNELS = 3
 

@@ -17,6 +17,8 @@ from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, gradient_error, parameter_error
 
+pytestmark = pytest.mark.local
+
 H = 16
 
 

@@ -15,6 +15,8 @@ from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, parameter_error
 
+pytestmark = pytest.mark.local
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and arguments of the plugin
     "one": (1, {"pp_size": 1}),
     "stages": (2, {"pp_size": 2}),
@@ -60,6 +62,7 @@ def run(layout: str, folder: str, first: int, steps: int, precision: str = "fp32
     return parameter_error(split, unsplit.model)
 
 
+@pytest.mark.processes
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "layouts",

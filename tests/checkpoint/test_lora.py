@@ -26,6 +26,8 @@ from tests.covering import covering
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, parameter_error
 
+pytestmark = pytest.mark.local
+
 ATTENTION = ["q_proj", "v_proj"]
 # The model of the zoo, and what of the LoraConfig is not the default.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -138,6 +140,7 @@ def reductions(case: str) -> int:
     return reduced.call_count
 
 
+@pytest.mark.processes
 def test_a_frozen_tie_costs_nothing(pool: Pool) -> None:
     assert pool.run(reductions, 2, "embedding") == [0, 0]
     assert pool.run(reductions, 2, "copied tie") == [1, 1]
@@ -457,6 +460,7 @@ def deeper() -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**zoo.TINY, "num_hidden_layers": 6}))
 
 
+@pytest.mark.processes
 def test_mistakes_are_refused_on_every_rank_and_harm_nothing(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(mistakes, 2, tmp_path)
     assert first == second

@@ -346,6 +346,7 @@ def schedules(folder: Path) -> list[str]:
     return [*messages, str(caught.value)]
 
 
+@pytest.mark.local
 def test_learning_rate_schedules(pool: Pool, tmp_path: Path) -> None:
     ranks = pool.run(schedules, 2, tmp_path)
     assert ranks[0] == ranks[1]

@@ -31,6 +31,8 @@ from tests.parity.tiny import OLD
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences
 
+pytestmark = pytest.mark.local
+
 NAMES = ("llama-tied", "llama", "gpt2", "t5")
 STEPS = 3
 

@@ -409,6 +409,7 @@ def saving_over_another_s(folder: Path, use_async: bool) -> str:
     return str(raised.value)
 
 
+@pytest.mark.local
 @pytest.mark.parametrize("use_async", [False, True])
 def test_a_folder_of_somebody_else_s_is_not_replaced(pool: Pool, tmp_path: Path, use_async: bool) -> None:
     # In the background, a state would have taken the place of whatever was called as its step.

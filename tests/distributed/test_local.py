@@ -41,7 +41,7 @@ def test_collectives_are_those_of_processes() -> None:
 
 
 def test_messages_arrive_in_their_order() -> None:
-    """With zbv a rank waits for its receives in another order than it posts them in: each got the message of another."""
+    """With zbv a rank waits for its receives in another order than it posts them, and each got another's message."""
     world, grid = grids(2)
 
     def of_rank(rank: int) -> list[int]:

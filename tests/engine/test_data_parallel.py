@@ -61,6 +61,7 @@ def replicas(name: str, p: int, schedule: str = "1f1b", steps: int = 5, **option
     assert parameter_error(split, unsplit.model) < 1e-5
 
 
+@pytest.mark.local
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "schedule"), covering(["llama-tied", "gpt2"], ["1f1b", "interleaved", "zbv"], strength=1)
@@ -69,10 +70,12 @@ def test_replicas_of_a_pipeline(pool: Pool, name: str, schedule: str) -> None:
     pool.run(replicas, 4, name, 2, schedule)
 
 
+@pytest.mark.local
 def test_replicas_without_a_pipeline(pool: Pool) -> None:
     pool.run(replicas, 2, "gpt2", 1)
 
 
+@pytest.mark.local
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "options"), covering(["llama-tied", "gpt2"], [{"zero_stage": 1}, {"fsdp": True}], strength=1)
@@ -128,6 +131,7 @@ def owners() -> tuple[list[str], list[str]]:
     return sorted(masters), sorted(now)
 
 
+@pytest.mark.local
 def test_fp32_values_stay_with_their_owner(pool: Pool) -> None:
     """Every replica kept those of all weights, and another optimizer could give a weight another owner, whose values
     were those from before training."""
@@ -303,6 +307,7 @@ def dropping() -> dict[str, Any]:
     return {name: q.grad for name, q in split.held.items()}
 
 
+@pytest.mark.local
 def test_dropout_does_not_depend_on_the_replicas(pool: Pool) -> None:
     four, two = pool.run(dropping, 4), pool.run(dropping, 2)
     for rank, gradients in enumerate(four):

@@ -16,6 +16,8 @@ from pipeshard.errors import ConfigurationError
 from tests.pool import Pool
 from tests.unsplit import relative_errors
 
+pytestmark = pytest.mark.local
+
 H, CODES, EXPERTS = 8, 16, 4
 
 

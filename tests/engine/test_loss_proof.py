@@ -26,6 +26,8 @@ from tests.parity.entries import find
 from tests.pool import Pool
 from tests.unsplit import Split, gradient_error
 
+pytestmark = pytest.mark.local
+
 H, TOKENS, CLASSES = 8, 23, 3
 WEIGHTS = torch.tensor([1.0, 5.0, 10.0])
 Criterion = Callable[[Any, Any], Any]

@@ -27,6 +27,8 @@ from tests.hunt.run import run
 from tests.pool import Pool, WorkerError
 from tests.unsplit import Split
 
+pytestmark = pytest.mark.local
+
 Criterion = Callable[[Any, Any], Any]
 VALID, SAMPLES = LossRule("labels"), LossRule()
 

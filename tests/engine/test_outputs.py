@@ -18,6 +18,8 @@ from tests.messages import assert_told
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences
 
+pytestmark = pytest.mark.local
+
 M = 3
 CHUNKS = {"interleaved": 2}
 

@@ -23,6 +23,8 @@ from tests.parity.entries import find
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, gradient_error
 
+pytestmark = pytest.mark.local
+
 M = 4
 
 

@@ -20,6 +20,8 @@ from pipeshard.split.materialize import is_released
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, parameter_error, refusal
 
+pytestmark = pytest.mark.local
+
 SCHEDULES = [
     {"schedule": "1f1b"},
     {"schedule": "gpipe"},

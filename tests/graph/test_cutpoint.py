@@ -23,6 +23,8 @@ from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, parameter_error
 
+pytestmark = pytest.mark.local
+
 WORDS, WIDTH = 17, 12
 CUTS = 5
 

@@ -17,6 +17,8 @@ from pipeshard.errors import TraceError
 from tests.pool import Pool
 from tests.unsplit import relative_errors
 
+pytestmark = pytest.mark.local
+
 H, TOKENS, CLASSES, LENGTH = 8, 20, 5, 6
 
 

@@ -16,6 +16,8 @@ from tests.covering import covering
 from tests.pool import Pool
 from tests.unsplit import Split
 
+pytestmark = pytest.mark.local
+
 STEPS = 3
 
 

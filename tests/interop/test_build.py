@@ -53,6 +53,7 @@ def test_all_stages_in_one_process_are_the_model(name: str) -> None:
     assert torch.equal(split(**data)[1], whole.eval()(**data)[1])
 
 
+@pytest.mark.local
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_cuts_inside_of_layers(pool: Pool, name: str) -> None:
     assert pool.run(cut_inside, 3, name) == [[]] * 3

@@ -24,6 +24,8 @@ from tests.parity.entries import find
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences
 
+pytestmark = pytest.mark.local
+
 SEED = 7
 
 

@@ -32,6 +32,8 @@ from tests.parity.entries import find
 from tests.pool import Pool
 from tests.unsplit import Split, refusal
 
+pytestmark = pytest.mark.local
+
 M = 4
 
 
@@ -298,6 +300,7 @@ def evaluated() -> Counter[str]:
     return runs
 
 
+@pytest.mark.processes
 def test_an_evaluation_recomputes_nothing(pool: Pool) -> None:
     runs = pool.run(evaluated, 2)
     assert sum(runs, Counter()) == {str(k): M for k in range(4)}
@@ -310,6 +313,7 @@ def compiled() -> str:
     return wrong
 
 
+@pytest.mark.processes
 def test_compiled_units_are_recomputed_too(pool: Pool) -> None:
     assert pool.run(compiled, 2, timeout=200) == ["", ""]
 
@@ -354,6 +358,7 @@ def kept(recompute: Any, schedule: str) -> int:
     return found[0]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_recomputed_units_keep_no_activations(pool: Pool, schedule: str) -> None:
     none, some, every = (pool.run(kept, 2, share, schedule) for share in (False, 0.25, True))

@@ -155,6 +155,7 @@ def told_by_thread() -> tuple[str, str]:
     return proof.kind, proof.reason
 
 
+@pytest.mark.local
 def test_what_a_program_keeps_for_its_thread_is_no_difference(pool: Pool) -> None:
     """Ranks of the proof are threads: they did not see a flag in a threading.local, which the unsplit model saw."""
     assert pool.run(told_by_thread, 1) == [(EXACT, "")]
@@ -256,6 +257,7 @@ def unprovable() -> list[str]:
     return [f"{proof.kind}: {proof.reason}" for proof in proofs]
 
 
+@pytest.mark.local
 def test_what_cannot_be_proven_is_said(pool: Pool) -> None:
     (said,) = pool.run(unprovable, 1)
     assert all(line.startswith(UNPROVEN) for line in said)
