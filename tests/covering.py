@@ -8,7 +8,7 @@ import random
 import subprocess
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +32,17 @@ os.environ["SAMPLE_SEED"] = str(SEED)  # for the processes of this run
 def one_in(count: int, name: str) -> bool:
     """Whether this is one of the few names, one in `count`, that the seed draws."""
     return zlib.crc32(f"{SEED} {name}".encode()) % count == 0
+
+
+def waiting(tests: Mapping[str, str], others: Collection[str], turns: int) -> set[str]:
+    """Of tests that take turns, given with their files, those that wait for another seed. One of so many `turns` is
+    theirs, and a file that is not among the `others` keeps one of them in any case."""
+    left = {name for name in tests if not one_in(turns, name)}
+    for file in {*tests.values()} - {*others}:
+        of_file = [name for name in tests if tests[name] == file]
+        if left.issuperset(of_file):
+            left.remove(sample(of_file, 1, SEED)[0])
+    return left
 
 
 def sample(cases: Sequence[T], count: int, seed: int) -> list[T]:

@@ -87,6 +87,7 @@ def habits(folder: str) -> list[str]:
     return messages
 
 
+@pytest.mark.turns
 def test_habits_are_answered_by_name(pool: Pool, tmp_path: Any) -> None:
     """`out["loss"].backward()` said that element 0 has no grad_fn, `model.config` that there is none, DDP that ranks
     have other parameters, and CrossEntropyLoss that its argument must be a Tensor."""
@@ -133,6 +134,7 @@ def one_argument() -> None:
     assert torch.equal(run(iter([data]), split.model, of_outputs, split.optimizer)["loss"], reference)
 
 
+@pytest.mark.turns
 def test_a_criterion_of_the_outputs_alone(pool: Pool) -> None:
     """ColossalAI's tests give `boost` a loss function of one argument, and call it themselves: it was called with two,
     which was a TypeError."""
@@ -211,6 +213,7 @@ def loaders() -> None:
             assert booster.execute_pipeline(batches, boosted, None, optimizer)["loss"] > 0
 
 
+@pytest.mark.turns
 def test_loaders_as_the_trainer_has_them(pool: Pool) -> None:
     """A tokenized dataset, a `batch_sampler` (KeyError: 0) and a random collator train."""
     pool.run(loaders, 2)
@@ -350,6 +353,7 @@ def whole(precision: str) -> None:
     assert torch.equal(logits, evaluated.logits)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("precision", "world"), [("fp32", 1), ("fp32", 2), ("bf16", 2), ("fp16", 1)])
 def test_one_stage_can_be_called_as_a_plain_model(pool: Pool, precision: str, world: int) -> None:

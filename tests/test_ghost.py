@@ -106,6 +106,7 @@ def rescaled() -> list[float]:
     return [abs(float(gap)) for gap in gaps]
 
 
+@pytest.mark.turns
 def test_rwkv_evaluates_between_steps(pool: Pool) -> None:
     """Its glue writes to weights when the mode changes: once, on whichever stage holds them, and not in a trace."""
     assert all(max(gaps) < 1e-5 for gaps in pool.run(rescaled, 2))

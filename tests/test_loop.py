@@ -112,6 +112,7 @@ def unconcerned() -> None:
         outer.base.step()
 
 
+@pytest.mark.turns
 def test_an_optimizer_that_was_not_boosted_is_refused_in_its_first_step(pool: Pool) -> None:
     """One made after boost ignored max_norm and the loss scale without an error; one beside a model that was boosted
     without an optimizer trained nothing at all."""

@@ -64,6 +64,7 @@ def test_gradient_that_the_unsplit_model_lacks() -> None:
         assert judged(found, trained(), CLOSE, {}).kind == kind
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "name,kind,reason",

@@ -60,6 +60,7 @@ def exact(name: str) -> tuple[str, list[str]]:
     return outcome(EXACT[name])
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", REMEDIES)
 def test_a_remedy_works(pool: Pool, name: str) -> None:

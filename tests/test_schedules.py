@@ -48,6 +48,7 @@ def gradients(name: str, schedule: str, defers: bool) -> tuple[dict[str, Tensor 
     return {key: p.grad for key, p in split.held.items()}, did
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "schedule"), covering(["llama", "gpt2", "vit"], ["gpipe", "1f1b", "zb-h1"], strength=1)
@@ -275,6 +276,7 @@ def most_kept(schedule: str) -> int:
     return max(kept)
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 @pytest.mark.parametrize(("schedule", "p"), covering(["1f1b", "gpipe", "zb-h1"], [2, 4], strength=1))
 def test_what_was_sent_is_let_go_of_though_isend_does_not_say_when(pool: Pool, schedule: str, p: int) -> None:
@@ -295,6 +297,7 @@ def compiled() -> list[str]:
     return found
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 def test_compiled_units_have_the_same_gradients(pool: Pool) -> None:
     assert pool.run(compiled, 2, timeout=120) == [[], []]

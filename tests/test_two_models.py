@@ -81,10 +81,12 @@ def scaled_apart() -> tuple[list[float], list[float]]:
     return scales, [float((p - before[name]).detach().abs().max()) for name, p in reference.held.items()]
 
 
+@pytest.mark.turns
 def test_teacher_and_student_behind_one_booster(pool: Pool) -> None:
     assert pool.run(teacher_and_student, 2) == [[], []]
 
 
+@pytest.mark.turns
 def test_each_model_has_a_loss_scale(pool: Pool) -> None:
     for scales, moved in pool.run(scaled_apart, 2):
         assert scales == [2.0**15, 2.0**16] and max(moved) > 0

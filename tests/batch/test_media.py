@@ -73,6 +73,7 @@ def different(split: Split, unsplit: nn.Module, loss: Tensor, expected: Tensor) 
     return found if error < 1e-6 else [*found, f"gradients differ by {error:.1e}"]
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "p"), covering(IMAGES + SOUNDS, [2, 3], strength=1))
@@ -151,6 +152,7 @@ def several_steps(name: str) -> list[str]:
     return found
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "p"), covering(["llava", "qwen2_vl"], [2, 3], strength=1))
 def test_several_steps(pool: Pool, name: str, p: int) -> None:

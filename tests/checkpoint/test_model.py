@@ -76,6 +76,7 @@ def through_a_folder(text: str, original: str, saved: str) -> tuple[dict[str, Te
     return values(split), read, held
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_load_save_reload(pool: Pool, tmp_path: Path, text: str) -> None:
@@ -162,6 +163,7 @@ def with_a_new_head(folder: str) -> dict[str, Tensor]:
     return values(split)
 
 
+@pytest.mark.turns
 def test_a_new_head_is_drawn(pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As from_pretrained does, with a warning; and the same for every p."""
     zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
@@ -302,6 +304,7 @@ def is_whole(folder: Path, seed: int) -> bool:
     return all(torch.equal(value, expected[key]) for key, value in found.named_parameters())
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 @pytest.mark.parametrize("p", [2])
 def test_killed_at_any_moment(pool: Pool, tmp_path: Path, p: int) -> None:
@@ -322,6 +325,7 @@ def test_killed_at_any_moment(pool: Pool, tmp_path: Path, p: int) -> None:
     assert seen == {0, 1} and moments > (15 if ALL else 3)
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 def test_what_a_killed_save_left_is_removed(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(WorkerError):
@@ -491,6 +495,7 @@ def one_file(folder: str, name: str) -> dict[str, Tensor]:
     return first
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["x.pt", "pytorch_model.bin", "x.safetensors", "x"])

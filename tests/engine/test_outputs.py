@@ -66,6 +66,7 @@ def every_kind(schedule: str) -> None:
             rows += len(labels)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv"])
 def test_every_kind_of_output(pool: Pool, schedule: str) -> None:
@@ -134,6 +135,7 @@ def _wanted(what: Any) -> Any:
     return what if what is True else frozenset([what]) if what != "loss" else False
 
 
+@pytest.mark.turns
 def test_fields_that_nobody_asked_for_are_not_sent(pool: Pool) -> None:
     every, hidden, logits, loss = pool.run(messages, 2)[0]
     assert every == hidden > logits == loss == 1

@@ -149,6 +149,7 @@ def compiled_as_a_whole() -> list[str]:
     return [name for names in found for name in names]
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 def test_compiled_models_run_as_they_are_written(pool: Pool) -> None:
     """Dynamo compiled the tracer itself, for minutes. A layer that is wrapped, or inside of one, stays compiled."""

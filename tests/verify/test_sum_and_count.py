@@ -32,6 +32,7 @@ def kinds() -> list[str]:
     return [proof_of(Net(layer), words(), criterion).kind for layer, criterion in cases]
 
 
+@pytest.mark.turns
 def test_a_sum_and_a_count_are_proven(pool: Pool) -> None:
     """The proof took the unsplit mean times the weight of a sum: every such criterion was refused at boost, though
     errors advise it. Samples that depend on each other are still found."""

@@ -289,6 +289,7 @@ def wrong_ones() -> list[str]:
     return found
 
 
+@pytest.mark.turns
 def test_samples_that_depend_on_each_other_are_found(pool: Pool) -> None:
     """Each was trained as its microbatches alone, and called exact, but for the loss of the whole batch."""
     assert pool.run(wrong_ones, 1, timeout=300) == [[]]
@@ -358,6 +359,7 @@ def test_they_are_refused_at_boost(pool: Pool, verify: Any) -> None:
         assert pool.run(boosted, 2, make=centred, verify=verify, **remedy) == [[], []]
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 def test_what_is_warned_of_at_boost(pool: Pool) -> None:
     """Once, on the first rank."""
