@@ -30,6 +30,7 @@ from pipeshard.verify.compare import (
 )
 from pipeshard.verify.local import Different, LocalPipeline, Unproven, stepped
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights, generators, undisturbed
+from pipeshard.verify.smaller import smaller
 from pipeshard.verify.untouched import untouched
 from pipeshard.verify.whole import Coupled, Found, WholeBatch, cut, is_batch_norm
 
@@ -51,6 +52,7 @@ class Proof:
     `refused` is whether the reason is an error that training raises, too; `coupled` whether samples depend on each
     other, so that microbatches are not the batch. `moving` is what happens for each microbatch, as in gradient
     accumulation. `dependent`: a microbatch does not run by itself, for the reason that is given, and by the `cause`.
+    `smaller` is what is smaller in the copy that was proven in place of a large model.
     """
 
     kind: str
@@ -63,6 +65,17 @@ class Proof:
     moving: tuple[str, ...] = ()
     dependent: bool = False
     cause: Exception | None = None
+    smaller: str = ""
+
+
+@dataclass(frozen=True)
+class Large:
+    """Why a model is not split in its own size. The parameters of a smaller copy take `most` bytes of fp32; `fits` is
+    whether a few samples may run through the model itself."""
+
+    reason: str
+    most: float
+    fits: bool
 
 
 class Dependent(Exception):
@@ -87,15 +100,16 @@ def prove(
     sample: Batch,
     seconds: float | None = None,
     note: Callable[[], None] = lambda: None,
-    skip: str = "",
+    large: Large | None = None,
 ) -> Proof:
     """Two training steps of a model that is yet to be boosted, split and unsplit, on different samples; nothing of the
     user's changes.
 
     Compared are loss, gradients (None, too), outputs, buffers, what forwards leave on modules, parameters after the
     optimizer's step, what is saved, and the unsplit model on the whole batch with itself on the microbatches. After
-    `seconds` it gives up; `note` is called now and then. `skip` is why nothing is split: then, as after `seconds`, only
-    the outputs of a few samples are compared with those of the same samples in microbatches.
+    `seconds` it gives up; `note` is called now and then. In place of a `large` model a smaller copy is split. Where
+    there is none, and after `seconds`, only the outputs of a few samples are compared with those of the same samples
+    in microbatches.
     """
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, seconds, note)
     kind, reason, refused, coupled = EXACT, "", False, False
@@ -103,7 +117,7 @@ def prove(
     with undisturbed(device):
         try:
             with untouched(proving.given):
-                proving.run(skip)
+                proving.run(large)
         except Coupled as difference:
             kind, reason, coupled = DIFFERENT, str(difference), True
         except Different as difference:
@@ -120,7 +134,7 @@ def prove(
     but, moving = tuple(proving.but), tuple(proving.moving)
     if kind == EXACT and but:
         kind = PARTLY
-    made = Proof(kind, reason, proving.counts, but, proving.elapsed, refused, coupled, moving)
+    made = Proof(kind, reason, proving.counts, but, proving.elapsed, refused, coupled, moving, smaller=proving.smaller)
     return replace(made, dependent=True, cause=cause) if isinstance(cause, Exception) else made
 
 
@@ -158,6 +172,7 @@ class _Proving:
         self.moving: dict[str, None] = {}
         self.cut: list[Cut] = []
         self.draws, self.fickle, self.is_whole = False, frozenset[str](), False
+        self.smaller = ""
         self.count, self.m = ROWS, 1 if config.num_microbatches == 1 else PARTS
         self.replicas = self._replicas()
 
@@ -173,18 +188,46 @@ class _Proving:
         if self.seconds is not None and needed > self.seconds:
             raise TooMuch(f"it takes longer than {self.seconds:g} s")
 
-    def run(self, skip: str = "") -> None:
+    def run(self, large: Large | None) -> None:
         """Prove the split, then that microbatches are the batch; of that as much as there is time for."""
-        if any(tensor.is_meta for tensor in self.given.model.parameters()):
-            rule = self.config.init_weights
-            self.given = self.given.drawn(self.device, rule, torch.initial_seed() % 2**63)
+        if large is not None:
+            why_none = self._take_smaller(large.most)
+            large = replace(large, reason=f"{large.reason}; {why_none}") if why_none else None
+        if large is not None and not large.fits:
+            raise Unproven(large.reason)
+        self.given = self._drawn(self.given)
         try:
-            if skip:
-                raise TooMuch(skip)
+            if large is not None:
+                raise TooMuch(large.reason)
             self._compare_few_or_all()
         except TooMuch:
             self._compare_outputs()
             raise
+
+    def _drawn(self, own: Copies) -> Copies:
+        """The same with values for what is on meta."""
+        if not any(parameter.is_meta for parameter in own.model.parameters()):
+            return own
+        return own.drawn(self.device, self.config.init_weights, torch.initial_seed() % 2**63)
+
+    def _take_smaller(self, most: float) -> str:
+        """Take the first smaller copy that runs in place of the model; why there is none, or ""."""
+        given, why = self.given, ""
+        for make in smaller(given, self.config.num_stages, most, self.device):
+            try:
+                made = make()
+                self.given = self._drawn(made.own)
+                self._try()
+            except TooMuch:
+                raise
+            except Exception as error:  # whatever a model raises that is made in another size
+                logger.debug("no smaller copy: %s: %s", type(error).__name__, error)
+                why = why or str(error)
+                self.given = given
+            else:
+                self.smaller = made.what
+                return ""
+        return f"no smaller copy stands for it ({why})"
 
     def _compare_few_or_all(self) -> None:
         """All samples, cut as in training, where a few do not run: the batch may hold indices of its samples, as the

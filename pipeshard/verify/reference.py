@@ -46,7 +46,7 @@ class Copies:
         for function in closures.values():
             for mine, theirs in zip(memo[id(function)].__closure__, function.__closure__ or (), strict=True):
                 mine.cell_contents = copy.deepcopy(theirs.cell_contents, memo)
-        optimizer = None if self.optimizer is None else _copied(self.optimizer, memo)
+        optimizer = None if self.optimizer is None else copied_optimizer(self.optimizer, memo)
         made = Copies(model, criterion, optimizer, copy.deepcopy(self.sample))
         for tensor in made._tensors():
             to = dtype if tensor.is_floating_point() else None
@@ -133,7 +133,7 @@ def _copy_hooks(model: nn.Module, made: nn.Module, memo: dict[int, Any]) -> None
             new.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))
 
 
-def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+def copied_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """With all its attributes, but for the `step` that a scheduler has put around its own."""
     made: Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = made
