@@ -155,7 +155,7 @@ def _unblock_sigterm() -> None:
 
 
 def _in_child() -> None:
-    """A child is no rank: SIGTERM ends it as if there were no handler."""
+    """A child is not a rank: SIGTERM ends it as if there were no handler."""
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _unblock_sigterm()
