@@ -121,18 +121,33 @@ class Snapshot:
         seen = self._seen
         while queue and len(seen) < MOST:
             path, value = queue.popleft()
-            if isinstance(value, PLAIN) or id(value) in seen:
+            if isinstance(value, PLAIN) or id(value) in seen or self._skips(path, value):
                 continue
             seen[id(value)] = value
-            for how in ways_to_hold(value):
+            for how in self._ways_to_hold(value):
                 self.paths[id(value)] = path
                 content = content_of(value, how)
-                live = live_dict(value, how)
+                live = _live_dict(value, how)
                 self.holders.append(Holder(path, value, how, content, live, list(live.values()) if live else []))
-                for key, entry in content.items() if isinstance(content, dict) else enumerate(content):
+                for key, entry in self._entries(path, content):
                     self._meet((*path, _step(how, key)), value, key, entry, queue)
-            for step, child in constants_of(value):
+            for step, child in self._constants_of(value):
                 self._meet((*path, step), value, step.key, child, queue)
+
+    # What a subclass may see in another way
+
+    def _skips(self, path: Path, value: Any) -> bool:
+        return False
+
+    def _ways_to_hold(self, value: Any) -> Iterable[str]:
+        return ways_to_hold(value)
+
+    def _entries(self, path: Path, content: Any) -> Iterable[tuple[Any, Any]]:
+        """What is in a holder, by key, as far as it is looked into."""
+        return content.items() if isinstance(content, dict) else enumerate(content)
+
+    def _constants_of(self, value: Any) -> Iterator[tuple[Step, Any]]:
+        return constants_of(value)
 
     def _meet(self, path: Path, holder: Any, key: Any, entry: Any, queue: deque[tuple[Path, Any]]) -> None:
         """Take notice of what `holder` has at `key`: a tensor, or something to be walked."""
@@ -144,7 +159,7 @@ class Snapshot:
             self.tensors.append((path, holder, key, entry, entry._version))
 
 
-def live_dict(holder: Any, how: str) -> dict[Any, Any] | None:
+def _live_dict(holder: Any, how: str) -> dict[Any, Any] | None:
     """The dict in which a holder's content is, where it is one: that is compared fast."""
     live = holder
     if how == "attr":

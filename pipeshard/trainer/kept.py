@@ -10,7 +10,7 @@ import io
 import sys
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, MutableSet
+from collections.abc import Iterable, Iterator, MutableSet
 from enum import Enum
 from functools import cache
 from types import BuiltinFunctionType, FunctionType
@@ -30,16 +30,14 @@ from pipeshard.graph.places import (
     PLAIN,
     Path,
     Step,
-    constants_of,
     content_of,
     format_path,
     is_object,
     put,
     put_content,
     resolve,
-    ways_to_hold,
 )
-from pipeshard.graph.snapshot import MOST, Change, Holder, Snapshot, live_dict, undo
+from pipeshard.graph.snapshot import Change, Snapshot, undo
 
 # Attributes of a Trainer that compute_loss reads and does not keep anything in.
 NOT_KEPT = frozenset(
@@ -109,32 +107,25 @@ class Kept(Snapshot):
             with torch.no_grad():
                 change.now.data.copy_(mark)
 
-    def _walk(self, queue: deque[tuple[Path, Any]]) -> None:
-        seen = self._seen
-        while queue and len(seen) < MOST:
-            path, value = queue.popleft()
-            if isinstance(value, PLAIN) or id(value) in seen or _is_apart(value):
-                continue
-            seen[id(value)] = value
-            self._look_at(path, value)
-            for how in ("attr",) if value is self.trainer else ways_to_hold(value):
-                self.paths[id(value)] = path
-                content, live = content_of(value, how), live_dict(value, how)
-                self.holders.append(Holder(path, value, how, content, live, list(live.values()) if live else []))
-                if len(content) > LONG or path[-1].key == "log_history":
-                    continue
-                for key, entry in content.items() if isinstance(content, dict) else enumerate(content):
-                    self._meet((*path, Step("item" if how == "list" else how, key)), value, key, entry, queue)
-            for step, child in constants_of(value):
-                if not (isinstance(child, type | FunctionType) and not _is_own(child.__module__)):
-                    self._meet((*path, step), value, step.key, child, queue)
-
-    def _look_at(self, path: Path, value: Any) -> None:
-        """Take notice of large arrays and of open files."""
+    def _skips(self, path: Path, value: Any) -> bool:
+        """Whether it is not looked into. Takes notice of large arrays and of open files."""
         if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes > LARGEST:
             self.arrays.append((path, value, _code(value)))
         elif isinstance(value, io.IOBase) and (at := _position(value)) >= 0:
             self.files.append((path, value, at))
+        return _is_apart(value)
+
+    def _ways_to_hold(self, value: Any) -> Iterable[str]:
+        return ("attr",) if value is self.trainer else super()._ways_to_hold(value)
+
+    def _entries(self, path: Path, content: Any) -> Iterable[tuple[Any, Any]]:
+        is_long = len(content) > LONG or path[-1].key == "log_history"
+        return () if is_long else super()._entries(path, content)
+
+    def _constants_of(self, value: Any) -> Iterator[tuple[Step, Any]]:
+        for step, child in super()._constants_of(value):
+            if not isinstance(child, type | FunctionType) or _is_own(child.__module__):
+                yield step, child
 
     # what other ranks are told
 
