@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipeshard.checkpoint.training_state import load_training_state, newest_step, save_training_state
 from pipeshard.distributed.collectives import gather, gather_objects, together_in
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import ConfigurationError, UsageError, summary
 from pipeshard.planner.autoconfig import Layout, ToldLayout, layouts
 
 logger = logging.getLogger("pipeshard")
@@ -205,7 +205,7 @@ def _chosen(choose: Callable[[int], Layout], ranks: int, global_batch: int) -> L
         try:
             chosen = choose(ranks)
         except Exception as error:  # the user's function; the other ranks have to learn of it
-            chosen = f"{type(error).__name__}: {error}"
+            chosen = summary(error)
     sizes = {f.name: getattr(chosen, f.name) for f in fields(Layout)} if isinstance(chosen, Layout) else None
     answer: tuple[Any, Any] = (sizes, chosen.arguments if sizes else str(chosen))
     sizes, told = gather_objects(answer, _world())[0]

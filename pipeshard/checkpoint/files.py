@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pipeshard.distributed.collectives import gather_objects, reason
 from pipeshard.distributed.watching import named
-from pipeshard.errors import CheckpointError, PipeshardError, of_all
+from pipeshard.errors import CheckpointError, PipeshardError, of_all, summary
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
         yield
     except Exception as error:  # whatever it is, the others must not wait for this rank
         failure = error
-    mine = str(failure) if isinstance(failure, PipeshardError) else failure and f"{type(failure).__name__}: {failure}"
+    mine = str(failure) if isinstance(failure, PipeshardError) else failure and summary(failure)
     messages = gather_objects(mine, group)
     first = next((rank for rank, message in enumerate(messages) if message is not None), None)
     if first is not None:

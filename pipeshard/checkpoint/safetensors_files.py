@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from pipeshard.checkpoint.files import sync, writes
 from pipeshard.checkpoint.untrusted import has_content, is_inside, load_plain, read_document
 from pipeshard.distributed.collectives import local, reason
-from pipeshard.errors import CheckpointError, listed
+from pipeshard.errors import CheckpointError, explained, listed, summary
 
 # In the order of preference; an index names the files of a folder that has several.
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -114,7 +114,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
         files = sorted({_of_folder(path, name) for name in listed.values()})
         lost = [file for file in files if not (path.parent / file).is_file()]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not an index of a checkpoint: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} is not an index of a checkpoint: {summary(error)}") from error
     if lost:
         raise CheckpointError(f"{path} refers to {lost[0]!r}, which is missing: the checkpoint is incomplete")
     return [path.parent / file for file in files], listed
@@ -163,10 +163,10 @@ def _from_gguf(file: Path, model: nn.Module | None) -> dict[str, Tensor]:
     """All of it, for llama.cpp's names and order of rows are transformers' to undo."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    try:
+    with explained(  # gguf checks little of what it reads
+        lambda error: CheckpointError(f"{file} cannot be read as GGUF: {summary(error)}")
+    ):
         return load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
-    except Exception as error:  # gguf checks little of what it reads
-        raise CheckpointError(f"{file} cannot be read as GGUF: {type(error).__name__}: {error}") from error
 
 
 def join(parts: Sequence[Path], target: Path) -> None:
@@ -303,10 +303,10 @@ def _begin(tensor: Tensor) -> list[int]:
 
 def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
     """What the headers of the files say."""
-    try:
+    with explained(  # torch looks for keys of JSON that anybody may have written
+        lambda error: CheckpointError(f"{folder} is damaged: {reason(error)}")
+    ):
         return HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata  # type: ignore[return-value]
-    except Exception as error:  # torch looks for keys of JSON that anybody may have written
-        raise CheckpointError(f"{folder} is damaged: {reason(error)}") from error
 
 
 def _is_whole(stored: TensorStorageMetadata) -> bool:

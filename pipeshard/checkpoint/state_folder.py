@@ -39,7 +39,7 @@ from pipeshard.checkpoint.safetensors_files import write_files
 from pipeshard.checkpoint.save import FolderSave
 from pipeshard.checkpoint.untrusted import is_inside, read_document
 from pipeshard.distributed.collectives import gather_objects
-from pipeshard.errors import CheckpointError
+from pipeshard.errors import CheckpointError, summary
 
 FORMAT = 1
 MANIFEST, LOCK = "manifest.json", ".writer"
@@ -83,7 +83,7 @@ def flaw(folder: Path, step: int | None = None) -> str:
             if type(size) is not int or (folder / name).stat().st_size != size:
                 return f"{short(name)} has not the size {short(size)} that {MANIFEST} says"
     except (OSError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+        return summary(error)
     return ""
 
 
@@ -115,7 +115,7 @@ def _sum(file: Path) -> str:
     try:
         return sum_of(file)
     except OSError as error:
-        return f"{type(error).__name__}: {error}"
+        return summary(error)
 
 
 def lock(parent: Path, owner: Any) -> None:

@@ -35,7 +35,7 @@ from pipeshard.checkpoint.state_folder import (
 from pipeshard.checkpoint.untrusted import load_plain
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.engine.engine import Pipeline
-from pipeshard.errors import CheckpointError
+from pipeshard.errors import CheckpointError, explained, summary
 
 
 def random_state() -> dict[str, Any]:
@@ -313,15 +313,15 @@ def read_rest(file: Path) -> dict[str, Any]:
     """What `rest_of` has made; that it can be given back is known by now."""
     advice = "load another step (step=...)"
     rest = load_plain(file, "the rest of a training state", advice)
-    try:
+    with explained(  # generators, and what anybody may have written in their place, raise anything
+        lambda error: CheckpointError(f"{file} is damaged ({summary(error)}): {advice}")
+    ):
         if not isinstance(rest["steps"], int) or rest["steps"] < 0:
             raise ValueError("steps must be a number of steps")
         for key in ("lr_scheduler", "dataloader", "loss_scale"):
             if not isinstance(rest.get(key), dict | None):
                 raise TypeError(f"{key} must be a dict")
         check_random_state(rest["random"])
-    except Exception as error:  # generators, and what anybody may have written in their place, raise anything
-        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error}): {advice}") from error
     return rest
 
 

@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoConfig, GenerationConfig
 
 from pipeshard.distributed.collectives import reason
-from pipeshard.errors import CheckpointError, ConfigurationError
+from pipeshard.errors import CheckpointError, ConfigurationError, explained, summary
 from pipeshard.hf import ADAPTER_CONFIG
 
 LARGEST = 64 << 20  # bytes; an index of a hundred thousand tensors has a tenth of it
@@ -129,10 +129,10 @@ def check_adapter(folder: Path, model: nn.Module) -> None:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    try:
+    with explained(  # transformers and peft raise anything for what is not as they expect it
+        lambda error: CheckpointError(f"{what}: {summary(error)}")
+    ):
         yield
-    except Exception as error:  # transformers and peft raise anything for what is not as they expect it
-        raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 @contextmanager
@@ -228,14 +228,14 @@ def load_plain(file: Path, kind: str, advice: str) -> Any:
 
     Raises CheckpointError, which says that the file is not `kind`, and the `advice`, for what cannot be read so.
     """
-    try:
+    with explained(  # zipfile, pickletools and torch raise anything for a broken file
+        lambda error: CheckpointError(f"{file} is not {kind} ({reason(error)}): {advice}")
+    ):
         if not file.is_file():
             raise FileNotFoundError("it does not exist")
         zipped = zipfile.is_zipfile(file)
         _refuse_bombs(file, zipped)
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
-    except Exception as error:  # zipfile, pickletools and torch raise anything for a broken file
-        raise CheckpointError(f"{file} is not {kind} ({reason(error)}): {advice}") from error
 
 
 def has_content(tensor: Tensor) -> bool:

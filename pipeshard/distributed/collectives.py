@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from pipeshard.distributed.groups import carrier, ranks_of
 from pipeshard.distributed.progress import own_progress
 from pipeshard.distributed.watching import calling, named
-from pipeshard.errors import MessageError, UsageError
+from pipeshard.errors import MessageError, UsageError, explained
 from pipeshard.private import StridedShard
 
 
@@ -31,13 +31,13 @@ def encode(value: Any) -> bytes:
     lists, tuples and sets of them: pickle would write much else, but only reads it by running code.
     """
     buffer = io.BytesIO()
-    try:
+    with explained(
+        lambda error: MessageError(
+            f"this {type(value).__name__} is not made of tensors, numbers and strings alone: {reason(error)}"
+        )
+    ):
         torch.save(value, buffer)
         decode(buffer.getvalue())
-    except Exception as error:  # whatever the value's own class raises, where it is written
-        raise MessageError(
-            f"this {type(value).__name__} is not made of tensors, numbers and strings alone: {reason(error)}"
-        ) from error
     return buffer.getvalue()
 
 

@@ -22,7 +22,7 @@ import torch
 
 from pipeshard.distributed.failures import Fault
 from pipeshard.distributed.progress import NOW
-from pipeshard.errors import CheckpointError
+from pipeshard.errors import CheckpointError, summary
 
 logger = logging.getLogger("pipeshard")
 VARIABLE = "PIPESHARD_CRASH"
@@ -114,4 +114,4 @@ def _read(path: Path) -> _Report:
             **texts,
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a report of a rank: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} is not a report of a rank: {summary(error)}") from error

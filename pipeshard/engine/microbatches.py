@@ -36,7 +36,7 @@ from pipeshard.engine.ways import (
     plain,
     valued,
 )
-from pipeshard.errors import BatchError, ConfigurationError, TraceError
+from pipeshard.errors import BatchError, ConfigurationError, TraceError, summary
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.kinds import modes
 from pipeshard.graph.snapshot import Flags
@@ -170,7 +170,7 @@ class RouteCache:
             try:
                 found, failure = self.find(cut, criterion), ""
             except Exception as error:  # the model's own
-                found, failure = None, f"{type(error).__name__}: {error}"
+                found, failure = None, summary(error)
             finally:
                 self._lent = {}
         said = self._said(found, outputs, failure)
@@ -349,7 +349,7 @@ class RouteCache:
                 self.learn(batch, batch.split(*cut)[0], criterion)
         except Exception as error:  # of the model too: the other ranks have to learn of it
             failure = error
-        reasons = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}", world)
+        reasons = gather_objects(None if failure is None else summary(failure), world)
         if reason := next(filter(None, reasons), None):
             for batch in batches:
                 self.rules.forget(self._kind(batch, criterion))

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.tree import field_of, flatten_with_names
 from pipeshard.distributed.collectives import gather, gather_objects
-from pipeshard.errors import UsageError
+from pipeshard.errors import UsageError, summary
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.shapes import TensorSpec
 from pipeshard.private import disabled_torch_function, tree_flatten, tree_map_only, tree_unflatten
@@ -137,7 +137,7 @@ class Outputs:
         except Exception as error:  # the user's; raised at the end of the step, for which the other stages wait
             self._failure = UsageError(
                 f"the function given as return_outputs failed on the output of microbatch {len(self.kept)} "
-                f"({type(error).__name__}: {error}). The step itself is done: its gradients are in place"
+                f"({summary(error)}). The step itself is done: its gradients are in place"
             )
             self._failure.__cause__ = error
 

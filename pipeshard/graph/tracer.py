@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.batch.tree import flatten_with_names
-from pipeshard.errors import PipeshardError, TraceError
+from pipeshard.errors import PipeshardError, TraceError, explained, summary
 from pipeshard.graph.dataflow import Call, Dataflow, Reads
 from pipeshard.graph.foreign import refuse_foreign
 from pipeshard.graph.kinds import Kind, Kinds, UnitCall
@@ -134,7 +134,7 @@ class Tracer:
             shapes = {path: tuple(tensor.shape) for path, tensor in batch.tensors.items()}
             last = f" after unit {self.calls[-1].unit}" if self.calls else ""
             raise TraceError(
-                f"tracing {type(self.model).__name__} failed{last}: {type(error).__name__}: {error}. "
+                f"tracing {type(self.model).__name__} failed{last}: {summary(error)}. "
                 f"The batch has {shapes}; if that is not what the model takes, pass dry_run_input=<a batch>, and "
                 "where another dimension than the first counts the samples, batch_dims={<name>: <dimension>}"
             ) from error
@@ -149,21 +149,20 @@ class Tracer:
         raise TraceError(
             f"unit {call.unit} ({type(self.units[call.unit]).__name__}) returns a PackedSequence, whose lengths "
             f"{type(self.model).__name__} reads outside of the unit, where other stages do not have them "
-            f"({type(error).__name__}: {error}). Call pack_padded_sequence, {call.unit} and pad_packed_sequence in the "
+            f"({summary(error)}). Call pack_padded_sequence, {call.unit} and pad_packed_sequence in the "
             "forward of one module of your own, which takes and returns padded tensors, and put that into the "
             "nn.ModuleList"
         ) from error
 
     def _loss(self, output: Any, batch: Batch) -> Tensor | None:
-        try:
-            return loss_of(output, self.criterion, batch)
-        except PipeshardError:
-            raise
-        except Exception as error:  # the user's own
-            raise TraceError(
-                f"tracing the criterion failed: {type(error).__name__}: {error}. It got an output of "
+        with explained(
+            lambda error: TraceError(
+                f"tracing the criterion failed: {summary(error)}. It got an output of "
                 f"{type(self.model).__name__} for {batch.rows} samples, with the batch that they are of"
-            ) from error
+            ),
+            but=(PipeshardError,),
+        ):
+            return loss_of(output, self.criterion, batch)
 
     def _refuse_foreign(self, loss: Tensor | None) -> None:
         """Refuse a criterion that trains what is not the model's: every rank traces it, so all of them raise."""
@@ -312,7 +311,7 @@ class Reading(TorchFunctionMode):
         if func in self.LISTENERS:
             self.taint.hook(args[0])
         elif func in self.DIFFERENTIATORS and self._are_of_units(args[0]):
-            return self._zeros(*args, create_graph=(kwargs or {})["create_graph"])
+            return self._zeros(args[0], args[1] if len(args) > 1 else (), (kwargs or {})["create_graph"])
         elif func is Tensor.data_ptr and args[0].is_meta:
             raise RuntimeError("a tensor on meta has no address")
         elif func in self.READERS:
@@ -337,7 +336,7 @@ class Reading(TorchFunctionMode):
         self.taint.decide(tags, is_for_all=True)
         return bool(tags) and self.taint.inside is None
 
-    def _zeros(self, outputs: Any, inputs: Sequence[Tensor] = (), create_graph: bool = False) -> tuple[Tensor, ...]:
+    def _zeros(self, outputs: Any, inputs: Sequence[Tensor], create_graph: bool) -> tuple[Tensor, ...]:
         gradients = tuple(torch.zeros_like(tensor, requires_grad=bool(create_graph)) for tensor in inputs)
         for gradient in gradients:
             self.taint.mark(gradient, self.taint.of(tensors_in([outputs, *inputs])))

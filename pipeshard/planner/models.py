@@ -16,7 +16,7 @@ from huggingface_hub import hf_hub_download
 from torch import nn
 from transformers import AutoConfig
 
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, explained, summary
 from pipeshard.hf import can_recompute
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -71,7 +71,7 @@ def _config(source: str, fields: dict[str, Any]) -> Any:
     path = Path(source)
     if not path.exists() and source.count("/") == 1:
         path = _of_hub(source)
-    try:
+    with explained(lambda error: ConfigurationError(_what(source, path, error))):
         if path.exists():
             config, unknown = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **fields)
             unknown = unknown.keys() & fields.keys()
@@ -79,8 +79,6 @@ def _config(source: str, fields: dict[str, Any]) -> Any:
             config = AutoConfig.for_model(source, **fields)
             known = AutoConfig.for_model(source)
             unknown = {key for key in fields if not hasattr(known, key)}
-    except Exception as error:  # whatever the class of a config raises on values
-        raise ConfigurationError(_what(source, path, error)) from error
     if unknown:
         key = min(unknown)
         close = difflib.get_close_matches(key, [name for name in config.to_dict() if name not in fields], n=2)
@@ -104,10 +102,10 @@ def _of_hub(name: str) -> Path:
 
 def _what(source: str, path: Path, error: Exception) -> str:
     if path.exists():
-        return f"{source} has no config of a model: {type(error).__name__}: {error}"
+        return f"{source} has no config of a model: {summary(error)}"
     types = list(transformers.CONFIG_MAPPING.keys())
     if source in types:
-        return f"{source} cannot have these fields: {type(error).__name__}: {error}"
+        return f"{source} cannot have these fields: {summary(error)}"
     close = difflib.get_close_matches(source, types, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else "llama, gpt2, t5, vit, ..."
     return f"{source} is not a folder, a config.json or a model type of transformers ({hint})"

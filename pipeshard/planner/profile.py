@@ -20,7 +20,7 @@ from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.batch.read import read_batch
 from pipeshard.distributed.collectives import gather
 from pipeshard.engine.weight_grad import Deferral
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import ConfigurationError, UsageError, summary
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.preserve import preserving
 from pipeshard.graph.rng import Randomness
@@ -195,7 +195,7 @@ class Profile:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(
-                f"{path} is not a profile ({type(error).__name__}: {error}): make one with "
+                f"{path} is not a profile ({summary(error)}): make one with "
                 "pipeshard.planner.profile_units(...).save(path)"
             ) from error
 
@@ -274,7 +274,7 @@ def _timed(stopwatch: Stopwatch, repeats: int, model: nn.Module) -> Cost | None:
         name = next(name for name, module in model.named_modules() if module is stopwatch.unit)
         warnings.warn(
             f"unit {name} ({type(stopwatch.unit).__name__}) does not run on made-up values, so its time is estimated "
-            f"from that of the other units ({type(error).__name__}: {error})",
+            f"from that of the other units ({summary(error)})",
             stacklevel=3,
         )
         return None

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from pipeshard.errors import ConfigurationError, PartitionError, TraceError, UsageError, unknown
+from pipeshard.errors import ConfigurationError, PartitionError, TraceError, UsageError, explained, summary, unknown
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.units import find_units, intercept
 from pipeshard.hf import full_name, without_adapters
@@ -314,17 +314,18 @@ def _advertised(model_type: str) -> type[Policy] | None:
         raise ConfigurationError(
             f"several packages offer a policy for {model_type!r}: {', '.join(points)}. Choose with register_policy"
         )
-    for value, point in points.items():
-        where = f"entry point {model_type} = {value} of group {ENTRY_POINTS}"
-        try:
-            policy = point.load()
-        except Exception as error:  # whatever importing somebody else's package raises
-            raise ConfigurationError(
-                f"{where} does not load ({type(error).__name__}: {error}): mend or remove the package that has it, or "
-                "choose another policy with register_policy"
-            ) from error
-        return _checked(policy, where)
-    return None
+    if not points:
+        return None
+    ((value, point),) = points.items()
+    where = f"entry point {model_type} = {value} of group {ENTRY_POINTS}"
+    with explained(
+        lambda error: ConfigurationError(
+            f"{where} does not load ({summary(error)}): mend or remove the package that has it, or choose another "
+            "policy with register_policy"
+        )
+    ):
+        policy = point.load()
+    return _checked(policy, where)
 
 
 @cache

@@ -17,7 +17,7 @@ from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.local import in_thread
 from pipeshard.engine.dependent import failing, is_of_model, text_of
-from pipeshard.errors import BatchError, PipeshardError, TraceError
+from pipeshard.errors import BatchError, PipeshardError, TraceError, summary
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.verify.compare import (
     Comparison,
@@ -113,10 +113,10 @@ def prove(
         except Unproven as error:
             kind, reason = UNPROVEN, str(error)
         except PipeshardError as error:  # booster.boost, or the first step, says the same
-            kind, reason, refused = UNPROVEN, f"{type(error).__name__}: {error}", True
+            kind, reason, refused = UNPROVEN, summary(error), True
         except Exception as error:  # whatever the user's code raises, or copying it
             logger.debug("the proof failed", exc_info=True)
-            kind, reason = UNPROVEN, f"{type(error).__name__}: {error}"
+            kind, reason = UNPROVEN, summary(error)
     but, moving = tuple(proving.but), tuple(proving.moving)
     if kind == EXACT and but:
         kind = PARTLY
@@ -295,7 +295,7 @@ class _Proving:
         except NoLoss:
             raise Unproven("nothing gives a loss to train on") from None
         except Exception as error:  # whatever the user's model raises
-            raise Fails(f"the unsplit model does not run on its batch: {type(error).__name__}: {error}") from error
+            raise Fails(f"the unsplit model does not run on its batch: {summary(error)}") from error
         return own.model, loss
 
     def _criterion(self, own: Copies) -> Criterion | None:
@@ -374,7 +374,7 @@ class _Proving:
             except (Coupled, Unproven):
                 raise
             except Exception as error:  # whatever a model raises on other samples
-                found = Found(missing=f"{type(error).__name__}: {error}")
+                found = Found(missing=summary(error))
             self._note(found, "the batch")
 
     def _compare_inputs(self, batch: Batch) -> None:
@@ -421,7 +421,7 @@ class _Proving:
                 split.boost()
                 return [reference.own.optimizer, *(rank.optimizer for rank in split.ranks)]
             except Exception as error:  # whatever an optimizer raises when it is narrowed
-                self.but[f"the optimizer's step ({type(error).__name__}: {error})"] = None
+                self.but[f"the optimizer's step ({summary(error)})"] = None
         trained = [reference.model.parameters(), *(rank.held.values() for rank in split.ranks)]
         own = [[p for p in parameters if p.requires_grad] for parameters in trained]
         return [SGD(parameters or [nn.Parameter(torch.zeros(()))], lr=1e-2) for parameters in own]

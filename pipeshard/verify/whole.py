@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
+from pipeshard.errors import summary
 from pipeshard.graph.rng import Randomness, SharedDraws, python_state, torch_states
 from pipeshard.private import BatchNorm, tree_leaves
 from pipeshard.verify.compare import Results, gap, recorded, size
@@ -131,7 +132,7 @@ class WholeBatch:
             self.found.missing = "it draws from random or numpy in training mode, and has no loss in evaluation mode"
             return ""
         except Exception as error:  # whatever a model raises in evaluation mode
-            self.found.missing = f"it draws from random or numpy in training mode, and {type(error).__name__}: {error}"
+            self.found.missing = f"it draws from random or numpy in training mode, and {summary(error)}"
             return ""
         if why and not self.drew_in_python:
             return why
@@ -149,7 +150,7 @@ class WholeBatch:
             if way.draws != SHARED:
                 raise
             self.drew = True
-            return f"{type(error).__name__}: {error}"  # numbers of all samples that make no sense for some
+            return summary(error)  # numbers of all samples that make no sense for some
         if not why:
             return ""
         try:
