@@ -80,6 +80,23 @@ class Run:
     trains: bool = field(default_factory=torch.is_grad_enabled)
 
 
+class _Again:
+    """Around every further run of a unit; a unit that calls `autograd.grad` itself has several. Units that it calls are
+    part of it, as in the first run."""
+
+    def __init__(self, replay: "Replay", draw: Callable[[], None]) -> None:
+        self.replay, self.draw = replay, draw
+        self.outer: list[bool] = []
+
+    def __enter__(self) -> None:
+        self.draw()
+        self.outer.append(self.replay.recomputing)
+        self.replay.recomputing = True
+
+    def __exit__(self, *error: object) -> None:
+        self.replay.recomputing = self.outer.pop()
+
+
 class Replay:
     """Answers the unit calls of one stage's model; `held` are the units this stage has parameters of."""
 
@@ -187,7 +204,7 @@ class Replay:
     ) -> Any:
         draw = repeat.before = self.randomness.at(2 * run.next - 1)
         if step.again and torch.is_grad_enabled() and not recomputes_itself(self.units[step.unit]):
-            forward = run_again(forward, step.unit, self.units[step.unit], lambda: self._second(draw))
+            forward = run_again(forward, step.unit, self.units[step.unit], lambda: _Again(self, draw))
         asides: list[tuple[Source, Any]] = []
         number, unit, arguments = run.next - 1, self.units[step.unit], (args, kwargs)
         # What hooks inside are called with is repeated by `answer`.
@@ -270,16 +287,6 @@ class Replay:
             f"{which} {step.unit} (stage {run.route.stage}, call {run.next - 1}) {now} where the trace has {seen}. "
             + (remedy or "What other stages get follows from the trace: pass dry_run_input=<a batch like this one>")
         )
-
-    @contextmanager
-    def _second(self, draw: Callable[[], None]) -> Iterator[None]:
-        """Around the second run of a unit: units that it calls are part of it, as in the first."""
-        draw()
-        self.recomputing = True
-        try:
-            yield
-        finally:
-            self.recomputing = False
 
     def _leaf(self, leaf: Any, shape: Any, run: Run, aside: bool = False) -> Any:
         if isinstance(leaf, Value):
