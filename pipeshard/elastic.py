@@ -161,7 +161,7 @@ class ElasticJob(PreemptibleJob):
         _join(timeout)
         ranks = dist.get_world_size()
         if callable(pp_size):
-            self.layout = _chosen(pp_size, ranks, global_batch)
+            self.layout = _chosen_layout(pp_size, ranks, global_batch)
         else:
             self.layout = layouts(ranks, global_batch, microbatch_size, pp_size)[0]
         if dist.get_rank() == 0:
@@ -198,7 +198,7 @@ def _join(timeout: float) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
 
 
-def _chosen(choose: Callable[[int], Layout], ranks: int, global_batch: int) -> Layout:
+def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: int) -> Layout:
     """What rank 0 chooses (a measured profile may differ elsewhere), or its error, on every rank."""
     chosen: Any = None
     if dist.get_rank() == 0:

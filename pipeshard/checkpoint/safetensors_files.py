@@ -70,8 +70,8 @@ class Source:
             tensor = self._states[file][key].clone(memory_format=torch.contiguous_format)
         else:
             if self._open is None or self._open[0] != file:
-                self._open = file, opened(file)
-            with _named(file):
+                self._open = file, open_file(file)
+            with _naming_file(file):
                 tensor = self._open[1].get_tensor(key)
         self.bytes_read += tensor.nbytes
         return tensor
@@ -88,8 +88,8 @@ class Source:
             self._states[file] = _from_gguf(file, model)
         if file in self._states:
             return {key: tuple(tensor.shape) for key, tensor in self._states[file].items()}
-        content = opened(file)
-        with _named(file):
+        content = open_file(file)
+        with _naming_file(file):
             return {key: tuple(content.get_slice(key).get_shape()) for key in content.keys()}  # noqa: SIM118
 
 
@@ -126,19 +126,19 @@ def _of_folder(index: Path, name: object) -> str:
     return name
 
 
-def opened(file: Path) -> Any:
+def open_file(file: Path) -> Any:
     """A safetensors file, of which the header was read, and describes what is in the file.
 
     Raises CheckpointError for any other.
     """
-    with _named(file):
+    with _naming_file(file):
         if not file.is_file():
             raise FileNotFoundError("it does not exist")
         return safe_open(file, "pt", backend="pread")
 
 
 @contextmanager
-def _named(file: Path) -> Iterator[None]:
+def _naming_file(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:  # torch's, for an absurd shape
@@ -169,7 +169,7 @@ def _from_gguf(file: Path, model: nn.Module | None) -> dict[str, Tensor]:
         return load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
 
 
-def join(parts: Sequence[Path], target: Path) -> None:
+def joined_file(parts: Sequence[Path], target: Path) -> None:
     """Write `target` with the tensors of all parts, no two of which have one name.
 
     A safetensors file is the length of its header, the header, and the tensors' bytes, to which it has offsets.
@@ -179,7 +179,7 @@ def join(parts: Sequence[Path], target: Path) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, offset = [], 0
     for part in parts:
-        opened(part)  # refuses a header that does not describe the file
+        open_file(part)  # refuses a header that does not describe the file
         with part.open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
             entries: dict[str, Any] = json.loads(content.read(length))
@@ -213,7 +213,7 @@ def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata
         room.rmdir()
 
 
-LARGEST = 1 << 30  # bytes of a file, and so of what is copied at a time; a larger tensor is alone in its file
+LARGEST_FILE = 1 << 30  # bytes of a file, and so of what is copied at a time; a larger tensor is alone in its file
 
 
 Content = tuple[dict[str, Tensor], dict[str, str]]  # of a file: copies of tensors, and metadata
@@ -222,7 +222,7 @@ Content = tuple[dict[str, Tensor], dict[str, str]]  # of a file: copies of tenso
 def contents(tensors: Mapping[str, Tensor]) -> Iterator[Content]:
     """What this rank writes of `tensors`, of which no other rank writes the same slice: file by file, copies."""
     for names in _shard_files(tensors):
-        parts = {name: _copy(local(tensors[name].detach())) for name in names}
+        parts = {name: _on_cpu(local(tensors[name].detach())) for name in names}
         begins = {name: {"saved_offsets": _begin(tensors[name])} for name in names}
         yield parts, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(begins)}
 
@@ -279,7 +279,7 @@ def _shard_files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
         part = local(tensor)
         if part.numel() == 0 < tensor.numel():
             continue
-        if names and size + part.nbytes > LARGEST:
+        if names and size + part.nbytes > LARGEST_FILE:
             yield names
             names, size = [], 0
         names.append(name)
@@ -288,7 +288,7 @@ def _shard_files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
         yield names
 
 
-def _copy(part: Tensor) -> Tensor:
+def _on_cpu(part: Tensor) -> Tensor:
     """On the CPU, with a storage of its own: safetensors refuses tensors that share one."""
     return part.to("cpu", copy=True, memory_format=torch.contiguous_format)
 

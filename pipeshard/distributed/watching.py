@@ -41,7 +41,7 @@ class _Process:
     monitor: Monitor | None = None
 
 
-_process = _Process()
+_here = _Process()
 _names: list[Callable[[int], str]] = []
 _mask = threading.local()  # the signal mask of a thread that is in fork()
 
@@ -53,21 +53,21 @@ def watch_world(timeout: Timeout, watchdog: bool) -> None:
     every rank does so at the same time."""
     _count_calls()
     if watchdog:
-        if _process.watch is None:
+        if _here.watch is None:
             _hook()
-        if _process.watch is None or _process.watch.world is not _process.world:
-            _process.watch = Watch(timeout, named, _process.well, _process.monitor)
-            _process.watch.interrupt = _interrupt
-        _process.watch.timeout = timeout
+        if _here.watch is None or _here.watch.world is not _here.world:
+            _here.watch = Watch(timeout, named, _here.well, _here.monitor)
+            _here.watch.interrupt = _interrupt
+        _here.watch.timeout = timeout
 
 
 def _count_calls() -> None:
     """From the first one on, in a new world."""
-    if _process.world is not dist.group.WORLD:
+    if _here.world is not dist.group.WORLD:
         NOW.reset()
-        if _process.watch is not None:
-            _process.watch.stop()
-        _process.world, _process.well, _names[:] = dist.group.WORLD, -1, []
+        if _here.watch is not None:
+            _here.watch.stop()
+        _here.world, _here.well, _names[:] = dist.group.WORLD, -1, []
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ def constructing() -> Iterator[None]:
         try:
             yield
         except PipeshardError as error:
-            if _process.world is not None and (_process.watch is None or _process.watch.world is not _process.world):
+            if _here.world is not None and (_here.watch is None or _here.watch.world is not _here.world):
                 rank, message = dist.get_rank(), text_of(error)
                 fault = Fault(RAISED, rank, named(rank), NOW.where, message=message, told_by=rank)
                 with contextlib.suppress(RuntimeError):
@@ -95,16 +95,16 @@ def calling(name: str) -> Iterator[bool]:
     Raises RankError instead of what came of another rank's failure, where that is watched.
     """
     with inside_pipeshard():
-        if _process.world is None or _process.world is not dist.group.WORLD or NOW.call or own_progress() is not NOW:
+        if _here.world is None or _here.world is not dist.group.WORLD or NOW.call or own_progress() is not NOW:
             yield False
-        elif _process.watch is not None and _process.watch.world is _process.world:
-            with _process.watch.call(name):
+        elif _here.watch is not None and _here.watch.world is _here.world:
+            with _here.watch.call(name):
                 yield True
         else:
             NOW.enter(name)
             try:
                 yield True
-                _process.well = NOW.number
+                _here.well = NOW.number
             finally:
                 NOW.leave()
 
@@ -121,27 +121,27 @@ def named(rank: int) -> str:
 
 def _hook() -> None:
     """Once in a process: the others are told what ends it between two calls, too."""
-    _process.pid, _process.monitor = os.getpid(), Monitor()
+    _here.pid, _here.monitor = os.getpid(), Monitor()
     if not faulthandler.is_enabled():
         faulthandler.enable(2)  # for the monitor's SIGABRT
     before, leave = sys.excepthook, sys.exit
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         before(kind, error, trace)
-        if os.getpid() == _process.pid and _process.watch is not None:
-            _process.watch.ended(error)
+        if os.getpid() == _here.pid and _here.watch is not None:
+            _here.watch.ended(error)
 
     def exit(status: Any = None) -> NoReturn:
         handled = sys.exc_info()[1]
-        _process.exit = f"by sys.exit({status!r})" + (f" after {text_of(handled)}" if handled else "") if status else ""
+        _here.exit = f"by sys.exit({status!r})" + (f" after {text_of(handled)}" if handled else "") if status else ""
         leave(status)
 
     def at_exit() -> None:
-        if os.getpid() != _process.pid:
+        if os.getpid() != _here.pid:
             return
-        _leaving(_process.exit or THROUGH)
-        stopped = _process.watch is None or _process.watch.left()
-        broken = _process.watch is not None and _process.watch.fault is not None
+        _leaving(_here.exit or THROUGH)
+        stopped = _here.watch is None or _here.watch.left()
+        broken = _here.watch is not None and _here.watch.fault is not None
         if hasattr(sys, "last_value") and (broken or not stopped):  # an error was shown, and ends the process
             logging.shutdown()
             sys.stdout.flush()
@@ -173,22 +173,22 @@ def _in_child() -> None:
 
 def _interrupt() -> None:
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
-        _process.interrupts = True
+        _here.interrupts = True
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
 def _on_sigterm(number: int, frame: Any) -> None:
-    if _process.interrupts:
-        _process.interrupts = False
-        if _process.watch is not None and _process.watch.fault is not None and _process.watch.interrupts:
-            raise Interrupt(str(_process.watch.fault) if NOW.call else _process.watch.why(), _process.watch.fault)
+    if _here.interrupts:
+        _here.interrupts = False
+        if _here.watch is not None and _here.watch.fault is not None and _here.watch.interrupts:
+            raise Interrupt(str(_here.watch.fault) if NOW.call else _here.watch.why(), _here.watch.fault)
         return  # it has come out by itself meanwhile
-    if _process.watch is not None and (why := _process.watch.why()):  # torchrun ends those that are left
+    if _here.watch is not None and (why := _here.watch.why()):  # torchrun ends those that are left
         logger.error("ended by SIGTERM, since %s", why)
     _leaving("by SIGTERM")
     raise SystemExit(128 + number)
 
 
 def _leaving(how: str) -> None:
-    if _process.watch is not None:
-        _process.watch.leaving(ENDED, how)
+    if _here.watch is not None:
+        _here.watch.leaving(ENDED, how)

@@ -34,11 +34,11 @@ def digest(batch: Batch, paths: Collection[str] | None = None) -> int:
             _, parts, tree = flatten(leaf)
             state.update(f"{path}{tree}".encode())
             for part in parts:
-                state.update(_content(part, is_sample=paths is None))
+                state.update(_leaf_content(part, is_sample=paths is None))
     return int.from_bytes(state.digest(), "little")
 
 
-def _content(leaf: Any, is_sample: bool) -> bytes:
+def _leaf_content(leaf: Any, is_sample: bool) -> bytes:
     if not isinstance(leaf, Tensor):
         return text(leaf).encode()
     values = leaf.detach().reshape(-1)

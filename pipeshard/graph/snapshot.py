@@ -26,7 +26,7 @@ from pipeshard.graph.places import (
     MISSING,
     PLAIN,
     Path,
-    Step,
+    PathStep,
     constants_of,
     content_of,
     is_same,
@@ -38,7 +38,7 @@ from pipeshard.graph.places import (
 )
 from pipeshard.private import DisableTorchFunction
 
-MOST = 200_000  # objects that are walked
+MOST_OBJECTS = 200_000  # objects that are walked
 
 
 class Change(NamedTuple):
@@ -83,7 +83,7 @@ class Snapshot:
         self.tensors: list[tuple[Path, Any, Any, Tensor, int]] = []
         self._seen = {id(value): value for value in without}  # kept alive: another object would get the address
         with DisableTorchFunction():  # nothing here is an operator, and hundreds of tensors are looked at
-            self._walk(deque(((Step("root", name),), root) for name, root in roots.items()))
+            self._walk(deque(((PathStep("root", name),), root) for name, root in roots.items()))
         self._empty = [holder.live for holder in self.holders if holder.live is not None and not holder.values]
         self._full = [holder for holder in self.holders if holder.live is None or holder.values]
 
@@ -119,7 +119,7 @@ class Snapshot:
 
     def _walk(self, queue: deque[tuple[Path, Any]]) -> None:
         seen = self._seen
-        while queue and len(seen) < MOST:
+        while queue and len(seen) < MOST_OBJECTS:
             path, value = queue.popleft()
             if isinstance(value, PLAIN) or id(value) in seen or self._skips(path, value):
                 continue
@@ -146,7 +146,7 @@ class Snapshot:
         """What is in a holder, by key, as far as it is looked into."""
         return content.items() if isinstance(content, dict) else enumerate(content)
 
-    def _constants_of(self, value: Any) -> Iterator[tuple[Step, Any]]:
+    def _constants_of(self, value: Any) -> Iterator[tuple[PathStep, Any]]:
         return constants_of(value)
 
     def _meet(self, path: Path, holder: Any, key: Any, entry: Any, queue: deque[tuple[Path, Any]]) -> None:
@@ -175,9 +175,9 @@ def undo(change: Change) -> None:
         put(change.holder, change.path[-1].how, change.key, change.before)
 
 
-def _step(how: str, key: Any) -> Step:
+def _step(how: str, key: Any) -> PathStep:
     """From a holder to its entry `key`."""
-    return Step("item" if how == "list" else how, key)
+    return PathStep("item" if how == "list" else how, key)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from pipeshard.errors import ConfigurationError, explained, summary
 from pipeshard.hf import can_recompute
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # What a config without an architecture is taken for, the first that it can be.
 TASKS = ("CausalLM", "ImageTextToText", "ImageClassification", "CTC", "SequenceClassification")
 
@@ -34,9 +34,9 @@ def build(
     Raises ConfigurationError for what is not there or unknown.
     """
     config = _config(source, dict(map(_field, fields)))
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigurationError(f"dtype={dtype!r} is unknown: use one of {list(DTYPES)}")
-    chosen = DTYPES[dtype] if dtype else getattr(config, "dtype", None) or torch.bfloat16
+    if dtype is not None and dtype not in DTYPE_NAMES:
+        raise ConfigurationError(f"dtype={dtype!r} is unknown: use one of {list(DTYPE_NAMES)}")
+    chosen = DTYPE_NAMES[dtype] if dtype else getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"), _quiet():
         model: Any = _class_of(config)._from_config(config, dtype=chosen)
         if recompute and not can_recompute(model):
@@ -63,7 +63,7 @@ def precision_of(model: nn.Module) -> str:
     counts: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         counts[parameter.dtype] += parameter.numel()
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    names = {dtype: name for name, dtype in DTYPE_NAMES.items()}
     return names.get(max(counts, key=counts.__getitem__), "fp32") if counts else "fp32"
 
 

@@ -28,7 +28,7 @@ from pipeshard.graph.shapes import TensorSpec, blank_state
 from pipeshard.graph.taint import Taint
 from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import handled
-from pipeshard.planner.candidate import Capture, Captures, copied, metered, unit_cost
+from pipeshard.planner.candidate import Capture, Captures, copied_argument, metered, unit_cost
 from pipeshard.private import reparametrized, tree_leaves, tree_map_only, tree_unflatten
 from pipeshard.split.partition import Cost
 
@@ -62,7 +62,7 @@ class Stopwatch:
         return _median(runs[WARM_UPS:])
 
     def _run(self, arguments: list[Any], deferral: Deferral) -> Cost:
-        leaves = tree_map_only(Tensor, lambda t: t.clone(), [copied(leaf) for leaf in arguments])
+        leaves = tree_map_only(Tensor, lambda t: t.clone(), [copied_argument(leaf) for leaf in arguments])
         args, kwargs = tree_unflatten(leaves, self.capture.tree)
         self.cold.zero_()
         start = _now(self.device)
@@ -202,8 +202,8 @@ class Profile:
     def _refuse(self, what: str, measured: Any, now: Any) -> None:
         if measured != now:
             raise ConfigurationError(
-                f"the profile is for something else: its {what} differ ({_difference(measured, now)}). It was measured "
-                f"on {self.device} with torch {self.torch}; profile this model with microbatches of this size"
+                f"the profile is for something else: its {what} differ ({_first_difference(measured, now)}). It was "
+                f"measured on {self.device} with torch {self.torch}; profile this model with microbatches of this size"
             )
 
 
@@ -298,7 +298,7 @@ def shapes_of(microbatch: Batch) -> dict[str, tuple[int, ...]]:
     return {path: tuple(tensor.shape) for path, tensor in microbatch.tensors.items()}
 
 
-def _difference(measured: Any, now: Any) -> str:
+def _first_difference(measured: Any, now: Any) -> str:
     """Where the two differ first."""
     if isinstance(now, dict):
         name = next(name for name in [*measured, *now] if measured.get(name) != now.get(name))

@@ -166,7 +166,9 @@ def number(seed: int, text: str) -> int:
 
 
 BLUEPRINT = "pipeshard_blueprint"  # the attribute by which a module is known to be a skeleton
-OWN = frozenset(vars(nn.Module()))  # what torch itself keeps in a module: its mode, hooks and tables of tensors
+MODULE_ATTRIBUTES = frozenset(
+    vars(nn.Module())
+)  # what torch itself keeps in a module: its mode, hooks and tables of tensors
 
 
 @dataclass
@@ -199,7 +201,7 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
         raise ConfigurationError(f"layer {place}, {name}, builds a {type(module).__name__}, not an nn.Module")
     with kept_tied(module):  # what was made on a device of its own is known by its shape, too
         module.to("meta")
-    before = [(path, inner, _plain(inner)) for path, inner in module.named_modules()]
+    before = [(path, inner, _plain_attributes(inner)) for path, inner in module.named_modules()]
     module.__dict__[BLUEPRINT] = Blueprint(place=place, make=make, before=before)
     return module
 
@@ -270,7 +272,7 @@ def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
                 if skeleton.is_meta:
                     inner._buffers[key] = _like(value, skeleton, f"{path}.{key}".lstrip("."))
                 parts[id(value)] = inner._buffers[key]
-        for key, value in _plain(source).items():
+        for key, value in _plain_attributes(source).items():
             if vars(inner).get(key) is before.get(key):
                 inner.__dict__[key] = copy.deepcopy(value, parts)
 
@@ -281,5 +283,5 @@ def _like(value: Tensor, skeleton: Tensor, name: str) -> Tensor:
     return value.to(skeleton.dtype)
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in vars(module).items() if key not in OWN}
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES}

@@ -267,7 +267,7 @@ class Replay:
             known = {id(resolve_from(path, self.units[step.unit], arguments)): path for path in paths}
             leaves, structure = flattened(result, known)
             if structure != tree:
-                raise self._differs(step, run, f"returns {_shown(structure)}", _shown(tree))
+                raise self._differs(step, run, f"returns {_tree_text(structure)}", _tree_text(tree))
         sizes = run.sizes[run.next - 1]
         for k, (leaf, seen) in enumerate(zip(leaves, step.leaves)):
             if isinstance(seen, TensorSpec):
@@ -369,6 +369,6 @@ def _is_as(leaf: Any, seen: Any) -> bool:
     return type(leaf) is type(seen) and (leaf == seen or leaf != leaf)
 
 
-def _shown(tree: Any) -> str:
+def _tree_text(tree: Any) -> str:
     """A tree in few words."""
     return str(tree).removeprefix("TreeSpec(").removesuffix(")")[:120]

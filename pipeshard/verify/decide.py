@@ -29,10 +29,10 @@ logger = logging.getLogger("pipeshard")
 SECONDS = 5.0  # that "auto" may take
 SHARE = 0.1  # of the free memory that it may take
 COPIES = 6, 3  # of the parameters, for each replica and beside: models, gradients and Adam's state, split and unsplit
-FEW = 5  # of the parameters: two copies with gradients, and what is left of a copy of the sample's activations
-PERIOD = 1.0  # seconds after which the ranks that wait are told that it goes on
-KNOWN = ("torch", "transformers", "peft", "colossalai")  # packages whose modules docs/parity.md is about
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+FEW_COPIES = 5  # of the parameters: two copies with gradients, and what is left of a copy of the sample's activations
+TELL_PERIOD = 1.0  # seconds after which the ranks that wait are told that it goes on
+KNOWN_PACKAGES = ("torch", "transformers", "peft", "colossalai")  # packages whose modules docs/parity.md is about
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Proven(BaseException):
@@ -100,7 +100,7 @@ def prove_at_boost(
             return Proof(UNPROVEN, "its weights are on meta, and one process would have to make them all")
         share = SHARE if auto else 1.0
         why = _too_large(model, grid.device, share, _copies(config.pp_size, min(2, grid.dp_size)))
-        if why and _too_large(model, grid.device, share, FEW):
+        if why and _too_large(model, grid.device, share, FEW_COPIES):
             return Proof(UNPROVEN, why)
         seconds = SECONDS if auto else None
         return prove(of_world, grid.device, model, optimizer, criterion, sample, seconds, note, skip=why)
@@ -145,12 +145,12 @@ def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer
     them, the loss that they compute themselves, and an optimizer of torch or of these packages."""
     if criterion is not None or not is_of_transformers(model):
         return False
-    if optimizer is not None and type(optimizer).__module__.split(".")[0] not in KNOWN:
+    if optimizer is not None and type(optimizer).__module__.split(".")[0] not in KNOWN_PACKAGES:
         return False
     return all(
-        type(module).__module__.split(".")[0] in KNOWN
+        type(module).__module__.split(".")[0] in KNOWN_PACKAGES
         and "forward" not in vars(module)
-        and not any(getattr(module, hooks) for hooks in HOOKS)
+        and not any(getattr(module, hooks) for hooks in HOOK_TABLES)
         for module in model.modules()
     )
 
@@ -222,7 +222,7 @@ def _on_first(grid: Grid, work: Callable[[Callable[[], None]], Proof]) -> Proof:
 
     def note() -> None:
         nonlocal told
-        if time.monotonic() - told > PERIOD:
+        if time.monotonic() - told > TELL_PERIOD:
             NOW.start("the proof")
             gather(torch.tensor(0), grid.world)
             told = time.monotonic()

@@ -16,13 +16,13 @@ from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.local import in_thread
-from pipeshard.engine.dependent import failing, is_of_model, text_of
+from pipeshard.engine.dependent import dependent_text, failing, is_of_model
 from pipeshard.errors import BatchError, PipeshardError, TraceError, summary
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.verify.compare import (
     Comparison,
+    compare_parameters,
     compare_state,
-    compare_trained,
     differing,
     first_unit,
     gradients,
@@ -31,7 +31,7 @@ from pipeshard.verify.compare import (
 from pipeshard.verify.local import Different, LocalPipeline, Unproven, stepped
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights, generators, undisturbed
 from pipeshard.verify.untouched import untouched
-from pipeshard.verify.whole import Coupled, Found, WholeBatch, cut, is_batch_norm
+from pipeshard.verify.whole import Coupled, WholeBatch, WholeFound, copied_microbatches, is_batch_norm
 
 logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
@@ -125,7 +125,7 @@ def prove(
 
 
 @dataclass(frozen=True)
-class Cut:
+class StepCut:
     """How a step was cut: the weights of its microbatches' losses, whether a part of the loss is made of what units
     leave aside, and the units."""
 
@@ -156,7 +156,7 @@ class _Proving:
         self.counts: dict[str, int] = {}
         self.but: dict[str, None] = {}
         self.moving: dict[str, None] = {}
-        self.cut: list[Cut] = []
+        self.cut: list[StepCut] = []
         self.draws, self.fickle, self.is_whole = False, frozenset[str](), False
         self.count, self.m = ROWS, 1 if config.num_microbatches == 1 else PARTS
         self.replicas = self._replicas()
@@ -215,7 +215,7 @@ class _Proving:
 
         if (found := failing(batch, parts, run)) is not None and is_of_model(found[1]):
             i, error = found
-            raise Dependent(text_of(batch, parts, i, error)) from error
+            raise Dependent(dependent_text(batch, parts, i, error)) from error
 
     def _compare_both(self) -> None:
         self._try()
@@ -332,10 +332,10 @@ class _Proving:
             for replica, reference in enumerate(references):
                 compare_state(comparison, split, reference, during, self.fickle, replica)
             self.cut.append(
-                Cut(step, split.weights(*range(self.replicas)), _has_auxiliary(split), tuple(split.policy.units))
+                StepCut(step, split.weights(*range(self.replicas)), _has_auxiliary(split), tuple(split.policy.units))
             )
             self._step(comparison, split, references, optimizers)
-            compare_trained(comparison, split, references[0], f"after step {step + 1}")
+            compare_parameters(comparison, split, references[0], f"after step {step + 1}")
         self.counts = dict(comparison.counts)
 
     def _unsplit_step(
@@ -374,13 +374,13 @@ class _Proving:
             except (Coupled, Unproven):
                 raise
             except Exception as error:  # whatever a model raises on other samples
-                found = Found(missing=summary(error))
+                found = WholeFound(missing=summary(error))
             self._note(found, "the batch")
 
     def _compare_inputs(self, batch: Batch) -> None:
         comparison = Comparison()
         parts = self.m * self.replicas
-        for i, (part, copied) in enumerate(zip(batch.split(parts), cut(batch, parts), strict=True)):
+        for i, (part, copied) in enumerate(zip(batch.split(parts), copied_microbatches(batch, parts), strict=True)):
             comparison.tensors(part.tensors, copied.tensors, "inputs", f"of microbatch {i}")
 
     def _compare_outputs(self) -> None:
@@ -397,7 +397,7 @@ class _Proving:
         except Exception as error:  # of whatever kind: it proves nothing
             logger.debug("the outputs were not compared: %s: %s", type(error).__name__, error)
 
-    def _note(self, found: Found, what: str) -> None:
+    def _note(self, found: WholeFound, what: str) -> None:
         self.is_whole = self.is_whole or not found.missing
         if found.missing:
             self.but[f"the whole batch with its microbatches ({found.missing})"] = None
