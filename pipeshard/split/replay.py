@@ -80,7 +80,7 @@ class Run:
     trains: bool = field(default_factory=torch.is_grad_enabled)
 
 
-class _Again:
+class Again:
     """Around every further run of a unit; a unit that calls `autograd.grad` itself has several. Units that it calls are
     part of it, as in the first run."""
 
@@ -204,7 +204,7 @@ class Replay:
     ) -> Any:
         draw = repeat.before = self.randomness.at(2 * run.next - 1)
         if step.again and torch.is_grad_enabled() and not recomputes_itself(self.units[step.unit]):
-            forward = run_again(forward, step.unit, self.units[step.unit], lambda: _Again(self, draw))
+            forward = run_again(forward, step.unit, self.units[step.unit], lambda: Again(self, draw))
         asides: list[tuple[Source, Any]] = []
         number, unit, arguments = run.next - 1, self.units[step.unit], (args, kwargs)
         # What hooks inside are called with is repeated by `answer`.
