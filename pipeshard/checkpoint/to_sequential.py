@@ -16,7 +16,7 @@ from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import Guarded, inside_pipeshard
 from pipeshard.graph.units import Interception, Recomputation, Sliced
 from pipeshard.hf import enable_caches
-from pipeshard.private import tree_leaves
+from pipeshard.private import tree_tensors
 from pipeshard.split.initialize import build, skeletons
 
 
@@ -107,7 +107,7 @@ def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
         for value in module.__dict__.values():
             if isinstance(value, Interception | Recomputation | Sliced | Guarded):
                 memo[id(value)] = value
-        for tensor in filter(torch.is_tensor, tree_leaves(list(module.__dict__.values()))):
+        for tensor in tree_tensors(list(module.__dict__.values())):
             if id(tensor) not in memo:  # buffers, and what a forward has left, with its graph
                 memo[id(tensor)] = tensor if tensor.is_meta else tensor.detach().to(device, copy=True)
         memo.update((id(hook), hook) for hook in _module_hooks(module) if not _is_bound(hook))

@@ -29,7 +29,7 @@ from pipeshard.graph.taint import Taint
 from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import handled
 from pipeshard.planner.candidate import Capture, Captures, copied_argument, metered, unit_cost
-from pipeshard.private import reparametrized, tree_leaves, tree_map_only, tree_unflatten
+from pipeshard.private import reparametrized, tree_map_only, tree_tensors, tree_unflatten
 from pipeshard.split.partition import Cost
 
 SPREAD = 0.02  # the standard deviation of made-up parameters
@@ -68,7 +68,7 @@ class Stopwatch:
         start = _now(self.device)
         result = self.unit(*args, **kwargs)
         forward = _now(self.device) - start
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+        made = [tensor for tensor in tree_tensors(result) if tensor.requires_grad]
         gradients = [torch.randn_like(t) for t in made]
         pending = deferral.begin()
         self.cold.zero_()

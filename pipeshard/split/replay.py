@@ -33,7 +33,7 @@ from pipeshard.graph.unit_outputs import (
     resolve_from,
     run_collecting,
 )
-from pipeshard.private import OF_COMPILER, disable_current_modes, tree_leaves
+from pipeshard.private import OF_COMPILER, disable_current_modes, tree_leaves, tree_tensors
 from pipeshard.split.route import Blank, Route, Step, recomputes_itself, run_again
 from pipeshard.split.zeros import Zeros
 
@@ -244,7 +244,7 @@ class Replay:
         for source, tree in step.parts:
             traced[source.place] = step.leaves[start : start + tree.num_leaves]
             start += tree.num_leaves
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        tensors = tree_tensors(arguments)
         for source, content in changed(before, but=tensors):
             leaves, seen = tree_leaves(content), traced.get(source.place)
             if seen is None:
@@ -343,8 +343,7 @@ class Replay:
 
 
 def _versions(arguments: Any) -> dict[Tensor, int]:
-    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
-    return {tensor: tensor._version for tensor in tensors if not tensor.is_inference()}
+    return {tensor: tensor._version for tensor in tree_tensors(arguments) if not tensor.is_inference()}
 
 
 def _has_more(tensor: Tensor) -> bool:

@@ -28,7 +28,7 @@ from pipeshard.distributed.collectives import gather, gather_objects, share_valu
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.plugin import PipelinePlugin
-from pipeshard.private import tree_leaves
+from pipeshard.private import tree_tensors
 from pipeshard.trainer.kept import KeptState
 from pipeshard.trainer.stand_ins import PipelineAccelerator, StandIn
 
@@ -132,7 +132,7 @@ class Objective:
             return loss
         except UsageError as error:
             self._failure = self._failure or error
-            leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            leaves = [tensor for tensor in tree_tensors(outputs) if tensor.is_floating_point()]
             return torch.stack([leaf.float().sum() * 0.0 for leaf in leaves]).sum()
         finally:
             set_random_state(before)

@@ -14,7 +14,7 @@ from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
 from pipeshard.errors import summary
 from pipeshard.graph.rng import Randomness, SharedDraws, python_state, torch_states
-from pipeshard.private import BatchNorm, tree_leaves
+from pipeshard.private import BatchNorm, tree_leaves, tree_tensors
 from pipeshard.verify.compare import Results, gap, recorded, size
 from pipeshard.verify.local import Unproven
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights
@@ -395,8 +395,7 @@ def is_dropout(module: nn.Module) -> bool:
 
 def outputs_of(output: Any) -> list[Tensor]:
     """The tensors of an output that may belong to samples."""
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.ndim]
-    return [leaf for leaf in leaves if leaf.is_floating_point()]
+    return [tensor for tensor in tree_tensors(output) if tensor.ndim and tensor.is_floating_point()]
 
 
 def is_another(whole: Tensor, parts: Sequence[Any], dtype: torch.dtype | None) -> bool:
