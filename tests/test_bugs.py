@@ -28,7 +28,7 @@ from pipeshard.distributed.watch import Watch
 from pipeshard.engine.stage import Stage
 from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Value
-from pipeshard.graph.places import Step
+from pipeshard.graph.places import PathStep
 from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import storage_of
 from pipeshard.graph.unit_outputs import changed
@@ -237,7 +237,7 @@ def test_an_entry_under_none_is_no_list() -> None:
     before = Snapshot({"": {"cache": cache}})
     cache[None] = 2
     ((source, content),) = changed(before)
-    assert source.place[-1] == Step("item", None) and source.how == "set" and content == 2
+    assert source.place[-1] == PathStep("item", None) and source.how == "set" and content == 2
     before.restore()
     assert cache == {None: 1}
 

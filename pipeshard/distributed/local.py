@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeshard.distributed.groups import LocalGroup
-from pipeshard.distributed.mesh import Axes, Grid, Indices, ProcessGroupMesh
+from pipeshard.distributed.mesh import Grid, Indices, MeshAxes, ProcessGroupMesh
 from pipeshard.distributed.p2p import P2P, Edge, edges_of
 from pipeshard.distributed.progress import Progress, running
 from pipeshard.errors import DeadlockError, MessageError
@@ -282,7 +282,7 @@ class LocalMesh(ProcessGroupMesh):
         self.world, self.rank, self.shape = world, rank, size
 
     def get_group_along_axis(
-        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
+        self, axis: MeshAxes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> Any:
         ranks = self._ranks_along(axis, indices_at_axis)[self.rank]
         return WorldGroup(self.world, ranks, self.rank) if self.rank in ranks else None

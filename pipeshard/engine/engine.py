@@ -25,7 +25,7 @@ from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.dependent import dependent_error, failing, is_of_model
 from pipeshard.engine.interpreter import Interpreter
-from pipeshard.engine.microbatches import Found, RouteCache
+from pipeshard.engine.microbatches import FoundWays, RouteCache
 from pipeshard.engine.mixed_precision import LossScale, Precision
 from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
 from pipeshard.engine.parameters import HeldParameters
@@ -43,7 +43,7 @@ from pipeshard.hf import disable_caches
 from pipeshard.schedule.program import Action, Kind, Program, forward_only
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.materialize import compile_units, shard
-from pipeshard.split.partition import Cuts, is_profile, named
+from pipeshard.split.partition import Cuts, is_profile, named_modules_of
 from pipeshard.split.policy import Policy, find_policy, refuse_backward_hooks
 from pipeshard.split.tensor_parallel import plan_of
 
@@ -103,10 +103,10 @@ class Pipeline:
 
         partition, recompute, self.criterion = config.settled(getattr(model, "pipeline_hints", None), criterion)
         refuse_criterion(self.criterion, model)
-        refuse_compiled(model, find_units(model, paths_of(model, named(partition))))
+        refuse_compiled(model, find_units(model, paths_of(model, named_modules_of(partition))))
         self.cached = disable_caches(model)  # configs to be given their cache back
         self.reader = Reader(RowDims(model, config.batch_dims), lambda: self.config.cut, grid, self.precision)
-        sample, flow = self._trace(sample, named(partition))
+        sample, flow = self._trace(sample, named_modules_of(partition))
         with self.precision.seeming(model), self.precision.running():
             measured = costs(partition, flow, sample) if is_profile(partition) else None
         self.policy = self._partition(flow, sample, partition, measured)
@@ -229,7 +229,7 @@ class Pipeline:
         trained = self.sync.trained()
         exact = self.config.has_exact_loss and (train or return_loss or outputs.with_loss)
 
-        found: Found | None = None
+        found: FoundWays | None = None
 
         def news(batches: Sequence[Batch]) -> News:
             nonlocal found
@@ -290,7 +290,7 @@ class Pipeline:
     def _run(
         self,
         read: list[Batch],
-        found: Found | None,
+        found: FoundWays | None,
         criterion: Criterion | None,
         train: bool,
         wanted: bool,

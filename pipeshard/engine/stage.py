@@ -27,7 +27,7 @@ from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.foreign import foreign_error, kept, leaves_of
 from pipeshard.graph.preserve import preserving
 from pipeshard.graph.taint import Value, casting
-from pipeshard.private import foreach_norm, tree_leaves
+from pipeshard.private import foreach_norm, tree_tensors
 from pipeshard.split.replay import Replay
 from pipeshard.split.route import Route
 
@@ -330,7 +330,7 @@ class Stage:
     def _refuse_foreign(self, loss: Tensor, output: Any, received: Collection[Tensor]) -> None:
         """Refuse a criterion that trains weights of its own, which it did not when it was traced: only the graph of the
         criterion itself is searched."""
-        until = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        until = tree_tensors(output)
         leaves = leaves_of(loss, until)
         if not leaves:
             return

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeshard.errors import TraceError
+from pipeshard.errors import TraceError, summary
 from pipeshard.graph.meter import Meter, Visit
 from pipeshard.graph.places import HOOKS, PLAIN, Path
 from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, has_values, is_trainable
@@ -205,8 +205,8 @@ class Kinds:
                 return replace(visited, own=self._values_of(call))
             except Exception as error:  # the model's own
                 raise TraceError(
-                    f"unit {call.unit} ({type(call.module).__name__}) does not run: {type(error).__name__}: {error} "
-                    f"(by shape alone: {type(on_meta).__name__}: {on_meta}). Its inputs were "
+                    f"unit {call.unit} ({type(call.module).__name__}) does not run: {summary(error)} "
+                    f"(by shape alone: {summary(on_meta)}). Its inputs were "
                     f"{[describe(leaf) for leaf in call.leaves]}"
                 ) from error
 

@@ -221,7 +221,7 @@ class Taint(DispatchMode):
         if any(not isinstance(tag, Input | Kept) for tag in tags):
             line, calls = _where(), FOR_ALL if is_for_all else self.calls
             self.decisions[line] = min(self.decisions.get(line, calls), calls)
-            self.deciders |= set(running(self.modules)[-1:])
+            self.deciders |= set(running_modules(self.modules)[-1:])
             self.decided[calls] = self.decided.get(calls, NOTHING) | tags
 
     @contextmanager
@@ -330,7 +330,7 @@ def _deciding(func: Any, args: Any) -> list[Tensor]:
     return list(tensors_in(args)) if func._overloadpacket in DECIDING else []
 
 
-def running(modules: Mapping[int, str]) -> list[str]:
+def running_modules(modules: Mapping[int, str]) -> list[str]:
     """The names of these modules that have a method running now, the innermost one first."""
     found: dict[str, None] = {}
     frame = inspect.currentframe()

@@ -24,18 +24,18 @@ from pipeshard.planner.memory import format_bytes
 from pipeshard.schedule.given import name_of
 from pipeshard.verify.passed import passed
 from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Large, Proof, prove
+from pipeshard.verify.smaller import HOOK_TABLES
 from pipeshard.verify.whole import is_batch_norm
 
 logger = logging.getLogger("pipeshard")
 SECONDS = 5.0  # that "auto" may take
 SECONDS_OF_LARGE = 60.0  # where a smaller copy stands for a large model
-MOST = 4 * 2**30  # bytes that a proof of a smaller copy takes at most
+LARGEST_PROOF = 4 * 2**30  # bytes that a proof of a smaller copy takes at most
 SHARE = 0.1  # of the free memory that it may take
 COPIES = 6, 3  # of the parameters, for each replica and beside: models, gradients and Adam's state, split and unsplit
-FEW = 5  # of the parameters: two copies with gradients, and what is left of a copy of the sample's activations
-PERIOD = 1.0  # seconds after which the ranks that wait are told that it goes on
-KNOWN = ("torch", "transformers", "peft", "colossalai")  # packages whose modules docs/parity.md is about
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+FEW_COPIES = 5  # of the parameters: two copies with gradients, and what is left of a copy of the sample's activations
+TELL_PERIOD = 1.0  # seconds after which the ranks that wait are told that it goes on
+KNOWN_PACKAGES = ("torch", "transformers", "peft", "colossalai")  # packages whose modules docs/parity.md is about
 
 
 class Proven(BaseException):
@@ -103,8 +103,8 @@ def prove_at_boost(
         free = (SHARE if auto else 1.0) * _free(grid.device)
         on_meta = auto and any(parameter.is_meta for parameter in model.parameters())
         why = "its weights are on meta" if on_meta else _too_large(model, free, copies)
-        fits = not on_meta and not _too_large(model, free, FEW)
-        large = Large(why, min(free, MOST) / copies, fits) if why else None
+        fits = not on_meta and not _too_large(model, free, FEW_COPIES)
+        large = Large(why, min(free, LARGEST_PROOF) / copies, fits) if why else None
         seconds = (SECONDS_OF_LARGE if large else SECONDS) if auto else None
         return prove(of_world, grid.device, model, optimizer, criterion, sample, seconds, note, large)
 
@@ -151,12 +151,12 @@ def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer
         return False
     if type(without_adapters(model)[1]).__name__ not in passed():
         return False
-    if optimizer is not None and type(optimizer).__module__.split(".")[0] not in KNOWN:
+    if optimizer is not None and type(optimizer).__module__.split(".")[0] not in KNOWN_PACKAGES:
         return False
     return all(
-        type(module).__module__.split(".")[0] in KNOWN
+        type(module).__module__.split(".")[0] in KNOWN_PACKAGES
         and "forward" not in vars(module)
-        and not any(getattr(module, hooks) for hooks in HOOKS)
+        and not any(getattr(module, hooks) for hooks in HOOK_TABLES)
         for module in model.modules()
     )
 
@@ -231,7 +231,7 @@ def _on_first(grid: Grid, work: Callable[[Callable[[], None]], Proof]) -> Proof:
 
     def note() -> None:
         nonlocal told
-        if time.monotonic() - told > PERIOD:
+        if time.monotonic() - told > TELL_PERIOD:
             NOW.start("the proof")
             gather(torch.tensor(0), grid.world)
             told = time.monotonic()

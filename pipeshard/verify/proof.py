@@ -16,13 +16,13 @@ from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.local import in_thread
-from pipeshard.engine.dependent import failing, is_of_model, text_of
-from pipeshard.errors import BatchError, PipeshardError, TraceError
+from pipeshard.engine.dependent import dependent_text, failing, is_of_model
+from pipeshard.errors import BatchError, PipeshardError, TraceError, summary
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.verify.compare import (
     Comparison,
+    compare_parameters,
     compare_state,
-    compare_trained,
     differing,
     first_unit,
     gradients,
@@ -32,7 +32,7 @@ from pipeshard.verify.local import Different, LocalPipeline, Unproven, stepped
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights, generators, undisturbed
 from pipeshard.verify.smaller import smaller
 from pipeshard.verify.untouched import untouched
-from pipeshard.verify.whole import Coupled, Found, WholeBatch, cut, is_batch_norm
+from pipeshard.verify.whole import Coupled, WholeBatch, WholeFound, copied_microbatches, is_batch_norm
 
 logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
@@ -127,10 +127,10 @@ def prove(
         except Unproven as error:
             kind, reason = UNPROVEN, str(error)
         except PipeshardError as error:  # booster.boost, or the first step, says the same
-            kind, reason, refused = UNPROVEN, f"{type(error).__name__}: {error}", True
+            kind, reason, refused = UNPROVEN, summary(error), True
         except Exception as error:  # whatever the user's code raises, or copying it
             logger.debug("the proof failed", exc_info=True)
-            kind, reason = UNPROVEN, f"{type(error).__name__}: {error}"
+            kind, reason = UNPROVEN, summary(error)
     but, moving = tuple(proving.but), tuple(proving.moving)
     if kind == EXACT and but:
         kind = PARTLY
@@ -139,7 +139,7 @@ def prove(
 
 
 @dataclass(frozen=True)
-class Cut:
+class StepCut:
     """How a step was cut: the weights of its microbatches' losses, whether a part of the loss is made of what units
     leave aside, and the units."""
 
@@ -170,7 +170,7 @@ class _Proving:
         self.counts: dict[str, int] = {}
         self.but: dict[str, None] = {}
         self.moving: dict[str, None] = {}
-        self.cut: list[Cut] = []
+        self.cut: list[StepCut] = []
         self.draws, self.fickle, self.is_whole = False, frozenset[str](), False
         self.smaller = ""
         self.count, self.m = ROWS, 1 if config.num_microbatches == 1 else PARTS
@@ -258,7 +258,7 @@ class _Proving:
 
         if (found := failing(batch, parts, run)) is not None and is_of_model(found[1]):
             i, error = found
-            raise Dependent(text_of(batch, parts, i, error)) from error
+            raise Dependent(dependent_text(batch, parts, i, error)) from error
 
     def _compare_both(self) -> None:
         self._try()
@@ -338,7 +338,7 @@ class _Proving:
         except NoLoss:
             raise Unproven("nothing gives a loss to train on") from None
         except Exception as error:  # whatever the user's model raises
-            raise Fails(f"the unsplit model does not run on its batch: {type(error).__name__}: {error}") from error
+            raise Fails(f"the unsplit model does not run on its batch: {summary(error)}") from error
         return own.model, loss
 
     def _criterion(self, own: Copies) -> Criterion | None:
@@ -375,10 +375,10 @@ class _Proving:
             for replica, reference in enumerate(references):
                 compare_state(comparison, split, reference, during, self.fickle, replica)
             self.cut.append(
-                Cut(step, split.weights(*range(self.replicas)), _has_auxiliary(split), tuple(split.policy.units))
+                StepCut(step, split.weights(*range(self.replicas)), _has_auxiliary(split), tuple(split.policy.units))
             )
             self._step(comparison, split, references, optimizers)
-            compare_trained(comparison, split, references[0], f"after step {step + 1}")
+            compare_parameters(comparison, split, references[0], f"after step {step + 1}")
         self.counts = dict(comparison.counts)
 
     def _unsplit_step(
@@ -417,13 +417,13 @@ class _Proving:
             except (Coupled, Unproven):
                 raise
             except Exception as error:  # whatever a model raises on other samples
-                found = Found(missing=f"{type(error).__name__}: {error}")
+                found = WholeFound(missing=summary(error))
             self._note(found, "the batch")
 
     def _compare_inputs(self, batch: Batch) -> None:
         comparison = Comparison()
         parts = self.m * self.replicas
-        for i, (part, copied) in enumerate(zip(batch.split(parts), cut(batch, parts), strict=True)):
+        for i, (part, copied) in enumerate(zip(batch.split(parts), copied_microbatches(batch, parts), strict=True)):
             comparison.tensors(part.tensors, copied.tensors, "inputs", f"of microbatch {i}")
 
     def _compare_outputs(self) -> None:
@@ -440,7 +440,7 @@ class _Proving:
         except Exception as error:  # of whatever kind: it proves nothing
             logger.debug("the outputs were not compared: %s: %s", type(error).__name__, error)
 
-    def _note(self, found: Found, what: str) -> None:
+    def _note(self, found: WholeFound, what: str) -> None:
         self.is_whole = self.is_whole or not found.missing
         if found.missing:
             self.but[f"the whole batch with its microbatches ({found.missing})"] = None
@@ -464,7 +464,7 @@ class _Proving:
                 split.boost()
                 return [reference.own.optimizer, *(rank.optimizer for rank in split.ranks)]
             except Exception as error:  # whatever an optimizer raises when it is narrowed
-                self.but[f"the optimizer's step ({type(error).__name__}: {error})"] = None
+                self.but[f"the optimizer's step ({summary(error)})"] = None
         trained = [reference.model.parameters(), *(rank.held.values() for rank in split.ranks)]
         own = [[p for p in parameters if p.requires_grad] for parameters in trained]
         return [SGD(parameters or [nn.Parameter(torch.zeros(()))], lr=1e-2) for parameters in own]

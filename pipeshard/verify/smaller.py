@@ -45,9 +45,9 @@ LEAST_WIDTH, LEAST_INNER = 64, 16  # smaller widths stay; inner widths become no
 NARROWER = 4  # how much narrower inner widths become than the others
 LITTLE = 4  # by what widths are divided where more is too much
 TOKENS = 64  # a vocabulary has at least
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
-PLAIN = (bool, str, float, type(None))
+SETTINGS = (bool, str, float, type(None))
 
 
 class Unlike(Exception):
@@ -168,7 +168,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
         (
             path,
             type(module),
-            tuple(sorted((key, repr(value)) for key, value in vars(module).items() if isinstance(value, PLAIN))),
+            tuple(sorted((key, repr(value)) for key, value in vars(module).items() if isinstance(value, SETTINGS))),
             tuple((name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters(recurse=False)),
         )
         for path, module in layer.named_modules()
@@ -340,7 +340,7 @@ def _ties(model: nn.Module, names: set[str]) -> set[frozenset[str]]:
 
 def _adopt_settings(path: str, theirs: nn.Module, module: nn.Module) -> None:
     module.training = theirs.training
-    for hooks in HOOKS:
+    for hooks in HOOK_TABLES:
         if len(getattr(theirs, hooks)) == len(getattr(module, hooks)):  # the class itself has registered them
             continue
         for key, hook in getattr(theirs, hooks).items():
@@ -348,9 +348,9 @@ def _adopt_settings(path: str, theirs: nn.Module, module: nn.Module) -> None:
     for options in HOOK_OPTIONS:
         getattr(module, options).update(getattr(theirs, options))
     for name, value in vars(theirs).items():
-        if name in ("training", *HOOKS) or (name in vars(module) and not isinstance(value, PLAIN)):
+        if name in ("training", *HOOK_TABLES) or (name in vars(module) and not isinstance(value, SETTINGS)):
             continue
-        if isinstance(value, PLAIN):
+        if isinstance(value, SETTINGS):
             setattr(module, name, value)
         elif name not in vars(module) and not _is_of_handles(value):
             setattr(module, name, _carried(value, f"{name!r} of {path!r}"))
