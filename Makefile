@@ -1,7 +1,7 @@
 # make setup    creates .venv and installs everything into it (again when this file or pyproject.toml change)
 # make train    fine-tunes SmolLM2-135M through a pipeline of PP processes; make train STEPS=3 is the short form
 # make examples trains a BERT, adapters on SmolLM2-135M, a vision transformer, a T5, and in the environment of
-#               parity-packages a model of timm, each until it has learnt its task;
+#               parity-packages a model of timm and a Flux, each until it has learnt its task;
 #               make examples STEPS=3 is the short form, make example-classify runs one
 # make test     ruff, mypy, pytest; JOBS tests (3) at a time, of which some do nothing but wait
 # make lint     ruff and mypy alone
@@ -69,7 +69,7 @@ PACKAGES := timm==1.0.31 diffusers==0.42.1 sentence-transformers==6.2.0 open_cli
 
 EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
 # These need packages of an environment of its own.
-PACKAGED := $(patsubst %,example-%,classify)
+PACKAGED := $(patsubst %,example-%,classify text_to_image)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -1,8 +1,8 @@
 """Text to image: LoRA teaches a small Flux the word "sks", by the training step of diffusers' Flux script.
 
 First a base is trained, once, with all of its weights: it draws circles, squares and triangles in six colors. Then it
-is frozen, and adapters of peft learn that a "sks" is a star, from stars in four of the colors; other shapes among them keep
-what the base knows, as the script's prior preservation does.
+is frozen, and adapters of peft learn that a "sks" is a star, from stars in four of the colors. The other shapes are
+among them, so that they are not forgotten, as with the script's prior preservation.
 
 `python examples/text_to_image.py --pp 2` starts its own processes, one a stage; under torchrun it is one of them. It
 writes `images.png`, `training.png` and the adapters, which `FluxPipeline.load_lora_weights` reads, into
