@@ -71,8 +71,8 @@ def main() -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = launcher.flags(__doc__, steps=300, batch_size=16, lr=2e-3)
-    parser.add_argument("--rank", type=launcher.count, default=8, help="rank of the adapters' matrices")
+    parser = launcher.flags(__doc__, steps=400, batch_size=16, lr=2e-3)
+    parser.add_argument("--rank", type=launcher.count, default=16, help="rank of the adapters' matrices")
     parser.add_argument("--base-steps", type=launcher.count, default=800, help="steps that train the base")
     return launcher.parse(parser, arguments, DIFFUSERS)
 
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     )
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     console.print(f"adapters: {trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters")
-    model, losses = train(args, console, model, [*KNOWN, *4 * NEW], args.steps)
+    model, losses = train(args, console, model, [*KNOWN, *8 * NEW], args.steps)
     if console.quiet:
         return
     FluxPipeline.save_lora_weights(folder, transformer_lora_layers=get_peft_model_state_dict(model.transformer))
