@@ -328,7 +328,7 @@ def show(captions: Sequence[Caption], rows: Mapping[str, Sequence[Image.Image]],
             axes.set(xticks=[], yticks=[])
         panels[0].set_ylabel(name)
     for axes, caption in zip(grid[0], captions):
-        axes.set_title(f"a {caption.color} {caption.shape}" + "*" * (caption in UNSEEN), fontsize=10)
+        axes.set_title(f"{caption.color} {caption.shape}" + "*" * (caption in UNSEEN), fontsize=10)
     figure.supxlabel("* stars in these colors were never shown", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
