@@ -124,8 +124,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
                     f"{scores[-1].model:.1%}, of the average {scores[-1].average:.1%}",
                     soft_wrap=True,
                 )
-    whole = to_sequential(average, rank=0)  # None but on rank 0
-    if console.quiet:
+    whole = to_sequential(average, rank=0)
+    if whole is None:  # on every rank but the first
         return
     folder = args.output / "classify"
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image, ImageDraw
@@ -156,7 +156,8 @@ def train(
         if done % max(1, steps // 10) == 0:
             pace = 1000 * (time.monotonic() - begun) / done
             console.print(f"step {done}/{steps}  loss {mean(losses[-20:]):.3f}  {pace:.0f} ms/step")
-    return to_sequential(boosted), losses
+    whole: Any = to_sequential(boosted)
+    return whole, losses
 
 
 def returned(loss: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -198,7 +199,8 @@ class Step(nn.Module):
         from transformers import CLIPTextConfig, CLIPTextModel
 
         super().__init__()
-        images = [sample["pixels"] for sample in Samples([*KNOWN, *NEW], 256)]
+        samples = Samples([*KNOWN, *NEW], 256)
+        images = [samples[index]["pixels"] for index in range(len(samples))]
         config = CLIPTextConfig(
             vocab_size=len(WORDS),
             hidden_size=TEXT,
@@ -278,8 +280,6 @@ class Samples(Dataset[dict[str, Tensor]]):
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if index >= self.count:
-            raise IndexError(index)
         chance, generator = random.Random(index), torch.Generator().manual_seed(index)
         caption = chance.choice(self.captions)
         pixels = torch.frombuffer(bytearray(drawn(caption, chance).tobytes()), dtype=torch.uint8)

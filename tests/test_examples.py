@@ -221,12 +221,13 @@ def test_shapes_are_drawn_by_their_number() -> None:
     for index in range(8):
         assert all(torch.equal(value, again[index][name]) for name, value in samples[index].items())
     assert not torch.equal(samples[0]["noise"], samples[1]["noise"])
-    sigmas = torch.stack([sample["sigmas"] for sample in samples])
+    sigmas = torch.stack([samples[index]["sigmas"] for index in range(8)])
     assert len(sigmas) == 8 and sigmas.min() > 0 and sigmas.max() < 1
 
 
 def test_latents_are_decoded_to_the_image() -> None:
-    images = torch.stack([sample["pixels"] for sample in text_to_image.Samples(text_to_image.KNOWN, 64)])
+    samples = text_to_image.Samples(text_to_image.KNOWN, 64)
+    images = torch.stack([samples[index]["pixels"] for index in range(64)])
     autoencoder = text_to_image.Autoencoder(images)
     error = (autoencoder.decode(autoencoder(images)) - images).pow(2).mean() / images.var()
     assert error < 0.05, error

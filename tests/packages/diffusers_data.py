@@ -2225,7 +2225,7 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[int]]] = {
             "patch_size": 1,
             "in_channels": 48,
             "num_layers": 2,
-            "num_single_layers": 2,
+            "num_single_layers": 3,
             "attention_head_dim": 8,
             "num_attention_heads": 2,
             "joint_attention_dim": 64,
@@ -2240,7 +2240,13 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[int]]] = {
             "timestep": ("full", 1.0, [4]),
             "text_encoder_layers": (
                 "list",
-                [("randn", [4, 6, 32]), ("randn", [4, 6, 32]), ("randn", [4, 6, 32]), ("randn", [4, 6, 32])],
+                [
+                    ("randn", [4, 6, 32]),
+                    ("randn", [4, 6, 32]),
+                    ("randn", [4, 6, 32]),
+                    ("randn", [4, 6, 32]),
+                    ("randn", [4, 6, 32]),
+                ],
             ),
         },
         [4, 16, 48],
