@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.graph.dataflow import Dataflow
-from pipeshard.graph.preserve import preserving
+from pipeshard.graph.preserve import Before, preserving
 from pipeshard.graph.rng import Randomness, SharedDraws, part_of
 from pipeshard.graph.shapes import Count, TensorSpec, blank_state
 from pipeshard.graph.taint import Value
@@ -208,10 +208,12 @@ def weighted(unit: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class Glue:
-    """Runs the glue of a model and its criterion, with other values in the place of unit results."""
+    """Runs the glue of a model and its criterion, with other values in the place of unit results. Nothing else may
+    change the model between two runs."""
 
     def __init__(self, model: nn.Module, criterion: Criterion | None, device: torch.device) -> None:
         self.model, self.criterion, self.device, self.units = model, criterion, device, find_units(model)
+        self.before: Before | None = None  # the model as the first run has found it
 
     def run(
         self,
@@ -249,7 +251,7 @@ class Glue:
             return answer(self.units[unit], call.parts, leaves, arguments)
 
         with ExitStack() as stack:
-            stack.enter_context(preserving(self.model, self.criterion))
+            self.before = stack.enter_context(preserving(self.model, self.criterion, before=self.before))
             stack.enter_context(randomness.step(0, 0))
             randomness.at(0)
             stack.enter_context(torch.set_grad_enabled(bool(by)))

@@ -21,15 +21,16 @@ from pipeshard.private import DispatchMode
 
 @contextlib.contextmanager
 def preserving(
-    model: nn.Module, criterion: Callable[..., Any] | None = None, timed: bool = False
+    model: nn.Module, criterion: Callable[..., Any] | None = None, timed: bool = False, before: "Before | None" = None
 ) -> Iterator["Before"]:
     """Undo what runs leave in the modules and in all that their code, or the criterion, reaches: cached tensors,
     counters, statistics, generators, hooks, and tensors that are written to, parameters too. No caches inside.
 
-    Where it is `timed`, nothing is looked at in between: of tensors, buffers alone get their values back.
+    Where it is `timed`, nothing is looked at in between: of tensors, buffers alone get their values back. `before` is
+    what an earlier one has yielded, if nothing has changed the model since: looking at a large model takes long.
     """
     cached = disable_caches(model)
-    before = Before(model, criterion)
+    before = before or Before(model, criterion)
     for buffer in model.buffers() if timed else ():
         before.writes.keep(buffer)
     try:

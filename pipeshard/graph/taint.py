@@ -7,6 +7,7 @@ its inputs to its outputs; tags belong to storages, so that views have those of 
 
 import inspect
 import os
+import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -69,6 +70,7 @@ DECIDING |= {aten.bincount}
 SHAPED = {aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like, aten.rand_like, aten.randn_like}
 SHAPED |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided}
 FOR_ALL = -1
+STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]  # which site-packages may lie in
 CASTING = "cuda", "cpu"  # kinds of devices on which torch.autocast may be on
 
 
@@ -344,9 +346,17 @@ def running_modules(modules: Mapping[int, str]) -> list[str]:
 
 def _where() -> str:
     """The line of the model's code that runs now."""
-    package, library = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((package, library)) and not frame.filename.startswith("<"):
+        if _is_model_code(frame.filename):
             name = frame.filename.rpartition("site-packages" + os.sep)[2]
             return f"{name}:{frame.lineno}: {frame.line}"
     return "an unknown line"
+
+
+def _is_model_code(file: str) -> bool:
+    """Whether a file is neither pipeshard's, torch's nor Python's own: a decorator of contextlib decides nothing."""
+    package, library = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
+    if file.startswith((package + os.sep, library + os.sep, "<")):
+        return False
+    installed = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
+    return installed or not file.startswith(STANDARD_LIBRARY + os.sep)
