@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
@@ -89,6 +90,7 @@ class Tracer:
         self.taint = Taint(self.device, Recipes(self.device, batch, real))
         self.taint.modules = self.apart
         self.calls: list[Call] = []
+        self.nodes: dict[Node, Value] = {}  # where the graphs of stand-ins begin
         self.groups = CheckpointSpans()
         self.rows = batch.rows
         self._mark_inputs(batch)
@@ -180,8 +182,7 @@ class Tracer:
         named, _ = flatten_with_names(output)
         tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
         outputs = tuple((name, self._use([leaf]).joined(late), TensorSpec.of(leaf)) for name, leaf in tensors)
-        of_loss = Reads() if loss is None else self._use([loss])
-        used = None if loss is None else of_loss.joined(late)
+        used = None if loss is None else self._use([loss]).joined(late)
         if used is not None:  # from the first sealed call on, all is one autograd function's
             used = replace(used, hidden=used.hidden | frozenset(sealed[:1]))
         check_aliases(self.calls, taint.written, [*(use for _, use, _ in outputs), *([used] if used else [])])
@@ -195,7 +196,7 @@ class Tracer:
             decisions=tuple(line for line, calls in taint.decisions.items() if calls < through),
             has_branches=bool(taint.decided.get(through)),
             deciders=frozenset(taint.deciders),
-            decided=late.values - of_loss.values,
+            differentiated=frozenset() if loss is None else self._reached(loss),
             late_decisions=tuple(line for line, calls in of_forward.items() if calls == through),
             consulted=frozenset(taint.consulted | rewritten),
             watched=watched,
@@ -278,13 +279,31 @@ class Tracer:
             trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
             every = met | Reads.of(self.taint.of(trained)).values
             return (every,) * len(kind.leaves)
-        inputs = {k: Reads.of(self.taint.of([leaves[k]])).values for positions in kind.reached for k in positions}
+        inputs = {k: self._reached(leaves[k]) for positions in kind.reached for k in positions}
         return tuple(met.union(*(inputs[k] for k in positions)) for positions in kind.reached)
+
+    def _reached(self, tensor: Tensor) -> frozenset[Value]:
+        """The values that get a gradient if a tensor of glue does: not those that glue has detached, or only compared,
+        on the way."""
+        found, seen = set[Value](), set[Node]()
+        stack = [] if tensor.grad_fn is None else [tensor.grad_fn]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node in self.nodes:
+                found.add(self.nodes[node])
+            else:
+                stack += [following for following, _ in node.next_functions if following is not None]
+        return frozenset(found)
 
     def _stand_in(self, leaf: Any, value: Value) -> Any:
         if not isinstance(leaf, TensorSpec):
             return leaf
         tensor = placeholder(leaf, self.device)
+        if tensor.grad_fn is not None:
+            self.nodes[tensor.grad_fn] = value
         self.taint.mark(tensor, frozenset({value}), home=value)
         return tensor
 
