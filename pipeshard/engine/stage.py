@@ -265,7 +265,7 @@ class Stage:
                 )
 
     def _note_reached(self, i: int, entered: Sequence[Tensor], roots: Sequence[GradientEdge]) -> None:
-        """Note what has got a gradient of microbatch i, and what a backward of the model's own has returned None for."""
+        """Note what has got a gradient of microbatch i, and for what a backward of the model's own returned None."""
         route = self.microbatches[i].route
         flow = route.flow
         self._flows[id(flow)] = flow  # as long as its id is looked for
@@ -278,13 +278,13 @@ class Stage:
                 self.dropped.add(place)
 
     def _refuse_none(self) -> None:
-        """What gets no gradient in the whole step would get zeros from here, which some optimizers tell from none: AdamW
-        decays by them."""
+        """Refuse a step in which something gets no gradient at all: its stage would get zeros from here, by which some
+        optimizers (AdamW) decay parameters that they leave alone without a gradient."""
         for place in (place for place, is_reached in self.reached.items() if not is_reached):
             if place in self._before:
                 why = (
-                    " in this step, but got one before: a unit detaches it, or leaves it out, by what it has counted or "
-                    "by the values of tensors. Let it do so always or never, by an attribute that is set between "
+                    " in this step, but got one before: a unit detaches it, or leaves it out, by what it has counted "
+                    "or by the values of tensors. Let it do so always or never, by an attribute that is set between "
                     "steps, or multiply by zero"
                 )
             elif place in self.dropped:
@@ -294,8 +294,8 @@ class Stage:
                 )
             else:
                 why = (
-                    " where the trace has seen one: a unit detaches it, or leaves it out, by the values of tensors. Let "
-                    "it do so always or never, multiply by zero, or cut elsewhere (partition=[...])"
+                    " where the trace has seen one: a unit detaches it, or leaves it out, by the values of tensors. "
+                    "Let it do so always or never, multiply by zero, or cut elsewhere (partition=[...])"
                 )
             key, value = place
             raise TraceError(

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
@@ -90,7 +89,6 @@ class Tracer:
         self.taint = Taint(self.device, Recipes(self.device, batch, real))
         self.taint.modules = self.apart
         self.calls: list[Call] = []
-        self.nodes: dict[Node, Value] = {}  # where the graphs of stand-ins begin
         self.groups = CheckpointSpans()
         self.rows = batch.rows
         self._mark_inputs(batch)
@@ -196,7 +194,7 @@ class Tracer:
             decisions=tuple(line for line, calls in taint.decisions.items() if calls < through),
             has_branches=bool(taint.decided.get(through)),
             deciders=frozenset(taint.deciders),
-            differentiated=frozenset() if loss is None else self._reached(loss),
+            differentiated=frozenset() if loss is None else self.taint.reached(loss),
             late_decisions=tuple(line for line, calls in of_forward.items() if calls == through),
             consulted=frozenset(taint.consulted | rewritten),
             watched=watched,
@@ -274,36 +272,22 @@ class Tracer:
 
     def _differentiated(self, kind: Kind, leaves: Sequence[Any]) -> tuple[frozenset[Value], ...]:
         """For each leaf of a call, the values that get a gradient if it does."""
-        met = Reads.of(kind.met).values
         if not torch.is_grad_enabled():  # inside a function with a backward of its own, which may be of anything
             trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-            every = met | Reads.of(self.taint.of(trained)).values
+            every = Reads.of(kind.met | self.taint.of(trained)).values
             return (every,) * len(kind.leaves)
-        inputs = {k: self._reached(leaves[k]) for positions in kind.reached for k in positions}
-        return tuple(met.union(*(inputs[k] for k in positions)) for positions in kind.reached)
-
-    def _reached(self, tensor: Tensor) -> frozenset[Value]:
-        """The values that get a gradient if a tensor of glue does: not those that glue has detached, or only compared,
-        on the way."""
-        found, seen = set[Value](), set[Node]()
-        stack = [] if tensor.grad_fn is None else [tensor.grad_fn]
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node in self.nodes:
-                found.add(self.nodes[node])
-            else:
-                stack += [following for following, _ in node.next_functions if following is not None]
-        return frozenset(found)
+        inputs = {k: self.taint.reached(leaves[k]) for positions in kind.reached for k in positions}
+        return tuple(
+            met.union(*(inputs[k] for k in positions))
+            for met, positions in zip(kind.reached_aside, kind.reached, strict=True)
+        )
 
     def _stand_in(self, leaf: Any, value: Value) -> Any:
         if not isinstance(leaf, TensorSpec):
             return leaf
         tensor = placeholder(leaf, self.device)
         if tensor.grad_fn is not None:
-            self.nodes[tensor.grad_fn] = value
+            self.taint.nodes[tensor.grad_fn] = frozenset({value})
         self.taint.mark(tensor, frozenset({value}), home=value)
         return tensor
 
