@@ -52,7 +52,7 @@ def fingerprint(flow: Dataflow) -> str:
         )
         for call in flow.calls
     ]
-    loss = None if flow.loss is None else sorted(flow.loss.values)
+    loss = None if flow.loss is None else (sorted(flow.loss.values), sorted(flow.differentiated))
     outputs = [(path, sorted(use.values)) for path, use, _ in flow.outputs]
     content = repr((calls, loss, outputs, flow.axes.groups, flow.axes.sizes)).encode()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
