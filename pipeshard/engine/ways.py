@@ -35,8 +35,8 @@ REMEDY = (
 )
 
 OF_GRADIENTS = (
-    "Parameters were frozen or unfrozen after the model was boosted, which the other stages do not see, or a layer "
-    "detaches its result by the values of its tensors. Freeze and unfreeze parameters before the model is boosted"
+    "A layer detaches its result by the values of its tensors, or freezes parameters in its forward, which the other "
+    "stages do not see. Let it detach always or never, and freeze and unfreeze parameters between steps"
 )
 
 
