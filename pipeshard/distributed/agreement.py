@@ -108,8 +108,11 @@ def _digest(tensor: Any) -> str | None:
     return hashlib.blake2b(bytes(data.tolist()), digest_size=8).hexdigest()
 
 
-def compare_trained(trained: Mapping[str, bool], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """Raise UsageError, on every rank, where ranks that share a parameter do not all train it, or all not."""
+def compare_trained(
+    trained: Mapping[str, bool], group: dist.ProcessGroup, named: Callable[[int], str]
+) -> dict[str, bool]:
+    """Which of the parameters that a rank holds are trained, of all ranks together. Raise UsageError, on every rank,
+    where ranks that share a parameter do not all train it, or all not."""
     ranks = gather_objects(dict(trained), group)
     for rank, of_rank in enumerate(ranks):
         for name, flag in of_rank.items():
@@ -119,6 +122,7 @@ def compare_trained(trained: Mapping[str, bool], group: dist.ProcessGroup, named
                     f"{name} is held by several ranks, and has requires_grad={flag} on {named(rank)}, but "
                     f"{not flag} on {named(other)}: freeze it, or train it, on all of them"
                 )
+    return {name: flag for of_rank in ranks for name, flag in of_rank.items()}
 
 
 def _value_text(value: Any) -> str:

@@ -3,7 +3,7 @@
 import math
 import traceback
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from pipeshard.engine.running_state import Carry, deferred
 from pipeshard.engine.stage import NaNCheck, Stage
 from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import BatchError, TraceError, UsageError
+from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
 from pipeshard.graph.units import containers, find_units, paths_of
@@ -173,7 +174,7 @@ class Pipeline:
         replaced = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in names})
         known = ChainMap(names, replaced)
         self.gradients = ModelGradients(self.holdings, known, grid, config.max_norm or 0.0, self.scaling)
-        self.trained = self.sync.trained()
+        self.trained = self.holdings.trained()
 
     def _make_stages(self) -> None:
         """This rank's stages, and what runs their actions and sends their messages."""
@@ -226,7 +227,7 @@ class Pipeline:
         self.policy.replace_forward()  # again: checkpointing may have been enabled since
         outputs = Outputs(return_outputs, num_batches)
         problems = self.holdings.problems(self.config.num_microbatches) if train else []
-        trained = self.sync.trained()
+        trained = self.holdings.trained()
         exact = self.config.has_exact_loss and (train or return_loss or outputs.with_loss)
 
         found: FoundWays | None = None
@@ -251,8 +252,9 @@ class Pipeline:
         if agreed.news & TRAINED:
             if wrong := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
                 raise UsageError(wrong[0])
-            compare_trained(trained, self.grid.world, self.grid.named)
+            of_all = compare_trained(trained, self.grid.world, self.grid.named)
             self.trained = trained
+            self._tell_ghosts(of_all)
         if train and self.trainable and not agreed.news & TRAINS:
             raise UsageError(
                 "there is nothing to train: every parameter was frozen (requires_grad=False) after the model was "
@@ -261,7 +263,11 @@ class Pipeline:
         unseen, self._unseen = self._unseen, None
         if agreed.news & UNSEEN and unseen is not None:
             self._refuse_other_way(*unseen[1:])
-        if not agreed.alike:
+        if agreed.news & TRAINED:
+            found = None
+            with suppress(Exception), self.precision.running():  # the step itself raises it, once ranks have agreed
+                found = self.planner.find(self._cut(batches), criterion)
+        if not agreed.alike or agreed.news & TRAINED:
             with self.precision.running():
                 cut = self._cut(batches)
                 found = self.planner.find_alike(cut, criterion, outputs.needed, self.grid, found)
@@ -273,6 +279,13 @@ class Pipeline:
         if train:
             self.gradients.added()
         return out
+
+    def _tell_ghosts(self, trained: Mapping[str, bool]) -> None:
+        """Note which parameters other stages train now, by name, and trace batches for these from now on."""
+        for parameter, name in self.gradients.names.items():
+            if isinstance(parameter, Ghost):
+                parameter.pipeshard_trainable = trained.get(name, parameter.pipeshard_trainable)
+        self.planner.look_at_trained()
 
     @together_in("plugin.sync_grads")
     def sync_grads(self) -> None:

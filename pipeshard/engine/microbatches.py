@@ -39,6 +39,7 @@ from pipeshard.engine.ways import (
 from pipeshard.errors import BatchError, ConfigurationError, TraceError, summary
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.kinds import modes
+from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import Flags
 from pipeshard.graph.trace import trace
 from pipeshard.split.partition import boundaries
@@ -81,6 +82,8 @@ class RouteCache:
         self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # of ways, by the id of the Dataflow and the sizes
         self._prints: dict[int, str] = {}  # of Dataflows, by their ids
         self._lent: Lent = {}  # while ranks trace once more
+        self._frozen: dict[frozenset[str], int] = {}  # the sets of frozen parameters so far, numbered
+        self.look_at_trained()
 
     def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
         """Use a Dataflow that was traced already, with the model in the mode it is in."""
@@ -88,6 +91,11 @@ class RouteCache:
         if not flow.watched:
             self._flows.setdefault(self._mode(criterion), []).append(flow)
         self._watched |= flow.watched
+
+    def look_at_trained(self) -> None:
+        """Parameters may have been frozen or unfrozen, on this stage or on another one."""
+        frozen = frozenset(name for name, parameter in self.model.named_parameters() if not is_trainable(parameter))
+        self._training = self._frozen.setdefault(frozen, len(self._frozen))
 
     def _look(self, criterion: Criterion | None) -> None:
         """Note the state in which the model and the criterion are now."""
@@ -257,7 +265,7 @@ class RouteCache:
         """What a Dataflow depends on beside the sizes of a batch and the answers that glue gets of it."""
         paths = self._watched.intersection(batch.paths) if batch is not None else ()
         watched = digest(batch, paths) if batch is not None and paths else 0
-        return key_of(criterion), self._state, modes()[1:], watched
+        return key_of(criterion), self._state, self._training, modes()[1:], watched
 
     def _trace(self, batch: Batch, criterion: Criterion | None) -> Way:
         flow = self._traced(batch, criterion, not self._watched.isdisjoint(batch.paths))

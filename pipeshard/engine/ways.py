@@ -35,8 +35,8 @@ WAYS_REMEDY = (
 )
 
 OF_GRADIENTS = (
-    "Parameters were frozen or unfrozen after the model was boosted, which the other stages do not see, or a layer "
-    "detaches its result by the values of its tensors. Freeze and unfreeze parameters before the model is boosted"
+    "A layer detaches its result by the values of its tensors, or freezes parameters in its forward, which the other "
+    "stages do not see. Let it detach always or never, and freeze and unfreeze parameters between steps"
 )
 
 
@@ -52,7 +52,7 @@ def fingerprint(flow: Dataflow) -> str:
         )
         for call in flow.calls
     ]
-    loss = None if flow.loss is None else sorted(flow.loss.values)
+    loss = None if flow.loss is None else (sorted(flow.loss.values), sorted(flow.differentiated))
     outputs = [(path, sorted(use.values)) for path, use, _ in flow.outputs]
     content = repr((calls, loss, outputs, flow.axes.groups, flow.axes.sizes)).encode()
     return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -121,8 +121,8 @@ class Dataflow:
     are those that glue
     puts on gradients, `carried` is what is left to the next forward. `together` are the calls that the model's own
     checkpoints run again in the backward pass, the first and the last of each. `valued` are the units that were visited
-    with values, since they do not run by shape alone. `decided` are values that the last stage needs only to decide on,
-    and `deciders` modules without parameters that were running when glue decided, and could be units.
+    with values, since they do not run by shape alone. `deciders` are modules without parameters that were running when
+    glue decided, and could be units. `differentiated` are the values that get a gradient of the loss from glue.
     """
 
     calls: tuple[Call, ...]
@@ -145,8 +145,8 @@ class Dataflow:
     valued: frozenset[str] = frozenset()
     late_decisions: tuple[str, ...] = ()
     has_branches: bool = False
-    decided: frozenset[Value] = frozenset()
     deciders: frozenset[str] = frozenset()
+    differentiated: frozenset[Value] = frozenset()
 
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:
@@ -167,7 +167,7 @@ class Dataflow:
     @cached_property
     def receiving(self) -> frozenset[Value]:
         """The values that get a gradient of the loss; one that only integers or frozen units are made of gets none."""
-        found = set(self.loss.values - self.decided if self.loss is not None else ())
+        found = set(self.differentiated)
         hidden = set(self.loss.hidden if self.loss is not None else ())
         sealed = min(hidden, default=len(self.calls))
         for index in range(len(self.calls) - 1, -1, -1):

@@ -178,8 +178,7 @@ class Tracer:
         named, _ = flatten_with_names(output)
         tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
         outputs = tuple((name, self._use([leaf]).joined(late), TensorSpec.of(leaf)) for name, leaf in tensors)
-        of_loss = Reads() if loss is None else self._use([loss])
-        used = None if loss is None else of_loss.joined(late)
+        used = None if loss is None else self._use([loss]).joined(late)
         if used is not None:  # from the first sealed call on, all is one autograd function's
             used = replace(used, hidden=used.hidden | frozenset(sealed[:1]))
         check_aliases(self.calls, taint.written, [*(use for _, use, _ in outputs), *([used] if used else [])])
@@ -193,7 +192,7 @@ class Tracer:
             decisions=tuple(line for line, calls in taint.decisions.items() if calls < through),
             has_branches=bool(taint.decided.get(through)),
             deciders=frozenset(taint.deciders),
-            decided=late.values - of_loss.values,
+            differentiated=frozenset() if loss is None else self.taint.reached(loss),
             late_decisions=tuple(line for line, calls in of_forward.items() if calls == through),
             consulted=frozenset(taint.consulted | rewritten),
             watched=watched,
@@ -271,18 +270,22 @@ class Tracer:
 
     def _differentiated(self, kind: Kind, leaves: Sequence[Any]) -> tuple[frozenset[Value], ...]:
         """For each leaf of a call, the values that get a gradient if it does."""
-        met = Reads.of(kind.met).values
         if not torch.is_grad_enabled():  # inside a function with a backward of its own, which may be of anything
             trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-            every = met | Reads.of(self.taint.of(trained)).values
+            every = Reads.of(kind.met | self.taint.of(trained)).values
             return (every,) * len(kind.leaves)
-        inputs = {k: Reads.of(self.taint.of([leaves[k]])).values for positions in kind.reached for k in positions}
-        return tuple(met.union(*(inputs[k] for k in positions)) for positions in kind.reached)
+        inputs = {k: self.taint.reached(leaves[k]) for positions in kind.reached for k in positions}
+        return tuple(
+            met.union(*(inputs[k] for k in positions))
+            for met, positions in zip(kind.reached_aside, kind.reached, strict=True)
+        )
 
     def _stand_in(self, leaf: Any, value: Value) -> Any:
         if not isinstance(leaf, TensorSpec):
             return leaf
         tensor = placeholder(leaf, self.device)
+        if tensor.grad_fn is not None:
+            self.taint.nodes[tensor.grad_fn] = frozenset({value})
         self.taint.mark(tensor, frozenset({value}), home=value)
         return tensor
 

@@ -38,8 +38,8 @@ from pipeshard.split.route import Blank, Route, Step, recomputes_itself, run_aga
 from pipeshard.split.zeros import Zeros
 
 UNFROZEN = (
-    "Freeze or unfreeze parameters, and turn activation recompute on, before booster.boost, and let a layer detach "
-    "its result always or never"
+    "Freeze or unfreeze parameters between steps, turn activation recompute on before booster.boost, and let a layer "
+    "detach its result always or never"
 )
 SHAPES = (
     "Shapes and dtypes must follow from the batch's sizes, and not from values of activations, or of parameters and "
