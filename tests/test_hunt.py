@@ -11,6 +11,8 @@ from tests.hunt.cases import Case
 from tests.hunt.run import run
 from tests.pool import Pool
 
+pytestmark = pytest.mark.local
+
 CASES = cases.CASES | branches.CASES | attempts.CASES | gradients.CASES | freezing.CASES
 
 

@@ -11,6 +11,8 @@ from tests.pool import Pool
 from tests.remedies.table import EXACT, REMEDIES, Script
 from tests.remedies.training import Training, run
 
+pytestmark = pytest.mark.local
+
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = {  # rows of docs/exact.md whose remedy another test executes
     "the criterion, or the forward after its last layer": "test_hunt.py::test_hunted",
@@ -57,6 +59,7 @@ def exact(name: str) -> tuple[str, list[str]]:
     return outcome(EXACT[name])
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", REMEDIES)
 def test_a_remedy_works(pool: Pool, name: str) -> None:

@@ -84,6 +84,7 @@ def test_absurd_adapters_are_refused(
         check_adapter(tmp_path, zoo.build("llama"))
 
 
+@pytest.mark.turns
 def test_honest_configs_are_read(tmp_path: Path) -> None:
     for kind in sorted({entry.model_type for entry in all_entries()}):
         with contextlib.suppress(StrictDataclassClassValidationError):  # of one whose defaults are wrong

@@ -120,6 +120,7 @@ def strange_rests(rest: dict[str, Any]) -> list[Any]:
     ]
 
 
+@pytest.mark.turns
 def test_a_stranger_s_training_state_runs_no_code(pool: Pool, tmp_path: Path) -> None:
     ranks = pool.run(stranger, 2, tmp_path)
     assert ranks[0] == ranks[1]

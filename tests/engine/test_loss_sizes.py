@@ -27,6 +27,8 @@ from tests.hunt.run import run
 from tests.pool import Pool, WorkerError
 from tests.unsplit import Split
 
+pytestmark = pytest.mark.local
+
 Criterion = Callable[[Any, Any], Any]
 VALID, SAMPLES = LossRule("labels"), LossRule()
 
@@ -236,6 +238,7 @@ def outcomes(names: Sequence[str]) -> list[tuple[str, list[str]]]:
     return found
 
 
+@pytest.mark.turns
 def test_batches_of_other_sizes_train_exactly_or_are_refused(pool: Pool) -> None:
     for results in pool.run(outcomes, 2, list(CASES), timeout=180):
         for case, (error, differences) in zip(CASES.values(), results, strict=True):

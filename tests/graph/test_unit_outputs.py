@@ -146,6 +146,7 @@ def test_a_hook_that_changes_a_result_is_refused() -> None:
         answer(unit, parts, [1, 2], ((), {}))
 
 
+@pytest.mark.turns
 def test_shared_keys_and_values_are_values_of_the_layer_that_made_them() -> None:
     entry = find("causal-lm/gemma3n_text")[0]
     model = build(entry)
