@@ -241,7 +241,7 @@ class WorldGroup(LocalGroup):
 
         return self._world.meet(self, f"broadcast from {source}", tensors[0].detach(), finish)
 
-    def barrier(self, opts: Any = None) -> Any:  # type: ignore[override]
+    def barrier(self, opts: Any = None) -> Any:
         return self._world.meet(self, "barrier", None, lambda _: None)
 
 
