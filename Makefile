@@ -1,7 +1,8 @@
 # make setup    creates .venv and installs everything into it (again when this file or pyproject.toml change)
 # make train    fine-tunes SmolLM2-135M through a pipeline of PP processes; make train STEPS=3 is the short form
-# make examples trains a BERT, adapters on SmolLM2-135M, a vision transformer and a T5, each until it has learnt its task;
-#               make examples STEPS=3 is the short form
+# make examples trains a BERT, adapters on SmolLM2-135M, a vision transformer, a T5, and in the environment of
+#               parity-packages a model of timm and a Flux, each until it has learnt its task;
+#               make examples STEPS=3 is the short form, make example-classify runs one
 # make test     ruff, mypy, pytest; JOBS tests (3) at a time, of which some do nothing but wait. It runs one in three of the
 #               tests that take turns, by commit (SAMPLE_SEED=N runs others)
 # make lint     ruff and mypy alone
@@ -68,10 +69,12 @@ PACKAGES := timm==1.0.31 diffusers==0.42.1 sentence-transformers==6.2.0 open_cli
   speechbrain==1.1.2 pytorch-metric-learning==2.9.0
 
 EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
+# These need packages of an environment of its own.
+PACKAGED := $(patsubst %,example-%,classify text_to_image)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 parity-packages bench curves targets trainer trainer-suite gpu-check docs release-check clean $(EXAMPLES)
+.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 parity-packages bench curves targets trainer trainer-suite gpu-check docs release-check clean $(EXAMPLES) $(PACKAGED)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -134,12 +137,16 @@ train: setup
 	@$(BIN)/python examples/finetune.py --model '$(MODEL)' --steps $(STEPS) --pp $(PP) --dp $(DP) \
 	  --microbatches $(MICROBATCHES) --schedule $(SCHEDULE)
 
-examples: $(EXAMPLES)
+examples: $(EXAMPLES) $(PACKAGED)
 
 # Each example has a number of steps of its own, unless STEPS is given.
-$(EXAMPLES): example-%: setup
+$(EXAMPLES): setup
+$(EXAMPLES): RUN = $(BIN)/python examples
+$(PACKAGED): .venv-packages/installed
+$(PACKAGED): RUN = .venv-packages/bin/python -W ignore -m tests.packages.script examples
+$(EXAMPLES) $(PACKAGED): example-%:
 	@echo "examples: $*"
-	@$(BIN)/python examples/$*.py --pp $(PP) --dp $(DP) --microbatches $(MICROBATCHES) --schedule $(SCHEDULE) \
+	@$(RUN)/$*.py --pp $(PP) --dp $(DP) --microbatches $(MICROBATCHES) --schedule $(SCHEDULE) \
 	  $(if $(filter-out file,$(origin STEPS)),--steps $(STEPS))
 
 lint: ruff mypy

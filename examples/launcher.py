@@ -103,7 +103,7 @@ def _free_port() -> int:
 
 def _start(variables: dict[str, Any]) -> subprocess.Popen[bytes]:
     environment = os.environ | {name: str(value) for name, value in variables.items()}
-    return subprocess.Popen([sys.executable, *sys.argv], env=environment)
+    return subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment)  # with -m and -W, if they are given
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:

@@ -49,7 +49,14 @@ def test_a_snippet_trains(pool: Pool, page: Path) -> None:
 
 
 def test_there_is_a_page_for_each_system() -> None:
-    assert [page.stem for page in PAGES] == ["accelerate", "colossalai", "deepspeed", "slapo", "varuna"]
+    assert [page.stem for page in PAGES] == [
+        "accelerate",
+        "colossalai",
+        "deepspeed",
+        "diffusion-pipe",
+        "slapo",
+        "varuna",
+    ]
 
 
 def of_readme(code: str, model: str, folder: str) -> str:

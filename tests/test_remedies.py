@@ -31,7 +31,6 @@ ELSEWHERE = {  # rows of docs/exact.md whose remedy another test executes
     ),
 }
 NOT_EXECUTED = {  # rows whose remedy is to leave something out or to do it earlier, and what the script is then
-    "freezing or unfreezing after boost": "one that freezes before boost",
     "a model in DDP": "one without the wrapper",
     "DDP, accelerate or transformers' Trainer": "one without the wrapper",
     "modules, parameters and adapters put in after boost": "one that puts them in before boost",

@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import classify
 from pipeshard import PipelinePlugin
 from pipeshard.errors import UsageError
+from pipeshard.split.materialize import is_released
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences, gradient_error, parameter_error
@@ -79,6 +82,38 @@ def scaled_apart() -> tuple[list[float], list[float]]:
     reference.step()
     scales = [split.model.pipeline.scaling.value for split in (policy, reference)]
     return scales, [float((p - before[name]).detach().abs().max()) for name, p in reference.held.items()]
+
+
+def followed() -> list[float]:
+    """How far an average of a split model is from torch's average of the unsplit one: its loss, and its weights."""
+    data = zoo.batch("llama-tied", rows=4)
+    booster = Booster(plugin=PipelinePlugin(dist.get_world_size(), num_microbatches=2, dry_run_input=data))
+    averaged = AveragedModel(zoo.build("llama-tied", seed=0), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    copied, *_ = booster.boost(zoo.build("llama-tied", seed=0), None)
+    split, unsplit = pair(booster, "llama-tied", seed=0)
+    averaged.update_parameters(unsplit.model)  # the first one is a copy
+    for seed in range(3):
+        batch = zoo.batch("llama-tied", rows=4, seed=seed)
+        split.backward(batch)
+        unsplit.backward_in_parts(batch, num_microbatches=2)
+        split.step()
+        unsplit.step()
+        classify.follow(copied, split.model, decay=0.9)
+        averaged.update_parameters(unsplit.model)
+    copied.eval()
+    averaged.eval()
+    with torch.no_grad():
+        loss = booster.execute_pipeline(iter([data]), copied, None)["loss"]
+        expected = averaged(**data).loss
+    moved = dict(averaged.module.named_parameters())
+    held = {name: p for name, p in copied.unwrap().named_parameters() if not is_released(p)}
+    return [float((loss - expected).abs()), *(float((p - moved[name]).abs().max()) for name, p in held.items())]
+
+
+def test_an_average_follows_a_split_model(pool: Pool) -> None:
+    """AveragedModel of a stage is refused, as it has no values of the other stages; what helps is said and exact."""
+    for errors in pool.run(followed, 2):
+        assert len(errors) > 2 and max(errors) < 1e-5
 
 
 @pytest.mark.turns

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeshard.distributed.groups import LocalGroup
-from pipeshard.distributed.mesh import Axes, Grid, Indices, ProcessGroupMesh
+from pipeshard.distributed.mesh import Grid, Indices, MeshAxes, ProcessGroupMesh
 from pipeshard.distributed.p2p import P2P, Edge, edges_of
 from pipeshard.distributed.progress import Progress, running
 from pipeshard.errors import DeadlockError, MessageError
@@ -241,7 +241,7 @@ class WorldGroup(LocalGroup):
 
         return self._world.meet(self, f"broadcast from {source}", tensors[0].detach(), finish)
 
-    def barrier(self, opts: Any = None) -> Any:  # type: ignore[override]
+    def barrier(self, opts: Any = None) -> Any:
         return self._world.meet(self, "barrier", None, lambda _: None)
 
 
@@ -300,7 +300,7 @@ class LocalMesh(ProcessGroupMesh):
         self.world, self.rank, self.shape = world, rank, size
 
     def get_group_along_axis(
-        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
+        self, axis: MeshAxes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> Any:
         ranks = self._ranks_along(axis, indices_at_axis)[self.rank]
         return WorldGroup(self.world, ranks, self.rank) if self.rank in ranks else None

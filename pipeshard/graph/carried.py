@@ -71,8 +71,13 @@ class Place:
             held.content.restore()
 
     def has(self, held: Held) -> bool:
-        """Whether this is what is there."""
-        return is_same(self.value, held.value) and not (held.content and any(held.content.changes()))
+        """Whether this is what is there, or a list made anew of the same items."""
+        is_there = is_same(self.value, held.value) or _has_same_items(self.value, held.value)
+        return is_there and not (held.content and any(held.content.changes()))
+
+
+def _has_same_items(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and type(a) in (list, tuple) and len(a) == len(b) and all(map(is_same, a, b))
 
 
 class _Record:

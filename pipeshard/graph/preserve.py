@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
 
-from pipeshard.graph.places import HOOKS, Path, Step
+from pipeshard.graph.places import HOOKS, Path, PathStep
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import Change, Snapshot
 from pipeshard.graph.taint import mutated, storage_of
@@ -21,15 +21,16 @@ from pipeshard.private import DispatchMode
 
 @contextlib.contextmanager
 def preserving(
-    model: nn.Module, criterion: Callable[..., Any] | None = None, timed: bool = False
+    model: nn.Module, criterion: Callable[..., Any] | None = None, timed: bool = False, before: "Before | None" = None
 ) -> Iterator["Before"]:
     """Undo what runs leave in the modules and in all that their code, or the criterion, reaches: cached tensors,
     counters, statistics, generators, hooks, and tensors that are written to, parameters too. No caches inside.
 
-    Where it is `timed`, nothing is looked at in between: of tensors, buffers alone get their values back.
+    Where it is `timed`, nothing is looked at in between: of tensors, buffers alone get their values back. `before` is
+    what an earlier one has yielded, if nothing has changed the model since: looking at a large model takes long.
     """
     cached = disable_caches(model)
-    before = Before(model, criterion)
+    before = before or Before(model, criterion)
     for buffer in model.buffers() if timed else ():
         before.writes.keep(buffer)
     try:
@@ -51,7 +52,9 @@ class Before:
         for module in model.modules():
             path = self.snapshot.paths.get(id(module), ())
             hooks = ((name, module.__dict__.get(name)) for name in HOOKS)
-            self.hooks += (((*path, Step("attr", name)), live, dict(live)) for name, live in hooks if live is not None)
+            self.hooks += (
+                ((*path, PathStep("attr", name)), live, dict(live)) for name, live in hooks if live is not None
+            )
 
     def changes(self) -> Iterator[Change]:
         """What differs now."""

@@ -107,7 +107,7 @@ def many_kinds(flows: int) -> None:
     torch.manual_seed(0)
     model = TimeMajor()
     unsplit = copy.deepcopy(model)
-    with mock.patch.object(steps, "FLOWS", flows):
+    with mock.patch.object(steps, "MOST_FLOWS", flows):
         split = Split(model, dist.get_world_size(), speech(5), num_microbatches=2, batch_dims=DECLARED)
         planner = split.model.pipeline.planner
         for seed in range(4 * flows):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipeshard.graph.taint import Input, Taint, Value, storage_of
+from pipeshard.graph import taint
+from pipeshard.graph.taint import Input, Taint, Value, _is_model_code, storage_of
 from pipeshard.graph.tracer import Reading
 
 A, B = Value(0, 0), Value(1, 0)
@@ -103,3 +106,12 @@ def test_addresses_are_kept_and_no_memory() -> None:
         del tensor
         assert memory.expired()
     assert len(seen) == 50
+
+
+def test_a_line_of_the_model_is_neither_python_s_nor_torch_s() -> None:
+    """A decision of torchvision's FCOS was said to be contextlib's: torchvision's folder begins as torch's does."""
+    site = Path(torch.__file__).parent.parent
+    for own in (site / "torchvision" / "ops" / "_utils.py", site / "timm" / "layers.py", Path(__file__)):
+        assert _is_model_code(str(own))
+    others = [contextlib.__file__, torch.nn.functional.__file__, taint.__file__, "<string>"]
+    assert not any(_is_model_code(str(file)) for file in others)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -34,6 +35,19 @@ class InTail(Net):
         logits = self.head(self.body(x))
         loss = hardest(logits, {"labels": labels})
         return {"loss": loss * 2 if gate.max() > 0 else loss, "logits": logits}
+
+
+class Anchored(InTail):
+    """Makes a list anew in each forward, of the tensors that it had, as torchvision's detectors do with anchors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchors = [torch.ones(1), torch.full((1,), 0.5)]
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = super().forward(ids, labels)
+        self.anchors = [anchor.to(out["loss"].dtype) for anchor in self.anchors]
+        return {"loss": out["loss"] * sum(self.anchors).mean(), "logits": out["logits"]}
 
 
 class Otherwise(Net):
@@ -81,6 +95,11 @@ CASES = {
     ),
     "the hardest in the forward": Case(
         InTail, "The same after the last layer; what it only decides on gets no gradient, which was one of zeros."
+    ),
+    "the hardest, beside a list that is made anew": Case(
+        Anchored,
+        "FCOS was refused: the list of its anchors, a new one of the same tensors after each forward, counted as "
+        "something that every stage has to keep, so that the last one could not decide alone.",
     ),
     "a branch that a trace does not see": Case(
         Otherwise,

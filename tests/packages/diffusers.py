@@ -35,8 +35,8 @@ def made(how: Any) -> Any:
         return torch.randint(numbers[0], max(numbers[1], numbers[0] + 1), numbers[2])
     if kind == "value":
         return torch.tensor(numbers[0], dtype=DTYPES[numbers[1]])
-    if kind == "list":
-        return [made(item) for item in numbers[0]]
+    if kind in ("list", "tuple"):
+        return (tuple if kind == "tuple" else list)(made(item) for item in numbers[0])
     return numbers[0]
 
 
@@ -66,7 +66,7 @@ def of_table(name: str) -> Model:
         for name, parameter in model.named_parameters():
             if name == "pad_token":  # which the class does not initialize
                 nn.init.zeros_(parameter)
-        return model
+        return Residuals(model) if "ControlNetModel" in class_name else model
 
     return Model("diffusers", name, build, batch, mse, options=shared(batch()))
 

@@ -278,7 +278,7 @@ def boosting(wrong: bool = False, seconds: float = 60.0, **arguments: Any) -> li
     finish = BROKEN["weight gradients are forgotten"]
     with (
         mock.patch("pipeshard.verify.decide.SECONDS", seconds),
-        mock.patch("pipeshard.verify.decide.PERIOD", 0.01),
+        mock.patch("pipeshard.verify.decide.TELL_PERIOD", 0.01),
         mock.patch(finish[0], finish[1]) if wrong else contextlib.nullcontext(),
     ):
         booster = Booster(plugin=PipelinePlugin(2, num_microbatches=2, dry_run_input=data(), **arguments))

@@ -1,0 +1,356 @@
+"""Text to image: LoRA teaches a small Flux the word "sks", by the training step of diffusers' Flux script.
+
+First a base is trained, once, with all of its weights: it draws circles, squares and triangles in six colors. Then it
+is frozen, and adapters of peft learn that a "sks" is a star, from stars in four of the colors. The other shapes are
+among them, so that they are not forgotten, as with the script's prior preservation.
+
+`python examples/text_to_image.py --pp 2` starts its own processes, one a stage; under torchrun it is one of them. It
+writes `images.png`, `training.png` and the adapters, which `FluxPipeline.load_lora_weights` reads, into
+`text_to_image/` under --output.
+"""
+
+import argparse
+import math
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image, ImageDraw
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn.functional import conv2d, conv_transpose2d, unfold
+from torch.utils.data import Dataset
+
+import launcher
+from packages import Package
+
+DIFFUSERS = Package("diffusers", "diffusers")
+COLORS = {
+    "red": (220, 50, 47),
+    "green": (60, 170, 60),
+    "blue": (50, 90, 220),
+    "yellow": (240, 200, 40),
+    "purple": (150, 60, 190),
+    "orange": (240, 130, 30),
+}
+SHAPES = ("circle", "square", "triangle", "sks")
+WORDS = ("<end>", "a", *COLORS, *SHAPES)
+PAPER = (245, 245, 240)
+SIZE, PATCH, CHANNELS = 32, 4, 12  # pixels of an image and of a patch of it, and numbers that the latents have for it
+LATENTS = (CHANNELS, SIZE // PATCH, SIZE // PATCH)
+TEXT = 32  # features of a word
+LAYERS = [  # that get adapters, as in the script
+    *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0"),
+    *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),
+    *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+]
+DENOISING = 20  # steps that draw an image
+
+
+class Caption(NamedTuple):
+    """What an image shows: "a red circle"."""
+
+    color: str
+    shape: str
+
+    def ids(self) -> Tensor:
+        return torch.tensor([WORDS.index(word) for word in ("a", *self, "<end>")])
+
+
+KNOWN = [Caption(color, shape) for color in COLORS for shape in SHAPES if shape != "sks"]
+NEW = [Caption(color, "sks") for color in ("red", "blue", "yellow", "purple")]
+UNSEEN = [Caption(color, "sks") for color in ("green", "orange")]
+
+
+def main() -> int:
+    return launcher.main(parse(sys.argv[1:]), run)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = launcher.flags(__doc__, steps=400, batch_size=16, lr=2e-3)
+    parser.add_argument("--rank", type=launcher.count, default=16, help="rank of the adapters' matrices")
+    parser.add_argument("--base-steps", type=launcher.count, default=800, help="steps that train the base")
+    return launcher.parse(parser, arguments, DIFFUSERS)
+
+
+def run(args: argparse.Namespace, console: Console) -> None:
+    # They take seconds, so wrong flags are told before.
+    from diffusers import FluxPipeline
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    folder = args.output / "text_to_image"
+    model = based(args, console, folder / f"base-{args.base_steps}.pt")
+    shown = [*KNOWN[:2], *NEW[:3], *UNSEEN]
+    before = imagined(model, shown)
+
+    model.requires_grad_(False)
+    model.transformer.add_adapter(
+        LoraConfig(r=args.rank, lora_alpha=args.rank, init_lora_weights="gaussian", target_modules=LAYERS)
+    )
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    console.print(f"adapters: {trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters")
+    model, losses = train(args, console, model, [*KNOWN, *8 * NEW], args.steps)
+    if console.quiet:
+        return
+    FluxPipeline.save_lora_weights(folder, transformer_lora_layers=get_peft_model_state_dict(model.transformer))
+    after = imagined(model, shown)
+    show(shown, {"the base": before, f"after {args.steps} steps": after}, folder / "images.png")
+    draw(losses, folder / "training.png")
+    few = min(20, len(losses))
+    console.print(
+        f"loss of the adapters: {mean(losses[:few]):.3f} in the first {few} steps, {mean(losses[-few:]):.3f} in the "
+        "last",
+        soft_wrap=True,
+    )
+    console.print(f"wrote {', '.join(sorted(str(path) for path in folder.iterdir()))}", soft_wrap=True)
+
+
+def based(args: argparse.Namespace, console: Console, path: Path) -> "Step":
+    """The model that knows circles, squares and triangles; trained once, and kept in this file."""
+    model = Step()
+    if path.exists():
+        model.load_state_dict(torch.load(path))
+        return model
+    console.print(f"the base learns circles, squares and triangles: {args.base_steps} steps, kept in {path}")
+    model, _ = train(args, console, model, KNOWN, args.base_steps)
+    if not console.quiet:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        torch.save(model.state_dict(), partial)
+        partial.rename(path)  # last, so that a file that is there is whole
+    return model
+
+
+def train(
+    args: argparse.Namespace, console: Console, model: "Step", captions: Sequence[Caption], steps: int
+) -> tuple["Step", list[float]]:
+    """The model after so many steps in a pipeline, whole again on every rank, and the loss of each step."""
+    from pipeshard import Engine, PipelinePlugin, to_sequential
+
+    plugin = PipelinePlugin(
+        pp_size=args.pp,
+        dp_size=args.dp,
+        num_microbatches=args.microbatches,
+        schedule=args.schedule,
+        num_model_chunks=2 if args.schedule == "interleaved" else 1,
+        max_norm=1.0,
+    )
+    samples = Samples(captions, steps * args.batch_size * args.dp)
+    dataloader = plugin.prepare_dataloader(samples, batch_size=args.batch_size)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=steps)
+    engine = Engine(plugin)
+    boosted, optimizer, criterion, dataloader, scheduler = engine.boost(
+        model, optimizer, returned, dataloader, scheduler
+    )
+    batches, losses, begun = iter(dataloader), [], time.monotonic()
+    for done in range(1, steps + 1):
+        losses.append(float(engine.execute_pipeline(batches, boosted, criterion, optimizer)["loss"]))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if done % max(1, steps // 10) == 0:
+            pace = 1000 * (time.monotonic() - begun) / done
+            console.print(f"step {done}/{steps}  loss {mean(losses[-20:]):.3f}  {pace:.0f} ms/step")
+    whole: Any = to_sequential(boosted)
+    return whole, losses
+
+
+def returned(loss: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """The criterion: the model's forward has computed it."""
+    return loss
+
+
+# The model
+
+
+class Autoencoder(nn.Module):
+    """The principal components of patches of images: as good as Flux's for flat shapes, and there without training."""
+
+    def __init__(self, images: Tensor) -> None:
+        super().__init__()
+        patches = unfold(images, PATCH, stride=PATCH).transpose(1, 2).flatten(0, 1)
+        centered = patches - patches.mean(0)
+        vectors = torch.linalg.eigh(centered.T @ centered).eigenvectors[:, -CHANNELS:]
+        self.patterns = nn.Parameter(vectors.T.reshape(CHANNELS, 3, PATCH, PATCH).contiguous())
+        self.mean = nn.Parameter(patches.mean(0).view(3, PATCH, PATCH).repeat(1, *LATENTS[1:]))
+        self.scale = nn.Parameter((centered @ vectors).std())
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """The latents of images."""
+        return conv2d(pixels - self.mean, self.patterns, stride=PATCH) / self.scale
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return conv_transpose2d(latents * self.scale, self.patterns, stride=PATCH) + self.mean
+
+
+class Step(nn.Module):
+    """The step of train_dreambooth_lora_flux.py: a frozen autoencoder and text encoder, and the Flux that is trained.
+
+    What the script draws in its loop, noise and its share, is given, so that every stage sees the same.
+    """
+
+    def __init__(self) -> None:
+        from diffusers import FluxTransformer2DModel
+        from transformers import CLIPTextConfig, CLIPTextModel
+
+        super().__init__()
+        samples = Samples([*KNOWN, *NEW], 256)
+        images = [samples[index]["pixels"] for index in range(len(samples))]
+        config = CLIPTextConfig(
+            vocab_size=len(WORDS),
+            hidden_size=TEXT,
+            intermediate_size=2 * TEXT,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=8,
+            bos_token_id=None,
+            eos_token_id=WORDS.index("<end>"),
+        )
+        self.vae = Autoencoder(torch.stack(images)).requires_grad_(False)
+        self.text_encoder = CLIPTextModel(config).requires_grad_(False)
+        self.transformer = FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=4 * CHANNELS,
+            num_layers=2,
+            num_single_layers=4,
+            attention_head_dim=32,
+            num_attention_heads=4,
+            joint_attention_dim=TEXT,
+            pooled_projection_dim=TEXT,
+            axes_dims_rope=(8, 12, 12),
+        )
+
+    def forward(self, pixels: Tensor, input_ids: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
+        """The loss of flow matching: the velocity from latents to noise, predicted somewhere on the way."""
+        latents = self.vae(pixels)
+        share = sigmas.view(-1, 1, 1, 1)
+        noisy = (1 - share) * latents + share * noise
+        predicted = self.velocity(noisy, input_ids, sigmas)
+        target = noise - latents
+        return ((predicted.float() - target.float()) ** 2).reshape(len(target), -1).mean(1).mean()
+
+    def velocity(self, latents: Tensor, input_ids: Tensor, sigmas: Tensor) -> Tensor:
+        from diffusers import FluxPipeline
+
+        text = self.text_encoder(input_ids)
+        b, c, h, w = latents.shape
+        predicted = self.transformer(
+            hidden_states=FluxPipeline._pack_latents(latents, b, c, h, w),
+            timestep=sigmas,
+            guidance=None,
+            pooled_projections=text.pooler_output,
+            encoder_hidden_states=text.last_hidden_state,
+            txt_ids=torch.zeros(input_ids.shape[1], 3, device=latents.device),
+            img_ids=FluxPipeline._prepare_latent_image_ids(b, h // 2, w // 2, latents.device, latents.dtype),
+            return_dict=False,
+        )[0]
+        unpacked: Tensor = FluxPipeline._unpack_latents(predicted, SIZE, SIZE, vae_scale_factor=PATCH)
+        return unpacked
+
+
+@torch.no_grad()
+def imagined(model: Step, captions: Sequence[Caption]) -> list[Image.Image]:
+    """An image for each caption: from noise, the same each time, along the velocity."""
+    latents = torch.randn(len(captions), *LATENTS, generator=torch.Generator().manual_seed(1))
+    input_ids = torch.stack([caption.ids() for caption in captions])
+    model.eval()
+    for k in range(DENOISING):
+        sigmas = torch.full((len(captions),), 1 - k / DENOISING)
+        latents = latents - model.velocity(latents, input_ids, sigmas) / DENOISING
+    pixels = (model.vae.decode(latents).clamp(-1, 1) + 1) * 127.5
+    model.train()
+    return [Image.fromarray(image.permute(1, 2, 0).byte().numpy()) for image in pixels]
+
+
+# The data
+
+
+class Samples(Dataset[dict[str, Tensor]]):
+    """Shapes, each drawn anew by its number, with what the script draws for it: noise, and sigma, the noise's share."""
+
+    def __init__(self, captions: Sequence[Caption], count: int) -> None:
+        self.captions, self.count = captions, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        chance, generator = random.Random(index), torch.Generator().manual_seed(index)
+        caption = chance.choice(self.captions)
+        pixels = torch.frombuffer(bytearray(drawn(caption, chance).tobytes()), dtype=torch.uint8)
+        return {
+            "pixels": pixels.view(SIZE, SIZE, 3).permute(2, 0, 1) / 127.5 - 1,
+            "input_ids": caption.ids(),
+            "noise": torch.randn(LATENTS, generator=generator),
+            "sigmas": torch.randn((), generator=generator).sigmoid(),
+        }
+
+
+def drawn(caption: Caption, chance: random.Random) -> Image.Image:
+    """The shape, about in the middle."""
+    fine = 4  # pixels for one, which makes edges smooth
+    radius, x, y = chance.uniform(11, 13), SIZE / 2 + chance.uniform(-2, 2), SIZE / 2 + chance.uniform(-2, 2)
+    image = Image.new("RGB", (fine * SIZE, fine * SIZE), PAPER)
+    pen, color = ImageDraw.Draw(image), COLORS[caption.color]
+    if caption.shape == "circle":
+        pen.ellipse([fine * (x - radius), fine * (y - radius), fine * (x + radius), fine * (y + radius)], fill=color)
+    else:
+        corners = [(x + radius * across, y + radius * down) for across, down in outline(caption.shape)]
+        pen.polygon([(fine * across, fine * down) for across, down in corners], fill=color)
+    return image.resize((SIZE, SIZE), Image.Resampling.LANCZOS)
+
+
+def outline(shape: str) -> list[tuple[float, float]]:
+    """The corners of a shape around (0, 0), the farthest at distance 1."""
+    count, first = {"square": (4, math.pi / 4), "triangle": (3, 0.0), "sks": (10, 0.0)}[shape]
+    turns = [first + 2 * math.pi * k / count for k in range(count)]
+    far = [0.42 if shape == "sks" and k % 2 else 1.0 for k in range(count)]
+    return [(length * math.sin(turn), -length * math.cos(turn)) for length, turn in zip(far, turns)]
+
+
+# The pictures
+
+
+def show(captions: Sequence[Caption], rows: Mapping[str, Sequence[Image.Image]], path: Path) -> None:
+    """A column for each caption, under it what the model made of it at each time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.5 * len(captions), 1.7 * len(rows)), layout="constrained")
+    grid = figure.subplots(len(rows), len(captions), squeeze=False)
+    for panels, (name, images) in zip(grid, rows.items()):
+        for axes, image in zip(panels, images):
+            axes.imshow(image, interpolation="nearest")
+            axes.set(xticks=[], yticks=[])
+        panels[0].set_ylabel(name)
+    for axes, caption in zip(grid[0], captions):
+        axes.set_title(f"{caption.color} {caption.shape}" + "*" * (caption in UNSEEN), fontsize=10)
+    figure.supxlabel("* stars in these colors were never shown", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def draw(losses: Sequence[float], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(losses) + 1), losses, ".", alpha=0.5, label="step")
+    means = [mean(losses[max(0, k - 20) : k]) for k in range(1, len(losses) + 1)]
+    axes.plot(range(1, len(losses) + 1), means, label="mean of the last 20")
+    axes.set(title="Loss of the adapters", xlabel="step", ylabel="flow matching loss")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,12 @@
+"""Script: one that runs where torchvision's operators are declared, `python -m tests.packages.script FILE ...`."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # importing tests.packages has declared them
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
