@@ -19,6 +19,7 @@ settings.load_profile("untimed")
 
 _pool = Pool()
 PROCESSES = 12  # one in so many tests whose ranks may be threads runs on processes
+RANKS = os.environ.get("RANKS", "")  # "threads" or "processes" for all tests that may have either
 TURNS = 3  # one in so many tests that take turns runs
 
 
@@ -56,9 +57,10 @@ def pytest_report_header() -> str:
 
 
 def is_local(item: pytest.Item) -> bool:
-    """Whether a test's ranks are threads. In `make exact` they are processes."""
-    marked = next(item.iter_markers("local"), None) is not None and next(item.iter_markers("processes"), None) is None
-    return marked and not ALL and not one_in(PROCESSES, item.nodeid)
+    """Whether a test's ranks are threads. In `make exact` they are processes, unless RANKS says otherwise."""
+    if item.get_closest_marker("local") is None or item.get_closest_marker("processes") is not None:
+        return False
+    return RANKS == "threads" if RANKS else not ALL and not one_in(PROCESSES, item.nodeid)
 
 
 @pytest.fixture
