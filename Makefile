@@ -3,10 +3,11 @@
 # make examples trains a BERT, adapters on SmolLM2-135M, a vision transformer, a T5, and in the environment of
 #               parity-packages a model of timm and a Flux, each until it has learnt its task;
 #               make examples STEPS=3 is the short form, make example-classify runs one
-# make test     ruff, mypy, pytest; JOBS tests (3) at a time, of which some do nothing but wait
+# make test     ruff, mypy, pytest; JOBS tests (3) at a time, of which some do nothing but wait. It runs one in three of the
+#               tests that take turns, by commit (SAMPLE_SEED=N runs others)
 # make lint     ruff and mypy alone
 # make exact    every model of the tests with every schedule, transport and number of microbatches, against the unsplit one:
-#               the whole products of which make test takes few cases
+#               the whole products of which make test takes few cases, all tests that take turns, and ranks that are processes
 # make selftest tests the tests: the pool, the fuzzer, the soak, the benchmarks, and faults whose detection is taken out
 # make hunt     trains models that people write themselves, each of which was trained wrong without a word once, and
 #               kinds of layers, training loops, resumes and samplers with every schedule and layout
@@ -55,7 +56,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/installed
 PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 HUNTED = $(addprefix tests/test_,hunt.py guards.py products.py dataloader.py)
-COVERING = $(filter-out $(HUNTED),$(shell grep -lrwE "covering|sampled|ALL" tests --include="test_*.py"))
+COVERING = $(filter-out $(HUNTED),$(shell grep -lrwE "covering|sampled|turns|ALL" tests --include="test_*.py"))
 PIP    = $(@D)/bin/python -m pip --disable-pip-version-check install -qq
 
 # The oldest transformers that is supported has an environment of its own.

@@ -132,7 +132,7 @@ def thread_seconds() -> float:
 
 def note_seconds(step: Callable[[], None]) -> float:
     """What all notes of a step take, and what ranks tell each other of the call they are at."""
-    watch = watching._watch
+    watch = watching._here.watch
     assert watch is not None
     done = SimpleNamespace(wait=lambda: None)
 
@@ -168,7 +168,7 @@ def unwatched() -> Iterator[None]:
     def wait(self: Progress, work: Any, ranks: Any) -> None:
         work.wait()
 
-    watch = watching._watch
+    watch = watching._here.watch
     assert watch is not None
     watch.stop()
     with contextlib.ExitStack() as stack:

@@ -22,8 +22,8 @@ MICROBATCH_SIZE = click.option(
     "--microbatch-size", default=1, show_default=True, type=click.IntRange(min=1), help="Samples in each."
 )
 CHUNKS = click.option("--chunks", type=click.IntRange(min=1), help="Model chunks of a rank, for interleaved.")
-PARTITIONS = "auto | uniform | parameters | profile | profile:PATH | type:REGEX | 3,4,4,3 (unit calls of each stage)"
-PARTITION = click.option("--partition", default="auto", show_default=True, help=PARTITIONS)
+WAYS_TO_CUT = "auto | uniform | parameters | profile | profile:PATH | type:REGEX | 3,4,4,3 (unit calls of each stage)"
+PARTITION = click.option("--partition", default="auto", show_default=True, help=WAYS_TO_CUT)
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 

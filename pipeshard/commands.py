@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from pipeshard.batch.read import dummy_inputs
 from pipeshard.distributed.watch import NOTE
 from pipeshard.engine.recording import Recording
-from pipeshard.errors import ConfigurationError, PipeshardError, VerificationError
+from pipeshard.errors import ConfigurationError, PipeshardError, VerificationError, summary
 from pipeshard.hf import IGNORED, LABELS, MASK, config_of, text_config
 from pipeshard.planner.memory import UNITS, format_bytes
 from pipeshard.planner.models import build
@@ -274,7 +274,7 @@ def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> P
     except Proven as proven:
         return proven
     except PipeshardError as error:
-        return Proven(Proof(UNPROVEN, f"{type(error).__name__}: {error}"), path.name)
+        return Proven(Proof(UNPROVEN, summary(error)), path.name)
     except SystemExit as ended:
         return Proven(Proof(UNPROVEN, f"it ended with {ended.code!r} before booster.boost"), path.name)
     return Proven(Proof(UNPROVEN, "it ended without booster.boost"), path.name)

@@ -18,7 +18,7 @@ from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.private import restore_meta_kernels
 from pipeshard.schedule.given import Schedule
 
-Own = int | None  # None: this process's own
+RankOrOwn = int | None  # None: this process's own
 
 
 class PipelineStageManager:
@@ -119,7 +119,9 @@ class PipelineStageManager:
         finally:
             self.model_chunk_id = previous
 
-    def distribute_layers(self, num_layers: int, num_stages: Own = None, num_model_chunks: Own = None) -> list[int]:
+    def distribute_layers(
+        self, num_layers: int, num_stages: RankOrOwn = None, num_model_chunks: RankOrOwn = None
+    ) -> list[int]:
         """Layers of each of the p·v virtual stages, in the model's order.
 
         Where they do not divide, the middle stages take one more: the first and last have the embedding and the head.
@@ -138,7 +140,11 @@ class PipelineStageManager:
         return [quotient + (start <= i < start + remainder) for i in range(parts)]
 
     def get_stage_index(
-        self, layers_per_stage: Sequence[int], stage: Own = None, num_model_chunks: Own = None, num_stages: Own = None
+        self,
+        layers_per_stage: Sequence[int],
+        stage: RankOrOwn = None,
+        num_model_chunks: RankOrOwn = None,
+        num_stages: RankOrOwn = None,
     ) -> list[int] | list[list[int]]:
         """The layers of a stage as [first, end): one such pair, or with several chunks (or in a V) one for each.
 
@@ -214,7 +220,7 @@ INSTEAD: dict[str, tuple[Any, str]] = {
     "sp_size": (1, _SEQUENCES),
     "use_fp8": (False, "precision='bf16' or 'fp16'"),
 }
-ATTRIBUTES = {
+PLUGIN_ATTRIBUTES = {
     "amp_config": "plugin.precision is its name, and model.pipeline.scaling, with fp16, has the scale of the loss",
     "custom_policy": _POLICY,
     "ddp_config": "replicas are summed by pipeshard itself, without DistributedDataParallel",
@@ -265,8 +271,8 @@ def schedule_of(schedule: Schedule, foreign: Mapping[str, Any], known: Collectio
 
 def missing_attribute(name: str) -> AttributeError:
     """What to raise for an attribute that the plugin lacks."""
-    if name in ATTRIBUTES:
-        return ForeignAttributeError(f"plugin.{name} is ColossalAI's, and not known here: {ATTRIBUTES[name]}")
+    if name in PLUGIN_ATTRIBUTES:
+        return ForeignAttributeError(f"plugin.{name} is ColossalAI's, and not known here: {PLUGIN_ATTRIBUTES[name]}")
     return AttributeError(f"PipelinePlugin has no attribute {name!r}")
 
 

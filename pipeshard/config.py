@@ -109,8 +109,8 @@ class PipelineConfig:
             error that names the stage and the parameter. With "fp16", gradients may overflow: they are not looked at.
         verify: prove before the model is cut that it trains as it does unsplit: all stages take two steps in the first
             process, on samples of the batch that it is traced with, beside the model as it is. "auto" does so for
-            models other than transformers' own and for criteria, where it takes less than 5 seconds and a tenth of the
-            free memory; what was not proven is said. A difference is a VerificationError.
+            whatever docs/parity.md does not show, where it takes less than 5 seconds and a tenth of the free memory.
+            A smaller copy stands for a larger model. A difference is a VerificationError.
         deferred_batch_norm: running statistics of batch norm move once a step, by mean and variance of the whole batch
             (of this replica), and not once a microbatch. Not with `compile`.
 

@@ -91,7 +91,7 @@ class Share:
 
 
 @dataclass
-class Place:
+class LoaderPlace:
     """Where in the data a loader is: its epoch, the batches taken of that, and whether an iterator of it was made.
 
     The sampler knows this, not the loader. In a circle with the loader, the workers that persist would be ended by the
@@ -141,7 +141,7 @@ class SharedSampler(Sampler[Any]):
     """A replica's share of a sampler, without the first `skip` entries of that, and with what other samplers have: the
     epoch, and where in it to begin. The sampler draws its order from generators that depend on seed and epoch alone."""
 
-    def __init__(self, order: Order, share: Share, place: Place) -> None:
+    def __init__(self, order: Order, share: Share, place: LoaderPlace) -> None:
         self.sampler, self.order, self.share, self.place, self.skip = order.root, order, share, place, 0
         self.batch_size: int | None = getattr(order.root, "batch_size", None)
         self._entries: weakref.ref[Peekable] | None = None  # those of the newest iterator
@@ -199,7 +199,7 @@ class Keyed:
 class KeyedSampler:
     """Entries of a sampler, each with the key (seed, epoch, number of the batch, replica)."""
 
-    def __init__(self, sampler: Any, place: Place, replica: int) -> None:
+    def __init__(self, sampler: Any, place: LoaderPlace, replica: int) -> None:
         self.sampler, self.place, self.replica = sampler, place, replica
 
     def __iter__(self) -> Iterator[Keyed]:
@@ -301,7 +301,12 @@ class Batches(Iterator[Any]):
     """One epoch's batches, counted in `place` as they are taken. It does not hold the loader, see Place."""
 
     def __init__(
-        self, batches: Iterator[Any], place: Place, sampler: SharedSampler | None, share: Share, length: int | None
+        self,
+        batches: Iterator[Any],
+        place: LoaderPlace,
+        sampler: SharedSampler | None,
+        share: Share,
+        length: int | None,
     ) -> None:
         self.batches = Peekable(batches, Draws(place.seed, place.epoch))
         self.place, self.sampler, self.share, self.length = place, sampler, share, length
@@ -384,7 +389,7 @@ class ResumableDataLoader(DataLoader[Any]):
                 f"replica must be from 0 to num_replicas - 1, got replica={replica} with num_replicas={num_replicas}"
             )
         generator = options.pop("generator", None)
-        self.place = Place(seed=generator.initial_seed() if generator else seed)
+        self.place = LoaderPlace(seed=generator.initial_seed() if generator else seed)
         self._newest: weakref.ref[Batches] | None = None
         self._sampler: SharedSampler | None = None
         self._samples = length_of(dataset)
@@ -490,7 +495,7 @@ class ResumableDataLoader(DataLoader[Any]):
             self.__dict__.update(own)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iterator one of this epoch, as `Place.set_epoch` says."""
+        """Make the next iterator one of this epoch, as `LoaderPlace.set_epoch` says."""
         self.place.set_epoch(epoch)
 
     @property

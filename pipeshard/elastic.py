@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipeshard.checkpoint.training_state import load_training_state, newest_step, save_training_state
 from pipeshard.distributed.collectives import gather, gather_objects, together_in
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import ConfigurationError, UsageError, summary
 from pipeshard.planner.autoconfig import Layout, ToldLayout, layouts
 
 logger = logging.getLogger("pipeshard")
@@ -161,7 +161,7 @@ class ElasticJob(PreemptibleJob):
         _join(timeout)
         ranks = dist.get_world_size()
         if callable(pp_size):
-            self.layout = _chosen(pp_size, ranks, global_batch)
+            self.layout = _chosen_layout(pp_size, ranks, global_batch)
         else:
             self.layout = layouts(ranks, global_batch, microbatch_size, pp_size)[0]
         if dist.get_rank() == 0:
@@ -198,14 +198,14 @@ def _join(timeout: float) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
 
 
-def _chosen(choose: Callable[[int], Layout], ranks: int, global_batch: int) -> Layout:
+def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: int) -> Layout:
     """What rank 0 chooses (a measured profile may differ elsewhere), or its error, on every rank."""
     chosen: Any = None
     if dist.get_rank() == 0:
         try:
             chosen = choose(ranks)
         except Exception as error:  # the user's function; the other ranks have to learn of it
-            chosen = f"{type(error).__name__}: {error}"
+            chosen = summary(error)
     sizes = {f.name: getattr(chosen, f.name) for f in fields(Layout)} if isinstance(chosen, Layout) else None
     answer: tuple[Any, Any] = (sizes, chosen.arguments if sizes else str(chosen))
     sizes, told = gather_objects(answer, _world())[0]

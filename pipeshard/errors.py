@@ -1,6 +1,7 @@
 """Errors: each names what was wrong, where, and what to do about it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -65,6 +66,23 @@ def of_all(error: Exception) -> Exception:
 
 def is_of_all(error: BaseException) -> bool:
     return "pipeshard_of_all" in error.__dict__
+
+
+def summary(error: BaseException) -> str:
+    """The class of an error and its text."""
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def explained(explain: Callable[[Exception], Exception], but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Around code of others, which may raise anything: raise what `explain` makes of it. Errors of the classes in `but`
+    stay as they are."""
+    try:
+        yield
+    except but:
+        raise
+    except Exception as error:
+        raise explain(error) from error
 
 
 def listed(problems: Sequence[str], shown: int = 8) -> str:

@@ -16,13 +16,33 @@ from pipeshard.errors import UsageError
 from pipeshard.private import DisableTorchFunctionSubclass
 
 # Functions and attributes that tell, or set, nothing of the values; `is_...` beside them.
-KNOWN = {"__len__", "_backward_hooks", "_base", "_grad", "_has_compatible_shallow_copy_type", "_is_view", "_version"}
-KNOWN |= {"__dir__", "_post_accumulate_grad_hooks", "device", "dim", "dtype", "element_size", "get_device", "grad"}
-KNOWN |= {"grad_dtype", "grad_fn", "has_names", "itemsize", "layout", "name", "names", "nbytes", "ndim", "ndimension"}
-KNOWN |= {"nelement", "numel", "output_nr", "register_hook", "register_post_accumulate_grad_hook", "requires_grad"}
-KNOWN |= {"requires_grad_", "result_type", "retain_grad", "retains_grad", "shape", "size", "storage_offset", "stride"}
-KNOWN |= {"untyped_storage", *(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn"))}
-KNOWN |= {f"new_{kind}" for kind in ("empty", "empty_strided", "zeros", "ones", "full")}
+HARMLESS = {"__len__", "_backward_hooks", "_base", "_grad", "_has_compatible_shallow_copy_type", "_is_view", "_version"}
+HARMLESS |= {"__dir__", "_post_accumulate_grad_hooks", "device", "dim", "dtype", "element_size", "get_device", "grad"}
+HARMLESS |= {
+    "grad_dtype",
+    "grad_fn",
+    "has_names",
+    "itemsize",
+    "layout",
+    "name",
+    "names",
+    "nbytes",
+    "ndim",
+    "ndimension",
+}
+HARMLESS |= {"nelement", "numel", "output_nr", "register_hook", "register_post_accumulate_grad_hook", "requires_grad"}
+HARMLESS |= {
+    "requires_grad_",
+    "result_type",
+    "retain_grad",
+    "retains_grad",
+    "shape",
+    "size",
+    "storage_offset",
+    "stride",
+}
+HARMLESS |= {"untyped_storage", *(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn"))}
+HARMLESS |= {f"new_{kind}" for kind in ("empty", "empty_strided", "zeros", "ones", "full")}
 # Those that give the tensor itself back where it is of that dtype and on that device already.
 CONVERTING = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"}
 OPERATORS = "add", "sub", "mul", "matmul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor"
@@ -76,7 +96,7 @@ class Ghost(nn.Parameter):
         name = getattr(func.__self__, "__name__", "") if sets or func.__name__ == "__get__" else func.__name__
         asks = name == "type" and len(args) + len(kwargs) == 1
         with DisableTorchFunctionSubclass():
-            if name in KNOWN or asks or (name.startswith("is_") and name != "is_nonzero"):
+            if name in HARMLESS or asks or (name.startswith("is_") and name != "is_nonzero"):
                 return func(*args, **kwargs)
             if name in CONVERTING and isinstance(args[0], Ghost):
                 number = args[0].as_strided((), ())

@@ -6,6 +6,7 @@ names alone, so they are here, all of them and nowhere else; no architecture is.
 with transformers and peft themselves: where a release renames something, these tests say so.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,17 @@ SIZES = "_thw", "_sizes", "_shapes", "_hws"  # ends of the names of leaves that 
 HEADS = "num_attention_heads", "num_key_value_heads", "decoder_attention_heads"
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "activation_dropout", "dropout_rate")
 
+# Whole numbers of configs that a smaller model of the same architecture has other ones of.
+LAYER_COUNTS = re.compile(r"(num_(hidden_|encoder_|decoder_)?layers|n_layers?|(encoder|decoder)_layers|^depth)$")
+HEAD_COUNTS = re.compile(r"(attention_heads|key_value_heads|kv_heads|n_heads?|num_heads|n_groups)$")
+WIDTHS = re.compile(r"(hidden_size|d_model|n_embd|embed_dim|^dim|hidden_dim|model_dim|embedding_size)$")
+INNER_WIDTHS = re.compile(r"(intermediate_size|ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|intermediate_dim)$")
+NO_WIDTHS = re.compile(r"position|token|image|patch|window|context|length|vocab|head_dim|chunk|max_|_ids?$|theta")
+EXPERT_COUNTS = re.compile(r"(num_experts|n_routed_experts|num_local_experts|moe_num_experts)$")
+EXPERTS_OF_TOKEN = re.compile(r"(experts_per_tok|experts_per_token|top_?k|num_selected_experts)$")
+EXPERT_GROUPS = re.compile(r"n_group$")
+VOCABULARIES = re.compile(r"vocab_size")
+
 ADAPTER_CONFIG = "adapter_config.json"  # in a folder that peft has saved
 
 
@@ -38,6 +50,16 @@ def is_target(path: str) -> bool:
 def targets(paths: Iterable[str]) -> list[str]:
     """Those of these leaves that the model's output is compared with."""
     return [path for path in paths if is_target(path)]
+
+
+def is_ids(path: str) -> bool:
+    """Whether a leaf of the batch holds tokens."""
+    return path.endswith(IDS)
+
+
+def is_token(name: str) -> bool:
+    """Whether a field of a config is a token, or several."""
+    return name.endswith(("token_id", "token_ids", "token_index"))
 
 
 def is_mask(path: str) -> bool:

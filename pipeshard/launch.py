@@ -33,7 +33,7 @@ logger = logging.getLogger("pipeshard")
 # number of them is there.
 RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_timeout": 5}
 RESTARTS = 100
-PERIOD = 0.5  # seconds between two looks at the workers
+LOOK_PERIOD = 0.5  # seconds between two looks at the workers
 STUCK = 10  # looks
 ALIKE, WITHIN = 3, 60.0  # so many attempts in a row that end by one error, each in so many seconds, are enough
 HELP = f"""\
@@ -65,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="pipeshard-") as folder:
         os.environ[FOLDER] = folder
-        return _run(_folded(args), Path(folder))
+        return _run_agent(_folded(args), Path(folder))
 
 
-def _run(args: argparse.Namespace, folder: Path) -> int:
+def _run_agent(args: argparse.Namespace, folder: Path) -> int:
     # With torch's sharing of the agents' store, an agent that comes later is never told where the ranks meet, and one
     # that stays goes on looking where the first of them met, though it be gone.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -81,13 +81,13 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
         _clean_up()
         if in_vain:
             logger.error("%d attempts in a row ended by the same %s: not tried again", ALIKE, in_vain[0])
-        _leave(folder, 1 if in_vain else 128 + int(stop.sigval))
+        _leave_process(folder, 1 if in_vain else 128 + int(stop.sigval))
     except ChildFailedError as error:
         for kind, others in repeated(folder):
             logger.error("%d more ranks of this machine ended by the same %s", others, kind)
         codes = {rank: failure.exitcode for rank, failure in sorted(error.failures.items())}
         own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes  # torch ends the others
-        logger.error("the job failed: %s", ", ".join(f"rank {rank} ({_end(code)})" for rank, code in own.items()))
+        logger.error("the job failed: %s", ", ".join(f"rank {rank} ({_exit_text(code)})" for rank, code in own.items()))
         return 1
     except RendezvousClosedError:
         logger.error("the job %r at %s has ended already: choose another --rdzv-id", args.rdzv_id, args.rdzv_endpoint)
@@ -140,7 +140,7 @@ def _folded(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def _end(code: int) -> str:
+def _exit_text(code: int) -> str:
     return f"exit status {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
 
 
@@ -155,7 +155,7 @@ def _clean_up() -> None:
     psutil.wait_procs(workers, timeout=10)
 
 
-def _leave(folder: Path, status: int) -> NoReturn:
+def _leave_process(folder: Path, status: int) -> NoReturn:
     """End this process, in which a signal has left threads of torch in the middle: Python's own end might abort."""
     shutil.rmtree(folder, ignore_errors=True)
     logging.shutdown()
@@ -170,7 +170,7 @@ def _end_if_in_vain(folder: Path) -> list[str]:
 
     def look() -> None:
         while not found:
-            time.sleep(PERIOD)
+            time.sleep(LOOK_PERIOD)
             with contextlib.suppress(OSError):  # the folder is gone: this agent is through
                 if kind := endless(folder, ALIKE, WITHIN):
                     found.append(kind)
@@ -208,7 +208,7 @@ def _end_if_stuck(endpoint: str) -> None:
     def look() -> None:
         looks = 0
         while looks < STUCK:
-            time.sleep(PERIOD)
+            time.sleep(LOOK_PERIOD)
             workers = psutil.Process().children()
             looks = looks + 1 if workers and all(_has_ended(worker) for worker in workers) else 0
         logger.error("all workers have ended, and the store of the rendezvous at %s does not answer", endpoint)

@@ -150,9 +150,15 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "tree_tensors",
     "tree_unflatten",
     "will_execute",
 ]
+
+
+def tree_tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of a tree."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 _PATCH = "colossalai._analyzer._subclasses._meta_registration"

@@ -47,9 +47,9 @@ def reachable(*roots: Any, skip: Callable[[Any], bool] = lambda value: False) ->
 
 def _held_by(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
-        yield from _some(value.values())
+        yield from _first_entries(value.values())
     elif isinstance(value, list | tuple | set | frozenset | deque):
-        yield from _some(value)
+        yield from _first_entries(value)
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, MethodType):
@@ -65,7 +65,7 @@ def _held_by(value: Any) -> Iterator[Any]:
                 yield from _global_generators(function)
 
 
-def _some(entries: Collection[Any]) -> list[Any]:
+def _first_entries(entries: Collection[Any]) -> list[Any]:
     """The first entries of a collection that may hold objects: a list of a million numbers does not."""
     first = next(iter(entries), None)
     if isinstance(first, SCALARS) and first is not None:
@@ -119,7 +119,7 @@ class Order:
         found = reachable(root, skip=lambda one: self._is_data(one) or not _may_order(one))
         # the samplers and streams, and the plain objects in which they may keep a state
         self.members = [one for one in found if one is root or not isinstance(one, CONTAINERS)]
-        self._first = {place: copied(value) for place, value in self._plain_values().items()}
+        self._first = {place: copied_value(value) for place, value in self._plain_values().items()}
         self._told = list(map(_epoch, self.members))
 
     def generators(self) -> list[Any]:
@@ -172,7 +172,7 @@ class Order:
     def shares(self) -> list[Any]:
         """Members that take one of several shares by themselves."""
         counts = [(one, getattr(one, "num_replicas", 1)) for one in self.members if isinstance(one, Sampler)]
-        return [one for one, count in counts if _is_number(count) and count > 1]
+        return [one for one, count in counts if _is_whole_number(count) and count > 1]
 
     def state(self) -> dict[str, Any]:
         """What the members keep from one epoch to the next: their own `state_dict()`, or else their attributes with
@@ -180,7 +180,7 @@ class Order:
         state: dict[str, Any] = {}
         for number, member in enumerate(self.members):
             if _has_state_dict(member):
-                state[_key(number, member)] = {"state_dict": copied(member.state_dict())}
+                state[_key(number, member)] = {"state_dict": copied_value(member.state_dict())}
         now = self._plain_values()
         for (key, name), value in now.items():
             if (key, name) not in self._first or not _equal(value, self._first[key, name]):
@@ -239,10 +239,10 @@ def _key(number: int, member: Any) -> str:
 
 def _epoch(member: Any) -> Any:
     epoch: Any = getattr(member, "epoch", None)
-    return int(epoch) if _is_number(epoch) else None
+    return int(epoch) if _is_whole_number(epoch) else None
 
 
-def _is_number(value: Any) -> bool:
+def _is_whole_number(value: Any) -> bool:
     return isinstance(value, int | np.integer)
 
 
@@ -266,7 +266,7 @@ def _has_scalars(values: Collection[Any]) -> bool:
     return set(map(type, values)) <= set(SCALARS)
 
 
-def copied(value: Any) -> Any:
+def copied_value(value: Any) -> Any:
     return type(value)(value) if type(value) in (list, set) and _has_scalars(value) else copy.deepcopy(value)
 
 
@@ -282,12 +282,12 @@ def saved(value: Any) -> Any:
         return torch.from_numpy(value.copy())
     if isinstance(value, np.generic):
         return value.item()
-    return copied(value)
+    return copied_value(value)
 
 
 def _give_back(member: Any, name: str, value: Any) -> None:
     """Set an attribute to what `saved` has made of it; lists and dicts are filled in place, as others may hold them."""
-    current, value = getattr(member, name, None), copied(value)
+    current, value = getattr(member, name, None), copied_value(value)
     if isinstance(current, np.ndarray) and isinstance(value, Tensor):
         value = value.numpy()
     if isinstance(current, list) and isinstance(value, list):

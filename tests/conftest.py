@@ -3,7 +3,7 @@
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import pytest
 from hypothesis import settings
@@ -11,13 +11,15 @@ from hypothesis import settings
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # sums that do not depend on where in memory the numbers are
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at a time
 
-from tests.covering import ALL, SEED, drawn
+from tests.covering import ALL, SEED, drawn, one_in, waiting
 from tests.pool import Pool
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is not a failure
 settings.load_profile("untimed")
 
 _pool = Pool()
+PROCESSES = 12  # one in so many tests whose ranks may be threads runs on processes
+TURNS = 3  # one in so many tests that take turns runs
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -27,7 +29,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep as many cases of a test as `@pytest.mark.sampled(n)` says, unless they are asked for by name."""
+    """Keep as many cases of a test as `@pytest.mark.sampled(n)` says, and of the tests marked `turns` those whose turn
+    it is, unless they are asked for by name."""
     if config.option.keyword or any("[" in argument for argument in config.args):
         return
     cases = defaultdict(list)
@@ -36,17 +39,40 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases[item.nodeid.partition("[")[0], *marker.args].append(item)
     kept = {item for (_, count), of_test in cases.items() for item in drawn(of_test, count)}
     left = [item for of_test in cases.values() for item in of_test if item not in kept]
+    left += [] if ALL or any("::" in argument for argument in config.args) else waiting_of({*items} - {*left})
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in left]
 
 
+def waiting_of(items: Collection[pytest.Item]) -> list[pytest.Item]:
+    """Those marked `turns` whose turn it is not."""
+    taking = {item.nodeid: str(item.path) for item in items if item.get_closest_marker("turns")}
+    left = waiting(taking, {str(item.path) for item in items if item.nodeid not in taking}, TURNS)
+    return [item for item in items if item.nodeid in left]
+
+
 def pytest_report_header() -> str:
-    return "every case of every test" if ALL else f"sampled tests: cases of seed {SEED} (SAMPLE_SEED=N draws others)"
+    return "every case of every test" if ALL else f"tests and cases of seed {SEED} (SAMPLE_SEED=N draws others)"
+
+
+def is_local(item: pytest.Item) -> bool:
+    """Whether a test's ranks are threads. In `make exact` they are processes."""
+    marked = next(item.iter_markers("local"), None) is not None and next(item.iter_markers("processes"), None) is None
+    return marked and not ALL and not one_in(PROCESSES, item.nodeid)
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest, workers: Pool) -> Pool:
+    """Ranks: `pool.run(function, world_size, *args)` calls a function on every rank. They are worker processes, or
+    threads of one where the test or its module is marked `local`."""
+    from tests.local import LocalPool  # which imports the engine, as not every run of tests needs it
+
+    return LocalPool(workers) if is_local(request.node) else workers
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    """Worker processes: `pool.run(function, world_size, *args)` calls a function on every rank."""
+def workers() -> Iterator[Pool]:
+    """The worker processes."""
     yield _pool
     (forkserver,) = _pool.run(os.getppid, 1)
     _pool.shutdown()

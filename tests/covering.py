@@ -5,14 +5,44 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import subprocess
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+
+def seed_of_commit() -> int:
+    """A number that each commit has another one of; one for all where there is no repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=6", "HEAD"]
+    try:
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout, 16)
+    except (OSError, subprocess.CalledProcessError):
+        return 202648
+
+
 ALL = os.environ.get("EXACT") == "all"  # as in `make exact`
-SEED = int(os.environ.get("SAMPLE_SEED", 202648))  # another one draws other cases
+SEED = int(os.environ.get("SAMPLE_SEED") or seed_of_commit())
+os.environ["SAMPLE_SEED"] = str(SEED)  # for the processes of this run
+
+
+def one_in(count: int, name: str) -> bool:
+    """Whether this is one of the few names, one in `count`, that the seed draws."""
+    return zlib.crc32(f"{SEED} {name}".encode()) % count == 0
+
+
+def waiting(tests: Mapping[str, str], others: Collection[str], turns: int) -> set[str]:
+    """Of tests that take turns, given with their files, those that wait for another seed. One of so many `turns` is
+    theirs, and a file that is not among the `others` keeps one of them in any case."""
+    left = {name for name in tests if not one_in(turns, name)}
+    for file in {*tests.values()} - {*others}:
+        of_file = [name for name in tests if tests[name] == file]
+        if left.issuperset(of_file):
+            left.remove(sample(of_file, 1, SEED)[0])
+    return left
 
 
 def sample(cases: Sequence[T], count: int, seed: int) -> list[T]:

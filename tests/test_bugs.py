@@ -28,7 +28,7 @@ from pipeshard.distributed.watch import Watch
 from pipeshard.engine.stage import Stage
 from pipeshard.errors import TraceError
 from pipeshard.graph.dataflow import Value
-from pipeshard.graph.places import Step
+from pipeshard.graph.places import PathStep
 from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import storage_of
 from pipeshard.graph.unit_outputs import changed
@@ -237,7 +237,7 @@ def test_an_entry_under_none_is_no_list() -> None:
     before = Snapshot({"": {"cache": cache}})
     cache[None] = 2
     ((source, content),) = changed(before)
-    assert source.place[-1] == Step("item", None) and source.how == "set" and content == 2
+    assert source.place[-1] == PathStep("item", None) and source.how == "set" and content == 2
     before.restore()
     assert cache == {None: 1}
 
@@ -285,25 +285,28 @@ def test_classes_made_of_single_operations(monkeypatch: pytest.MonkeyPatch) -> N
 
 def step_of(stage: Stage, *reached: Sequence[bool]) -> None:
     """A step in which the results that a stage received get a gradient or none, microbatch by microbatch."""
-    stage.remaining, stage.reached = len(reached), {}
+    stage.reached, stage.dropped = {}, set()
     for i, gets in enumerate(reached):
         tensors = [torch.ones(1, requires_grad=True) for _ in gets]
         for tensor, gets_one in zip(tensors, gets, strict=True):
             tensor.grad = torch.ones(1) if gets_one else None
-        stage._refuse_none(i, tensors, [])
+        stage._note_reached(i, tensors, [])
+    stage._refuse_none()
 
 
-def test_what_never_got_a_gradient_may_get_none() -> None:
-    """A step ended where a result got no gradient that had never got one: in one process it has none either."""
+def test_what_gets_a_gradient_of_one_microbatch_alone_may_get_none_of_others() -> None:
+    """Zeros for a gradient of one microbatch change nothing where another one has it; in all of a step they do, as one
+    process has none there."""
     flow = SimpleNamespace(calls=[SimpleNamespace(unit="embed")])
     route = SimpleNamespace(flow=flow, enters=SimpleNamespace(gradients=[Value(0, 0), Value(0, 1)]))
     nothing: Any = None
     stage = Stage(nothing, 1, False, nothing)
     stage.microbatches = [SimpleNamespace(route=route)] * 2  # type: ignore[list-item]
-    step_of(stage, (True, False), (True, False))
-    step_of(stage, (False, False), (True, False))
-    with pytest.raises(TraceError, match="result 0 of unit embed"):
-        step_of(stage, (False, False), (False, False))
+    with pytest.raises(TraceError, match=r"result 1 of unit embed.*where the trace has seen one"):
+        step_of(stage, (True, False), (True, False))
+    step_of(stage, (False, True), (True, False))
+    with pytest.raises(TraceError, match=r"result 0 of unit embed.*but got one before"):
+        step_of(stage, (False, False), (False, True))
 
 
 def test_labels_of_several_codebooks_are_cut_with_their_samples() -> None:

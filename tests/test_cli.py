@@ -190,6 +190,7 @@ def test_units_of_slurm_and_nvidia_smi_are_known() -> None:
     assert parse_bytes("1T") == 10**12 and parse_bytes("2TiB") == 2**41
 
 
+@pytest.mark.turns
 def test_the_tables_of_a_large_model_fit_a_terminal() -> None:
     """With --recompute and 16 ranks of a 70B model three columns were cut to `0.1...`."""
     sizes = ["hidden_size=8192", "intermediate_size=28672", "num_hidden_layers=80", "num_attention_heads=64"]

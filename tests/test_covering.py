@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from unittest import mock
 
-from tests.covering import covering
+from tests.covering import covering, one_in, waiting
 
 
 def test_every_pair_occurs_in_few_cases() -> None:
@@ -27,3 +27,22 @@ def test_every_value_occurs_about_as_often_as_the_others() -> None:
 def test_exact_keeps_the_product() -> None:
     with mock.patch("tests.covering.ALL", True):
         assert covering("ab", (1, 2), (0, 1)) == list(itertools.product("ab", (1, 2), (0, 1)))
+
+
+def test_every_test_has_its_turn_with_some_seed_and_every_file_a_test_with_each() -> None:
+    tests = {f"test_{k}": f"file_{k // 4}" for k in range(40)}
+    ran: list[set[str]] = []
+    for seed in range(20):
+        with mock.patch("tests.covering.SEED", seed):
+            ran.append({*tests} - waiting(tests, {"file_9"}, 3))
+    assert set().union(*ran) == {*tests} and all(len(names) < 25 for names in ran)
+    assert all({tests[name] for name in names} >= {f"file_{k}" for k in range(9)} for names in ran)
+    assert any("file_9" not in {tests[name] for name in names} for names in ran)
+
+
+def test_the_seed_draws() -> None:
+    names = [str(k) for k in range(1000)]
+    with mock.patch("tests.covering.SEED", 1):
+        one = [name for name in names if one_in(4, name)]
+    with mock.patch("tests.covering.SEED", 2):
+        assert one != [name for name in names if one_in(4, name)] and 200 < len(one) < 300

@@ -21,6 +21,8 @@ from pipeshard.split.materialize import is_released
 from pipeshard.verify.proof import prove
 from tests.pool import Pool
 
+pytestmark = pytest.mark.local
+
 CLASSES, WIDTH = 4, 8
 Made = Callable[[Any, Any], Tensor]
 

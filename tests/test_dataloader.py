@@ -87,6 +87,7 @@ def epochs(loader: ResumableDataLoader, count: int) -> list[list[Any]]:
     return [[batch.tolist() if torch.is_tensor(batch) else batch for batch in loader] for _ in range(count)]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_a_loader_goes_on_where_another_was_left(options: dict[str, Any]) -> None:
     whole = epochs(make(**options), 3)
@@ -448,6 +449,7 @@ def as_in_a_file(state: Any) -> Any:
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("options", SAMPLERS.values(), ids=SAMPLERS.keys())
 def test_a_sampler_of_ones_own_has_one_order_everywhere(options: Any) -> None:
     """A BatchSampler around a RandomSampler was never seeded, nor was any sampler in another: ranks read different

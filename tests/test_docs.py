@@ -40,6 +40,7 @@ def run(code: str) -> list[float]:
     return names["losses"]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_snippet_trains(pool: Pool, page: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
@@ -71,6 +72,7 @@ def of_readme(code: str, model: str, folder: str) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.turns
 def test_the_script_of_the_readme_is_whole(pool: Pool, tmp_path: Path) -> None:
     """It had a dataset that was nowhere defined, and printed nothing."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

@@ -39,6 +39,8 @@ from tests.messages import assert_told
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, gradient_error, parameter_error
 
+pytestmark = pytest.mark.local
+
 
 def split_in_two(name: str = "llama", **options: Any) -> Split:
     return Split(zoo.build(name), dist.get_world_size(), zoo.batch(name), **{"num_microbatches": 2, **options})
@@ -85,6 +87,7 @@ def habits(folder: str) -> list[str]:
     return messages
 
 
+@pytest.mark.turns
 def test_habits_are_answered_by_name(pool: Pool, tmp_path: Any) -> None:
     """`out["loss"].backward()` said that element 0 has no grad_fn, `model.config` that there is none, DDP that ranks
     have other parameters, and CrossEntropyLoss that its argument must be a Tensor."""
@@ -131,6 +134,7 @@ def one_argument() -> None:
     assert torch.equal(run(iter([data]), split.model, of_outputs, split.optimizer)["loss"], reference)
 
 
+@pytest.mark.turns
 def test_a_criterion_of_the_outputs_alone(pool: Pool) -> None:
     """ColossalAI's tests give `boost` a loss function of one argument, and call it themselves: it was called with two,
     which was a TypeError."""
@@ -209,6 +213,7 @@ def loaders() -> None:
             assert booster.execute_pipeline(batches, boosted, None, optimizer)["loss"] > 0
 
 
+@pytest.mark.turns
 def test_loaders_as_the_trainer_has_them(pool: Pool) -> None:
     """A tokenized dataset, a `batch_sampler` (KeyError: 0) and a random collator train."""
     pool.run(loaders, 2)
@@ -304,6 +309,7 @@ def trained_in_16_bits(**options: Any) -> list[str]:
     return [text for text in said if "fp32 values" in text]
 
 
+@pytest.mark.processes
 def test_training_in_16_bits_alone_is_said_once(pool: Pool) -> None:
     """transformers 5 loads a bf16 checkpoint as it is: nine updates of ten were rounded away without a word."""
     first, second = pool.run(trained_in_16_bits, 2)
@@ -347,6 +353,7 @@ def whole(precision: str) -> None:
     assert torch.equal(logits, evaluated.logits)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("precision", "world"), [("fp32", 1), ("fp32", 2), ("bf16", 2), ("fp16", 1)])
 def test_one_stage_can_be_called_as_a_plain_model(pool: Pool, precision: str, world: int) -> None:
@@ -361,6 +368,7 @@ def whole_but_for(**options: Any) -> None:
         split.model(**data)
 
 
+@pytest.mark.processes
 def test_sharded_parameters_are_not_called(pool: Pool) -> None:
     """Units are gathered by a step alone."""
     pool.run(whole_but_for, 2, fsdp=True)

@@ -219,6 +219,7 @@ def preempted(folder: Path, begins: int) -> tuple[int, int]:
             signal.signal(number, handler)
 
 
+@pytest.mark.turns
 def test_a_job_that_is_told_to_end_leaves_its_state(pool: Pool, tmp_path: Path) -> None:
     """Without the launcher that starts ranks again, SIGTERM ended a job, and all since its last save was lost."""
     assert pool.run(preempted, 2, tmp_path, 0) == [(143, 0)] * 2

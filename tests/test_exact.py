@@ -18,6 +18,7 @@ from tests.covering import ALL
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences, parameter_error
 
+pytestmark = pytest.mark.local
 MICROBATCHES = (1, 2, 3, 8)
 THOROUGH = ("gpt2", "t5")
 CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2}
@@ -68,6 +69,7 @@ def stages(name: str) -> list[int]:
     return [p for p in (1, 2, 3, 4) if ALL or name in THOROUGH or p in few]
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "p"), [(name, p) for name in zoo.MODELS for p in stages(name)])
 def test_three_steps(pool: Pool, name: str, p: int) -> None:
@@ -77,6 +79,7 @@ def test_three_steps(pool: Pool, name: str, p: int) -> None:
         pool.run(three_steps, p, name, schedule, p2p, microbatches, timeout=120)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize("name", zoo.MODELS)
@@ -151,6 +154,7 @@ def ragged(name: str, schedule: str) -> None:
     assert parameter_error(split, unsplit.model) < (1e-6 if dtype is torch.float64 else LEARNING_RATE / 10)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "p"), [(name, p) for name in zoo.MODELS for p in stages(name) if p != 3])
 def test_ragged(pool: Pool, name: str, p: int) -> None:

@@ -160,6 +160,7 @@ def test_digits_are_divided_without_overlap() -> None:
     assert torch.equal(held_out["place"], table.divided(digits.HELD_OUT)[1]["place"])
 
 
+@pytest.mark.turns
 def test_half_of_the_pairs_belong_together_and_their_modules_are_apart() -> None:
     training, held_out = pairs.pairs()
     assert len(training) > 2000 and len(held_out) == pairs.HELD_OUT

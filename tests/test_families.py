@@ -36,6 +36,8 @@ from tests.parity.entries import find
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences
 
+pytestmark = pytest.mark.local
+
 THOROUGH = ("llama", "gemma3_text", "t5")
 
 
@@ -81,6 +83,7 @@ def layouts(name: str, tied: bool) -> tuple[list[str], set[str]]:
     return found, set(split.held)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "p", "tied"), in_turn(FAMILIES, (2, 4), (True, False)))
 def test_layouts(pool: Pool, name: str, p: int, tied: bool) -> None:
@@ -130,12 +133,14 @@ def _close(gradient: Tensor | None, expected: Tensor | None) -> bool:
     return float((gradient - expected).norm()) <= 1e-5 * float(expected.norm())
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "p"), covering(["mixtral", "gpt_oss"], [2, 3], strength=1))
 def test_auxiliary_loss(pool: Pool, name: str, p: int) -> None:
     assert not [what for found in pool.run(auxiliary_loss, p, name, (1, 2), timeout=120) for what in found]
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "p"), [(name, 2 + k // 2 % 2) for k, name in enumerate(sorted(AUXILIARY)) if ALL or k % 2]
@@ -196,6 +201,7 @@ def _runs(model: nn.Module, layers: list[str]) -> Counter[str]:
     return runs
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("text", "attention", "reentrant"), in_turn(RECOMPUTED, ("sdpa", "eager"), (True, False)))
 def test_recomputation(pool: Pool, text: str, attention: str, reentrant: bool) -> None:
@@ -224,6 +230,7 @@ def in_bf16(text: str) -> list[str]:
     return [f"m={m}: {what}" for m in (1, 3) for what in step(split, unsplit, data, m, tolerance=1e-2)]
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("text", "p"), covering(RECOMPUTED[:3], [2, 3], strength=1))
 def test_bf16(pool: Pool, text: str, p: int) -> None:

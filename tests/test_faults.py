@@ -20,6 +20,7 @@ def faults(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kinds", [2, pytest.param(14, marks=pytest.mark.slow)])
 def test_one_fault_of_a_kind_ends_all_ranks_by_name_and_the_next_run_goes_on(kinds: int) -> None:
     assert f"{kinds} of {kinds} cases are as they should be" in faults("--sample", str(kinds))

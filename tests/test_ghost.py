@@ -16,6 +16,8 @@ from pipeshard.ghost import Ghost, inside_pipeshard
 from tests.pool import Pool
 from tests.unsplit import Split
 
+pytestmark = pytest.mark.local
+
 # They were expanded zeros: whoever read, averaged or saved them got zeros without a word.
 READS: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda p: p.sum(),
@@ -104,6 +106,7 @@ def rescaled() -> list[float]:
     return [abs(float(gap)) for gap in gaps]
 
 
+@pytest.mark.turns
 def test_rwkv_evaluates_between_steps(pool: Pool) -> None:
     """Its glue writes to weights when the mode changes: once, on whichever stage holds them, and not in a trace."""
     assert all(max(gaps) < 1e-5 for gaps in pool.run(rescaled, 2))

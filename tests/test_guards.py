@@ -21,6 +21,8 @@ from tests.hunt.cases import CASES
 from tests.hunt.run import run
 from tests.pool import Pool
 
+pytestmark = pytest.mark.local
+
 
 def nothing_left() -> Any:
     """Visits do not look at what a unit has changed beside its result."""

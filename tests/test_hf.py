@@ -180,6 +180,7 @@ def fields() -> set[str]:
     return {name for kind in transformers.CONFIG_MAPPING.values() for name in inspect.signature(kind).parameters}
 
 
+@pytest.mark.turns
 def test_heads_and_dropouts_are_fields_of_configs() -> None:
     known = fields() | transformers.BartConfig.attribute_map.keys() | set(vars(transformers.BartConfig()))
     assert not {*hf.HEADS, *hf.DROPOUTS} - known

@@ -6,12 +6,14 @@ import re
 
 import pytest
 
-from tests.hunt import attempts, branches, cases
+from tests.hunt import attempts, branches, cases, freezing, gradients
 from tests.hunt.cases import Case
 from tests.hunt.run import run
 from tests.pool import Pool
 
-CASES = cases.CASES | branches.CASES | attempts.CASES
+pytestmark = pytest.mark.local
+
+CASES = cases.CASES | branches.CASES | attempts.CASES | gradients.CASES | freezing.CASES
 
 
 def outcome(name: str) -> tuple[str, list[str]]:

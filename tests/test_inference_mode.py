@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences
+
+pytestmark = pytest.mark.local
 
 
 def evaluated(name: str) -> list[str]:
@@ -31,6 +34,7 @@ def evaluated(name: str) -> list[str]:
     return found
 
 
+@pytest.mark.turns
 def test_evaluation_is_that_under_no_grad(pool: Pool) -> None:
     """It was "Inference tensors do not track version counter": after it, steps must find no inference tensors."""
     assert pool.run(evaluated, 2, "llama") == [[], []]

@@ -80,6 +80,7 @@ def both_ways(folder: str) -> None:
         pipeshard.Engine(reloaded.plugin).execute_pipeline(iter(batches))
 
 
+@pytest.mark.turns
 def test_an_engine_trains_as_booster_does(pool: Pool, tmp_path: Path) -> None:
     pool.run(both_ways, 2, str(tmp_path))
 
@@ -101,6 +102,7 @@ def without_colossalai(folder: Path, *command: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.turns
 def test_the_demo_needs_no_colossalai_and_says_nothing_else(tmp_path: Path) -> None:
     """The first lines of every run were warnings of packages that only ColossalAI imports, once a rank."""
     run = without_colossalai(tmp_path, "-c", "from pipeshard.cli import main; main()", "demo", "--steps", "2")
@@ -108,12 +110,14 @@ def test_the_demo_needs_no_colossalai_and_says_nothing_else(tmp_path: Path) -> N
     assert "step 2: loss " in run.stdout and run.stdout.endswith("the same losses: pipeshard works here\n")
 
 
+@pytest.mark.turns
 def test_every_public_name_needs_no_colossalai(tmp_path: Path) -> None:
     code = "import pipeshard, sys; [getattr(pipeshard, name) for name in pipeshard.__all__]; import pipeshard.trainer"
     run = without_colossalai(tmp_path, "-c", code)
     assert run.returncode == 0 and not run.stderr, run.stderr
 
 
+@pytest.mark.turns
 def test_a_plugin_made_before_colossalai_is_imported() -> None:
     """Whatever is imported first, Booster takes the plugin, and its import says nothing."""
     code = """

@@ -31,6 +31,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.turns
 def test_an_error_that_all_ranks_have_is_told_once_and_not_tried_for_ever(tmp_path: Path) -> None:
     """A script whose import failed was started 101 times, and printed as many tracebacks for each rank."""
     (tmp_path / "train.py").write_text("open('started', 'a').write('.')\nimport nothing_of_this_name\n")
@@ -42,6 +43,7 @@ def test_an_error_that_all_ranks_have_is_told_once_and_not_tried_for_ever(tmp_pa
     assert "3 attempts in a row ended by the same ModuleNotFoundError: not tried again" in ended.stderr
 
 
+@pytest.mark.turns
 def test_with_torchrun_alone_an_error_is_told_once_too(tmp_path: Path) -> None:
     """Each of N ranks printed the traceback. Where each has a log of its own, each still does."""
     (tmp_path / "train.py").write_text("from pipeshard.script import fold\nfold()\nraise ValueError('mine')\n")
@@ -77,6 +79,7 @@ def test_what_else_prints_errors_is_left(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sys.excepthook is print
 
 
+@pytest.mark.turns
 def test_a_failed_job_says_which_ranks_failed_how(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os\nif os.environ['RANK'] == '1':\n    raise SystemExit(7)\n")
     ended = run(tmp_path, "pipeshard.launch", "--max-restarts", "0", "--nproc-per-node", "2", "train.py")
@@ -148,6 +151,7 @@ def test_help_is_of_this_command() -> None:
         assert shown == HELP and "usage: pipeshard launch" in shown and max(map(len, HELP.splitlines())) <= 110
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("program", ["pipeshard.launch", "examples"])
 def test_impatient_people(tmp_path: Path, program: str) -> None:
     """Ctrl-C a dozen times within half a second: tracebacks of the launcher were chained to each other."""

@@ -20,6 +20,8 @@ from pipeshard.split.materialize import is_released
 from tests.hunt.nets import Net, data
 from tests.pool import Pool
 
+pytestmark = pytest.mark.local
+
 
 def boost(model: nn.Module, optimizer: Any = None, **options: Any) -> Engine:
     arguments = {"pp_size": dist.get_world_size(), "num_microbatches": 2, "dry_run_input": data(0), "verify": False}
@@ -110,6 +112,7 @@ def unconcerned() -> None:
         outer.base.step()
 
 
+@pytest.mark.turns
 def test_an_optimizer_that_was_not_boosted_is_refused_in_its_first_step(pool: Pool) -> None:
     """One made after boost ignored max_norm and the loss scale without an error; one beside a model that was boosted
     without an optimizer trained nothing at all."""

@@ -21,6 +21,8 @@ from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, compared, differences
 
+pytestmark = pytest.mark.local
+
 M = 3
 
 

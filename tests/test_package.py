@@ -17,6 +17,7 @@ def test_public_names_exist() -> None:
     assert not modules & set(pipeshard.__all__), "importing the module would hide what has its name"
 
 
+@pytest.mark.turns
 def test_policies_are_a_part_of_the_package() -> None:
     code = "import pipeshard.policies; print(pipeshard.policies.__doc__)"
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)

@@ -12,6 +12,8 @@ from tests.packages.report import chart, markdown
 from tests.packages.sweep import TOO_FEW, Timed, applies, row_of
 from tests.pool import Pool
 
+pytestmark = pytest.mark.local
+
 
 def trained(**changed: torch.Tensor) -> Trained:
     """Two steps of a model with two parameters and a buffer."""
@@ -62,6 +64,8 @@ def test_gradient_that_the_unsplit_model_lacks() -> None:
         assert judged(found, trained(), CLOSE, {}).kind == kind
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "name,kind,reason",
     [

@@ -19,6 +19,8 @@ from tests.parity.report import EXACT, ORDER, Row, Totals, draw, markdown, resul
 from tests.parity.sweep import Rows, failure, row_of
 from tests.pool import Pool, WorkerError
 
+pytestmark = pytest.mark.local
+
 KINDS = {
     "decoders": "causal-lm: gpt2 llama gemma2 bloom falcon gptj",
     "mixtures of experts": "causal-lm: mixtral olmoe gpt_oss deepseek_v3",
@@ -42,6 +44,7 @@ TABLE = Path(__file__).parents[1] / "docs" / "parity.md"
 ELSEWHERE = set() if ALL else {f"{task}/{name}" for name in FAMILIES for task in ("causal-lm", "seq2seq-lm")}
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "p"), [(name, 2 + k % 2) for k, name in enumerate(FIXED) if name in ENTRIES.keys() - ELSEWHERE]
@@ -51,6 +54,7 @@ def test_architecture(pool: Pool, name: str, p: int) -> None:
     assert row.kind in EXACT, f"{row.kind}: {row.reason}"
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("entry", "p"), [pytest.param(entry, 2 + k % 2, id=f"{entry}-seed {SEED}") for k, entry in enumerate(DRAWN)]
 )
@@ -69,6 +73,7 @@ IN_16_BITS = {
 LOW = [(name, precision) for precision, names in IN_16_BITS.items() for name in names.split() if name in ENTRIES]
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name,precision", LOW)
 def test_architecture_in_16_bits(pool: Pool, name: str, precision: str) -> None:
@@ -193,6 +198,7 @@ def end(how: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "how,kind,reason",
     [

@@ -26,6 +26,8 @@ from tests.messages import assert_told
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, parameter_error
 
+pytestmark = pytest.mark.local
+
 
 def three_stages() -> None:
     PipelinePlugin(pp_size=3, num_microbatches=2)
@@ -206,6 +208,7 @@ def mistakes() -> list[str]:
     return messages
 
 
+@pytest.mark.turns
 def test_mistakes_are_named_on_every_rank_and_harm_nothing(pool: Pool) -> None:
     expected = [
         "UsageError: this process holds stage . of 2 only.*use booster.execute_pipeline",
@@ -326,6 +329,7 @@ def own_criterion() -> None:
         assert float(loss) == pytest.approx(float(reference.detach()), rel=1e-6)
 
 
+@pytest.mark.turns
 def test_a_criterion_of_one_s_own_is_exact(pool: Pool) -> None:
     pool.run(own_criterion, 2)
 
@@ -356,7 +360,7 @@ def test_a_policy_of_one_s_own_decides_the_cuts(pool: Pool) -> None:
 def test_policies_are_found_by_class_base_class_and_model_type() -> None:
     llama, gpt2 = zoo.build("llama"), zoo.build("gpt2")
     assert find_policy(nn.Linear(1, 1)) is Policy
-    assert find_policy(llama).__name__ == "LlamaPolicy"
+    assert find_policy(llama) is Policy and find_policy(gpt2).__name__ == "Gpt2Policy"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipeshard.split.policy._REGISTRY", {})
         register_policy("gpt2", type(llama).__mro__[1])(Backwards)
@@ -375,6 +379,7 @@ def partitions() -> list[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.turns
 def test_partitions(pool: Pool) -> None:
     auto, uniform, parameters, counts, names = pool.run(partitions, 2)[0]
     assert sum(auto) in (3, 4) and sum(uniform) in (3, 4) and sum(parameters) in (3, 4)

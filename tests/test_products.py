@@ -24,6 +24,8 @@ from tests.hunt.resumes import RESUMES, STEPS, resumed, saved
 from tests.hunt.run import run
 from tests.pool import Pool
 
+pytestmark = pytest.mark.local
+
 LAYERS = products()
 
 
@@ -49,6 +51,7 @@ def looped(loop: str, layout: str) -> list[str]:
     return LOOPS[loop](LAYOUTS[layout])
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("loop", LOOPS)
@@ -58,6 +61,7 @@ def test_loops(pool: Pool, loop: str, layout: str) -> None:
         assert differences == []
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RESUMES)
 def test_resumes(pool: Pool, tmp_path: Path, name: str) -> None:

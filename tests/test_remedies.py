@@ -11,6 +11,8 @@ from tests.pool import Pool
 from tests.remedies.table import EXACT, REMEDIES, Script
 from tests.remedies.training import Training, run
 
+pytestmark = pytest.mark.local
+
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = {  # rows of docs/exact.md whose remedy another test executes
     "the criterion, or the forward after its last layer": "test_hunt.py::test_hunted",
@@ -29,7 +31,6 @@ ELSEWHERE = {  # rows of docs/exact.md whose remedy another test executes
     ),
 }
 NOT_EXECUTED = {  # rows whose remedy is to leave something out or to do it earlier, and what the script is then
-    "freezing or unfreezing after boost": "one that freezes before boost",
     "a model in DDP": "one without the wrapper",
     "DDP, accelerate or transformers' Trainer": "one without the wrapper",
     "modules, parameters and adapters put in after boost": "one that puts them in before boost",
@@ -58,6 +59,7 @@ def exact(name: str) -> tuple[str, list[str]]:
     return outcome(EXACT[name])
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", REMEDIES)
 def test_a_remedy_works(pool: Pool, name: str) -> None:

@@ -26,6 +26,8 @@ from tests.covering import covering
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, refusal
 
+pytestmark = pytest.mark.local
+
 M = 4
 
 
@@ -46,6 +48,8 @@ def gradients(name: str, schedule: str, defers: bool) -> tuple[dict[str, Tensor 
     return {key: p.grad for key, p in split.held.items()}, did
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "schedule"), covering(["llama", "gpt2", "vit"], ["gpipe", "1f1b", "zb-h1"], strength=1)
 )
@@ -155,6 +159,7 @@ def added_up_in_place(name: str, schedule: str) -> list[str]:
         ]
 
 
+@pytest.mark.processes
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "schedule"), covering(sorted(zoo.MODELS), ["1f1b", "interleaved", "zb-h1", "zbv"], strength=1)
@@ -182,6 +187,7 @@ def mutated_in_place(schedule: str, mutation: Callable[[], Any]) -> list[str]:
         return added_up_in_place("llama", schedule)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("schedule", "mutation"), [("1f1b", lookup_left_out), ("zbv", lookup_left_out), ("zbv", product_twice)]
 )
@@ -237,6 +243,7 @@ def mutated(schedule: str, mutation: Callable[[], Any]) -> list[str]:
         return differences(split, unsplit, zoo.batch("llama"), num_microbatches=M)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("schedule", "mutation"),
     [
@@ -269,6 +276,8 @@ def most_kept(schedule: str) -> int:
     return max(kept)
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 @pytest.mark.parametrize(("schedule", "p"), covering(["1f1b", "gpipe", "zb-h1"], [2, 4], strength=1))
 def test_what_was_sent_is_let_go_of_though_isend_does_not_say_when(pool: Pool, schedule: str, p: int) -> None:
     assert max(pool.run(most_kept, p, schedule)) <= MAX_PENDING_SENDS + 1
@@ -288,6 +297,8 @@ def compiled() -> list[str]:
     return found
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 def test_compiled_units_have_the_same_gradients(pool: Pool) -> None:
     assert pool.run(compiled, 2, timeout=120) == [[], []]
 

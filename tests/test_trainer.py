@@ -33,6 +33,7 @@ from tests.trainers import TASKS, differences, forget, launched, run, run_pipeli
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "ranks", "plugin", "others"),
@@ -58,6 +59,7 @@ def test_logs_are_those_of_one_process(
         assert differences(found, expected) == []
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["causal", "classifier"])
 def test_replicas_share_a_window(pool: Pool, tmp_path: Path, name: str) -> None:
@@ -79,6 +81,7 @@ def predict(name: str, folder: str, plugin: dict[str, Any] | None = None, **othe
         return [metrics | {"loss": predicted.metrics["test_loss"]}, predicted.predictions, predicted.label_ids]
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ranks", "options"),
@@ -122,6 +125,7 @@ def stream(folder: str, plugin: dict[str, Any] | None = None) -> list[Any]:
         return run("causal", folder, plugin=plugin, max_steps=2, batch_eval_metrics=True)
 
 
+@pytest.mark.turns
 def test_metrics_may_be_streamed(pool: Pool, tmp_path: Path) -> None:
     expected = stream(str(tmp_path))
     assert "eval_right" in expected[-1]
@@ -151,6 +155,7 @@ def keep_the_best(name: str, folder: str, plugin: dict[str, Any] | None = None) 
             return [folders, {"loss": made.evaluate()["eval_loss"], "step": made.state.global_step}]
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["causal", "lora"])
 def test_the_best_model_is_kept_and_loaded(pool: Pool, tmp_path: Path, name: str) -> None:
@@ -191,6 +196,7 @@ def count(folder: str, plugin: dict[str, Any] | None = None) -> tuple[int, int]:
         return made.seen, made.rank
 
 
+@pytest.mark.turns
 def test_what_a_loss_counts_is_known_to_every_rank(pool: Pool, tmp_path: Path) -> None:
     expected, _ = count(str(tmp_path))
     assert pool.run(count, 2, str(tmp_path), {"pp_size": 2}) == [(expected, 0), (expected, 1)]
@@ -233,6 +239,7 @@ def all_refused(folder: str) -> None:
             made.accelerator.prepare(made.model)(input_ids=torch.ones(1, 4))
 
 
+@pytest.mark.turns
 def test_what_cannot_be_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
     pool.run(all_refused, 2, str(tmp_path))
     for wrong in (int, PipelinePlugin):
@@ -274,6 +281,7 @@ def test_private_names_of_trainer_mean_what_is_assumed() -> None:
     assert {name for name in own | overridden if not name.startswith("__")} == set(PRIVATE)
 
 
+@pytest.mark.turns
 def test_a_window_s_tokens_are_counted_together(pool: Pool, tmp_path: Path) -> None:
     """A mutation: each batch by its own tokens, as if `num_items_in_batch` were not known."""
     expected = run("causal", tmp_path, max_steps=2)
@@ -309,6 +317,7 @@ def mutated(mutation: str, folder: str, plugin: dict[str, Any], **others: Any) -
         return run("causal" if mutation == "items" else "smoothed", folder, plugin=plugin, **others)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",

@@ -30,6 +30,7 @@ def resumed(pool: Pool, name: str, folder: Path, ranks: int, plugin: dict[str, A
     )[0]
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["causal", "lora"])
 def test_a_run_goes_on_with_other_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
@@ -75,6 +76,7 @@ def saving(folder: str, rank: int = 0, moment: int | None = None) -> int:
         return own.moments.count
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("rank", "moment"), [(0, 0), (0, 7), (0, -2), (0, -1), (1, -1)])
 def test_a_save_that_is_killed_leaves_a_whole_checkpoint(pool: Pool, tmp_path: Path, rank: int, moment: int) -> None:
@@ -129,6 +131,7 @@ def flipped(file: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.turns
 def test_checkpoints_that_have_changed_are_passed_over(pool: Pool, tmp_path: Path) -> None:
     """A disk flipped a bit of an optimizer, and the run went on from it: the folder's names and sizes were right."""
     for said, begins, files in pool.run(hurt, 2, tmp_path):
@@ -176,6 +179,7 @@ def pushed(folder: Path) -> list[str]:
     return hub.messages
 
 
+@pytest.mark.turns
 def test_what_is_pushed_to_the_hub_is_read_from_there(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(pushed, 2, tmp_path)
     assert second == [] and first[-1] == "the end" and "Training in progress, step 2" in first

@@ -132,6 +132,7 @@ def train(kind: str, folder: str, plugin: dict[str, Any] | None = None, **others
         return logs(made), [float(value) for value in getattr(made, "shown", [])]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["Keeping", "Noting", "Penalized"])
 def test_every_rank_keeps_what_one_process_keeps(pool: Pool, tmp_path: Path, kind: str) -> None:
     """What was no list, dict or number was neither undone after a trial nor told to other ranks; what compute_loss drew
@@ -233,6 +234,7 @@ def replicas_refused(folder: str) -> None:
     refused("Gathering", folder, "gathers nothing from other ranks")
 
 
+@pytest.mark.turns
 def test_what_cannot_be_told_is_refused_when_it_changes(pool: Pool, tmp_path: Path) -> None:
     """A file, an iterator or a function of no name that compute_loss changes would differ between ranks; so would a
     loss of what replicas gather. Both were let through after 8 batches."""
@@ -249,6 +251,7 @@ def again(folder: str) -> None:
         first.train()
 
 
+@pytest.mark.turns
 def test_a_model_that_was_split_is_not_split_again(pool: Pool, tmp_path: Path) -> None:
     """A second Trainer on it said that ranks differ in what is trained."""
     pool.run(again, 2, str(tmp_path))

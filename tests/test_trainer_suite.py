@@ -124,6 +124,7 @@ ALONE = """
 """
 
 
+@pytest.mark.turns
 def test_one_stage_needs_no_launcher_and_no_unit() -> None:
     """A notebook asked for init_process_group, and a model without units for pp_size <= 0. The loss of an evaluated
     stream counted its short last batch as a full one."""

@@ -31,6 +31,7 @@ add_fused_lm_head = pytest.importorskip("trl.trainer.utils").add_fused_lm_head
 run, near, tokenizer = trls.run, trls.near, trls.tokenizer
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", trls.KINDS)
 def test_logs_are_those_of_one_process(pool: Pool, tmp_path: Path, kind: str) -> None:
@@ -44,6 +45,7 @@ def with_adapters_on(folder: str, plugin: dict[str, Any]) -> list[dict[str, floa
         return run("dpo-lora", folder, plugin)
 
 
+@pytest.mark.turns
 def test_a_reference_with_its_adapters_on_is_seen(pool: Pool, tmp_path: Path) -> None:
     """A mutation: the model that is trained is its own reference, so that nothing is ever preferred."""
     expected = run("dpo-lora", str(tmp_path))
@@ -52,6 +54,7 @@ def test_a_reference_with_its_adapters_on_is_seen(pool: Pool, tmp_path: Path) ->
     assert all(abs(entry.get("rewards/margins", 0.0)) < 1e-6 for entry in found) and expected[3]["rewards/margins"]
 
 
+@pytest.mark.turns
 def test_replicas_gather_the_metrics(pool: Pool, tmp_path: Path) -> None:
     expected = run("completion", str(tmp_path), gradient_accumulation_steps=2)
     options: dict[str, Any] = {"gradient_accumulation_steps": 1}
@@ -112,6 +115,7 @@ def answer(folder: Path) -> str:
     return tokens.decode(made[0, prompt["input_ids"].shape[1] :])
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["whole and resumed", "adapters"])
 def test_the_example_trains_a_model_that_answers(pool: Pool, tmp_path: Path, kind: str) -> None:
     flags = [*chats(tmp_path), *(["--lora=8"] if kind == "adapters" else [])]

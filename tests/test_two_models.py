@@ -18,6 +18,8 @@ from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences, gradient_error, parameter_error
 
+pytestmark = pytest.mark.local
+
 Pair = tuple[Split, Unsplit]
 
 
@@ -114,10 +116,12 @@ def test_an_average_follows_a_split_model(pool: Pool) -> None:
         assert len(errors) > 2 and max(errors) < 1e-5
 
 
+@pytest.mark.turns
 def test_teacher_and_student_behind_one_booster(pool: Pool) -> None:
     assert pool.run(teacher_and_student, 2) == [[], []]
 
 
+@pytest.mark.turns
 def test_each_model_has_a_loss_scale(pool: Pool) -> None:
     for scales, moved in pool.run(scaled_apart, 2):
         assert scales == [2.0**15, 2.0**16] and max(moved) > 0

@@ -19,6 +19,8 @@ from pipeshard.split.materialize import is_released
 from tests.hunt.loops import Sides
 from tests.pool import Pool
 
+pytestmark = pytest.mark.local
+
 Change = Callable[[nn.Module, Any], Any]  # of a model's gradients or an optimizer's options
 
 
@@ -101,6 +103,7 @@ def early_hook() -> None:
     assert all(map(torch.equal, before, values(sides.model)))
 
 
+@pytest.mark.turns
 def test_a_norm_of_one_stage_is_refused(pool: Pool) -> None:
     """torch's clip_grad_norm_ clipped each stage by its own norm: in a loop with a warning, and silently in a hook of
     the optimizer's step."""
@@ -183,6 +186,7 @@ def exact(name: str, in_hook: bool, layout: dict[str, Any]) -> list[str]:
     return sides.done() + [text for text in told if "gradients" in text and name != "one stage"]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", EXACT)
 def test_what_changes_each_gradient_alone_is_exact_and_silent(pool: Pool, name: str) -> None:
     """clip_grad_value_ and p.grad.mul_(0.5) were warned of as if they clipped by a norm."""
@@ -265,6 +269,7 @@ def replicas_of_one_stage() -> None:
         sides.split_loss(sides.batches(0))
 
 
+@pytest.mark.turns
 def test_options_that_differ_between_ranks_are_refused(pool: Pool) -> None:
     """A learning rate set from the gradient norm of `model.parameters()` trained each stage at another rate."""
     for name in OPTIONS:
@@ -310,6 +315,7 @@ def of_what_is_held() -> list[str]:
     return [str(k) for k, pair in enumerate(zip(before, values(sides.model), strict=True)) if torch.equal(*pair)]
 
 
+@pytest.mark.turns
 def test_groups_of_a_stage_and_schedules_are_exact(pool: Pool) -> None:
     """Groups may differ between ranks in what they hold, and in their options where they are other groups."""
     assert pool.run(remedies, 2, {}, timeout=120) == [[], []]

@@ -340,7 +340,7 @@ def _count_rows(
     main = main_input if main_input in tensors else next(counting, None)
     if main is None or declared.get(main, 0) is None:
         raise BatchError(f"batch_dims says of {main or 'every tensor'} that it does not count the samples: it has to")
-    dim = _checked(main, tensors[main], declared.get(main, 0))
+    dim = _checked_dim(main, tensors[main], declared.get(main, 0))
     rows = len(tensors[main]) if has_tensors(tensors[main]) else tensors[main].shape[dim]
     if rows == 0:
         raise BatchError(f"the batch is empty: {main} has shape {tuple(tensors[main].shape)}")
@@ -381,7 +381,7 @@ def _row_dim(path: str, leaf: Any, rows: int) -> int | None:
     return 0 if type(leaf) is list or has_tensors(leaf) or any(isinstance(entry, str) for entry in leaf) else None
 
 
-def _checked(path: str, leaf: Any, dim: int | None) -> int:
+def _checked_dim(path: str, leaf: Any, dim: int | None) -> int:
     ndim = leaf.ndim if isinstance(leaf, Tensor) else int(is_entries(leaf))
     if dim is None or not -ndim <= dim < ndim:
         what = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
@@ -393,7 +393,7 @@ def _agreed(path: str, leaf: Any, dim: int | None, rows: int, where: str) -> int
     """The dimension that is declared for a leaf, if it has as many entries as there are samples."""
     if dim is None:
         return None
-    dim = _checked(path, leaf, dim)
+    dim = _checked_dim(path, leaf, dim)
     size = leaf.shape[dim] if isinstance(leaf, Tensor) else len(leaf)
     if size != rows and not (isinstance(leaf, Tensor) and dim == 0 and size > rows and size % rows == 0):
         raise BatchError(

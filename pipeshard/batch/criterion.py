@@ -31,10 +31,10 @@ def sum_and_count(
     if criterion is None:
         return own_loss(output), None
     if (of_batch := getattr(criterion, "of_batch", None)) is None:
-        loss = _called(criterion, output, batch.for_criterion())
+        loss = _loss_called(criterion, output, batch.for_criterion())
     elif (loss := of_batch(output, batch.data)) is None:
         return None, None
-    if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]) and _is_number(loss[1]):
+    if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]) and _is_count(loss[1]):
         loss, count = loss
     if not _is_scalar(loss):
         shape = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
@@ -66,7 +66,7 @@ def takes_outputs_alone(criterion: Criterion) -> bool:
     raise ConfigurationError(f"the criterion takes {signature}, but gets (outputs, inputs), or outputs alone")
 
 
-def _called(criterion: Criterion, output: Any, inputs: Any) -> Any:
+def _loss_called(criterion: Criterion, output: Any, inputs: Any) -> Any:
     if takes_outputs_alone(criterion):
         return criterion(output)  # type: ignore[call-arg]
     try:
@@ -131,7 +131,7 @@ class _Function:
     def __init__(self, function: FunctionType) -> None:
         self.function = function
         values = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items(), function.__globals__
-        self.captured = *map(_content, function.__closure__ or ()), *map(_identified, values)
+        self.captured = *map(_cell_content, function.__closure__ or ()), *map(_identified, values)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Function):
@@ -143,7 +143,7 @@ class _Function:
         return hash(self.function.__code__)
 
 
-def _content(cell: Any) -> Hashable:
+def _cell_content(cell: Any) -> Hashable:
     try:
         return _identified(cell.cell_contents)
     except ValueError:  # empty so far
@@ -158,5 +158,5 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1
 
 
-def _is_number(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return _is_scalar(value) or type(value) in (int, float)

@@ -170,7 +170,7 @@ def _assign(areas: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...] | No
     return tuple(counts) if at == len(areas) and total else None
 
 
-Kind = tuple[str, int]  # a leaf's path and its number of dimensions
+LeafKind = tuple[str, int]  # a leaf's path and its number of dimensions
 
 
 class RowDims:
@@ -179,8 +179,8 @@ class RowDims:
     def __init__(self, model: nn.Module, declared: BatchDims | None = None) -> None:
         self.model, self.declared = model, dict(declared or {})
         self._lists: dict[str, bool] = {}
-        self._first: dict[Kind, tuple[int, int]] = {}  # the size of the first dimension, and the samples
-        self._other: dict[Kind, set[int]] = {}  # dimensions that once had a size which does not count the samples
+        self._first: dict[LeafKind, tuple[int, int]] = {}  # the size of the first dimension, and the samples
+        self._other: dict[LeafKind, set[int]] = {}  # dimensions that once had a size which does not count the samples
 
     def read(self, data: Any, is_cut: bool = True) -> Batch:
         """A batch as a dataloader gives it; one that is not cut into microbatches may have leaves that are in doubt.

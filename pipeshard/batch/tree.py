@@ -30,7 +30,7 @@ from pipeshard.private import (
 )
 
 Decide = Callable[[str, Sequence[Any]], bool]
-Key = MappingKey[Any, Any] | SequenceKey[Any] | GetAttrKey
+PathKey = MappingKey[Any, Any] | SequenceKey[Any] | GetAttrKey
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def flatten(
     paths: list[str] = []
     leaves: list[Any] = []
 
-    def walk(node: Any, keys: tuple[Key, ...]) -> Tree:
+    def walk(node: Any, keys: tuple[PathKey, ...]) -> Tree:
         path = _name(keys[1:] if is_alone and len(keys) > 1 else keys)
         is_entry_list = type(node) in (list, tuple) and keys and (not has_tensors(node) or by_sample(path, node))
         opened = None if is_entry_list else _opened(node)
@@ -236,6 +236,6 @@ def _rebuilt(cls: Any, attributes: dict[str, Any]) -> Any:
     return node
 
 
-def _name(keys: tuple[Key, ...]) -> str:
+def _name(keys: tuple[PathKey, ...]) -> str:
     key = (getattr(keys[0], "key", None) or getattr(keys[0], "name", None)) if len(keys) == 1 else None
     return key if isinstance(key, str) else keystr(keys)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pipeshard.distributed.collectives import gather_objects, reason
 from pipeshard.distributed.watching import named
-from pipeshard.errors import CheckpointError, PipeshardError, of_all
+from pipeshard.errors import CheckpointError, PipeshardError, of_all, summary
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
         yield
     except Exception as error:  # whatever it is, the others must not wait for this rank
         failure = error
-    mine = str(failure) if isinstance(failure, PipeshardError) else failure and f"{type(failure).__name__}: {failure}"
+    mine = str(failure) if isinstance(failure, PipeshardError) else failure and summary(failure)
     messages = gather_objects(mine, group)
     first = next((rank for rank, message in enumerate(messages) if message is not None), None)
     if first is not None:
@@ -59,7 +59,7 @@ def new_folder(target: Path, group: dist.ProcessGroup, mark: str) -> AbstractCon
 
     At every moment `existing(target)` is the previous folder or the new one, whole. `mark` is as for `make_way`.
     """
-    return _written(target, group, lambda: make_way(target, mark), lambda writing: place(writing, target))
+    return _written_folder(target, group, lambda: make_way(target, mark), lambda writing: place(writing, target))
 
 
 def make_way(target: Path, mark: str) -> None:
@@ -89,11 +89,11 @@ def new_file(target: Path, group: dist.ProcessGroup) -> AbstractContextManager[P
         if target.is_dir():
             raise CheckpointError(f"{target} is a folder, but a file is to be written: name a file in it")
 
-    return _written(target, group, prepare, lambda writing: os.replace(writing / target.name, target))
+    return _written_folder(target, group, prepare, lambda writing: os.replace(writing / target.name, target))
 
 
 @contextmanager
-def _written(
+def _written_folder(
     target: Path, group: dist.ProcessGroup, prepare: Callable[[], None], place: Callable[[Path], None]
 ) -> Iterator[Path]:
     """A hidden folder beside `target`; the first rank prepares before, and places it after all have written."""

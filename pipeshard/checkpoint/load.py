@@ -17,7 +17,7 @@ from pipeshard.checkpoint.files import together
 from pipeshard.checkpoint.safetensors_files import Source
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.parameters import HeldParameters
-from pipeshard.errors import CheckpointError, listed
+from pipeshard.errors import CheckpointError, listed, summary
 from pipeshard.split.ties import first_names
 
 try:
@@ -185,7 +185,7 @@ class _Plan:
             made = piece.convert(self.model, lambda key: torch.empty(self.source.shapes[key], device="meta"))
         except Exception as error:  # what a conversion of transformers raises for shapes that it does not expect
             sources = ", ".join(key for key, _ in piece.sources[:3])
-            self.problems.append(f"{piece.target} cannot be made of {sources} ({type(error).__name__}: {error})")
+            self.problems.append(f"{piece.target} cannot be made of {sources} ({summary(error)})")
             return {piece.target: self.shapes[piece.target]}
         return {name: tuple(tensor.shape) for name, tensor in made.items()}
 

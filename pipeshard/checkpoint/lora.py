@@ -14,7 +14,7 @@ from pipeshard.checkpoint.untrusted import check_adapter
 from pipeshard.distributed.collectives import broadcast_bytes, gather_objects, whole
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
-from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, listed
+from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, explained, listed, summary
 from pipeshard.hf import ADAPTER_CONFIG
 from pipeshard.split.ties import first_names
 
@@ -43,27 +43,27 @@ def enable_lora(
         )
     if pretrained_dir is not None:
         return _with_adapter_of(pretrained_dir, model)
-    try:
+    with explained(  # peft raises anything for what is not as it expects it
+        lambda error: ConfigurationError(
+            f"peft cannot put adapters of this lora_config on {type(model).__name__}: {summary(error)}"
+        )
+    ):
         return get_peft_model(model, lora_config)
-    except Exception as error:  # peft raises anything for what is not as it expects it
-        raise ConfigurationError(
-            f"peft cannot put adapters of this lora_config on {type(model).__name__}: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _with_adapter_of(folder: str, model: nn.Module) -> PeftModel:
     path = existing(Path(folder))
-    try:
+    with explained(
+        lambda error: CheckpointError(
+            f"{folder} has no adapter for this {type(model).__name__} ({summary(error)}): pass a folder "
+            "that booster.save_lora_as_pretrained or peft's save_pretrained wrote for this model"
+        )
+    ):
         if path.is_dir():
             check_adapter(path, model)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return PeftModel.from_pretrained(model, str(path), is_trainable=True, torch_device="cpu")
-    except Exception as error:  # as above
-        raise CheckpointError(
-            f"{folder} has no adapter for this {type(model).__name__} ({type(error).__name__}: {error}): pass a folder "
-            "that booster.save_lora_as_pretrained or peft's save_pretrained wrote for this model"
-        ) from error
 
 
 def save_lora(model: nn.Module, checkpoint: str) -> None:

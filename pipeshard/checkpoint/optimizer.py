@@ -22,7 +22,7 @@ from pipeshard.distributed.collectives import encode, gather_objects, is_packed,
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import CheckpointError, MessageError, listed
 
-FORMAT = "pipeshard optimizer 2"
+OPTIMIZER_FORMAT = "pipeshard optimizer 2"
 OLDER = "pipeshard optimizer 1"  # a file of it is the same; in a folder were torch.distributed.checkpoint's own files
 VALUE = "pipeshard.value"  # among the states of a parameter: itself, in full precision
 # "format"; "parameters": name -> meta tensor; "param_groups": options and names ("params"); "state": name -> key ->
@@ -51,7 +51,7 @@ def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[in
             yield number, optimizer.names[parameter], parameter
 
 
-def content_of(optimizer: PipelineOptimizer) -> Content:
+def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     """The state this rank holds. That of a shard is a DTensor as the parameter is; VALUE is where this is in 16
     bits."""
     packed, weights = optimizer.optim.state_dict(), optimizer.weights
@@ -66,7 +66,7 @@ def content_of(optimizer: PipelineOptimizer) -> Content:
         return like(value, parameter) if value.shape == local(parameter).shape else value
 
     return {
-        "format": FORMAT,
+        "format": OPTIMIZER_FORMAT,
         "parameters": {name: like(weights[name].master.detach(), weights[name].parameter) for name in states},
         "param_groups": [
             {key: value for key, value in group.items() if key != "param_names"}
@@ -97,7 +97,7 @@ def on_meta(content: Content) -> Content:
 
 def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
     """What all ranks hold together, and which is the first to hold each parameter."""
-    whole: Content = {"format": FORMAT, "parameters": {}, "param_groups": [], "state": {}}
+    whole: Content = {"format": OPTIMIZER_FORMAT, "parameters": {}, "param_groups": [], "state": {}}
     owners: dict[str, int] = {}
     for rank, description in enumerate(descriptions):
         for name in description["parameters"]:
@@ -118,7 +118,7 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
     return whole, owners
 
 
-def flaw(content: Content, described: bool) -> str:
+def content_flaw(content: Content, described: bool) -> str:
     """What makes a dict that somebody wrote another thing than a Content; "" for a Content. With `described`, tensors
     are to be on meta; else there are values for all of them."""
     parts: list[Any] = [content.get(part) for part in ("parameters", "param_groups", "state")]
@@ -183,7 +183,7 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
                 torch.save(description, folder / target.name)
 
 
-def part_of(optimizer: Optimizer) -> tuple[list[FileContent], Content | None]:
+def optimizer_part(optimizer: Optimizer) -> tuple[list[FileContent], Content | None]:
     """Copies of what this rank writes of an optimizer's folder, and on the first rank of its description. Every rank
     calls it. Raises CheckpointError as `save_optimizer` does."""
     boosted = _boosted(optimizer)
@@ -194,7 +194,7 @@ def part_of(optimizer: Optimizer) -> tuple[list[FileContent], Content | None]:
 def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[tuple[str, str], Tensor]]:
     """The description of the whole, and what this rank writes of it, by the name of the parameter and the key."""
     with together(boosted.group):
-        content = content_of(boosted)
+        content = optimizer_content(boosted)
         _check_readable(on_meta(content))
     description, owners = merged(gather_objects(on_meta(content), boosted.group))
     rank = boosted.group.rank()
@@ -203,7 +203,7 @@ def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[tup
     def writes(name: str, tensor: Tensor) -> bool:
         return owners[name] == rank or (isinstance(tensor, DTensor) and has_slice(boosted, name, owners[name]))
 
-    return description, {place: tensor for place, tensor in _tensors(states).items() if writes(place[0], tensor)}
+    return description, {place: tensor for place, tensor in _state_tensors(states).items() if writes(place[0], tensor)}
 
 
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
@@ -216,15 +216,15 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
     with together(boosted.group):
         source = existing(Path(checkpoint))
         content = _read_content(source)
-        held = content_of(boosted)
+        held = optimizer_content(boosted)
     present, _ = merged(gather_objects(on_meta(held), boosted.group))
     problems = list(_problems(content, present))
     if problems:
         raise CheckpointError(f"{checkpoint} does not fit this optimizer: {listed(problems)}")
     with together(boosted.group):
-        states = _states(boosted, source, content, held["parameters"].keys())
+        states = _saved_states(boosted, source, content, held["parameters"].keys())
     with together(boosted.group):
-        _restore(boosted, content, states)
+        _restore_states(boosted, content, states)
 
 
 def _boosted(optimizer: Optimizer) -> PipelineOptimizer:
@@ -249,7 +249,7 @@ def _compact(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _tensors(states: States) -> dict[tuple[str, str], Tensor]:
+def _state_tensors(states: States) -> dict[tuple[str, str], Tensor]:
     """The tensors among the states, by the name of the parameter and the key."""
     places = {(name, key): value for name, values in states.items() for key, value in values.items()}
     return {place: value for place, value in places.items() if isinstance(value, Tensor)}
@@ -267,12 +267,13 @@ def _read_content(source: Path) -> Content:
     advice = "pass what booster.save_optimizer wrote"
     content = load_plain(source / DESCRIPTION if described else source, "an optimizer checkpoint", advice)
     written = content.get("format") if isinstance(content, dict) else None
-    if not isinstance(content, dict) or written not in ((FORMAT,) if described else (FORMAT, OLDER)):
-        raise CheckpointError(f"{source} is not in the format {FORMAT!r}, which has names: {advice}")
-    if problem := flaw(content, described):
+    formats = (OPTIMIZER_FORMAT,) if described else (OPTIMIZER_FORMAT, OLDER)
+    if not isinstance(content, dict) or written not in formats:
+        raise CheckpointError(f"{source} is not in the format {OPTIMIZER_FORMAT!r}, which has names: {advice}")
+    if problem := content_flaw(content, described):
         raise CheckpointError(f"{source} is damaged: {problem}")
     if described:
-        check_shards(source, _in_files(_tensors(content["state"])))
+        check_shards(source, _in_files(_state_tensors(content["state"])))
     return content
 
 
@@ -294,7 +295,7 @@ def _problems(saved: Content, present: Content) -> Iterator[str]:
         yield f"{name} is unexpected"
 
 
-def _states(optimizer: PipelineOptimizer, source: Path, content: Content, names: Collection[str]) -> States:
+def _saved_states(optimizer: PipelineOptimizer, source: Path, content: Content, names: Collection[str]) -> States:
     """The saved states of these parameters, or of this rank's shards; the tensors are not views of a file."""
     states = {name: values for name, values in content["state"].items() if name in names}
     parameters = {name: optimizer.weights[name].parameter for name in states}
@@ -315,11 +316,11 @@ def _states(optimizer: PipelineOptimizer, source: Path, content: Content, names:
 
     if source.is_dir():
         states = converted(states, blank)
-        read_shards(source, _in_files(_tensors(states)))
+        read_shards(source, _in_files(_state_tensors(states)))
     return converted(states, part)
 
 
-def _restore(optimizer: PipelineOptimizer, content: Content, states: States) -> None:
+def _restore_states(optimizer: PipelineOptimizer, content: Content, states: States) -> None:
     optimizer.complete(optimizer.weights[name] for name, values in states.items() if VALUE in values)
     for name, values in states.items():
         if VALUE in values:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from pipeshard.checkpoint.files import sync, writes
 from pipeshard.checkpoint.untrusted import has_content, is_inside, load_plain, read_document
 from pipeshard.distributed.collectives import local, reason
-from pipeshard.errors import CheckpointError, listed
+from pipeshard.errors import CheckpointError, explained, listed, summary
 
 # In the order of preference; an index names the files of a folder that has several.
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -70,8 +70,8 @@ class Source:
             tensor = self._states[file][key].clone(memory_format=torch.contiguous_format)
         else:
             if self._open is None or self._open[0] != file:
-                self._open = file, opened(file)
-            with _named(file):
+                self._open = file, open_file(file)
+            with _naming_file(file):
                 tensor = self._open[1].get_tensor(key)
         self.bytes_read += tensor.nbytes
         return tensor
@@ -88,8 +88,8 @@ class Source:
             self._states[file] = _from_gguf(file, model)
         if file in self._states:
             return {key: tuple(tensor.shape) for key, tensor in self._states[file].items()}
-        content = opened(file)
-        with _named(file):
+        content = open_file(file)
+        with _naming_file(file):
             return {key: tuple(content.get_slice(key).get_shape()) for key in content.keys()}  # noqa: SIM118
 
 
@@ -114,7 +114,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
         files = sorted({_of_folder(path, name) for name in listed.values()})
         lost = [file for file in files if not (path.parent / file).is_file()]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not an index of a checkpoint: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} is not an index of a checkpoint: {summary(error)}") from error
     if lost:
         raise CheckpointError(f"{path} refers to {lost[0]!r}, which is missing: the checkpoint is incomplete")
     return [path.parent / file for file in files], listed
@@ -126,19 +126,19 @@ def _of_folder(index: Path, name: object) -> str:
     return name
 
 
-def opened(file: Path) -> Any:
+def open_file(file: Path) -> Any:
     """A safetensors file, of which the header was read, and describes what is in the file.
 
     Raises CheckpointError for any other.
     """
-    with _named(file):
+    with _naming_file(file):
         if not file.is_file():
             raise FileNotFoundError("it does not exist")
         return safe_open(file, "pt", backend="pread")
 
 
 @contextmanager
-def _named(file: Path) -> Iterator[None]:
+def _naming_file(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:  # torch's, for an absurd shape
@@ -163,13 +163,13 @@ def _from_gguf(file: Path, model: nn.Module | None) -> dict[str, Tensor]:
     """All of it, for llama.cpp's names and order of rows are transformers' to undo."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    try:
+    with explained(  # gguf checks little of what it reads
+        lambda error: CheckpointError(f"{file} cannot be read as GGUF: {summary(error)}")
+    ):
         return load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
-    except Exception as error:  # gguf checks little of what it reads
-        raise CheckpointError(f"{file} cannot be read as GGUF: {type(error).__name__}: {error}") from error
 
 
-def join(parts: Sequence[Path], target: Path) -> None:
+def joined_file(parts: Sequence[Path], target: Path) -> None:
     """Write `target` with the tensors of all parts, no two of which have one name.
 
     A safetensors file is the length of its header, the header, and the tensors' bytes, to which it has offsets.
@@ -179,7 +179,7 @@ def join(parts: Sequence[Path], target: Path) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, offset = [], 0
     for part in parts:
-        opened(part)  # refuses a header that does not describe the file
+        open_file(part)  # refuses a header that does not describe the file
         with part.open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
             entries: dict[str, Any] = json.loads(content.read(length))
@@ -213,7 +213,7 @@ def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata
         room.rmdir()
 
 
-LARGEST = 1 << 30  # bytes of a file, and so of what is copied at a time; a larger tensor is alone in its file
+LARGEST_FILE = 1 << 30  # bytes of a file, and so of what is copied at a time; a larger tensor is alone in its file
 
 
 Content = tuple[dict[str, Tensor], dict[str, str]]  # of a file: copies of tensors, and metadata
@@ -222,7 +222,7 @@ Content = tuple[dict[str, Tensor], dict[str, str]]  # of a file: copies of tenso
 def contents(tensors: Mapping[str, Tensor]) -> Iterator[Content]:
     """What this rank writes of `tensors`, of which no other rank writes the same slice: file by file, copies."""
     for names in _shard_files(tensors):
-        parts = {name: _copy(local(tensors[name].detach())) for name in names}
+        parts = {name: _on_cpu(local(tensors[name].detach())) for name in names}
         begins = {name: {"saved_offsets": _begin(tensors[name])} for name in names}
         yield parts, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(begins)}
 
@@ -279,7 +279,7 @@ def _shard_files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
         part = local(tensor)
         if part.numel() == 0 < tensor.numel():
             continue
-        if names and size + part.nbytes > LARGEST:
+        if names and size + part.nbytes > LARGEST_FILE:
             yield names
             names, size = [], 0
         names.append(name)
@@ -288,7 +288,7 @@ def _shard_files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
         yield names
 
 
-def _copy(part: Tensor) -> Tensor:
+def _on_cpu(part: Tensor) -> Tensor:
     """On the CPU, with a storage of its own: safetensors refuses tensors that share one."""
     return part.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
@@ -303,10 +303,10 @@ def _begin(tensor: Tensor) -> list[int]:
 
 def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
     """What the headers of the files say."""
-    try:
+    with explained(  # torch looks for keys of JSON that anybody may have written
+        lambda error: CheckpointError(f"{folder} is damaged: {reason(error)}")
+    ):
         return HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata  # type: ignore[return-value]
-    except Exception as error:  # torch looks for keys of JSON that anybody may have written
-        raise CheckpointError(f"{folder} is damaged: {reason(error)}") from error
 
 
 def _is_whole(stored: TensorStorageMetadata) -> bool:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from pipeshard.checkpoint.files import Save, remove, sync, together, writes
 from pipeshard.checkpoint.load import revert
-from pipeshard.checkpoint.safetensors_files import INDICES, PICKLED, WEIGHTS, join, write_file
+from pipeshard.checkpoint.safetensors_files import INDICES, PICKLED, WEIGHTS, joined_file, write_file
 from pipeshard.distributed.collectives import gather_objects, whole
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
@@ -28,7 +28,7 @@ from pipeshard.hf import enable_caches
 from pipeshard.split.ties import first_names, names_of
 
 SINGLE, INDEX = WEIGHTS[0], INDICES[0]
-OWN = re.compile(r"model(-.*)?\.safetensors|\.pipeshard-.*")  # what a save may have left in a folder
+SAVED_FILES = re.compile(r"model(-.*)?\.safetensors|\.pipeshard-.*")  # what a save may have left in a folder
 
 
 def owned(model: PipelineModel) -> dict[str, Tensor]:
@@ -148,7 +148,7 @@ class FolderSave(Save):
         """What neither this save nor the user needs: older shards, and what killed saves left."""
         kept = set(self.weight_map.values()) | (set() if self.is_single else {INDEX})
         for path in self.target.iterdir():
-            if path.name not in kept and (path.name == INDEX or OWN.fullmatch(path.name)):
+            if path.name not in kept and (path.name == INDEX or SAVED_FILES.fullmatch(path.name)):
                 yield path
 
 
@@ -188,7 +188,7 @@ class FileSave(Save):
 
     def _join(self) -> None:
         joined = self.beside("whole")
-        join([self.beside(f"stage{stage}") for stage in range(self.stages)], joined)
+        joined_file([self.beside(f"stage{stage}") for stage in range(self.stages)], joined)
         if self.target.suffix in PICKLED:
             state, joined = load_file(joined), self.beside("pickled")  # mapped, not read
             torch.save(state | {name: state[kept] for name, kept in self.also.items() if kept in state}, joined)

@@ -39,9 +39,9 @@ from pipeshard.checkpoint.safetensors_files import write_files
 from pipeshard.checkpoint.save import FolderSave
 from pipeshard.checkpoint.untrusted import is_inside, read_document
 from pipeshard.distributed.collectives import gather_objects
-from pipeshard.errors import CheckpointError
+from pipeshard.errors import CheckpointError, summary
 
-FORMAT = 1
+MANIFEST_FORMAT = 1
 MANIFEST, LOCK = "manifest.json", ".writer"
 MODEL, OPTIMIZER, REST = "model", "optimizer", "training.pt"  # the parts of a state
 MARKS = ".marks"  # in the hidden folder, of ranks whose part is done
@@ -59,7 +59,14 @@ def seal(folder: Path, step: int, stages: int, group: dist.ProcessGroup) -> None
 def write_manifest(folder: Path, step: int, stages: int, sums: dict[str, str]) -> None:
     versions = {name: version(name) for name in ("pipeshard", "torch", "transformers")}
     files = {name: (folder / name).stat().st_size for name in sums}
-    manifest = {"format": FORMAT, "step": step, "stages": stages, "versions": versions, "files": files, "sha256": sums}
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "step": step,
+        "stages": stages,
+        "versions": versions,
+        "files": files,
+        "sha256": sums,
+    }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 
@@ -68,8 +75,8 @@ def flaw(folder: Path, step: int | None = None) -> str:
     Raises nothing, whatever is there."""
     try:
         manifest = read_document(folder / MANIFEST)
-        if manifest.get("format") != FORMAT:
-            return f"its format is {short(manifest.get('format'))}, not {FORMAT}"
+        if manifest.get("format") != MANIFEST_FORMAT:
+            return f"its format is {short(manifest.get('format'))}, not {MANIFEST_FORMAT}"
         files = manifest.get("files")
         if not isinstance(files, dict) or not files:
             return f"{MANIFEST} lists no files"
@@ -83,7 +90,7 @@ def flaw(folder: Path, step: int | None = None) -> str:
             if type(size) is not int or (folder / name).stat().st_size != size:
                 return f"{short(name)} has not the size {short(size)} that {MANIFEST} says"
     except (OSError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+        return summary(error)
     return ""
 
 
@@ -101,7 +108,7 @@ def damage(folder: Path, group: dist.ProcessGroup) -> str:
 
 def _shared_out(folder: Path, names: list[str], group: dist.ProcessGroup) -> dict[str, str]:
     """The SHA-256 of each file, or why it cannot be read; each rank reads some."""
-    own = {name: _sum(folder / name) for name in names[group.rank() :: group.size()]}
+    own = {name: _file_sum(folder / name) for name in names[group.rank() :: group.size()]}
     return {name: value for of_rank in gather_objects(own, group) for name, value in of_rank.items()}
 
 
@@ -111,11 +118,11 @@ def sum_of(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _sum(file: Path) -> str:
+def _file_sum(file: Path) -> str:
     try:
         return sum_of(file)
     except OSError as error:
-        return f"{type(error).__name__}: {error}"
+        return summary(error)
 
 
 def lock(parent: Path, owner: Any) -> None:

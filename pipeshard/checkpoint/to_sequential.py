@@ -16,7 +16,7 @@ from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.ghost import Guarded, inside_pipeshard
 from pipeshard.graph.units import Interception, Recomputation, Sliced
 from pipeshard.hf import enable_caches
-from pipeshard.private import tree_leaves
+from pipeshard.private import tree_tensors
 from pipeshard.split.initialize import build, skeletons
 
 
@@ -51,10 +51,10 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
     failure = ""
     if rank is None or rank == pipeline.rank:
         try:
-            copied = _copied(pipeline, torch.device(device))
+            copied = _copied_stage(pipeline, torch.device(device))
         except Exception as error:  # the user's attributes may have a __deepcopy__ of their own
             failure = f"{type(pipeline.model).__name__} cannot be copied on stage {pipeline.rank}: {error!r}"
-    for stage, tensors in enumerate(_agreed(pipeline, failure)):
+    for stage, tensors in enumerate(_entries_of_all(pipeline, failure)):
         for entry in tensors:
             value = _shared(pipeline, stage, entry)
             if copied is not None:
@@ -62,7 +62,7 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
     return copied
 
 
-class Entry(NamedTuple):
+class StageTensor(NamedTuple):
     """A parameter or buffer of the stage that has its present value; `flag` is whether the one requires a gradient,
     or the other is persistent."""
 
@@ -73,7 +73,7 @@ class Entry(NamedTuple):
     flag: bool
 
 
-def _copied(pipeline: Pipeline, device: torch.device) -> nn.Module:
+def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
     """The model of this stage, ghosts and all, with memory for every parameter, and as it was before it was cut."""
     model, memo = pipeline.model, _memo(pipeline.model, device)
     with unsharded_classes(model):
@@ -107,15 +107,15 @@ def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
         for value in module.__dict__.values():
             if isinstance(value, Interception | Recomputation | Sliced | Guarded):
                 memo[id(value)] = value
-        for tensor in filter(torch.is_tensor, tree_leaves(list(module.__dict__.values()))):
+        for tensor in tree_tensors(list(module.__dict__.values())):
             if id(tensor) not in memo:  # buffers, and what a forward has left, with its graph
                 memo[id(tensor)] = tensor if tensor.is_meta else tensor.detach().to(device, copy=True)
-        memo.update((id(hook), hook) for hook in _hooks(module) if not _is_bound(hook))
+        memo.update((id(hook), hook) for hook in _module_hooks(module) if not _is_bound(hook))
         memo.update((id(addition), addition) for addition in fsdp_additions(module))
     return memo
 
 
-def _hooks(module: nn.Module) -> Iterator[Any]:
+def _module_hooks(module: nn.Module) -> Iterator[Any]:
     for name, value in module.__dict__.items():
         if name.endswith("_hooks") and isinstance(value, dict):
             yield from value.values()
@@ -132,30 +132,30 @@ def _is_bound(hook: Any) -> bool:
     return hasattr(hook, "with_module") or any(isinstance(argument, nn.Module) for argument in arguments)
 
 
-def _agreed(pipeline: Pipeline, failure: str) -> list[list[Entry]]:
+def _entries_of_all(pipeline: Pipeline, failure: str) -> list[list[StageTensor]]:
     """The entries of every stage; all ranks raise if one could not copy the model."""
-    own: list[Any] = [tuple(entry) for entry in _entries(pipeline)]
+    own: list[Any] = [tuple(entry) for entry in _stage_tensors(pipeline)]
     answers = gather_objects((failure, own), pipeline.group)
     failures = [text for text, _ in answers if text]
     if failures:
         raise UsageError(f"{failures[0]}. Remove what copy.deepcopy cannot copy from the model's attributes")
-    return [[Entry(*entry) for entry in entries] for _, entries in answers]
+    return [[StageTensor(*entry) for entry in entries] for _, entries in answers]
 
 
-def _entries(pipeline: Pipeline) -> Iterator[Entry]:
+def _stage_tensors(pipeline: Pipeline) -> Iterator[StageTensor]:
     """What this stage has to tell the others."""
     policy, model = pipeline.policy, pipeline.model
     for name, parameter in model.named_parameters():
         if pipeline.rank == policy.ownership.owner(name):
-            yield Entry(name, False, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+            yield StageTensor(name, False, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
     for name, buffer in model.named_buffers():
         if pipeline.rank == policy.ownership.owner(name):
             path, _, key = name.rpartition(".")
             persistent = key not in model.get_submodule(path)._non_persistent_buffers_set
-            yield Entry(name, True, tuple(buffer.shape), buffer.dtype, persistent)
+            yield StageTensor(name, True, tuple(buffer.shape), buffer.dtype, persistent)
 
 
-def _shared(pipeline: Pipeline, stage: int, entry: Entry) -> Tensor:
+def _shared(pipeline: Pipeline, stage: int, entry: StageTensor) -> Tensor:
     """The value that `stage` has, on every rank."""
     if stage == pipeline.rank:
         model = pipeline.model
@@ -167,7 +167,7 @@ def _shared(pipeline: Pipeline, stage: int, entry: Entry) -> Tensor:
     return value
 
 
-def _put(model: nn.Module, entry: Entry, value: Tensor) -> None:
+def _put(model: nn.Module, entry: StageTensor, value: Tensor) -> None:
     path, _, key = entry.name.rpartition(".")
     owner = model.get_submodule(path)
     if not entry.is_buffer:

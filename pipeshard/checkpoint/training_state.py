@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipeshard.checkpoint.files import existing, hidden, make_way, new_folder, remove, restore, together, writes
 from pipeshard.checkpoint.io import boosted_model, io_of
-from pipeshard.checkpoint.optimizer import load_optimizer, part_of, save_optimizer
+from pipeshard.checkpoint.optimizer import load_optimizer, optimizer_part, save_optimizer
 from pipeshard.checkpoint.state_folder import (
     MANIFEST,
     MARKS,
@@ -35,7 +35,7 @@ from pipeshard.checkpoint.state_folder import (
 from pipeshard.checkpoint.untrusted import load_plain
 from pipeshard.distributed.collectives import gather_objects, together_in
 from pipeshard.engine.engine import Pipeline
-from pipeshard.errors import CheckpointError
+from pipeshard.errors import CheckpointError, explained, summary
 
 
 def random_state() -> dict[str, Any]:
@@ -98,7 +98,7 @@ def save_training_state(
     with together(pipeline.grid.world):
         _check_loader(dataloader)
         _check_step(parent, step, keep)
-    _same(step, pipeline, "step")
+    _refuse_other_number(step, pipeline, "step")
     checkpoints = io_of(model)
     checkpoints.wait()
     with together(pipeline.grid.world):
@@ -107,7 +107,7 @@ def save_training_state(
             _remove_leftovers(parent)
     target, rest = _folder(parent, step), partial(rest_of, pipeline, lr_scheduler, dataloader)
     if use_async:
-        checkpoints.start(_planned(target, step, model, optimizer, rest, finish=partial(_keep, parent, keep)))
+        checkpoints.start(_planned_state(target, step, model, optimizer, rest, finish=partial(_keep, parent, keep)))
         return
     with new_folder(target, pipeline.grid.world, mark=MANIFEST) as folder:
         checkpoints.save_folder(model, folder / MODEL)
@@ -122,7 +122,7 @@ def save_training_state(
             _keep(parent, keep)
 
 
-def _planned(
+def _planned_state(
     target: Path,
     step: int,
     model: nn.Module,
@@ -140,7 +140,7 @@ def _planned(
             for folder in (MARKS, MODEL, OPTIMIZER) if optimizer is not None else (MARKS, MODEL):
                 (writing / folder).mkdir(parents=True)
     folder_save = io_of(model).planned(model, writing / MODEL)
-    part = ([], None) if optimizer is None else part_of(optimizer)
+    part = ([], None) if optimizer is None else optimizer_part(optimizer)
     with together(world):
         copied = copy.deepcopy(rest()) if first else None
     return StateSave(
@@ -161,7 +161,7 @@ def _planned(
 def _keep(parent: Path, keep: int) -> None:
     """Remove all complete steps but the last ones; each is hidden first, so that nobody takes it for complete while it
     goes."""
-    for old in sorted(_saved(parent))[:-keep]:
+    for old in sorted(_saved_steps(parent))[:-keep]:
         folder = _folder(parent, old)
         removed = hidden(folder, "removed")
         os.rename(folder, removed)
@@ -191,7 +191,7 @@ def load_training_state(
     with together(pipeline.grid.world):
         _check_loader(dataloader)
         steps = _choose(parent, step)
-    _same(steps[0], pipeline, "newest step")
+    _refuse_other_number(steps[0], pipeline, "newest step")
     damaged: dict[Path, str] = {}
     for chosen in steps:
         folder = existing(_folder(parent, chosen))
@@ -229,7 +229,7 @@ def load_training_state(
 
 def newest_step(directory: str | Path) -> int | None:
     """The newest complete step in `directory`; None where there is none."""
-    return max(_saved(Path(directory)), default=None)
+    return max(_saved_steps(Path(directory)), default=None)
 
 
 def _check_loader(dataloader: Any) -> None:
@@ -245,7 +245,7 @@ def _check_step(parent: Path, step: int, keep: int) -> None:
         raise CheckpointError(f"step={step!r}: the number of steps done is an integer, 0 or more")
     if not isinstance(keep, int) or keep < 1:
         raise CheckpointError(f"keep={keep!r}: how many of the last steps are kept is an integer, 1 or more")
-    later = max(_saved(parent), default=step)
+    later = max(_saved_steps(parent), default=step)
     if later > step:
         raise CheckpointError(
             f"{parent} already holds step {later}, which would stay the newest after step {step} is saved: save "
@@ -253,7 +253,7 @@ def _check_step(parent: Path, step: int, keep: int) -> None:
         )
 
 
-def _same(value: int, pipeline: Pipeline, what: str) -> None:
+def _refuse_other_number(value: int, pipeline: Pipeline, what: str) -> None:
     values = gather_objects(value, pipeline.grid.world)
     if len(set(values)) > 1:
         raise CheckpointError(
@@ -265,7 +265,7 @@ def _folder(parent: Path, step: int) -> Path:
     return parent / f"step-{step:08d}"
 
 
-def _saved(parent: Path) -> Iterator[int]:
+def _saved_steps(parent: Path) -> Iterator[int]:
     """The steps whose folders are complete."""
     names = {path.name.removeprefix(".").removesuffix(".old") for path in parent.glob("*step-*")}
     steps = {int(match[1]) for name in names if (match := STEP.fullmatch(name))}
@@ -279,7 +279,7 @@ def _incomplete(parent: Path) -> list[tuple[Path, str]]:
 
 def _choose(parent: Path, step: int | None) -> list[int]:
     """The complete steps that may be loaded, the newest first."""
-    steps = sorted(_saved(parent), reverse=True)
+    steps = sorted(_saved_steps(parent), reverse=True)
     if step is None and steps:
         return steps
     if step in steps:
@@ -313,15 +313,15 @@ def read_rest(file: Path) -> dict[str, Any]:
     """What `rest_of` has made; that it can be given back is known by now."""
     advice = "load another step (step=...)"
     rest = load_plain(file, "the rest of a training state", advice)
-    try:
+    with explained(  # generators, and what anybody may have written in their place, raise anything
+        lambda error: CheckpointError(f"{file} is damaged ({summary(error)}): {advice}")
+    ):
         if not isinstance(rest["steps"], int) or rest["steps"] < 0:
             raise ValueError("steps must be a number of steps")
         for key in ("lr_scheduler", "dataloader", "loss_scale"):
             if not isinstance(rest.get(key), dict | None):
                 raise TypeError(f"{key} must be a dict")
         check_random_state(rest["random"])
-    except Exception as error:  # generators, and what anybody may have written in their place, raise anything
-        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error}): {advice}") from error
     return rest
 
 

@@ -25,10 +25,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoConfig, GenerationConfig
 
 from pipeshard.distributed.collectives import reason
-from pipeshard.errors import CheckpointError, ConfigurationError
+from pipeshard.errors import CheckpointError, ConfigurationError, explained, summary
 from pipeshard.hf import ADAPTER_CONFIG
 
-LARGEST = 64 << 20  # bytes; an index of a hundred thousand tensors has a tenth of it
+LARGEST_JSON = 64 << 20  # bytes; an index of a hundred thousand tensors has a tenth of it
 VALUES = 1_000_000  # each of which takes up to a hundred bytes
 
 
@@ -40,8 +40,8 @@ def read_document(file: Path) -> dict[str, Any]:
     """
     if not file.is_file():
         raise FileNotFoundError("it does not exist")
-    if (size := file.stat().st_size) > LARGEST:
-        raise ValueError(f"it has {size} bytes, more than the {LARGEST} that are read")
+    if (size := file.stat().st_size) > LARGEST_JSON:
+        raise ValueError(f"it has {size} bytes, more than the {LARGEST_JSON} that are read")
     text = file.read_text("utf-8")
     if (values := sum(map(text.count, ",[{"))) > VALUES:
         raise ValueError(f"it has {values} values or so, more than the {VALUES} that are read")
@@ -68,7 +68,7 @@ NOT_COUNTED = re.compile(r"param|token|sample|step|flop|size")  # of the trainin
 THINGS, LABELS, MODULES = 1_000_000, 500_000, 200_000  # of what a config counts, of its labels, of what it makes
 RANK, VIRTUAL = 65_536, 2**28  # what an adapter may count, and the numbers of its virtual tokens
 PROMPT = "num_virtual_tokens", "token_dim", "num_layers", "num_transformer_submodules"
-PATIENCE = 10.0  # seconds in which the names of modules are to be matched
+MATCHING_SECONDS = 10.0  # seconds in which the names of modules are to be matched
 
 
 def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dict[str, Any]) -> nn.Module:
@@ -79,7 +79,7 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
     extra: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
     extra["trust_remote_code"] = options.pop("trust_remote_code", False)  # None asks on the terminal
-    config, unused = config_of(path, **extra, **options)
+    config, unused = folder_config(path, **extra, **options)
     if unknown := unused.keys() & options.keys():
         raise ConfigurationError(f"{type(config).__name__} has no {', '.join(sorted(unknown))}: pass fields it has")
     dtype = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else dtype
@@ -92,12 +92,12 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     return model.eval()
 
 
-def config_of(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
+def folder_config(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
     """What `AutoConfig.from_pretrained` makes of a folder with these options, and those of them that are unknown.
 
     Raises CheckpointError where that is not a config of a model, or one that is not to be believed.
     """
-    with _named(f"{folder} has no config of a model"):
+    with _explaining(f"{folder} has no config of a model"):
         for file in sorted(folder.glob("config*.json")):  # one names others, for other versions of transformers
             _measure_config(read_document(file))
         config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
@@ -106,15 +106,15 @@ def config_of(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
 
 def generation_config_of(folder: Path) -> Any:
     """What `GenerationConfig.from_pretrained` makes of a folder; raises CheckpointError for anything else."""
-    with _named(f"the generation_config.json of {folder} cannot be read"):
+    with _explaining(f"the generation_config.json of {folder} cannot be read"):
         return GenerationConfig.from_dict(read_document(folder / "generation_config.json"))
 
 
 def check_adapter(folder: Path, model: nn.Module) -> None:
     """Raise CheckpointError where peft would be lost with the adapter config of a folder and this model."""
-    with _named(f"the {ADAPTER_CONFIG} of {folder} cannot be read"):
+    with _explaining(f"the {ADAPTER_CONFIG} of {folder} cannot be read"):
         document = read_document(folder / ADAPTER_CONFIG)
-        for key, number in _numbers(document):
+        for key, number in _whole_numbers(document):
             if number > RANK:
                 raise ValueError(f"it says {key}={number}, more than {RANK}")
         prompt = [document.get(key) for key in PROMPT]
@@ -128,11 +128,11 @@ def check_adapter(folder: Path, model: nn.Module) -> None:
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
-    try:
+def _explaining(what: str) -> Iterator[None]:
+    with explained(  # transformers and peft raise anything for what is not as they expect it
+        lambda error: CheckpointError(f"{what}: {summary(error)}")
+    ):
         yield
-    except Exception as error:  # transformers and peft raise anything for what is not as they expect it
-        raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def _counting(folder: Path) -> Iterator[None]:
 
     handle = register_module_module_registration_hook(count)
     try:
-        with _named(f"no model can be made of the config of {folder}"):
+        with _explaining(f"no model can be made of the config of {folder}"):
             yield
     finally:
         handle.remove()
@@ -156,14 +156,14 @@ def _counting(folder: Path) -> Iterator[None]:
 
 def _measure_config(document: Any) -> None:
     """Raise ValueError for a number that transformers would make as many things of."""
-    for key, number in _numbers(document):
+    for key, number in _whole_numbers(document):
         is_counted = COUNTED.search(key) and not NOT_COUNTED.search(key)
         most = LABELS if key == "num_labels" else THINGS if is_counted else None
         if most is not None and number > most:
             raise ValueError(f"it says {key}={number}, more than {most}")
 
 
-def _numbers(document: Any) -> Iterator[tuple[str, int]]:
+def _whole_numbers(document: Any) -> Iterator[tuple[str, int]]:
     """The whole numbers in it, with the names that they have, or the lists that they are in."""
     rest = [("", document)]
     while rest:
@@ -192,10 +192,15 @@ def _match(patterns: Sequence[str], names: Sequence[str]) -> None:
     command = [sys.executable, "-I", "-S", "-c", MATCHING]
     try:
         subprocess.run(
-            command, input=json.dumps([patterns, names]), text=True, capture_output=True, timeout=PATIENCE, check=True
+            command,
+            input=json.dumps([patterns, names]),
+            text=True,
+            capture_output=True,
+            timeout=MATCHING_SECONDS,
+            check=True,
         )
     except subprocess.TimeoutExpired:
-        raise ValueError(f"its patterns {patterns} are not matched within {PATIENCE:g} seconds") from None
+        raise ValueError(f"its patterns {patterns} are not matched within {MATCHING_SECONDS:g} seconds") from None
     except subprocess.CalledProcessError as error:
         last = error.stderr.strip().splitlines()[-1:]
         raise ValueError(f"its patterns {patterns} are not regular expressions: {' '.join(last)}") from None
@@ -215,7 +220,8 @@ def _cached(name: Path) -> Path:
         ) from None
 
 
-MOST = 4_000_000  # steps to unpickle a file, and values in what it makes: an optimizer of 100,000 tensors takes as many
+# Steps to unpickle a file, and values in what it makes: an optimizer of 100,000 tensors takes as many.
+MOST_STEPS = 4_000_000
 MADE_OF = re.compile(
     r"collections (OrderedDict|Counter)|_codecs encode|torch Size|torch (\w+Storage|[a-z0-9_]+)"
     r"|torch\._utils _rebuild_(tensor(_v2)?|parameter|meta_tensor_no_storage)|torch\._tensor _rebuild_from_type_v2"
@@ -228,14 +234,14 @@ def load_plain(file: Path, kind: str, advice: str) -> Any:
 
     Raises CheckpointError, which says that the file is not `kind`, and the `advice`, for what cannot be read so.
     """
-    try:
+    with explained(  # zipfile, pickletools and torch raise anything for a broken file
+        lambda error: CheckpointError(f"{file} is not {kind} ({reason(error)}): {advice}")
+    ):
         if not file.is_file():
             raise FileNotFoundError("it does not exist")
         zipped = zipfile.is_zipfile(file)
         _refuse_bombs(file, zipped)
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
-    except Exception as error:  # zipfile, pickletools and torch raise anything for a broken file
-        raise CheckpointError(f"{file} is not {kind} ({reason(error)}): {advice}") from error
 
 
 def has_content(tensor: Tensor) -> bool:
@@ -279,8 +285,8 @@ def _measure_pickle(content: Any) -> None:
     stack: list[list[int] | None] = []
     memo: dict[Any, list[int]] = {}
     for k, (code, argument, _) in enumerate(pickletools.genops(content)):
-        if k > MOST:
-            raise ValueError(f"it takes more than {MOST} steps to unpickle: use safetensors")
+        if k > MOST_STEPS:
+            raise ValueError(f"it takes more than {MOST_STEPS} steps to unpickle: use safetensors")
         if code.name == "GLOBAL" and not MADE_OF.fullmatch(str(argument)):
             raise ValueError(f"Unsupported global: GLOBAL {str(argument).replace(' ', '.')} is not of plain values")
         if code.name == "MARK":
@@ -298,8 +304,8 @@ def _measure_pickle(content: Any) -> None:
             for _ in range(before.index(True) if any(before) else len(before)):
                 taken.append(stack.pop() or [1])
             total = 1 + sum(count for (count,) in taken)
-            if total > MOST:
-                raise ValueError(f"it unfolds to more than {MOST} values")
+            if total > MOST_STEPS:
+                raise ValueError(f"it unfolds to more than {MOST_STEPS} values")
             if code.name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"):
                 taken[-1][0] = total  # the object itself, below what is put into it
                 stack.append(taken[-1])

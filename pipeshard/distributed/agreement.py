@@ -23,7 +23,7 @@ from pipeshard.schedule.program import Program
 
 logger = logging.getLogger("pipeshard")
 PACKAGES = ("pipeshard", "torch", "transformers", "colossalai", "peft", "accelerate")
-PLAIN = (bool, int, float, str, type(None), Program)  # what repr tells all of
+SHOWN_BY_REPR = (bool, int, float, str, type(None), Program)  # what repr tells all of
 
 
 def compare_ranks(items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
@@ -48,7 +48,7 @@ def compare_ranks(items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, 
 
 def texts_of(arguments: Mapping[str, Any]) -> dict[str, list[str]]:
     """Arguments as texts that are the same in every process, one item for each."""
-    return {name: [f"{name}={_text(value)}"] for name, value in arguments.items()}
+    return {name: [f"{name}={_value_text(value)}"] for name, value in arguments.items()}
 
 
 def versions() -> dict[str, list[str]]:
@@ -65,7 +65,7 @@ def versions() -> dict[str, list[str]]:
 def optimizer_texts(optimizer: Optimizer) -> dict[str, list[str]]:
     """The options of an optimizer's groups."""
     groups = [
-        ", ".join(f"{key}={_text(value)}" for key, value in group.items() if key not in ("params", "param_names"))
+        ", ".join(f"{key}={_value_text(value)}" for key, value in group.items() if key not in ("params", "param_names"))
         for group in optimizer.param_groups
     ]
     return {"the optimizer": [type(optimizer).__qualname__, *(f"group {k} with {g}" for k, g in enumerate(groups))]}
@@ -108,8 +108,11 @@ def _digest(tensor: Any) -> str | None:
     return hashlib.blake2b(bytes(data.tolist()), digest_size=8).hexdigest()
 
 
-def compare_trained(trained: Mapping[str, bool], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """Raise UsageError, on every rank, where ranks that share a parameter do not all train it, or all not."""
+def compare_trained(
+    trained: Mapping[str, bool], group: dist.ProcessGroup, named: Callable[[int], str]
+) -> dict[str, bool]:
+    """Which of the parameters that a rank holds are trained, of all ranks together. Raise UsageError, on every rank,
+    where ranks that share a parameter do not all train it, or all not."""
     ranks = gather_objects(dict(trained), group)
     for rank, of_rank in enumerate(ranks):
         for name, flag in of_rank.items():
@@ -119,13 +122,14 @@ def compare_trained(trained: Mapping[str, bool], group: dist.ProcessGroup, named
                     f"{name} is held by several ranks, and has requires_grad={flag} on {named(rank)}, but "
                     f"{not flag} on {named(other)}: freeze it, or train it, on all of them"
                 )
+    return {name: flag for of_rank in ranks for name, flag in of_rank.items()}
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, PLAIN):
+def _value_text(value: Any) -> str:
+    if isinstance(value, SHOWN_BY_REPR):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {_value_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple | range):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        return "[" + ", ".join(map(_value_text, value)) + "]"
     return getattr(value, "__qualname__", None) or type(value).__qualname__

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from pipeshard.distributed.groups import carrier, ranks_of
 from pipeshard.distributed.progress import own_progress
 from pipeshard.distributed.watching import calling, named
-from pipeshard.errors import MessageError, UsageError
+from pipeshard.errors import MessageError, UsageError, explained
 from pipeshard.private import StridedShard
 
 
@@ -31,13 +31,13 @@ def encode(value: Any) -> bytes:
     lists, tuples and sets of them: pickle would write much else, but only reads it by running code.
     """
     buffer = io.BytesIO()
-    try:
+    with explained(
+        lambda error: MessageError(
+            f"this {type(value).__name__} is not made of tensors, numbers and strings alone: {reason(error)}"
+        )
+    ):
         torch.save(value, buffer)
         decode(buffer.getvalue())
-    except Exception as error:  # whatever the value's own class raises, where it is written
-        raise MessageError(
-            f"this {type(value).__name__} is not made of tensors, numbers and strings alone: {reason(error)}"
-        ) from error
     return buffer.getvalue()
 
 
@@ -229,14 +229,14 @@ def compare_calls(calls: Sequence[tuple[int, ...]], group: dist.ProcessGroup, na
         )
 
 
-MOST = 10  # numbers that each rank may bring to a meeting
+MOST_NUMBERS = 10  # numbers that each rank may bring to a meeting
 
 
 def meet(group: dist.ProcessGroup, named: Callable[[int], str], numbers: Sequence[int] = ()) -> list[list[int]]:
-    """The numbers of every rank at the beginning of a call, MOST at most; all ranks raise UsageError where they are not
-    at the same call."""
+    """The numbers of every rank at the beginning of a call, MOST_NUMBERS at most; all ranks raise UsageError where they
+    are not at the same call."""
     call = zlib.crc32(own_progress().call.encode()), own_progress().number
-    message = torch.tensor([*call, *numbers, *[0] * (MOST - len(numbers))])
+    message = torch.tensor([*call, *numbers, *[0] * (MOST_NUMBERS - len(numbers))])
     rows = gather(message, group).tolist()
     compare_calls([tuple(row[:2]) for row in rows], group, named)
     return [row[2 : 2 + len(numbers)] for row in rows]

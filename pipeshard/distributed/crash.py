@@ -22,12 +22,12 @@ import torch
 
 from pipeshard.distributed.failures import Fault
 from pipeshard.distributed.progress import NOW
-from pipeshard.errors import CheckpointError
+from pipeshard.errors import CheckpointError, summary
 
 logger = logging.getLogger("pipeshard")
 VARIABLE = "PIPESHARD_CRASH"
 SHOWN, LINES = 8, 12  # actions of each rank on the page, and lines of its error
-MOST = 16 * 2**20  # bytes of a report that is read
+LONGEST_REPORT = 16 * 2**20  # bytes of a report that is read
 
 
 def leave_report(rank: int, name: str, fault: Fault, error: BaseException | None) -> None:
@@ -70,7 +70,7 @@ def page(folder: Path) -> Iterator[str]:
 
     Raises CheckpointError for a folder without reports, or with one that cannot be read.
     """
-    reports = sorted(map(_read, folder.glob("rank-*.json")), key=lambda report: report.time)
+    reports = sorted(map(_read_report, folder.glob("rank-*.json")), key=lambda report: report.time)
     if not reports:
         raise CheckpointError(f"{folder} has no report of a rank (rank-0.json, ...)")
     own = [report.text for report in reports if report.culprit == report.rank]
@@ -99,10 +99,10 @@ class _Report:
     actions: Sequence[tuple[float, str]]
 
 
-def _read(path: Path) -> _Report:
+def _read_report(path: Path) -> _Report:
     try:
-        if path.stat().st_size > MOST:
-            raise ValueError(f"it has more than {MOST} bytes")
+        if path.stat().st_size > LONGEST_REPORT:
+            raise ValueError(f"it has more than {LONGEST_REPORT} bytes")
         found = json.loads(path.read_text())
         texts = {key: str(found[key]) for key in ("name", "where", "text", "error")}
         return _Report(
@@ -114,4 +114,4 @@ def _read(path: Path) -> _Report:
             **texts,
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a report of a rank: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} is not a report of a rank: {summary(error)}") from error

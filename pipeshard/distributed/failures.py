@@ -81,7 +81,7 @@ class Alarm:
 
     def ask(self, question: Callable[[], T]) -> T:
         """`question()`, in a thread of its own: it hangs at a store that is silent, but this one waits until `gone`."""
-        answer = _put(question)
+        answer = _answer_later(question)
         self.asked = True
         try:
             while not self.gone:
@@ -123,14 +123,14 @@ class Alarm:
                 time.sleep(0.02)
 
         with contextlib.suppress(RuntimeError, TimeoutError):
-            _put(leave).result(timeout=LINGER + 1)
+            _answer_later(leave).result(timeout=LINGER + 1)
 
     def _refuse_gone(self) -> None:
         if self.gone:
             raise _gone()
 
 
-def _put(question: Callable[[], T]) -> Future[T]:
+def _answer_later(question: Callable[[], T]) -> Future[T]:
     """Put a question in a thread of its own, since it hangs at a store that is silent; what comes of it."""
     answer: Future[T] = Future()
 
@@ -156,8 +156,8 @@ def has_agents() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-SECONDS = 2.0  # in which a rank that lives has answered
-OWN = ("/pipeshard/", "/torch/", "/threading.py", "/contextlib.py")  # frames that are not the user's
+ANSWER_SECONDS = 2.0  # in which a rank that lives has answered
+LIBRARY_FRAMES = ("/pipeshard/", "/torch/", "/threading.py", "/contextlib.py")  # frames that are not the user's
 
 
 class RollCall:
@@ -172,7 +172,7 @@ class RollCall:
         """Once for each call, by the thread that watches: it lives also where the one that trains hangs."""
         if self._answered != number:
             self._answered = number
-            self.store.set(f"answer/{number}/{self.rank}", json.dumps(_state()))
+            self.store.set(f"answer/{number}/{self.rank}", json.dumps(_process_state()))
 
     def result(self, fault: Fault, named: Callable[[int], str]) -> Fault:
         """The fault with a message that names who does not answer, or what everybody does."""
@@ -183,22 +183,22 @@ class RollCall:
         busy = [rank for rank, state in answers.items() if not state["waits"] and not state["collective"]]
         found = silent or busy
         names = ", ".join(map(named, found)) or "no rank alone"
-        table = "\n".join(f"  {named(rank)} {_line(answers.get(rank))}" for rank in range(self.size))
+        table = "\n".join(f"  {named(rank)} {_state_line(answers.get(rank))}" for rank in range(self.size))
         message = f"{fault.message}, because of {names}:\n{table}"
         return replace(fault, message=message, rank=found[0] if found else -1, name=named(found[0]) if found else "")
 
     def _collect(self, number: int) -> dict[int, Any]:
-        until = time.monotonic() + SECONDS
+        until = time.monotonic() + ANSWER_SECONDS
         keys = {rank: f"answer/{number}/{rank}" for rank in range(self.size)}
         while time.monotonic() < until and not self.store.check(list(keys.values())):
             time.sleep(0.05)
         return {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
 
 
-def _state() -> dict[str, Any]:
+def _process_state() -> dict[str, Any]:
     """What this process does."""
     frames = main_stack()
-    users = [frame for frame in frames if not any(part in frame.f_code.co_filename for part in OWN)]
+    users = [frame for frame in frames if not any(part in frame.f_code.co_filename for part in LIBRARY_FRAMES)]
     at = ""
     if users:
         code = users[-1].f_code
@@ -214,7 +214,7 @@ def _state() -> dict[str, Any]:
     }
 
 
-def _line(state: dict[str, Any] | None) -> str:
+def _state_line(state: dict[str, Any] | None) -> str:
     if state is None:
         return "does not answer: it is stopped, does not let go of the interpreter, or its process or machine is gone"
     since = f"{state['seconds']:.3g} s"

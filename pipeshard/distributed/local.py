@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeshard.distributed.groups import LocalGroup
-from pipeshard.distributed.mesh import Axes, Grid, Indices, ProcessGroupMesh
+from pipeshard.distributed.mesh import Grid, Indices, MeshAxes, ProcessGroupMesh
 from pipeshard.distributed.p2p import P2P, Edge, edges_of
 from pipeshard.distributed.progress import Progress, running
 from pipeshard.errors import DeadlockError, MessageError
@@ -134,7 +134,7 @@ class LocalWorld:
     ) -> None:
         self.size, self.note, self.keeping = size, note, keeping
         self.progress = [_Noting(self) for _ in range(size)]
-        self.messages: dict[tuple[tuple[int, ...], Edge], list[Tensor]] = defaultdict(list)
+        self.edges: dict[tuple[tuple[int, ...], Edge], _Edge] = defaultdict(_Edge)
         self._meetings: dict[tuple[int, ...], list[_Meeting]] = defaultdict(list)
         self._running: _Rank | None = None
 
@@ -241,6 +241,9 @@ class WorldGroup(LocalGroup):
 
         return self._world.meet(self, f"broadcast from {source}", tensors[0].detach(), finish)
 
+    def barrier(self, opts: Any = None) -> Any:
+        return self._world.meet(self, "barrier", None, lambda _: None)
+
 
 class LocalP2P(P2P):
     """Messages between ranks of a local world, which arrive when they are sent."""
@@ -250,24 +253,39 @@ class LocalP2P(P2P):
         self.kernels = False
 
     def send(self, tensor: Tensor, destination: int) -> Any:
-        self.world.messages[tuple(self.ranks), (self.rank, destination)].append(tensor.clone())
+        self._edge(self.rank, destination).sent.append(tensor.clone())
         return LocalWork(self.world, lambda: True, "")
 
     def receive(self, buffer: Tensor, source: int) -> Any:
-        return _Receipt(self, buffer, source)
+        edge = self._edge(source, self.rank)
+        edge.received += 1
+        return _Receipt(self, edge, edge.received - 1, buffer, source)
+
+    def _edge(self, source: int, destination: int) -> "_Edge":
+        return self.world.edges[tuple(self.ranks), (source, destination)]
+
+
+@dataclass
+class _Edge:
+    """The messages from one rank to another. As with processes, the first receive that was posted gets the first one,
+    whichever receive is waited for first."""
+
+    sent: list[Tensor | None] = field(default_factory=list)  # None: copied into its buffer
+    received: int = 0  # receives that were posted
 
 
 class _Receipt(LocalWork):
-    """Handle of a receive, which copies the next message of an edge into the buffer in `wait()`."""
+    """Handle of a receive, which copies message `number` of an edge into the buffer in `wait()`."""
 
-    def __init__(self, p2p: LocalP2P, buffer: Tensor, source: int) -> None:
-        box = p2p.world.messages[tuple(p2p.ranks), (source, p2p.rank)]
-        self._box, self._buffer = box, buffer
-        super().__init__(p2p.world, lambda: bool(box), f"a message of rank {p2p.ranks[source]}")
+    def __init__(self, p2p: LocalP2P, edge: _Edge, number: int, buffer: Tensor, source: int) -> None:
+        self._edge, self._number, self._buffer = edge, number, buffer
+        super().__init__(p2p.world, lambda: len(edge.sent) > number, f"a message of rank {p2p.ranks[source]}")
 
     def wait(self, timeout: Any = None) -> bool:
         super().wait(timeout)
-        message = self._box.pop(0)
+        message, self._edge.sent[self._number] = self._edge.sent[self._number], None
+        if message is None:
+            return True  # waited for before
         if message.shape != self._buffer.shape:
             sizes = f"{message.numel()} bytes, where {self._buffer.numel()} are expected"
             raise MessageError(f"{self._waits_for} has {sizes}")
@@ -282,7 +300,7 @@ class LocalMesh(ProcessGroupMesh):
         self.world, self.rank, self.shape = world, rank, size
 
     def get_group_along_axis(
-        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
+        self, axis: MeshAxes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> Any:
         ranks = self._ranks_along(axis, indices_at_axis)[self.rank]
         return WorldGroup(self.world, ranks, self.rank) if self.rank in ranks else None

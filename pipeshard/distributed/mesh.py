@@ -21,7 +21,7 @@ from pipeshard.distributed.progress import own_progress
 from pipeshard.errors import ConfigurationError
 
 Coordinate = tuple[int, ...]
-Axes = int | Sequence[int]
+MeshAxes = int | Sequence[int]
 Indices = Sequence[int] | Sequence[Sequence[int]]
 NEEDED = (
     "call torch.distributed.init_process_group(...) first, in a script that is started by torchrun --nproc-per-node N "
@@ -97,7 +97,7 @@ class ProcessGroupMesh:
             raise ConfigurationError(f"{coord} is outside a mesh of {shape} in mode {mode!r}: {error}.") from error
 
     @staticmethod
-    def get_coords_along_axis(base_coord: Coordinate, axis: Axes, indices_at_axis: Indices) -> list[Coordinate]:
+    def get_coords_along_axis(base_coord: Coordinate, axis: MeshAxes, indices_at_axis: Indices) -> list[Coordinate]:
         """`base_coord` with its indices on `axis` replaced by every choice of `indices_at_axis`, the last axis fastest.
 
         Args:
@@ -119,7 +119,7 @@ class ProcessGroupMesh:
         return coords
 
     def create_group_along_axis(
-        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
+        self, axis: MeshAxes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> dist.ProcessGroup | None:
         """The group of the ranks that differ from this one only on `axis`; made on all ranks where it is not there yet.
 
@@ -148,7 +148,7 @@ class ProcessGroupMesh:
         return self._groups[wanted, backend]
 
     def get_group_along_axis(
-        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
+        self, axis: MeshAxes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> dist.ProcessGroup | None:
         """Like `create_group_along_axis`, but purely local once all ranks' groups of this kind exist.
 
@@ -181,7 +181,7 @@ class ProcessGroupMesh:
                     dist.destroy_process_group(group)
         self._groups.clear()
 
-    def _ranks_along(self, axis: Axes, indices_at_axis: Indices | None) -> list[tuple[int, ...]]:
+    def _ranks_along(self, axis: MeshAxes, indices_at_axis: Indices | None) -> list[tuple[int, ...]]:
         """For each rank of the world, the members of the group it would be given."""
         if indices_at_axis is None:
             axis = [axis] if isinstance(axis, int) else axis

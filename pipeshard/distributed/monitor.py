@@ -16,7 +16,7 @@ import time
 
 LOOK = 0.5  # seconds between two looks
 SLACK = 2.0  # seconds beyond the limit
-LAST = 2.0  # seconds from SIGABRT to SIGKILL
+KILL_AFTER = 2.0  # seconds from SIGABRT to SIGKILL
 
 
 class Monitor:
@@ -53,7 +53,7 @@ def supervise(rank: int) -> None:
             silent += LOOK
         if limit and silent > limit + SLACK:
             os.kill(rank, signal.SIGABRT)
-            time.sleep(LAST)
+            time.sleep(KILL_AFTER)
             if os.getppid() == rank:
                 os.kill(rank, signal.SIGKILL)
 

@@ -61,7 +61,7 @@ class Peers:
         self._looks += 1
         if self._looks % EVERY == 0:
             for rank, process in self._processes.items():
-                self._stopped[rank] = self._stopped.get(rank, 0) + 1 if _is_stopped(process) else 0
+                self._stopped[rank] = self._stopped.get(rank, 0) + 1 if _is_process_stopped(process) else 0
         stopped = next((rank for rank, looks in self._stopped.items() if looks >= STOPPED), None)
         if stopped is not None:
             return stopped, f"does not answer: it is stopped (process {self._processes[stopped].pid} of this host)"
@@ -125,7 +125,7 @@ def _is_gone(process: psutil.Process) -> bool:
         return False
 
 
-def _is_stopped(process: psutil.Process) -> bool:
+def _is_process_stopped(process: psutil.Process) -> bool:
     try:
         return bool(process.status() == psutil.STATUS_STOPPED)
     except psutil.Error:

@@ -18,7 +18,7 @@ from pipeshard.schedule.program import Action, Kind
 
 Timeout = float | str | None | Mapping[str, Any]
 STEPS = ("execute_pipeline", "optimizer.step")
-OTHERS = 3  # how much longer than a step's action a save, a load or a boost may stand still
+OTHER_CALLS = 3  # how much longer than a step's action a save, a load or a boost may stand still
 COMPUTES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
 
 
@@ -131,7 +131,7 @@ def running(progress: Progress) -> Iterator[None]:
 def allowed(timeout: Timeout) -> float:
     """Seconds that the present may last, by the plugin's `timeout`."""
     kind = "step" if NOW.call in STEPS else "other" if NOW.call else "between"
-    factor, limit = 1 if kind == "step" else OTHERS, timeout
+    factor, limit = 1 if kind == "step" else OTHER_CALLS, timeout
     if isinstance(timeout, Mapping):
         factor, limit = 1, timeout.get(kind, factor * 600.0)
     if limit == "adaptive":

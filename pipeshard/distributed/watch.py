@@ -37,7 +37,7 @@ logger = logging.getLogger("pipeshard")
 PERIOD = 0.25  # seconds between two looks at the store
 SETTLED = 0.3  # seconds after which a wait is taken for one that will not end, where a rank has failed
 GRACE = 3.0  # seconds that a call has to end by itself, where a rank has failed; then it is interrupted
-LAST = 6.0  # seconds after which the process is ended
+END_AFTER = 6.0  # seconds after which the process is ended
 SILENT = 12  # looks after which a store is taken for one that does not answer, where nothing moves, or one asks it
 PATIENCE = 0.5  # seconds in which a lost connection is explained by the rank that failed, or never
 BEAT = 4  # looks between two words to the monitor
@@ -322,7 +322,7 @@ class Watch:
         if now - at > GRACE and self._interrupted != number:
             self._interrupted = number
             self.interrupt()
-        if now - at > LAST:
+        if now - at > END_AFTER:
             self._end(fault)
 
     @property

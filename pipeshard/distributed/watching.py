@@ -20,14 +20,29 @@ from pipeshard.distributed.watch import Interrupt, Watch
 from pipeshard.errors import PipeshardError
 from pipeshard.ghost import inside_pipeshard
 
-_world: dist.ProcessGroup | None = None  # whose calls are counted
-_watch: Watch | None = None
-_well = -1  # the number of the last call that ended well without a watch
+
+class _Process:
+    """What this process knows of its calls.
+
+    Attributes:
+        world: whose calls are counted.
+        well: the number of the last call that ended well without a watch.
+        interrupts: whether the next SIGTERM is the watch's own.
+        pid: that of the process that has hooks. What it forks inherits them, but is not a rank.
+        exit: how the program has asked to end.
+    """
+
+    world: dist.ProcessGroup | None = None
+    watch: Watch | None = None
+    well = -1
+    interrupts = False
+    pid = -1
+    exit = ""
+    monitor: Monitor | None = None
+
+
+_here = _Process()
 _names: list[Callable[[int], str]] = []
-_interrupts = False  # whether the next SIGTERM is the watch's own
-_pid = -1  # of the process that has hooks; what it forks inherits them, but is not a rank
-_exit = ""  # how the program has asked to end
-_monitor: Monitor | None = None
 _mask = threading.local()  # the signal mask of a thread that is in fork()
 
 logger = logging.getLogger("pipeshard")
@@ -36,25 +51,23 @@ logger = logging.getLogger("pipeshard")
 def watch_world(timeout: Timeout, watchdog: bool) -> None:
     """Count the calls of the default process group from now on, and have them watched, unless `watchdog` is declined;
     every rank does so at the same time."""
-    global _watch
     _count_calls()
     if watchdog:
-        if _watch is None:
+        if _here.watch is None:
             _hook()
-        if _watch is None or _watch.world is not _world:
-            _watch = Watch(timeout, named, _well, _monitor)
-            _watch.interrupt = _interrupt
-        _watch.timeout = timeout
+        if _here.watch is None or _here.watch.world is not _here.world:
+            _here.watch = Watch(timeout, named, _here.well, _here.monitor)
+            _here.watch.interrupt = _interrupt
+        _here.watch.timeout = timeout
 
 
 def _count_calls() -> None:
     """From the first one on, in a new world."""
-    global _world, _well
-    if _world is not dist.group.WORLD:
+    if _here.world is not dist.group.WORLD:
         NOW.reset()
-        if _watch is not None:
-            _watch.stop()
-        _world, _well, _names[:] = dist.group.WORLD, -1, []
+        if _here.watch is not None:
+            _here.watch.stop()
+        _here.world, _here.well, _names[:] = dist.group.WORLD, -1, []
 
 
 @contextlib.contextmanager
@@ -66,7 +79,7 @@ def constructing() -> Iterator[None]:
         try:
             yield
         except PipeshardError as error:
-            if _world is not None and (_watch is None or _watch.world is not _world):
+            if _here.world is not None and (_here.watch is None or _here.watch.world is not _here.world):
                 rank, message = dist.get_rank(), text_of(error)
                 fault = Fault(RAISED, rank, named(rank), NOW.where, message=message, told_by=rank)
                 with contextlib.suppress(RuntimeError):
@@ -81,18 +94,17 @@ def calling(name: str) -> Iterator[bool]:
 
     Raises RankError instead of what came of another rank's failure, where that is watched.
     """
-    global _well
     with inside_pipeshard():
-        if _world is None or _world is not dist.group.WORLD or NOW.call or own_progress() is not NOW:
+        if _here.world is None or _here.world is not dist.group.WORLD or NOW.call or own_progress() is not NOW:
             yield False
-        elif _watch is not None and _watch.world is _world:
-            with _watch.call(name):
+        elif _here.watch is not None and _here.watch.world is _here.world:
+            with _here.watch.call(name):
                 yield True
         else:
             NOW.enter(name)
             try:
                 yield True
-                _well = NOW.number
+                _here.well = NOW.number
             finally:
                 NOW.leave()
 
@@ -109,29 +121,27 @@ def named(rank: int) -> str:
 
 def _hook() -> None:
     """Once in a process: the others are told what ends it between two calls, too."""
-    global _pid, _monitor
-    _pid, _monitor = os.getpid(), Monitor()
+    _here.pid, _here.monitor = os.getpid(), Monitor()
     if not faulthandler.is_enabled():
         faulthandler.enable(2)  # for the monitor's SIGABRT
     before, leave = sys.excepthook, sys.exit
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         before(kind, error, trace)
-        if os.getpid() == _pid and _watch is not None:
-            _watch.ended(error)
+        if os.getpid() == _here.pid and _here.watch is not None:
+            _here.watch.ended(error)
 
     def exit(status: Any = None) -> NoReturn:
-        global _exit
         handled = sys.exc_info()[1]
-        _exit = f"by sys.exit({status!r})" + (f" after {text_of(handled)}" if handled else "") if status else ""
+        _here.exit = f"by sys.exit({status!r})" + (f" after {text_of(handled)}" if handled else "") if status else ""
         leave(status)
 
     def at_exit() -> None:
-        if os.getpid() != _pid:
+        if os.getpid() != _here.pid:
             return
-        _leaving(_exit or THROUGH)
-        stopped = _watch is None or _watch.left()
-        broken = _watch is not None and _watch.fault is not None
+        _leaving(_here.exit or THROUGH)
+        stopped = _here.watch is None or _here.watch.left()
+        broken = _here.watch is not None and _here.watch.fault is not None
         if hasattr(sys, "last_value") and (broken or not stopped):  # an error was shown, and ends the process
             logging.shutdown()
             sys.stdout.flush()
@@ -155,32 +165,30 @@ def _unblock_sigterm() -> None:
 
 
 def _in_child() -> None:
-    """A child is no rank: SIGTERM ends it as if there were no handler."""
+    """A child is not a rank: SIGTERM ends it as if there were no handler."""
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _unblock_sigterm()
 
 
 def _interrupt() -> None:
-    global _interrupts
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
-        _interrupts = True
+        _here.interrupts = True
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
 def _on_sigterm(number: int, frame: Any) -> None:
-    global _interrupts
-    if _interrupts:
-        _interrupts = False
-        if _watch is not None and _watch.fault is not None and _watch.interrupts:
-            raise Interrupt(str(_watch.fault) if NOW.call else _watch.why(), _watch.fault)
+    if _here.interrupts:
+        _here.interrupts = False
+        if _here.watch is not None and _here.watch.fault is not None and _here.watch.interrupts:
+            raise Interrupt(str(_here.watch.fault) if NOW.call else _here.watch.why(), _here.watch.fault)
         return  # it has come out by itself meanwhile
-    if _watch is not None and (why := _watch.why()):  # torchrun ends those that are left
+    if _here.watch is not None and (why := _here.watch.why()):  # torchrun ends those that are left
         logger.error("ended by SIGTERM, since %s", why)
     _leaving("by SIGTERM")
     raise SystemExit(128 + number)
 
 
 def _leaving(how: str) -> None:
-    if _watch is not None:
-        _watch.leaving(ENDED, how)
+    if _here.watch is not None:
+        _here.watch.leaving(ENDED, how)

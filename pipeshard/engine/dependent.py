@@ -38,7 +38,7 @@ def _error(run: Callable[[Batch], object], batch: Batch) -> Exception | None:
     return None
 
 
-def text_of(batch: Batch, parts: Sequence[Batch], i: int, error: Exception, module: str = "") -> str:
+def dependent_text(batch: Batch, parts: Sequence[Batch], i: int, error: Exception, module: str = "") -> str:
     """What to do about microbatch i, which fails with `error`, in `module` if that is known."""
     start = sum(part.rows for part in parts[:i])
     names = cut_inputs(batch)
@@ -60,4 +60,4 @@ def cut_inputs(batch: Batch) -> list[str]:
 
 
 def dependent_error(batch: Batch, parts: Sequence[Batch], i: int, error: Exception, module: str = "") -> BatchError:
-    return BatchError(text_of(batch, parts, i, error, module))
+    return BatchError(dependent_text(batch, parts, i, error, module))

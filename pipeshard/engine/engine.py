@@ -3,7 +3,7 @@
 import math
 import traceback
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.clipping import ModelGradients
 from pipeshard.engine.dependent import dependent_error, failing, is_of_model
 from pipeshard.engine.interpreter import Interpreter
-from pipeshard.engine.microbatches import Found, RouteCache
+from pipeshard.engine.microbatches import FoundWays, RouteCache
 from pipeshard.engine.mixed_precision import LossScale, Precision
 from pipeshard.engine.outputs import Outputs, ReturnOutputs, StepLoss
 from pipeshard.engine.parameters import HeldParameters
@@ -36,6 +36,7 @@ from pipeshard.engine.running_state import Carry, deferred
 from pipeshard.engine.stage import NaNCheck, Stage
 from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import BatchError, TraceError, UsageError
+from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
 from pipeshard.graph.units import containers, find_units, paths_of
@@ -43,7 +44,7 @@ from pipeshard.hf import disable_caches
 from pipeshard.schedule.program import Action, Kind, Program, forward_only
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.materialize import compile_units, shard
-from pipeshard.split.partition import Cuts, is_profile, named
+from pipeshard.split.partition import Cuts, is_profile, named_modules_of
 from pipeshard.split.policy import Policy, find_policy, refuse_backward_hooks
 from pipeshard.split.tensor_parallel import plan_of
 
@@ -103,10 +104,10 @@ class Pipeline:
 
         partition, recompute, self.criterion = config.settled(getattr(model, "pipeline_hints", None), criterion)
         refuse_criterion(self.criterion, model)
-        refuse_compiled(model, find_units(model, paths_of(model, named(partition))))
+        refuse_compiled(model, find_units(model, paths_of(model, named_modules_of(partition))))
         self.cached = disable_caches(model)  # configs to be given their cache back
         self.reader = Reader(RowDims(model, config.batch_dims), lambda: self.config.cut, grid, self.precision)
-        sample, flow = self._trace(sample, named(partition))
+        sample, flow = self._trace(sample, named_modules_of(partition))
         with self.precision.seeming(model), self.precision.running():
             measured = costs(partition, flow, sample) if is_profile(partition) else None
         self.policy = self._partition(flow, sample, partition, measured)
@@ -173,7 +174,7 @@ class Pipeline:
         replaced = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in names})
         known = ChainMap(names, replaced)
         self.gradients = ModelGradients(self.holdings, known, grid, config.max_norm or 0.0, self.scaling)
-        self.trained = self.sync.trained()
+        self.trained = self.holdings.trained()
 
     def _make_stages(self) -> None:
         """This rank's stages, and what runs their actions and sends their messages."""
@@ -226,10 +227,10 @@ class Pipeline:
         self.policy.replace_forward()  # again: checkpointing may have been enabled since
         outputs = Outputs(return_outputs, num_batches)
         problems = self.holdings.problems(self.config.num_microbatches) if train else []
-        trained = self.sync.trained()
+        trained = self.holdings.trained()
         exact = self.config.has_exact_loss and (train or return_loss or outputs.with_loss)
 
-        found: Found | None = None
+        found: FoundWays | None = None
 
         def news(batches: Sequence[Batch]) -> News:
             nonlocal found
@@ -251,8 +252,9 @@ class Pipeline:
         if agreed.news & TRAINED:
             if wrong := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
                 raise UsageError(wrong[0])
-            compare_trained(trained, self.grid.world, self.grid.named)
+            of_all = compare_trained(trained, self.grid.world, self.grid.named)
             self.trained = trained
+            self._tell_ghosts(of_all)
         if train and self.trainable and not agreed.news & TRAINS:
             raise UsageError(
                 "there is nothing to train: every parameter was frozen (requires_grad=False) after the model was "
@@ -261,7 +263,11 @@ class Pipeline:
         unseen, self._unseen = self._unseen, None
         if agreed.news & UNSEEN and unseen is not None:
             self._refuse_other_way(*unseen[1:])
-        if not agreed.alike:
+        if agreed.news & TRAINED:
+            found = None
+            with suppress(Exception), self.precision.running():  # the step itself raises it, once ranks have agreed
+                found = self.planner.find(self._cut(batches), criterion)
+        if not agreed.alike or agreed.news & TRAINED:
             with self.precision.running():
                 cut = self._cut(batches)
                 found = self.planner.find_alike(cut, criterion, outputs.needed, self.grid, found)
@@ -273,6 +279,13 @@ class Pipeline:
         if train:
             self.gradients.added()
         return out
+
+    def _tell_ghosts(self, trained: Mapping[str, bool]) -> None:
+        """Note which parameters other stages train now, by name, and trace batches for these from now on."""
+        for parameter, name in self.gradients.names.items():
+            if isinstance(parameter, Ghost):
+                parameter.pipeshard_trainable = trained.get(name, parameter.pipeshard_trainable)
+        self.planner.look_at_trained()
 
     @together_in("plugin.sync_grads")
     def sync_grads(self) -> None:
@@ -290,7 +303,7 @@ class Pipeline:
     def _run(
         self,
         read: list[Batch],
-        found: Found | None,
+        found: FoundWays | None,
         criterion: Criterion | None,
         train: bool,
         wanted: bool,

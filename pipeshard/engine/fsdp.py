@@ -18,29 +18,30 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pipeshard.errors import ConfigurationError, UsageError
 
-ATTRIBUTES = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")  # set by fully_shard
+# What fully_shard sets.
+FSDP_ATTRIBUTES = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
 MODULES = "torch.distributed.fsdp"  # where its hooks are defined
 
 
-def _state(module: Any) -> Any:
+def _fsdp_state(module: Any) -> Any:
     return fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 def _remove_hooks(module: Any) -> None:
-    _state(module)._pre_forward_hook_handle.remove()
-    if (handle := getattr(_state(module), "_post_forward_hook_handle", None)) is not None:
+    _fsdp_state(module)._pre_forward_hook_handle.remove()
+    if (handle := getattr(_fsdp_state(module), "_post_forward_hook_handle", None)) is not None:
         handle.remove()
 
 
-def _parameters(module: Any) -> Iterator[Any]:
+def _fsdp_parameters(module: Any) -> Iterator[Any]:
     """torch's FSDPParams: `sharded_param`, `_unsharded_param`, `unsharded_accumulated_grad`."""
-    for group in _state(module)._fsdp_param_groups:
+    for group in _fsdp_state(module)._fsdp_param_groups:
         yield from group.fsdp_params
 
 
 def _post_backward(module: Any) -> None:
     """Start to reduce and scatter the gradients."""
-    for group in _state(module)._fsdp_param_groups:
+    for group in _fsdp_state(module)._fsdp_param_groups:
         group.post_backward()
 
 
@@ -87,7 +88,7 @@ class ShardedUnits:
             module.set_reduce_scatter_unused_params(True)
         for module in (self.root, *self.groups):
             _remove_hooks(module)
-        _state(self.root)._lazy_init()
+        _fsdp_state(self.root)._lazy_init()
         self._waiting: list[Any] = []  # whose gradients were not reduced in this step
 
     def begin(self) -> None:
@@ -112,7 +113,7 @@ class ShardedUnits:
         if sync:
             self._reduce(list(self._waiting))
             self.root.set_is_last_backward(True)
-            _state(self.root)._root_post_backward_final_callback()
+            _fsdp_state(self.root)._root_post_backward_final_callback()
         for module in self.groups:
             module.reshard()
 
@@ -124,7 +125,7 @@ class ShardedUnits:
 
     def _reduce(self, modules: Collection[Any]) -> None:
         for module in modules:
-            for parameter in _parameters(module) if self.casts else ():  # torch would fill in zeros of 16 bits
+            for parameter in _fsdp_parameters(module) if self.casts else ():  # torch would fill in zeros of 16 bits
                 unsharded = parameter._unsharded_param
                 if unsharded.requires_grad and unsharded.grad is None:
                     unsharded.grad = torch.zeros_like(unsharded, dtype=torch.float32)
@@ -133,7 +134,7 @@ class ShardedUnits:
 
     def _all_parameters(self) -> Iterator[Any]:
         for module in self.groups:
-            yield from _parameters(module)
+            yield from _fsdp_parameters(module)
 
 
 class _Root(nn.Module):
@@ -187,7 +188,7 @@ def _additions(module: nn.Module) -> list[tuple[dict[Any, Any], Any]]:
     """The dicts, with their keys, where fully_shard has put something."""
     attributes = module.__dict__
     hooks = [value for key, value in attributes.items() if key.endswith("_hooks") and isinstance(value, dict)]
-    return [(attributes, key) for key in attributes if key.startswith(ATTRIBUTES)] + [
+    return [(attributes, key) for key in attributes if key.startswith(FSDP_ATTRIBUTES)] + [
         (values, key) for values in hooks for key, hook in values.items() if _is_torchs(hook)
     ]
 

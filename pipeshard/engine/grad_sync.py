@@ -125,10 +125,6 @@ class GradientSync:
         """Whether anything can be reduced before a step has ended."""
         return self.sharded is not None or any(not bucket.tie for bucket in self.buckets)
 
-    def trained(self) -> dict[str, bool]:
-        """Which of the shared parameters require a gradient."""
-        return {name: parameter.requires_grad for name, parameter in self.shared}
-
     def problems(self) -> list[str]:
         """What would be done to a part of a gradient, though it was meant for all of it."""
         problems = []

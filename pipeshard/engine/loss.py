@@ -27,9 +27,9 @@ from pipeshard.engine.loss_trial import (
     SHORT,
     SPAN,
     UNLABELLED,
+    LossTrial,
     Measured,
     Samples,
-    Trial,
 )
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.graph.dataflow import Dataflow
@@ -42,16 +42,16 @@ HALVES = (2,)  # the same for a model that takes no single sample, as a batch no
 TELLING = 3  # how many trials a rule has to hold in that could have told it from another one
 CLOSE = {torch.float32: 4e-6, torch.float64: 1e-9}  # relative error of a sum; of other dtypes their precision
 FITS = 1.0, 4.0, 16.0  # how far unit results are moved towards a smaller loss, of the first part alone
-FAR = 1e-3  # how much the two parts' losses have to differ, relative to the larger one
+LEAST_DIFFERENCE = 1e-3  # how much the two parts' losses have to differ, relative to the larger one
 MOST_RULES = 128  # that are kept
 AT_SIZES = 2  # how many telling trials a rule has to hold in at the batch's own sizes
 LOOSER = 5.0  # how much larger than for a few samples the relative error of a sum of many may be
-MOST = 2**26  # numbers that are drawn for one trial at the batch's own sizes, or at larger ones
+MOST_DRAWN = 2**26  # numbers that are drawn for one trial at the batch's own sizes, or at larger ones
 VIEWS = (
     ". Several views of each sample that go through layers together have to be in the order of the samples: "
     "torch.stack([a, b], 1).flatten(0, 1) and .unflatten(0, (-1, 2)).unbind(1), not torch.cat([a, b]) and .chunk(2)"
 )
-REMEDY = (
+LOSS_REMEDY = (
     "average the microbatches' own losses (PipelinePlugin(loss_reduction='microbatch')), return (sum, count) from the "
     "criterion, where the batch's loss is the sum of the sums over that of the counts, or use one microbatch"
 )
@@ -126,7 +126,7 @@ def tolerance_of(dtype: torch.dtype) -> float:
 EACH, SUM = LossRule(each=True), LossRule(summed=True)
 
 
-class Proven(NamedTuple):
+class ProvenRule(NamedTuple):
     """A rule, and the sizes up to which it was tried; None if it does not go by sizes."""
 
     rule: LossRule
@@ -166,7 +166,7 @@ class LossRules:
         """Whether the rule was proven for such labels as this batch has."""
         return kind in self._known and self._known[kind].covers_values(batch)
 
-    def add(self, kind: Any, proven: Proven, flow: Dataflow, batch: Batch) -> None:
+    def add(self, kind: Any, proven: ProvenRule, flow: Dataflow, batch: Batch) -> None:
         """What was proven before for other labels and sizes still holds if it is the same rule."""
         now = _ranges(batch, read_by_loss(flow))
         tried = None if proven.until is None else Tried()
@@ -198,7 +198,7 @@ def prove_loss_rule(
     criterion: Criterion | None,
     sizes: Sizes,
     known: LossRule | None = None,
-) -> Proven:
+) -> ProvenRule:
     """The rule by which the loss of a batch like this follows from those of its parts.
 
     The glue after the units is run on a few samples and on parts of them, cut in different places, with random unit
@@ -215,7 +215,7 @@ def prove_loss_rule(
         for side_outputs in (False, True) if search.has_side_outputs else (False,):
             if search.rule(side_outputs, known=known) is not None:
                 search.warn_of_untried()
-                return Proven(known, search.until)
+                return ProvenRule(known, search.until)
     rule, is_approximate = search.rule(), search.has_side_outputs
     if rule is None and search.has_side_outputs:
         rule, is_approximate = search.rule(side_outputs=True), False
@@ -236,7 +236,7 @@ def prove_loss_rule(
         what = f"the loss of {type(model).__name__} {why}"
         views = VIEWS if _has_views(flow) else ""
         raise ConfigurationError(
-            f"{what}, so that of a batch cannot be made of its microbatches': {REMEDY}{views}"
+            f"{what}, so that of a batch cannot be made of its microbatches': {LOSS_REMEDY}{views}"
         ) from search.failure
     if is_approximate:
         logger.warning(
@@ -245,7 +245,7 @@ def prove_loss_rule(
             type(model).__name__,
         )
     search.warn_of_untried()
-    return Proven(rule, search.until)
+    return ProvenRule(rule, search.until)
 
 
 def _ranges(batch: Batch, paths: Collection[str]) -> dict[str, tuple[float, float]]:
@@ -280,7 +280,7 @@ class _Search:
         """The rule, or None; `side_outputs` are random, too, or zeros. With `valid` labels only, it is that of samples
         or None. One that is `known` is tried at the batch's own sizes alone."""
         self.valid, self.side_outputs = valid, side_outputs
-        self._sized: dict[tuple[int, int], tuple[Batch, Samples, Trial]] = {}
+        self._sized: dict[tuple[int, int], tuple[Batch, Samples, LossTrial]] = {}
         sources = (self.flow.axes.shortened(self.batch, LENGTH), self.batch)
         for self.cuts in (CUTS, HALVES):
             if any(self._can_try(source, side_outputs) for source in sources):
@@ -321,7 +321,7 @@ class _Search:
         """The same, with 32 bits in the place of 16; or with 16 where glue takes no others, or rounds by itself."""
         try:
             self.samples = Samples(self.model, self.batch, source, self.read, self.flow.consulted)
-            self.trial = Trial(self.model, self.flow, self.samples.few, self.criterion, side_outputs, precise)
+            self.trial = LossTrial(self.model, self.flow, self.samples.few, self.criterion, side_outputs, precise)
         except (TraceError, ConfigurationError) as error:
             logger.debug("a trial of the loss failed: %s", error)
             self.failure = error
@@ -391,11 +391,11 @@ class _Search:
             return True
         source, larger = self._larger(), self.sizes.larger
         self.until, self.is_untried = self.sizes, False
-        if self._needs(source, larger.rows) <= MOST and self._holds_in(rule, source, larger, MOST):
+        if self._needs(source, larger.rows) <= MOST_DRAWN and self._holds_in(rule, source, larger, MOST_DRAWN):
             self.until = larger.of_batch(source)
             return True
-        holds = self._holds_in(rule, self.batch, self.sizes, MOST)
-        self.is_untried = holds is None or self._needs(self.batch, self.sizes.rows) > MOST
+        holds = self._holds_in(rule, self.batch, self.sizes, MOST_DRAWN)
+        self.is_untried = holds is None or self._needs(self.batch, self.sizes.rows) > MOST_DRAWN
         self.is_of_few |= holds is False
         return holds is not False
 
@@ -458,7 +458,7 @@ class _Search:
             if key not in self._sized:
                 samples = Samples(self.model, self.batch, source, self.read, self.flow.consulted, rows)
                 how = self.criterion, self.side_outputs, self.trial.precise
-                self._sized[key] = source, samples, Trial(self.model, self.flow, samples.few, *how)
+                self._sized[key] = source, samples, LossTrial(self.model, self.flow, samples.few, *how)
         except Exception as error:  # the model's own, which may take no longer samples
             logger.debug("a loss was not tried on %d samples: %s", rows, error)
             return None
@@ -533,5 +533,5 @@ def _tells(whole: Measured, parts: Sequence[Measured]) -> bool:
     """Whether losses can tell one rule from another: zeros, and equal ones, fit too many."""
     values = [part.value for part in parts]
     scale = max(map(abs, values))
-    far = max(FAR, 4 * tolerance_of(whole.dtype))
+    far = max(LEAST_DIFFERENCE, 4 * tolerance_of(whole.dtype))
     return min(abs(whole.value), scale) > 1e-6 and abs(values[0] - values[1]) > far * scale

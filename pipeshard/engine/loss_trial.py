@@ -37,7 +37,7 @@ EVERYTHING, READ, LABELS, NOTHING = range(4)  # how much of the batch is drawn
 NORMAL, PROBABILITIES = range(2)  # what unit results are drawn from; some losses take probabilities only
 REPEATED = 2**20 + 7  # a prime number: no two samples have the same ones
 SHORT = torch.float16, torch.bfloat16
-Key = tuple[str, int, int]  # of a leaf that leaves a unit: the unit, how many calls of it came before, the leaf
+LeafKey = tuple[str, int, int]  # of a leaf that leaves a unit: the unit, how many calls of it came before, the leaf
 
 
 class Samples:
@@ -92,9 +92,9 @@ class Samples:
             if leaf.is_floating_point():
                 scale = torch.rand(leaf.shape, generator=generator).mul_(0.8).add_(0.2).to(leaf)
                 is_mask = number % 2 and bool(((leaf == 0) | (leaf == 1)).all())
-                return _mask(leaf, generator) if is_mask else leaf * scale
+                return _random_mask(leaf, generator) if is_mask else leaf * scale
             if leaf.ndim > 1 and (leaf.dtype == torch.bool or self.pools[path].tolist() == [0, 1]):
-                return _mask(leaf, generator)
+                return _random_mask(leaf, generator)
             pool = self.pools[path][self.pools[path] >= 0] if valid else self.pools[path]
             return _chosen(pool, leaf.numel(), number, generator).view(leaf.shape).to(leaf)
 
@@ -161,7 +161,7 @@ def _chosen(pool: Tensor, count: int, number: int, generator: torch.Generator) -
     return pool[torch.randint(len(pool), (count,), generator=generator)]
 
 
-def _mask(leaf: Tensor, generator: torch.Generator) -> Tensor:
+def _random_mask(leaf: Tensor, generator: torch.Generator) -> Tensor:
     """Random zeros and ones, of several in a sample at least one of them a one."""
     mask = torch.rand(leaf.shape, generator=generator).gt(0.4)
     if leaf.ndim > 1:
@@ -220,7 +220,7 @@ class Glue:
         batch: Batch,
         flow: Dataflow,
         deltas: Sequence[int],
-        result: Callable[[Key, TensorSpec], Tensor],
+        result: Callable[[LeafKey, TensorSpec], Tensor],
         running: Collection[int] = (),
         times: int = 1,
         by: Sequence[Tensor] = (),
@@ -269,7 +269,7 @@ class Glue:
     def count(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> float:
         """What the criterion divides its sum by, which does not depend on unit results: zeros without memory."""
 
-        def zeros(key: Key, spec: TensorSpec) -> Tensor:
+        def zeros(key: LeafKey, spec: TensorSpec) -> Tensor:
             return torch.zeros((), dtype=spec.dtype, device=self.device).expand(spec.shape)
 
         measured = self.run(batch, flow, deltas, zeros)
@@ -277,7 +277,7 @@ class Glue:
         return measured.denominator
 
 
-class Trial:
+class LossTrial:
     """A model's loss on all of the samples and on two parts of them.
 
     The unit results that the loss depends on are random, and the parts have theirs of the whole's; so have they of what
@@ -359,7 +359,7 @@ class Trial:
         part = batch if len(rows) == batch.rows else batch.take(torch.tensor(rows))
         part = part.map(lambda path, tensor, dim: tensor.to(self._dtype(tensor.dtype)))
 
-        def result(key: Key, spec: TensorSpec) -> Tensor:
+        def result(key: LeafKey, spec: TensorSpec) -> Tensor:
             full = results.get(key)
             if full is None or full.ndim != len(spec.shape):
                 return torch.zeros(spec.shape, dtype=spec.dtype, device=self.glue.device)
@@ -380,7 +380,7 @@ class Trial:
             self._flows[rows] = flow, deltas
         return self._flows[rows]
 
-    def _random_results(self, seed: int, kind: int) -> dict[Key, Tensor]:
+    def _random_results(self, seed: int, kind: int) -> dict[LeafKey, Tensor]:
         whole, deltas = self._flow(range(self.samples.rows))
         generator = torch.Generator().manual_seed(seed)
         results = {}

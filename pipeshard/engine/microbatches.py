@@ -17,7 +17,7 @@ from pipeshard.batch.batch import Batch, split_sizes
 from pipeshard.batch.criterion import Criterion, key_of
 from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.distributed.mesh import Grid
-from pipeshard.engine.loss import EACH, SUM, LossRule, LossRules, Proven, prove_loss_rule
+from pipeshard.engine.loss import EACH, SUM, LossRule, LossRules, ProvenRule, prove_loss_rule
 from pipeshard.engine.loss_sizes import Sizes
 from pipeshard.engine.loss_trial import Glue
 from pipeshard.engine.reader import digest
@@ -36,21 +36,22 @@ from pipeshard.engine.ways import (
     plain,
     valued,
 )
-from pipeshard.errors import BatchError, ConfigurationError, TraceError
+from pipeshard.errors import BatchError, ConfigurationError, TraceError, summary
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.kinds import modes
+from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import Flags
 from pipeshard.graph.trace import trace
 from pipeshard.split.partition import boundaries
 from pipeshard.split.policy import Policy, refuse_hooks, refuse_unsplittable
 from pipeshard.split.route import Recompute, Route
 
-FLOWS = 128  # Dataflows that are kept: batches may hold something that differs in each, and that a trace depends on
+MOST_FLOWS = 128  # that are kept: batches may hold something that differs in each, and that a trace depends on
 NUMBERS = 4096  # of ways that are kept: lengths of batches
 Cut = tuple[int | None, int | None]  # the number of microbatches in a batch, or the samples in each
 
 
-class Found(NamedTuple):
+class FoundWays(NamedTuple):
     """The ways of the microbatches of several batches, in one state of the model and the criterion."""
 
     state: tuple[int, int]
@@ -81,6 +82,8 @@ class RouteCache:
         self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # of ways, by the id of the Dataflow and the sizes
         self._prints: dict[int, str] = {}  # of Dataflows, by their ids
         self._lent: Lent = {}  # while ranks trace once more
+        self._frozen: dict[frozenset[str], int] = {}  # the sets of frozen parameters so far, numbered
+        self.look_at_trained()
 
     def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
         """Use a Dataflow that was traced already, with the model in the mode it is in."""
@@ -89,11 +92,16 @@ class RouteCache:
             self._flows.setdefault(self._mode(criterion), []).append(flow)
         self._watched |= flow.watched
 
+    def look_at_trained(self) -> None:
+        """Parameters may have been frozen or unfrozen, on this stage or on another one."""
+        frozen = frozenset(name for name, parameter in self.model.named_parameters() if not is_trainable(parameter))
+        self._training = self._frozen.setdefault(frozen, len(self._frozen))
+
     def _look(self, criterion: Criterion | None) -> None:
         """Note the state in which the model and the criterion are now."""
         self._state = self.flags.number(), 0
         if criterion is not None:
-            if len(self.flags_of) >= FLOWS:
+            if len(self.flags_of) >= MOST_FLOWS:
                 self.flags_of.clear()
             of_criterion = self.flags_of.setdefault(key_of(criterion), Flags(self.model, criterion))
             self._state = self._state[0], of_criterion.number()
@@ -106,7 +114,7 @@ class RouteCache:
     def plan_each(
         self,
         cut: Sequence[Sequence[Batch]],
-        found: Found | None,
+        found: FoundWays | None,
         criterion: Criterion | None,
         outputs: Wanted,
         exact_loss: bool,
@@ -121,12 +129,12 @@ class RouteCache:
         stages = [[microbatch for plan in plans for microbatch in plan[k]] for k in range(len(plans[0]))]
         return [[replace(part, share=part.share * weight) for part in parts] for parts in stages]
 
-    def find(self, cut: Sequence[Sequence[Batch]], criterion: Criterion | None) -> Found:
+    def find(self, cut: Sequence[Sequence[Batch]], criterion: Criterion | None) -> FoundWays:
         """The ways of microbatches, in the state in which the model and the criterion are now."""
         self._look(criterion)
-        return Found(self._state, [[self._find(batch, criterion) for batch in batches] for batches in cut])
+        return FoundWays(self._state, [[self._find(batch, criterion) for batch in batches] for batches in cut])
 
-    def number(self, found: Found) -> int:
+    def number(self, found: FoundWays) -> int:
         """The same on all ranks whose ways are alike."""
         return joined([self._number(way) for ways in found.ways for way in ways])
 
@@ -146,8 +154,8 @@ class RouteCache:
         criterion: Criterion | None,
         outputs: Wanted,
         grid: Grid,
-        found: Found | None,
-    ) -> Found | None:
+        found: FoundWays | None,
+    ) -> FoundWays | None:
         """The ways of microbatches for which ranks have found other ones each, or none; all of them call it.
 
         What decides is told by the rank that holds it, and the batches are traced once more. Raises TraceError on all
@@ -170,7 +178,7 @@ class RouteCache:
             try:
                 found, failure = self.find(cut, criterion), ""
             except Exception as error:  # the model's own
-                found, failure = None, f"{type(error).__name__}: {error}"
+                found, failure = None, summary(error)
             finally:
                 self._lent = {}
         said = self._said(found, outputs, failure)
@@ -180,7 +188,7 @@ class RouteCache:
             self._numbers[id(way[0]), way[1]] = number
         return found
 
-    def _said(self, found: Found | None, outputs: Wanted, failure: str) -> Said:
+    def _said(self, found: FoundWays | None, outputs: Wanted, failure: str) -> Said:
         """What the other ranks are to know of these ways."""
         ways = [] if found is None else [way for of_batch in found.ways for way in of_batch]
         if found is None:
@@ -191,7 +199,7 @@ class RouteCache:
             return Said([], [], str(error))
         return Said(list(map(self._number, ways)), lines, "")
 
-    def _forget(self, found: Found | None) -> None:
+    def _forget(self, found: FoundWays | None) -> None:
         """Trace anew what these ways are for."""
         gone = {id(flow) for ways in found.ways for flow, _ in ways} if found is not None else set()
         for flows in self._flows.values():
@@ -244,7 +252,7 @@ class RouteCache:
             if deltas is not None and _answers(flow, deltas, batch):
                 return flow, deltas
         way = self._trace(batch, criterion)
-        if sum(map(len, self._flows.values())) >= FLOWS:
+        if sum(map(len, self._flows.values())) >= MOST_FLOWS:
             self._flows.clear()
             self._routes.clear()
             self._numbers.clear()
@@ -257,7 +265,7 @@ class RouteCache:
         """What a Dataflow depends on beside the sizes of a batch and the answers that glue gets of it."""
         paths = self._watched.intersection(batch.paths) if batch is not None else ()
         watched = digest(batch, paths) if batch is not None and paths else 0
-        return key_of(criterion), self._state, modes()[1:], watched
+        return key_of(criterion), self._state, self._training, modes()[1:], watched
 
     def _trace(self, batch: Batch, criterion: Criterion | None) -> Way:
         flow = self._traced(batch, criterion, not self._watched.isdisjoint(batch.paths))
@@ -289,7 +297,7 @@ class RouteCache:
                 "environment variable?): set what it goes by between steps, in attributes of the model, or in globals"
             )
         for known in (self._confirmed, self._seen):
-            if len(known) > FLOWS:
+            if len(known) > MOST_FLOWS:
                 known.clear()
         self._confirmed[id(flow)] = flow
 
@@ -349,7 +357,7 @@ class RouteCache:
                 self.learn(batch, batch.split(*cut)[0], criterion)
         except Exception as error:  # of the model too: the other ranks have to learn of it
             failure = error
-        reasons = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}", world)
+        reasons = gather_objects(None if failure is None else summary(failure), world)
         if reason := next(filter(None, reasons), None):
             for batch in batches:
                 self.rules.forget(self._kind(batch, criterion))
@@ -360,7 +368,7 @@ class RouteCache:
         kind, sizes = self._kind(batch, criterion), self._sizes(batch, -(-batch.rows // first.rows))
         if self.rules.covers(kind, batch, sizes):  # another rank, or another batch, is what is new
             return
-        (flow, _), proven = self._find(first, criterion), Proven(SUM)
+        (flow, _), proven = self._find(first, criterion), ProvenRule(SUM)
         if self.is_last and flow.loss is not None:
             known = self.rules.get(kind) if self.rules.covers_values(kind, batch) else None
             batch = batch.to(self.policy.replay.device)

@@ -11,7 +11,7 @@ from pipeshard.distributed.collectives import together_in
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import UsageError
 from pipeshard.ghost import guard
-from pipeshard.private import tree_leaves
+from pipeshard.private import tree_tensors
 
 
 class Whole:
@@ -42,9 +42,9 @@ class Whole:
                 batch = replace(read_batch(pipeline.model, kwargs or args), taken=None)
                 output = precision.of_batch(batch).call(pipeline.model)
         if pipeline.grid.dp_size > 1 or pipeline.scaling is not None:
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._refuse_plain)
+            for tensor in tree_tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._refuse_plain)
         return output
 
     @together_in("booster.backward")

@@ -15,10 +15,10 @@ from torch import Tensor
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.tree import field_of, flatten_with_names
 from pipeshard.distributed.collectives import gather, gather_objects
-from pipeshard.errors import UsageError
+from pipeshard.errors import UsageError, summary
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.shapes import TensorSpec
-from pipeshard.private import disabled_torch_function, tree_flatten, tree_map_only, tree_unflatten
+from pipeshard.private import disabled_torch_function, tree_flatten, tree_map_only, tree_tensors, tree_unflatten
 
 ReturnOutputs = bool | str | Collection[str] | Callable[[Any, Any], Any]
 BACKWARD = (
@@ -125,8 +125,8 @@ class Outputs:
     @property
     def has_nan(self) -> bool:
         """Whether what was taken has a not-a-number: in what nobody sent there is nothing else."""
-        leaves = [leaf for leaf in tree_flatten(self.kept)[0] if isinstance(leaf, Tensor)]
-        return any(bool(leaf.isnan().any()) for leaf in leaves if leaf.is_floating_point() and not leaf.is_meta)
+        with_values = (tensor for tensor in tree_tensors(self.kept) if not tensor.is_meta)
+        return any(bool(tensor.isnan().any()) for tensor in with_values if tensor.is_floating_point())
 
     def _call(self, function: Callable[[Any, Any], Any], output: Any, batch: Batch) -> None:
         if self._failure is not None:
@@ -137,7 +137,7 @@ class Outputs:
         except Exception as error:  # the user's; raised at the end of the step, for which the other stages wait
             self._failure = UsageError(
                 f"the function given as return_outputs failed on the output of microbatch {len(self.kept)} "
-                f"({type(error).__name__}: {error}). The step itself is done: its gradients are in place"
+                f"({summary(error)}). The step itself is done: its gradients are in place"
             )
             self._failure.__cause__ = error
 

@@ -60,6 +60,10 @@ class HeldParameters:
         tp_sharded = [parameter for parameter in self.held.values() if grid.divides(parameter, TP)]
         self.sync = GradientSync(self._buckets(self._summed_along), tp_sharded, self.sharded)
 
+    def trained(self) -> dict[str, bool]:
+        """Which of the parameters require a gradient."""
+        return {name: parameter.requires_grad for name, parameter in self.held.items()}
+
     def draw(self, names: Sequence[str], rule: InitWeights, seed: int) -> None:
         """Give those of these parameters that are held what `rule` draws."""
         weights = [self.weights[name] for name in names if name in self.weights]

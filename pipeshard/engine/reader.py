@@ -20,7 +20,7 @@ from pipeshard.distributed.collectives import gather_objects, meet
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.engine.updates import has_one_factor
-from pipeshard.errors import BatchError, listed, of_all
+from pipeshard.errors import BatchError, listed, of_all, summary
 
 SAMPLE = 8192  # values of a tensor that enter the digest of a whole batch
 
@@ -34,11 +34,11 @@ def digest(batch: Batch, paths: Collection[str] | None = None) -> int:
             _, parts, tree = flatten(leaf)
             state.update(f"{path}{tree}".encode())
             for part in parts:
-                state.update(_content(part, is_sample=paths is None))
+                state.update(_leaf_content(part, is_sample=paths is None))
     return int.from_bytes(state.digest(), "little")
 
 
-def _content(leaf: Any, is_sample: bool) -> bytes:
+def _leaf_content(leaf: Any, is_sample: bool) -> bytes:
     if not isinstance(leaf, Tensor):
         return text(leaf).encode()
     values = leaf.detach().reshape(-1)
@@ -92,13 +92,14 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
 
     `batches` is the error on a rank that got none; `mode` describes the step: forward only, the outputs asked for, ...
     """
-    has_batch, read = not isinstance(batches, Exception), () if isinstance(batches, Exception) else batches
+    failure = summary(batches) if isinstance(batches, Exception) else None
+    has_batch, read = failure is None, () if isinstance(batches, Exception) else batches
     rows, number = sum(batch.rows for batch in read), _joined([digest(batch) for batch in read])
     code = int.from_bytes(hashlib.blake2b(mode.encode(), digest_size=7).digest(), "little")
     report = Report(int(has_batch), number, rows, parts, code, *news, torch.initial_seed() % 2**63)
     reports = [Report(*numbers) for numbers in meet(grid.world, grid.named, report)]
     if not all(report.has_batch for report in reports):
-        reasons = gather_objects(None if has_batch else f"{type(batches).__name__}: {batches}", grid.world)
+        reasons = gather_objects(failure, grid.world)
         without = [f"{grid.named(r)}: {reason}" for r, reason in enumerate(reasons) if reason is not None]
         raise BatchError(
             f"{len(without)} of {len(reports)} ranks got no usable batch from the data iterator, so none ran this "

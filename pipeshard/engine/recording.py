@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from pipeshard.distributed.collectives import gather
 from pipeshard.engine.timeline import Timeline
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, summary
 from pipeshard.schedule import Action, Kind, Program, Simulation, Span, draw_timeline, simulate
 
 STRAGGLES = 1.25  # how many times as busy as the median rank a straggler is
@@ -173,7 +173,7 @@ class Recording:
             memory, samples, tokens = content.get("memory", ()), content.get("samples", 0), content.get("tokens", 0)
             return replace(found, memory=tuple(memory), samples=samples, tokens=tokens)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = summary(error)
             raise ConfigurationError(f"{path} is not the recording of a step: {reason}") from error
 
     @classmethod

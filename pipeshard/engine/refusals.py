@@ -178,6 +178,7 @@ def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     return ""
 
 
+FEW = 2  # parameters of each group that an optimizer is tried on
 SIZE, SCALES, SPARED = 4, (1.0, 100.0, 0.01) + (1.0,) * 7, 0.02  # of tiny parameters; of gradients; a gap that counts
 OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # which schedulers, or an earlier boost, have put on an optimizer
 WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch's own that look at whole matrices
@@ -211,8 +212,9 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
     if couples:
         raise ConfigurationError(
             f"{name} does something else to parameters together than to each alone (a norm over all of them, an "
-            "estimate from all of them, random numbers), but each rank has a part of them only: use another optimizer "
-            "(max_norm clips by the norm of the whole model), or pp_size=1 without zero_stage and fsdp"
+            "estimate from all of them, random numbers, a list of its own beside its parameter groups), but each rank "
+            "has a part of them only: let it keep what belongs to a parameter in self.state[parameter], use another "
+            "optimizer (max_norm clips by the norm of the whole model), or pp_size=1 without zero_stage and fsdp"
         )
     if divides:
         raise ConfigurationError(
@@ -224,7 +226,14 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
 def gap(optimizer: Optimizer, model: nn.Module, sliced: bool) -> float:
     """How much an optimizer's updates differ, relative to its largest, if each half of its parameters, or (`sliced`) of
     the rows of each, has an optimizer of its own. Its own methods are tried as well as `step`."""
-    start, methods = _tiny(optimizer, sliced), own_methods(optimizer)
+    try:
+        return _gap_of_few(optimizer, model, sliced, FEW)
+    except Exception:  # it may count on all parameters
+        return _gap_of_few(optimizer, model, sliced, None)
+
+
+def _gap_of_few(optimizer: Optimizer, model: nn.Module, sliced: bool, few: int | None) -> float:
+    start, methods = _tiny(optimizer, sliced, few), own_methods(optimizer)
     by_methods = _gap(start, lambda values: _called(optimizer, model, values, methods), sliced) if methods else 0.0
     if by_methods > SPARED:
         return by_methods
@@ -273,13 +282,14 @@ def _goes_through_groups(method: Callable[..., Any]) -> bool:
     return not needed and "param_groups" in original.__code__.co_names
 
 
-def _tiny(optimizer: Optimizer, sliced: bool) -> dict[Place, Tensor]:
-    """Values in the place of two parameters of each group; with `sliced`, of those that have rows."""
+def _tiny(optimizer: Optimizer, sliced: bool, few: int | None) -> dict[Place, Tensor]:
+    """Values in the place of the first `few` parameters of each group, or of all; with `sliced`, of those that have
+    rows."""
     generator = torch.Generator().manual_seed(0)
     shapes = {
         (k, j): [min(size, SIZE) for size in parameter.shape]
         for k, group in enumerate(optimizer.param_groups)
-        for j, parameter in enumerate(group["params"][:2])
+        for j, parameter in enumerate(group["params"][:few])
     }
     if sliced:
         shapes = {place: shape for place, shape in shapes.items() if shape and shape[0] > 1}
@@ -369,16 +379,29 @@ def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
 
 
 def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Parameter]) -> Any:
-    """The optimizer without its state, with these parameters in the place of its own; nothing large is copied."""
-    memo: dict[int, Any] = {id(optimizer.state): defaultdict(dict)}
-    content = {key: value for key, value in optimizer.__dict__.items() if key not in OVERRIDDEN}
-    memo |= {id(tensor): _corner(tensor) for tensor in _tensors(content)}
+    """The optimizer with these parameters in the place of its own; nothing large is copied."""
+    content = {key: value for key, value in optimizer.__dict__.items() if key not in (*OVERRIDDEN, "state")}
+    memo: dict[int, Any] = {id(tensor): _corner(tensor) for tensor in _tensors(content)}
     memo |= {id(tensor): torch.empty(0) for tensor in (*model.parameters(), *model.buffers())}
+    state = memo[id(optimizer.state)] = defaultdict[Any, Any](dict)
     for k, group in enumerate(optimizer.param_groups):
-        memo |= {id(p): parameters.get((k, j), nn.Parameter(torch.empty(0))) for j, p in enumerate(group["params"])}
+        for j, original in enumerate(group["params"]):
+            tried = memo[id(original)] = parameters.get((k, j), nn.Parameter(_corner(original)))
+            tried.__dict__.update({key: _like(value, original, tried) for key, value in vars(original).items()})
+            if original in optimizer.state:
+                of_state = optimizer.state[original]
+                state[tried] = {key: _like(value, original, tried) for key, value in of_state.items()}
     trial = memo[id(optimizer)] = object.__new__(type(optimizer))
-    trial.__dict__.update(copy.deepcopy(content, memo))
+    trial.__dict__.update(copy.deepcopy(content, memo), state=state)
     trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     for k, group in enumerate(trial.param_groups):
         group["params"][:] = [parameter for (of, _), parameter in parameters.items() if of == k]
     return trial
+
+
+def _like(value: Any, original: nn.Parameter, tried: nn.Parameter) -> Any:
+    """What is kept for a parameter, for the one that stands in its place: of a tensor of its shape, ones, since the
+    tried one may be any slice of it."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value) if isinstance(value, list | dict) else value
+    return torch.ones_like(tried, dtype=value.dtype) if value.shape == original.shape else _corner(value)

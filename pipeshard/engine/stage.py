@@ -27,7 +27,7 @@ from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.foreign import foreign_error, kept, leaves_of
 from pipeshard.graph.preserve import preserving
 from pipeshard.graph.taint import Value, casting
-from pipeshard.private import foreach_norm, tree_leaves
+from pipeshard.private import foreach_norm, tree_tensors
 from pipeshard.split.replay import Replay
 from pipeshard.split.route import Route
 
@@ -145,7 +145,6 @@ class Stage:
         self.around, self.finite, self.carry = around, finite, carry
         self._flows: dict[int, Dataflow] = {}
         self._before: set[Place] = set()  # what has got a gradient in an earlier step
-        self._never: set[Place] = set()  # what has got none in one, and was looked for in its graph
 
     def begin(
         self,
@@ -165,10 +164,10 @@ class Stage:
         self.saved: dict[int, Saved] = {}
         self.pending: dict[int, list[Gradients]] = {}
         self.reached: dict[Place, bool] = {}  # what entered, and whether a gradient of it was computed so far
+        self.dropped: set[Place] = set()  # what entered, and a backward of the model's own has returned None for
         if len(self._flows) > FLOWS:
             self._flows.clear()
             self._before.clear()
-            self._never.clear()
         self.remaining = len(microbatches)  # backwards
 
     def end(self) -> None:
@@ -244,7 +243,11 @@ class Stage:
         if self.deferral.whole:
             self.deferral.finish(self.pending.pop(i))
         self._refuse_lost(i, saved.others)
-        self._refuse_none(i, saved.entered if pairs else [], [edge for edge, _ in pairs])
+        if pairs or not self.is_last:
+            self._note_reached(i, saved.entered, [edge for edge, _ in pairs])
+        self.remaining -= 1
+        if not self.remaining:
+            self._refuse_none()
         sent = [torch.zeros_like(t) if t.grad is None else _plain(t.grad) for t in saved.entered]
         if self.finite is not None:
             self.finite.backward(i, sent)
@@ -261,44 +264,45 @@ class Stage:
                     "of this kind>"
                 )
 
-    def _refuse_none(self, i: int, entered: Sequence[Tensor], roots: Sequence[GradientEdge]) -> None:
-        """What gets no gradient in the whole step would get zeros from here, which some optimizers tell from none. What
-        never got one, and is not in the graph of the backward pass either, was detached on the way: that is as it is in
-        every step."""
+    def _note_reached(self, i: int, entered: Sequence[Tensor], roots: Sequence[GradientEdge]) -> None:
+        """Note what has got a gradient of microbatch i, and for what a backward of the model's own returned None."""
         route = self.microbatches[i].route
         flow = route.flow
-        for value, tensor in zip(route.enters.gradients, entered):
+        self._flows[id(flow)] = flow  # as long as its id is looked for
+        missing = [tensor for tensor in entered if tensor.grad is None]
+        nodes = _leading_from(roots) if missing else set()
+        for value, tensor in zip(route.enters.gradients, entered, strict=True):
             place = id(flow), value
             self.reached[place] = self.reached.get(place, False) or tensor.grad is not None
-            self._flows[id(flow)] = flow  # as long as its id is looked for
-        self.remaining -= 1
-        for key, value in [] if self.remaining else [p for p in self._before if not self.reached.get(p, True)]:
+            if tensor.grad is None and get_gradient_edge(tensor).node in nodes:
+                self.dropped.add(place)
+
+    def _refuse_none(self) -> None:
+        """Refuse a step in which something gets no gradient at all: its stage would get zeros from here, by which some
+        optimizers (AdamW) decay parameters that they leave alone without a gradient."""
+        for place in (place for place, is_reached in self.reached.items() if not is_reached):
+            if place in self._before:
+                why = (
+                    " in this step, but got one before: a unit detaches it, or leaves it out, by what it has counted "
+                    "or by the values of tensors. Let it do so always or never, by an attribute that is set between "
+                    "steps, or multiply by zero"
+                )
+            elif place in self.dropped:
+                why = (
+                    ", since a backward of the model's own (torch.autograd.Function) returns None for it: its stage "
+                    "cannot tell that from zeros. Let that backward return zeros, or cut elsewhere (partition=[...])"
+                )
+            else:
+                why = (
+                    " where the trace has seen one: a unit detaches it, or leaves it out, by the values of tensors. "
+                    "Let it do so always or never, multiply by zero, or cut elsewhere (partition=[...])"
+                )
+            key, value = place
             raise TraceError(
                 f"result {value.leaf} of unit {self._flows[key].calls[value.call].unit}, which another stage sent to "
-                f"stage {self.index}, gets no gradient in this step, but got one before: a unit detaches it, or leaves "
-                "it out, by what it has counted or by the values of tensors. Let it do so always or never, by an "
-                "attribute that is set between steps, or multiply by zero"
+                f"stage {self.index}, gets no gradient{why}"
             )
-        if not self.remaining:
-            self._refuse_lost_on_the_way(flow, dict(zip(route.enters.gradients, entered)), roots)
-        if not self.remaining:
-            self._before.update(place for place, is_reached in self.reached.items() if is_reached)
-
-    def _refuse_lost_on_the_way(
-        self, flow: Dataflow, entered: Mapping[Value, Tensor], roots: Sequence[GradientEdge]
-    ) -> None:
-        """Refuse a backward that returns None for what came from another stage."""
-        never = {v: t for v, t in entered.items() if not self.reached[id(flow), v] and (id(flow), v) not in self._never}
-        nodes = _leading_from(roots) if never else set()
-        for value, tensor in never.items():
-            if get_gradient_edge(tensor).node in nodes:
-                raise TraceError(
-                    f"result {value.leaf} of unit {flow.calls[value.call].unit}, which another stage sent to stage "
-                    f"{self.index}, gets no gradient, since a backward of the model's own (torch.autograd.Function) "
-                    "returns None for it: its stage cannot tell that from zeros. Let that backward return zeros, or "
-                    "cut elsewhere (partition=[...])"
-                )
-        self._never.update((id(flow), value) for value in never)
+        self._before.update(self.reached)
 
     def weight(self, i: int) -> None:
         """Compute the weight gradients that `backward(i)` has deferred."""
@@ -330,7 +334,7 @@ class Stage:
     def _refuse_foreign(self, loss: Tensor, output: Any, received: Collection[Tensor]) -> None:
         """Refuse a criterion that trains weights of its own, which it did not when it was traced: only the graph of the
         criterion itself is searched."""
-        until = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        until = tree_tensors(output)
         leaves = leaves_of(loss, until)
         if not leaves:
             return

@@ -48,8 +48,8 @@ class Grouped(Protocol):
 class Told(NamedTuple):
     """What a rank tells the others of an update. `used` are the options of each group that has parameters on the rank,
     by a digest of the names given to the group, and `options` those that are set now; `factor` is that of the gradients
-    (None: changed otherwise), `before` the latest other than 1 of earlier updates, and `norm` that of the gradients
-    times the factor, if it is known."""
+    (None: changed otherwise, or there are none), `before` the latest other than 1 of earlier updates, and `norm` that
+    of the gradients times the factor, if it is known."""
 
     used: dict[str, dict[str, Any]]
     options: dict[str, dict[str, Any]]
@@ -154,7 +154,9 @@ class Updates:
         self._given = None
         if _is_scaled(self._told):
             self._before = self._told
-        self._told, self._factor = self._factor, 1.0
+        has_gradients = any(parameter.grad is not None for parameter in parameters)
+        self._told = self._factor if has_gradients else None  # a stage that is frozen has none to multiply
+        self._factor = 1.0
         self._stepped = self._options()
         is_first = self.is_compared
         self._count += 1

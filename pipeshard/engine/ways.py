@@ -26,17 +26,17 @@ from pipeshard.split.policy import Policy
 
 Way = tuple[Dataflow, tuple[int, ...]]  # a Dataflow, and how a batch's sizes differ from those it was traced with
 Lent = Mapping[str, Mapping[str, Tensor]]  # by unit and by name in it, values of tensors that other ranks hold
-BITS = 61  # of the number of a step's ways, which travels as one of 64 with a sign
-SMALL = 2**16  # numbers in a tensor that is lent: sizes, ratios, thresholds and counts are no matrices
+NUMBER_BITS = 61  # of the number of a step's ways, which travels as one of 64 with a sign
+SMALL_TENSOR = 2**16  # numbers in a tensor that is lent: sizes, ratios, thresholds and counts are no matrices
 ROUNDS = 8  # units that depend on what was lent are visited another way, and may ask for more
-REMEDY = (
+WAYS_REMEDY = (
     "A size, or a number that a unit returns, follows from the values of its parameters or buffers, which one stage "
     "has. Let it follow from an attribute or the config (self.keep = 4), or return a tensor of a fixed size and a mask"
 )
 
 OF_GRADIENTS = (
-    "Parameters were frozen or unfrozen after the model was boosted, which the other stages do not see, or a layer "
-    "detaches its result by the values of its tensors. Freeze and unfreeze parameters before the model is boosted"
+    "A layer detaches its result by the values of its tensors, or freezes parameters in its forward, which the other "
+    "stages do not see. Let it detach always or never, and freeze and unfreeze parameters between steps"
 )
 
 
@@ -52,7 +52,7 @@ def fingerprint(flow: Dataflow) -> str:
         )
         for call in flow.calls
     ]
-    loss = None if flow.loss is None else sorted(flow.loss.values)
+    loss = None if flow.loss is None else (sorted(flow.loss.values), sorted(flow.differentiated))
     outputs = [(path, sorted(use.values)) for path, use, _ in flow.outputs]
     content = repr((calls, loss, outputs, flow.axes.groups, flow.axes.sizes)).encode()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
@@ -68,14 +68,14 @@ def constants(call: Call) -> list[tuple[int, Any]]:
 def number_of(of_flow: str, deltas: tuple[int, ...]) -> int:
     """The same on all ranks for ways that are alike: of the fingerprint of the Dataflow, and the sizes."""
     content = f"{of_flow} {deltas}".encode()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") % 2**BITS
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") % 2**NUMBER_BITS
 
 
 def joined(numbers: Sequence[int]) -> int:
     """One number of those of all microbatches, in their order."""
     total = len(numbers)
     for number in numbers:
-        total = (total * 1_000_003 + number) % 2**BITS
+        total = (total * 1_000_003 + number) % 2**NUMBER_BITS
     return total
 
 
@@ -97,7 +97,7 @@ def lend(held: Mapping[str, nn.Module], asked: Sequence[str], group: dist.Proces
 
 def _small(unit: nn.Module) -> dict[str, Tensor]:
     named = (*unit.named_parameters(remove_duplicate=False), *unit.named_buffers(remove_duplicate=False))
-    known = [name for name, tensor in named if has_values(tensor) and tensor.numel() <= SMALL]
+    known = [name for name, tensor in named if has_values(tensor) and tensor.numel() <= SMALL_TENSOR]
     state = blank_state(unit, CPU)
     return {name: state[name].detach() for name in known}
 
@@ -124,10 +124,10 @@ def lines_of(way: Way, policy: Policy, outputs: Wanted) -> list[Line]:
             )
             gradient = "with" if value in returning else "without"
             lines.append(Line(what, f"is {tuple(spec.at(deltas))} {spec.dtype}, {gradient} a gradient"))
-    return lines + list(_numbers(way))
+    return lines + list(_numbers_of(way))
 
 
-def _numbers(way: Way) -> Iterator[Line]:
+def _numbers_of(way: Way) -> Iterator[Line]:
     flow, deltas = way
     for index, call in enumerate(flow.calls):
         for k, leaf in constants(call):
@@ -170,7 +170,7 @@ def _difference(every: Sequence[Said], ranks: Sequence[int], named: Callable[[in
             pair = next((pair for pair in zip_longest(lines, others) if pair[0] != pair[1]), None)
             if pair is not None:
                 mine, theirs = (Line(*line) if line else None for line in pair)
-                remedy = OF_GRADIENTS if _differ_by_gradient(mine, theirs) else REMEDY
+                remedy = OF_GRADIENTS if _differ_by_gradient(mine, theirs) else WAYS_REMEDY
                 return f"{_told(mine, theirs, named(first), named(rank))}, in microbatch {i}. {remedy}"
     return ""
 

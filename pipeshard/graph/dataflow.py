@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from types import EllipsisType
 from typing import Any, Self
 
 from pipeshard.batch.tree import field_of
@@ -122,8 +121,8 @@ class Dataflow:
     are those that glue
     puts on gradients, `carried` is what is left to the next forward. `together` are the calls that the model's own
     checkpoints run again in the backward pass, the first and the last of each. `valued` are the units that were visited
-    with values, since they do not run by shape alone. `decided` are values that the last stage needs only to decide on,
-    and `deciders` modules without parameters that were running when glue decided, and could be units.
+    with values, since they do not run by shape alone. `deciders` are modules without parameters that were running when
+    glue decided, and could be units. `differentiated` are the values that get a gradient of the loss from glue.
     """
 
     calls: tuple[Call, ...]
@@ -146,8 +145,8 @@ class Dataflow:
     valued: frozenset[str] = frozenset()
     late_decisions: tuple[str, ...] = ()
     has_branches: bool = False
-    decided: frozenset[Value] = frozenset()
     deciders: frozenset[str] = frozenset()
+    differentiated: frozenset[Value] = frozenset()
 
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:
@@ -168,7 +167,7 @@ class Dataflow:
     @cached_property
     def receiving(self) -> frozenset[Value]:
         """The values that get a gradient of the loss; one that only integers or frozen units are made of gets none."""
-        found = set(self.loss.values - self.decided if self.loss is not None else ())
+        found = set(self.differentiated)
         hidden = set(self.loss.hidden if self.loss is not None else ())
         sealed = min(hidden, default=len(self.calls))
         for index in range(len(self.calls) - 1, -1, -1):
@@ -199,60 +198,3 @@ class Dataflow:
             uses = [use for _, use, _ in self.outputs] if outputs or self.loss is None else []
         uses += [self.loss] if self.loss is not None else []
         return replace(Reads().joined(*uses), kept=frozenset())  # what is left to the next forward has its own readers
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Layers in a row: what each hands on to the next, and what layers read beside it that was made earlier.
-
-    Both name floating-point tensors, for people; how many there are is confirmed. Fewer are fine (a configuration may
-    have no position bias), and `...` as the last one stands for any number. Layers are the members of one list; what
-    runs between two of them counts with the first. Free are how a list is entered, masks and other integers, what the
-    loss and the outputs read, what a layer itself has left in an earlier pass (a cache), and lists whose members stand
-    beside each other (a head per codebook).
-    """
-
-    handed_on: tuple[str, ...]
-    beside: tuple[str | EllipsisType, ...] = ()
-
-    def __str__(self) -> str:
-        names = ", ".join("..." if name is ... else name for name in self.beside)
-        beside = f"and also {names}" if names else "and nothing else"
-        return f"each layer reads {', '.join(self.handed_on)} of the one before it {beside}"
-
-    def mismatch(self, flow: Dataflow) -> str:
-        """What the first layer that reads something else reads; "" if there is none."""
-        for before, layer in layers(flow):
-            unit, values = flow.calls[layer].unit, _activations(flow, layer)
-            values -= {v for v in values if flow.calls[v.call].unit == unit and (v.call < before or flow.is_aside(v))}
-            handed_on = {value for value in values if value.call >= before and not flow.is_aside(value)}
-            beside = values - handed_on
-            too_many = ... not in self.beside and len(beside) > len(self.beside)
-            if not handed_on or len(handed_on) > len(self.handed_on) or too_many:
-                return (
-                    f"{unit} reads {_makers(flow, handed_on)} where it comes after "
-                    f"{flow.calls[before].unit}, and also {_makers(flow, beside)}"
-                )
-        return ""
-
-
-def layers(flow: Dataflow) -> Iterator[tuple[int, int]]:
-    """The calls of each two layers that follow each other in one list, in one pass through it."""
-    calls: dict[str, list[tuple[int, int]]] = {}
-    for k, call in enumerate(flow.calls):
-        name, _, member = call.unit.rpartition(".")
-        if member.isdigit():
-            calls.setdefault(name, []).append((k, int(member)))
-    for of_list in calls.values():
-        pairs = [(k, n) for (k, member), (n, following) in itertools.pairwise(of_list) if following >= member]
-        if any(value.call >= before for before, layer in pairs for value in _activations(flow, layer)):
-            yield from pairs
-
-
-def _activations(flow: Dataflow, reader: int) -> set[Value]:
-    return {value for value in flow.calls[reader].reads.values if flow.spec(value).dtype.is_floating_point}
-
-
-def _makers(flow: Dataflow, values: set[Value]) -> str:
-    """The units that made these values, each with the number of the value among all that leave it."""
-    return ", ".join(f"{flow.calls[value.call].unit}[{value.leaf}]" for value in sorted(values)) or "nothing"

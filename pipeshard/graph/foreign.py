@@ -45,7 +45,7 @@ def refuse_foreign(
 
 def foreign_error(foreign: list[Tensor], criterion: Callable[..., Any] | None) -> ConfigurationError:
     """The error of a loss that trains these."""
-    names = _names(foreign, criterion)
+    names = _foreign_names(foreign, criterion)
     return ConfigurationError(
         f"the loss trains {len(foreign)} parameters that are not the model's, {names[0]} the first, but only the last "
         "stage computes it, so that they would get no gradient on the other ranks: make what holds them a child of the "
@@ -66,7 +66,7 @@ def _places(criterion: Callable[..., Any] | None) -> dict[int, str]:
     return {id(tensor): format_path(path) for path, *_, tensor, _ in Snapshot({"the criterion": criterion}).tensors}
 
 
-def _names(foreign: list[Tensor], criterion: Callable[..., Any] | None) -> list[str]:
+def _foreign_names(foreign: list[Tensor], criterion: Callable[..., Any] | None) -> list[str]:
     """Where the criterion has each of these, sorted; the shape of what it is not seen to have."""
     places = _places(criterion)
     return sorted(places.get(id(leaf), f"one of shape {tuple(leaf.shape)}") for leaf in foreign)

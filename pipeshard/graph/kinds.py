@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeshard.errors import TraceError
+from pipeshard.errors import TraceError, summary
 from pipeshard.graph.meter import Meter, Visit
 from pipeshard.graph.places import HOOKS, PLAIN, Path
 from pipeshard.graph.shapes import TensorSpec, blank_state, copy_to, has_values, is_trainable
 from pipeshard.graph.snapshot import Snapshot, flagged, noting_reads
-from pipeshard.graph.taint import CASTING, Hidden, Tag, Taint, casting, storage_of
+from pipeshard.graph.taint import CASTING, Hidden, Tag, Taint, Value, casting, storage_of
 from pipeshard.graph.unit_outputs import (
     ARGUMENTS,
     LISTS,
@@ -92,8 +92,9 @@ class Kind:
     """What the visit of one call has shown.
 
     `read` are the attributes of modules that it has read, among those of the modules at `watched`. `leaves` are those
-    of all `parts`: for each leaf, `reached` has the inputs that get a gradient from it; `shares` pairs leaves with the
-    inputs whose memory they are, `twins` with earlier leaves of the same memory. `written` are the inputs that it
+    of all `parts`: for each leaf, `reached` has the inputs that get a gradient from it, and `reached_aside` the values
+    that do so and that the unit has read elsewhere; `shares` pairs leaves with the inputs whose memory they are,
+    `twins` with earlier leaves of the same memory. `written` are the inputs that it
     writes to, `met` the tags of what it reads beside its inputs and parameters. `own` are the values of the unit's
     smallest tensors, if it was visited with values: sizes may follow from them.
     """
@@ -104,6 +105,7 @@ class Kind:
     parts: tuple[Part, ...]
     leaves: tuple[Any, ...]
     reached: tuple[frozenset[int], ...]
+    reached_aside: tuple[frozenset[Value], ...]
     shares: tuple[tuple[int, int], ...]
     twins: tuple[tuple[int, int], ...]
     written: tuple[int, ...]
@@ -205,8 +207,8 @@ class Kinds:
                 return replace(visited, own=self._values_of(call))
             except Exception as error:  # the model's own
                 raise TraceError(
-                    f"unit {call.unit} ({type(call.module).__name__}) does not run: {type(error).__name__}: {error} "
-                    f"(by shape alone: {type(on_meta).__name__}: {on_meta}). Its inputs were "
+                    f"unit {call.unit} ({type(call.module).__name__}) does not run: {summary(error)} "
+                    f"(by shape alone: {summary(on_meta)}). Its inputs were "
                     f"{[describe(leaf) for leaf in call.leaves]}"
                 ) from error
 
@@ -215,9 +217,11 @@ class Kinds:
         with disable_current_modes():
             inputs = [_lent(leaf, device, taint) for leaf in call.leaves]
             state = blank_state(module, device, self.lent.get(call.unit))
+        of_buffers = set[Value]()
         for name, buffer in module.named_buffers():  # one that another unit has moved
             if tags := taint.of([buffer]):
                 taint.mark(state[name], tags)
+                of_buffers |= {tag for tag in tags if isinstance(tag, Value)}
         arguments = tree_unflatten(inputs, call.tree)
         nodes = {t.grad_fn: k for k, t in enumerate(inputs) if isinstance(t, Tensor) and t.grad_fn is not None}
         positions = {storage_of(t): k for k, t in enumerate(inputs) if isinstance(t, Tensor)}
@@ -253,6 +257,7 @@ class Kinds:
             parts=tuple(Part(source, tree) for source, _, tree in results),
             leaves=tuple(self._spec(leaf) for leaf in flat),
             reached=_reached(len(flat), tensors, nodes),
+            reached_aside=_reached_aside(len(flat), tensors, taint, frozenset(of_buffers)),
             shares=tuple((k, positions[storage_of(t)]) for k, t in tensors if storage_of(t) in positions),
             twins=tuple((k, n) for k, t in tensors if (n := first.setdefault(storage_of(t), k)) != k),
             written=tuple(sorted(written)),
@@ -313,7 +318,20 @@ def _lent(leaf: Any, device: torch.device, taint: Taint) -> Any:
         lent[key] = tree_map_only(Tensor, lambda t: copy_to(t, device), value)
         for original, copied in zip(tree_leaves(value), tree_leaves(lent[key]), strict=True):
             taint.mark(copied, taint.of([original]))
+            if copied.grad_fn is not None:
+                taint.nodes[copied.grad_fn] = taint.reached(original)
     return lent
+
+
+def _reached_aside(
+    count: int, tensors: Sequence[tuple[int, Tensor]], taint: Taint, of_buffers: frozenset[Value]
+) -> tuple[frozenset[Value], ...]:
+    """For each of `count` leaves, which values that a unit has read beside its inputs get a gradient from it; of those
+    that are in its buffers it may be any."""
+    reached: list[frozenset[Value]] = [frozenset()] * count
+    for k, tensor in tensors:
+        reached[k] = taint.reached(tensor) | of_buffers
+    return tuple(reached)
 
 
 def _reached(count: int, tensors: Sequence[tuple[int, Tensor]], nodes: Mapping[Any, int]) -> tuple[frozenset[int], ...]:

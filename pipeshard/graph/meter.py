@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from pipeshard.errors import TraceError
 from pipeshard.graph.shapes import TensorSpec, placeholder
 from pipeshard.graph.taint import SHAPED, Hidden, Taint, Value, storage_of
-from pipeshard.private import DispatchMode, TreeSpec, tree_leaves, tree_map_only
+from pipeshard.private import DispatchMode, TreeSpec, tree_leaves, tree_map_only, tree_tensors
 
 aten = torch.ops.aten
 
@@ -209,13 +209,12 @@ class Meter(DispatchMode):
 
     def _count(self, visit: Visit, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if not _is_view(func) and func._overloadpacket not in NO_WORK:
-            visit.elements += sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+            visit.elements += sum(map(Tensor.numel, tree_tensors(result)))
         rule = FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         if rule is not None:
             flops = rule(*args, **kwargs, out_val=result)
             visit.flops += flops
-            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            read = [leaf for leaf in read if storage_of(leaf) in visit.parameters]
+            read = [tensor for tensor in tree_tensors((args, kwargs)) if storage_of(tensor) in visit.parameters]
             if read:
                 name = visit.parameters[storage_of(max(read, key=Tensor.numel))]
                 visit.by_parameter[name] = visit.by_parameter.get(name, 0) + flops

@@ -32,7 +32,7 @@ def is_users(module: str | None) -> bool:
     package = module.partition(".")[0]
     if package in CODE_OF_OTHERS:
         return False
-    return not _is_installed(package) or _is_of_directory(package) or _has_layers(module)
+    return not _is_installed(package) or _is_of_directory(package) or _has_modules(module)
 
 
 def _is_installed(package: str) -> bool:
@@ -56,7 +56,7 @@ def _distributions() -> dict[str, list[str]]:
     return dict(importlib.metadata.packages_distributions())
 
 
-def _has_layers(module: str) -> bool:
+def _has_modules(module: str) -> bool:
     """Whether a class of modules is written in this file."""
     of = sys.modules.get(module)
     content = [] if of is None else list(vars(of).values())

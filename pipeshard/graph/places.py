@@ -33,18 +33,18 @@ NAMESPACES = (SimpleNamespace, Namespace, threading.local)
 # Their state is what they hold; those of the whole process are seeded anew everywhere, see Randomness.
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 OF_PROCESS = (torch.default_generator, random._inst, np.random.mtrand._rand)
-LARGEST = 1 << 20  # bytes of an array that is looked at: a larger one is data
+LARGEST_ARRAY = 1 << 20  # bytes of an array that is looked at: a larger one is data
 COLLECTIONS = (MutableMapping, MutableSequence, MutableSet)
 
 
-class Step(NamedTuple):
+class PathStep(NamedTuple):
     """One step on the way to a place: how ("attr", "item", "cell", "global", ...), and the name or index."""
 
     how: str
     key: Any
 
 
-Path = tuple[Step, ...]
+Path = tuple[PathStep, ...]
 
 
 class Missing:
@@ -80,7 +80,7 @@ def format_path(path: Path) -> str:
     return text.lstrip(".")
 
 
-def resolve(root: Any, path: Iterable[Step]) -> Any:
+def resolve(root: Any, path: Iterable[PathStep]) -> Any:
     """The value at the end of a path that begins at `root`."""
     for how, key in path:
         if how in ("attr", "class", "code"):
@@ -163,27 +163,27 @@ def ways_to_hold(value: Any) -> Iterator[str]:
         yield "attr"
 
 
-def constants_of(value: Any) -> Iterator[tuple[Step, Any]]:
+def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
     """What else is reached by a value that cannot be changed there."""
     if isinstance(value, tuple):
-        yield from ((Step("item", k), entry) for k, entry in enumerate(value))
+        yield from ((PathStep("item", k), entry) for k, entry in enumerate(value))
     elif isinstance(value, functools.partial):
-        yield from ((Step("code", name), getattr(value, name)) for name in ("func", "args", "keywords"))
+        yield from ((PathStep("code", name), getattr(value, name)) for name in ("func", "args", "keywords"))
     elif isinstance(value, MethodType):
-        yield from ((Step("code", name), getattr(value, name)) for name in ("__func__", "__self__"))
+        yield from ((PathStep("code", name), getattr(value, name)) for name in ("__func__", "__self__"))
     elif isinstance(value, property):
-        yield from ((Step("code", name), getattr(value, name)) for name in ("fget", "fset"))
+        yield from ((PathStep("code", name), getattr(value, name)) for name in ("fget", "fset"))
     elif isinstance(value, FunctionType) and is_users(value.__module__):
-        yield from ((Step("code", name), getattr(value, name)) for name in ("__defaults__", "__kwdefaults__"))
+        yield from ((PathStep("code", name), getattr(value, name)) for name in ("__defaults__", "__kwdefaults__"))
     elif isinstance(value, type) and is_users(value.__module__):
-        code = ((Step("class", k), getattr(v, "__func__", v)) for k, v in vars(value).items())
+        code = ((PathStep("class", k), getattr(v, "__func__", v)) for k, v in vars(value).items())
         yield from ((step, v) for step, v in code if isinstance(v, FunctionType | property))
-        yield Step("code", "__base__"), value.__base__
+        yield PathStep("code", "__base__"), value.__base__
     elif isinstance(value, nn.Module):
         hooks = ((name, value.__dict__.get(name)) for name in HOOKS)
-        yield from ((Step("attr", name), content) for name, content in hooks if content)
+        yield from ((PathStep("attr", name), content) for name, content in hooks if content)
     if not isinstance(value, type) and is_users(type(value).__module__):
-        yield Step("attr", "__class__"), type(value)
+        yield PathStep("attr", "__class__"), type(value)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -201,7 +201,7 @@ def is_generator(value: Any) -> bool:
 
 def is_array(value: Any) -> bool:
     """Whether this is a numpy array whose numbers are looked at."""
-    return isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes <= LARGEST
+    return isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes <= LARGEST_ARRAY
 
 
 def _is_iterator(value: Any) -> bool:

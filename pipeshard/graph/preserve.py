@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
 
-from pipeshard.graph.places import HOOKS, Path, Step
+from pipeshard.graph.places import HOOKS, Path, PathStep
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import Change, Snapshot
 from pipeshard.graph.taint import mutated, storage_of
@@ -52,7 +52,9 @@ class Before:
         for module in model.modules():
             path = self.snapshot.paths.get(id(module), ())
             hooks = ((name, module.__dict__.get(name)) for name in HOOKS)
-            self.hooks += (((*path, Step("attr", name)), live, dict(live)) for name, live in hooks if live is not None)
+            self.hooks += (
+                ((*path, PathStep("attr", name)), live, dict(live)) for name, live in hooks if live is not None
+            )
 
     def changes(self) -> Iterator[Change]:
         """What differs now."""

@@ -63,10 +63,10 @@ class Operator(NamedTuple):
     def is_as(self, other: "Operator") -> bool:
         """Whether they differ in whole numbers at most."""
         same = self.func is other.func and self.tree == other.tree and len(self.leaves) == len(other.leaves)
-        return same and all(map(_is_alike, self.leaves, other.leaves))
+        return same and all(map(_are_alike, self.leaves, other.leaves))
 
 
-def _is_alike(a: Any, b: Any) -> bool:
+def _are_alike(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):  # constants, which may be made for the sizes of the batch
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     kinds = {type(a), type(b)}

@@ -141,7 +141,7 @@ def python_state() -> tuple[object, ...]:
     return random.getstate(), str(of_numpy["state"]["key"].tobytes()), of_numpy["state"]["pos"]
 
 
-MOST = 1 << 16  # calls that are kept where no step has an end: under another runtime
+MOST_REPEATS = 1 << 16  # calls that are kept where no step has an end: under another runtime
 
 
 def own_checkpoint() -> object:
@@ -190,7 +190,7 @@ class Repeats:
         repeat = Repeat()
         if own_checkpoint() is not None or (reentrant and not torch.is_grad_enabled()):
             self._kept[unit, self.randomness.state()] = repeat
-            if len(self._kept) > MOST:
+            if len(self._kept) > MOST_REPEATS:
                 del self._kept[next(iter(self._kept))]
         return repeat
 

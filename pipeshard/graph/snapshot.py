@@ -26,7 +26,7 @@ from pipeshard.graph.places import (
     MISSING,
     PLAIN,
     Path,
-    Step,
+    PathStep,
     constants_of,
     content_of,
     is_same,
@@ -38,7 +38,7 @@ from pipeshard.graph.places import (
 )
 from pipeshard.private import DisableTorchFunction
 
-MOST = 200_000  # objects that are walked
+MOST_OBJECTS = 200_000  # objects that are walked
 
 
 class Change(NamedTuple):
@@ -83,7 +83,7 @@ class Snapshot:
         self.tensors: list[tuple[Path, Any, Any, Tensor, int]] = []
         self._seen = {id(value): value for value in without}  # kept alive: another object would get the address
         with DisableTorchFunction():  # nothing here is an operator, and hundreds of tensors are looked at
-            self._walk(deque(((Step("root", name),), root) for name, root in roots.items()))
+            self._walk(deque(((PathStep("root", name),), root) for name, root in roots.items()))
         self._empty = [holder.live for holder in self.holders if holder.live is not None and not holder.values]
         self._full = [holder for holder in self.holders if holder.live is None or holder.values]
 
@@ -119,20 +119,35 @@ class Snapshot:
 
     def _walk(self, queue: deque[tuple[Path, Any]]) -> None:
         seen = self._seen
-        while queue and len(seen) < MOST:
+        while queue and len(seen) < MOST_OBJECTS:
             path, value = queue.popleft()
-            if isinstance(value, PLAIN) or id(value) in seen:
+            if isinstance(value, PLAIN) or id(value) in seen or self._skips(path, value):
                 continue
             seen[id(value)] = value
-            for how in ways_to_hold(value):
+            for how in self._ways_to_hold(value):
                 self.paths[id(value)] = path
                 content = content_of(value, how)
-                live = live_dict(value, how)
+                live = _live_dict(value, how)
                 self.holders.append(Holder(path, value, how, content, live, list(live.values()) if live else []))
-                for key, entry in content.items() if isinstance(content, dict) else enumerate(content):
+                for key, entry in self._entries(path, content):
                     self._meet((*path, _step(how, key)), value, key, entry, queue)
-            for step, child in constants_of(value):
+            for step, child in self._constants_of(value):
                 self._meet((*path, step), value, step.key, child, queue)
+
+    # What a subclass may see in another way
+
+    def _skips(self, path: Path, value: Any) -> bool:
+        return False
+
+    def _ways_to_hold(self, value: Any) -> Iterable[str]:
+        return ways_to_hold(value)
+
+    def _entries(self, path: Path, content: Any) -> Iterable[tuple[Any, Any]]:
+        """What is in a holder, by key, as far as it is looked into."""
+        return content.items() if isinstance(content, dict) else enumerate(content)
+
+    def _constants_of(self, value: Any) -> Iterator[tuple[PathStep, Any]]:
+        return constants_of(value)
 
     def _meet(self, path: Path, holder: Any, key: Any, entry: Any, queue: deque[tuple[Path, Any]]) -> None:
         """Take notice of what `holder` has at `key`: a tensor, or something to be walked."""
@@ -144,7 +159,7 @@ class Snapshot:
             self.tensors.append((path, holder, key, entry, entry._version))
 
 
-def live_dict(holder: Any, how: str) -> dict[Any, Any] | None:
+def _live_dict(holder: Any, how: str) -> dict[Any, Any] | None:
     """The dict in which a holder's content is, where it is one: that is compared fast."""
     live = holder
     if how == "attr":
@@ -160,9 +175,9 @@ def undo(change: Change) -> None:
         put(change.holder, change.path[-1].how, change.key, change.before)
 
 
-def _step(how: str, key: Any) -> Step:
+def _step(how: str, key: Any) -> PathStep:
     """From a holder to its entry `key`."""
-    return Step("item" if how == "list" else how, key)
+    return PathStep("item" if how == "list" else how, key)
 
 
 @contextmanager

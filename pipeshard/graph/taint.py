@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
@@ -101,6 +102,7 @@ class Taint(DispatchMode):
         self.tags: dict[int, frozenset[Tag]] = {}
         self.made: set[int] = set()  # storages that an operator has made
         self.homes: dict[int, Value] = {}  # storages that *are* a value, not only computed from it
+        self.nodes: dict[Node, frozenset[Value]] = {}  # where the graphs of values begin, and of copies of them
         self.written: set[Value] = set()
         self.decisions: dict[str, int] = {}  # by line, after how many calls the first was; FOR_ALL: for any stage
         self.modules: Mapping[int, str] = {}  # by address, the names of those that could be units
@@ -123,6 +125,22 @@ class Taint(DispatchMode):
     def of(self, tensors: Iterable[Any]) -> frozenset[Tag]:
         """All tags of these tensors; what is not a tensor has none."""
         return NOTHING.union(*(self.tags.get(storage_of(t), NOTHING) for t in tensors if isinstance(t, Tensor)))
+
+    def reached(self, tensor: Tensor) -> frozenset[Value]:
+        """The values that get a gradient if a tensor does: not those that were detached, or only compared, on the way
+        to it."""
+        found, seen = set[Value](), set[Node]()
+        stack = [] if tensor.grad_fn is None else [tensor.grad_fn]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node in self.nodes:
+                found |= self.nodes[node]
+            else:
+                stack += [following for following, _ in node.next_functions if following is not None]
+        return frozenset(found)
 
     def mark(self, tensor: Tensor, tags: frozenset[Tag], home: Value | None = None) -> None:
         """Replace the tags of a tensor's storage; `home` says that the storage is this value itself."""
@@ -223,7 +241,7 @@ class Taint(DispatchMode):
         if any(not isinstance(tag, Input | Kept) for tag in tags):
             line, calls = _where(), FOR_ALL if is_for_all else self.calls
             self.decisions[line] = min(self.decisions.get(line, calls), calls)
-            self.deciders |= set(running(self.modules)[-1:])
+            self.deciders |= set(running_modules(self.modules)[-1:])
             self.decided[calls] = self.decided.get(calls, NOTHING) | tags
 
     @contextmanager
@@ -332,7 +350,7 @@ def _deciding(func: Any, args: Any) -> list[Tensor]:
     return list(tensors_in(args)) if func._overloadpacket in DECIDING else []
 
 
-def running(modules: Mapping[int, str]) -> list[str]:
+def running_modules(modules: Mapping[int, str]) -> list[str]:
     """The names of these modules that have a method running now, the innermost one first."""
     found: dict[str, None] = {}
     frame = inspect.currentframe()

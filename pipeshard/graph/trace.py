@@ -26,7 +26,7 @@ from pipeshard.hf import is_encoder_decoder
 from pipeshard.private import restore_meta_kernels
 
 logger = logging.getLogger("pipeshard")
-FAR = 29  # how much longer a batch is that shapes are verified with
+FAR_LENGTH = 29  # how much longer a batch is that shapes are verified with
 ROWS, LENGTH = 2, 8  # a trace runs on this many samples, and on no more positions where the model allows
 
 
@@ -145,7 +145,11 @@ def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, r
     that are rounded (to windows, by strides) look constant from close by."""
     lengths = len(general.axes.sizes) - 1
     near = _holds(tracer, flow, general, batch, real, [2, *range(3, 3 + lengths)])
-    far = _holds(tracer, flow, general, batch, real, [0, *range(FAR, FAR + lengths)]) if near and lengths > 0 else None
+    far = (
+        _holds(tracer, flow, general, batch, real, [0, *range(FAR_LENGTH, FAR_LENGTH + lengths)])
+        if near and lengths > 0
+        else None
+    )
     return near is True and far is not False
 
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.batch.tree import flatten_with_names
-from pipeshard.errors import PipeshardError, TraceError
+from pipeshard.errors import PipeshardError, TraceError, explained, summary
 from pipeshard.graph.dataflow import Call, Dataflow, Reads
 from pipeshard.graph.foreign import refuse_foreign
 from pipeshard.graph.kinds import Kind, Kinds, UnitCall
@@ -101,7 +101,6 @@ class Tracer:
             self.taint,
             Reading(self.taint),
             noting_functions(self.taint) as sealed,
-            noting_backward(self.taint),
         ):
             state, self.seed = python_state(), torch.initial_seed()
             output = self._forward(batch)
@@ -135,7 +134,7 @@ class Tracer:
             shapes = {path: tuple(tensor.shape) for path, tensor in batch.tensors.items()}
             last = f" after unit {self.calls[-1].unit}" if self.calls else ""
             raise TraceError(
-                f"tracing {type(self.model).__name__} failed{last}: {type(error).__name__}: {error}. "
+                f"tracing {type(self.model).__name__} failed{last}: {summary(error)}. "
                 f"The batch has {shapes}; if that is not what the model takes, pass dry_run_input=<a batch>, and "
                 "where another dimension than the first counts the samples, batch_dims={<name>: <dimension>}"
             ) from error
@@ -150,21 +149,20 @@ class Tracer:
         raise TraceError(
             f"unit {call.unit} ({type(self.units[call.unit]).__name__}) returns a PackedSequence, whose lengths "
             f"{type(self.model).__name__} reads outside of the unit, where other stages do not have them "
-            f"({type(error).__name__}: {error}). Call pack_padded_sequence, {call.unit} and pad_packed_sequence in the "
+            f"({summary(error)}). Call pack_padded_sequence, {call.unit} and pad_packed_sequence in the "
             "forward of one module of your own, which takes and returns padded tensors, and put that into the "
             "nn.ModuleList"
         ) from error
 
     def _loss(self, output: Any, batch: Batch) -> Tensor | None:
-        try:
-            return loss_of(output, self.criterion, batch)
-        except PipeshardError:
-            raise
-        except Exception as error:  # the user's own
-            raise TraceError(
-                f"tracing the criterion failed: {type(error).__name__}: {error}. It got an output of "
+        with explained(
+            lambda error: TraceError(
+                f"tracing the criterion failed: {summary(error)}. It got an output of "
                 f"{type(self.model).__name__} for {batch.rows} samples, with the batch that they are of"
-            ) from error
+            ),
+            but=(PipeshardError,),
+        ):
+            return loss_of(output, self.criterion, batch)
 
     def _refuse_foreign(self, loss: Tensor | None) -> None:
         """Refuse a criterion that trains what is not the model's: every rank traces it, so all of them raise."""
@@ -180,8 +178,7 @@ class Tracer:
         named, _ = flatten_with_names(output)
         tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)]
         outputs = tuple((name, self._use([leaf]).joined(late), TensorSpec.of(leaf)) for name, leaf in tensors)
-        of_loss = Reads() if loss is None else self._use([loss])
-        used = None if loss is None else of_loss.joined(late)
+        used = None if loss is None else self._use([loss]).joined(late)
         if used is not None:  # from the first sealed call on, all is one autograd function's
             used = replace(used, hidden=used.hidden | frozenset(sealed[:1]))
         check_aliases(self.calls, taint.written, [*(use for _, use, _ in outputs), *([used] if used else [])])
@@ -195,7 +192,7 @@ class Tracer:
             decisions=tuple(line for line, calls in taint.decisions.items() if calls < through),
             has_branches=bool(taint.decided.get(through)),
             deciders=frozenset(taint.deciders),
-            decided=late.values - of_loss.values,
+            differentiated=frozenset() if loss is None else self.taint.reached(loss),
             late_decisions=tuple(line for line, calls in of_forward.items() if calls == through),
             consulted=frozenset(taint.consulted | rewritten),
             watched=watched,
@@ -273,32 +270,41 @@ class Tracer:
 
     def _differentiated(self, kind: Kind, leaves: Sequence[Any]) -> tuple[frozenset[Value], ...]:
         """For each leaf of a call, the values that get a gradient if it does."""
-        met = Reads.of(kind.met).values
         if not torch.is_grad_enabled():  # inside a function with a backward of its own, which may be of anything
             trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-            every = met | Reads.of(self.taint.of(trained)).values
+            every = Reads.of(kind.met | self.taint.of(trained)).values
             return (every,) * len(kind.leaves)
-        inputs = {k: Reads.of(self.taint.of([leaves[k]])).values for positions in kind.reached for k in positions}
-        return tuple(met.union(*(inputs[k] for k in positions)) for positions in kind.reached)
+        inputs = {k: self.taint.reached(leaves[k]) for positions in kind.reached for k in positions}
+        return tuple(
+            met.union(*(inputs[k] for k in positions))
+            for met, positions in zip(kind.reached_aside, kind.reached, strict=True)
+        )
 
     def _stand_in(self, leaf: Any, value: Value) -> Any:
         if not isinstance(leaf, TensorSpec):
             return leaf
         tensor = placeholder(leaf, self.device)
+        if tensor.grad_fn is not None:
+            self.taint.nodes[tensor.grad_fn] = frozenset({value})
         self.taint.mark(tensor, frozenset({value}), home=value)
         return tensor
 
 
 class Reading(TorchFunctionMode):
-    """Tells a Taint when a tensor is read past all operators: by `tolist`, `numpy`, `np.asarray`, or as a number in a
-    sequence that becomes a tensor or an index; when one is only checked, which decides nothing; and when somebody
-    listens to its gradient. Inside a unit on meta it ends what torch would cast, which on meta it does not, and what
-    takes the address of a tensor, which is 0 there: a kernel that is given it (Triton's) would read and write there."""
+    """Tells a Taint what happens to a tensor past all operators.
+
+    A tensor is read by `tolist`, `numpy`, `np.asarray`, or as a number in a sequence that becomes a tensor or an index;
+    one that is only checked decides nothing. Somebody listens to its gradient. Glue computes gradients by itself, which
+    is a decision, since each stage has only a part of the graph through units: here they are zeros. Inside a unit on
+    meta it ends what torch would cast, which on meta it does not, and what takes the address of a tensor, which is 0
+    there: a kernel that is given it (Triton's) would read and write there.
+    """
 
     READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
     BUILDERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
     INDEXERS = (Tensor.__getitem__, Tensor.__setitem__)
     LISTENERS = (Tensor.register_hook, Tensor.retain_grad)
+    DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
     def __init__(self, taint: Taint) -> None:
         super().__init__()
@@ -307,6 +313,8 @@ class Reading(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.LISTENERS:
             self.taint.hook(args[0])
+        elif func in self.DIFFERENTIATORS and self._are_of_units(args[0]):
+            return self._zeros(args[0], args[1] if len(args) > 1 else (), (kwargs or {})["create_graph"])
         elif func is Tensor.data_ptr and args[0].is_meta:
             raise RuntimeError("a tensor on meta has no address")
         elif func in self.READERS:
@@ -324,6 +332,18 @@ class Reading(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             self.taint.is_checking = False
+
+    def _are_of_units(self, outputs: Any) -> bool:
+        """Whether what is differentiated is computed from results of units; inside a unit that is its own affair."""
+        tags = frozenset(tag for tag in self.taint.of(tensors_in([outputs])) if isinstance(tag, Value | Hidden))
+        self.taint.decide(tags, is_for_all=True)
+        return bool(tags) and self.taint.inside is None
+
+    def _zeros(self, outputs: Any, inputs: Sequence[Tensor], create_graph: bool) -> tuple[Tensor, ...]:
+        gradients = tuple(torch.zeros_like(tensor, requires_grad=bool(create_graph)) for tensor in inputs)
+        for gradient in gradients:
+            self.taint.mark(gradient, self.taint.of(tensors_in([outputs, *inputs])))
+        return gradients
 
 
 @contextmanager
@@ -344,37 +364,3 @@ def noting_functions(taint: Taint) -> Iterator[list[int]]:
         yield sealed
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def noting_backward(taint: Taint) -> Iterator[None]:
-    """Notes gradients that glue computes by itself as a decision: of the graph through units each stage has only a
-    part. Inside, such gradients are zeros; what is computed inside one unit is that unit's own affair."""
-    grad, backward = torch.autograd.grad, torch.autograd.backward
-
-    def is_of_units(tensors: Sequence[Any]) -> bool:
-        tags = frozenset(tag for tag in taint.of(tensors) if isinstance(tag, Value | Hidden))
-        taint.decide(tags, is_for_all=True)
-        return bool(tags) and taint.inside is None
-
-    def grad_instead(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_of_units(_listed(outputs)):
-            return grad(outputs, inputs, *args, **kwargs)
-        gradients = [torch.zeros_like(t, requires_grad=bool(kwargs.get("create_graph"))) for t in _listed(inputs)]
-        for gradient in gradients:
-            taint.mark(gradient, taint.of([*_listed(outputs), *_listed(inputs)]))
-        return tuple(gradients)
-
-    def backward_instead(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if not is_of_units(_listed(tensors)):
-            backward(tensors, *args, **kwargs)
-
-    torch.autograd.grad, torch.autograd.backward = grad_instead, backward_instead
-    try:
-        yield
-    finally:
-        torch.autograd.grad, torch.autograd.backward = grad, backward
-
-
-def _listed(tensors: Any) -> list[Any]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)

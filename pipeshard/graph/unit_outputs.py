@@ -73,7 +73,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Entry:
+class OldEntry:
     """In a list, the entry that was at this index before the call."""
 
     index: int
@@ -87,7 +87,7 @@ class _Opened:
         self.values = [opened(value, known) for value in content.values()]
 
 
-def _rebuilt(values: Iterable[Any], context: tuple[Any, tuple[Any, ...]]) -> Any:
+def _rebuilt_node(values: Iterable[Any], context: tuple[Any, tuple[Any, ...]]) -> Any:
     """Another such object or mapping."""
     kind, names = context
     if issubclass(kind, Mapping):
@@ -103,7 +103,7 @@ def _rebuilt(values: Iterable[Any], context: tuple[Any, tuple[Any, ...]]) -> Any
 register_pytree_node(
     _Opened,
     lambda node: (node.values, (node.kind, node.names)),
-    _rebuilt,
+    _rebuilt_node,
     serialized_type_name="pipeshard.unit_outputs.opened",
 )
 
@@ -168,7 +168,7 @@ def _grows(before: Sequence[Any], now: Sequence[Any]) -> bool:
 
 def _entries(change: Change, known: Mapping[int, Path]) -> list[Any]:
     before = {id(entry): k for k, entry in enumerate(change.before)}
-    return [Entry(before[id(e)]) if id(e) in before else opened(e, known) for e in change.now]
+    return [OldEntry(before[id(e)]) if id(e) in before else opened(e, known) for e in change.now]
 
 
 def _leave(source: Source, content: Any, unit: nn.Module, arguments: Any) -> None:
@@ -188,7 +188,7 @@ def _leave(source: Source, content: Any, unit: nn.Module, arguments: Any) -> Non
     elif source.how == "all":
         holder = resolve_from(source.place, unit, arguments)
         before = list(holder)
-        put_content(holder, [before[e.index] if isinstance(e, Entry) else e for e in content])
+        put_content(holder, [before[e.index] if isinstance(e, OldEntry) else e for e in content])
     else:
         *way, (how, key) = source.place
         put(resolve_from(tuple(way), unit, arguments), how, key, content)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeshard.errors import PartitionError, TraceError, UsageError, unknown
 from pipeshard.hf import full_name, recomputes, without_adapters
-from pipeshard.private import tree_leaves
+from pipeshard.private import tree_tensors
 
 if TYPE_CHECKING:
     from pipeshard.graph.dataflow import Call, Reads
@@ -42,7 +42,7 @@ class CutPoint(nn.Module):
                 "a CutPoint is called that is not a module of the model (one of a plain list or dict?), so that "
                 "nothing would be cut there: make it an attribute, and several of them an nn.ModuleList"
             )
-        if not isinstance(value, Tensor) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+        if not isinstance(value, Tensor) and not tree_tensors(value):
             raise UsageError(
                 f"a CutPoint got {type(value).__name__} {value!r:.60}, which has no tensor: call it on the activations "
                 "that flow on there, x = cut(x)"

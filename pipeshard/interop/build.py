@@ -20,12 +20,12 @@ from pipeshard.ghost import inside_pipeshard
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.trace import trace
 from pipeshard.split.materialize import shard
-from pipeshard.split.partition import Boundary, boundaries, named
+from pipeshard.split.partition import Boundary, boundaries, named_modules_of
 from pipeshard.split.policy import Policy, find_policy
 from pipeshard.split.route import Recompute
 from pipeshard.split.ties import analyze_tied_weights, tie_on_meta
 
-SHIPPED = "pipeshard.interop.targets"
+SHIPPED_TARGETS = "pipeshard.interop.targets"
 
 
 class StageModule(nn.Module):
@@ -170,15 +170,15 @@ class Target:
         raise ConfigurationError(f"{type(self).__name__} has no method take(split)")
 
 
-Kind = TypeVar("Kind", bound=type[Target])
+TargetClass = TypeVar("TargetClass", bound=type[Target])
 _KINDS: dict[str | None, type[Target]] = {}
 
 
-def register_target(name: str | None, kind: Kind) -> Kind:
+def register_target(name: str | None, kind: TargetClass) -> TargetClass:
     """Let `build(..., target=name)` use this class; ConfigurationError for a name that is taken, or for no Target."""
     if not (isinstance(kind, type) and issubclass(kind, Target)):
         raise ConfigurationError(f"register_target({name!r}, ...) wants a subclass of Target, not {kind!r}")
-    importlib.import_module(SHIPPED)  # whose names are taken
+    importlib.import_module(SHIPPED_TARGETS)  # whose names are taken
     if _KINDS.get(name, kind) is not kind:
         raise ConfigurationError(f"there is a target {name!r} already, {_KINDS[name].__name__}: choose another name")
     _KINDS[name] = kind
@@ -187,7 +187,7 @@ def register_target(name: str | None, kind: Kind) -> Kind:
 
 def find_target(name: str | None, options: Mapping[str, Any]) -> Target:
     """The target of this name, with these options; ConfigurationError where there is none, or it has none of these."""
-    importlib.import_module(SHIPPED)
+    importlib.import_module(SHIPPED_TARGETS)
     if name not in _KINDS:
         names = sorted(known for known in _KINDS if known is not None)
         close = get_close_matches(str(name), names, n=1)
@@ -249,7 +249,7 @@ def partition(
     """Which stage runs each unit call, and which process each stage."""
     if isinstance(cuts, str) or (isinstance(cuts, int) and cuts < 1):
         raise ConfigurationError(f"cuts={cuts!r}: give the names of the modules to cut after, or a number of stages")
-    names = [] if isinstance(cuts, int) else named(cuts)
+    names = [] if isinstance(cuts, int) else named_modules_of(cuts)
     parts = cuts if isinstance(cuts, int) else len(cuts) + bool(names or not cuts)
     flow = trace(model, sample, criterion, cuts=names)
     placement, rank = target.placed(parts)

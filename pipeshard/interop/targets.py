@@ -17,7 +17,7 @@ from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import BatchError, ConfigurationError, TraceError, UsageError
 from pipeshard.interop.build import Split, StageModule, Target, as_keywords, register_target
 
-STEP = {"target", "losses", "return_outputs", "loss_kwargs"}  # arguments of torch's schedule.step
+STEP_ARGUMENTS = {"target", "losses", "return_outputs", "loss_kwargs"}  # arguments of torch's schedule.step
 
 
 class SplitModel(nn.Module):
@@ -48,7 +48,7 @@ class OneProcess(Target):
 register_target(None, OneProcess)
 
 
-class Boosted(NamedTuple):
+class BoostedModel(NamedTuple):
     """A booster, and what its `boost` returned."""
 
     booster: Any
@@ -72,7 +72,7 @@ class Colossalai(Target):
     ) -> None:
         self.num_microbatches, self.optimizer, self.plugin = num_microbatches, optimizer, plugin
 
-    def take(self, split: Split) -> Boosted:
+    def take(self, split: Split) -> BoostedModel:
         from colossalai.booster import Booster
 
         from pipeshard.plugin import PipelinePlugin
@@ -90,7 +90,7 @@ class Colossalai(Target):
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             optimizer = optimizer(split.model.parameters())
         model, optimizer, *_ = booster.boost(split.model, optimizer, split.criterion)
-        return Boosted(booster, model, optimizer)
+        return BoostedModel(booster, model, optimizer)
 
 
 register_target("colossalai", Colossalai)
@@ -174,7 +174,7 @@ class Torch(Target):
                 "the batch labels, or pass criterion= to build. The schedule's loss_fn is built.loss_fn then"
             )
         batch = as_keywords(split.model, split.sample.data)
-        if taken := STEP & set(batch):
+        if taken := STEP_ARGUMENTS & set(batch):
             raise BatchError(
                 f"the batch's {min(taken)} cannot be distinguished from that of torch's "
                 f"schedule.step(..., {min(taken)}=): name the model's argument otherwise"

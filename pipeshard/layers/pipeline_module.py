@@ -77,10 +77,10 @@ class PipelineModule(nn.Module):
         self.num_stages, self.loss_fn, self.partition_method = num_stages, loss_fn, partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.checkpointable_layers = checkpointable_layers
-        entries = _entries(layers)
+        entries = _layer_entries(layers)
         modules = nn.ModuleList()
         for place, entry in enumerate(entries):
-            seed = functools.partial(seed_fn or _seed, base_seed + place) if seed_layers else None
+            seed = functools.partial(seed_fn or _seed_torch, base_seed + place) if seed_layers else None
             modules.append(_layer(place, entry, seed))
         tie(modules, {place: spec for place, spec in enumerate(entries) if isinstance(spec, TiedLayerSpec)})
         self.layers = _Uncut(
@@ -105,14 +105,14 @@ class PipelineModule(nn.Module):
             self.build()
         interval = self.activation_checkpoint_interval
         if self._is_cut or not interval or not torch.is_grad_enabled():
-            return _run(self.layers, inputs)
+            return _run_layers(self.layers, inputs)
         layers, allowed = list(self.layers), self.checkpointable_layers
         for start in range(0, len(layers), interval):
             part = layers[start : start + interval]
             if allowed is None or {type(layer).__name__ for layer in part} <= set(allowed):
-                inputs = checkpoint(_run, part, inputs, use_reentrant=False)
+                inputs = checkpoint(_run_layers, part, inputs, use_reentrant=False)
             else:
-                inputs = _run(part, inputs)
+                inputs = _run_layers(part, inputs)
         return inputs
 
     def build(self) -> Self:
@@ -150,7 +150,7 @@ class PipelineModule(nn.Module):
         return any(isinstance(vars(layer).get("forward"), Interception) for layer in self.layers)
 
 
-def _run(layers: Iterable[nn.Module], x: Any) -> Any:
+def _run_layers(layers: Iterable[nn.Module], x: Any) -> Any:
     for layer in layers:
         x = layer(x)
     return x
@@ -174,7 +174,7 @@ class LabelledLoss:
         return self(output, data) if len(data) > 1 else None
 
 
-def _entries(layers: Any) -> list[Any]:
+def _layer_entries(layers: Any) -> list[Any]:
     """What there is a layer of, in order; of a Sequential, as DeepSpeed has it, its members."""
     if isinstance(layers, nn.Sequential):
         hooked = any(vars(layers)[name] for name in vars(layers) if name.endswith("_hooks"))
@@ -224,6 +224,6 @@ def _layer(place: int, entry: Any, seed: Callable[[], Any] | None) -> nn.Module:
     return Function(entry, place)
 
 
-def _seed(number: int) -> None:
+def _seed_torch(number: int) -> None:
     """torch's own is put in another function's place by torch.compile, and cannot be pickled then."""
     torch.manual_seed(number)

@@ -103,7 +103,7 @@ class Function(nn.Module):
         hidden = [value for value in _closed_over(fn) if isinstance(value, nn.Module | nn.Parameter)]
         if bare or hidden:
             raise ConfigurationError(
-                f"layer {place}, the function {_name(fn)}, brings a {type([*bare, *hidden][0]).__name__} "
+                f"layer {place}, the function {_function_name(fn)}, brings a {type([*bare, *hidden][0]).__name__} "
                 f"along {'in its closure or defaults' if hidden else 'as an argument'}, where it cannot be followed: "
                 "use a method of the module, functools.partial with the module as an argument, or "
                 "TiedLayerSpec(..., forward_fn=...)"
@@ -112,18 +112,18 @@ class Function(nn.Module):
     @property
     def pipeshard_type(self) -> str:
         """The name of the function, or of the class whose instance is called."""
-        return _name(self.fn) if self.module is None else type(self.module).__name__
+        return _function_name(self.fn) if self.module is None else type(self.module).__name__
 
     def forward(self, x: Any) -> Any:
         return self.fn(x) if self.module is None else self.fn(self.module, x)
 
     def extra_repr(self) -> str:
-        return _name(self.fn)
+        return _function_name(self.fn)
 
 
-def _name(fn: Any) -> str:
+def _function_name(fn: Any) -> str:
     if isinstance(fn, functools.partial):
-        return _name(fn.func)
+        return _function_name(fn.func)
     return str(getattr(fn, "__name__", type(fn).__name__))
 
 

@@ -84,14 +84,14 @@ class Captures(Meter):
         super().add(visit, arguments, tree, result)
         if id(visit) not in self.kinds:
             made_up = frozenset(k for k, leaf in enumerate(arguments) if self._is_made_up(leaf))
-            self.kinds[id(visit)] = visit, Capture([copied(leaf) for leaf in arguments], made_up, tree)
+            self.kinds[id(visit)] = visit, Capture([copied_argument(leaf) for leaf in arguments], made_up, tree)
         self.calls.append(self.kinds[id(visit)][1])
 
     def _is_made_up(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and any(isinstance(tag, Value) for tag in self.taint.of([leaf]))
 
 
-def copied(leaf: Any) -> Any:
+def copied_argument(leaf: Any) -> Any:
     """An argument that a unit may change, such as a cache, for one run of it."""
     return copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf
 

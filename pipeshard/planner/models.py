@@ -16,10 +16,10 @@ from huggingface_hub import hf_hub_download
 from torch import nn
 from transformers import AutoConfig
 
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, explained, summary
 from pipeshard.hf import can_recompute
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # What a config without an architecture is taken for, the first that it can be.
 TASKS = ("CausalLM", "ImageTextToText", "ImageClassification", "CTC", "SequenceClassification")
 
@@ -34,9 +34,9 @@ def build(
     Raises ConfigurationError for what is not there or unknown.
     """
     config = _config(source, dict(map(_field, fields)))
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigurationError(f"dtype={dtype!r} is unknown: use one of {list(DTYPES)}")
-    chosen = DTYPES[dtype] if dtype else getattr(config, "dtype", None) or torch.bfloat16
+    if dtype is not None and dtype not in DTYPE_NAMES:
+        raise ConfigurationError(f"dtype={dtype!r} is unknown: use one of {list(DTYPE_NAMES)}")
+    chosen = DTYPE_NAMES[dtype] if dtype else getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"), _quiet():
         model: Any = _class_of(config)._from_config(config, dtype=chosen)
         if recompute and not can_recompute(model):
@@ -63,7 +63,7 @@ def precision_of(model: nn.Module) -> str:
     counts: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         counts[parameter.dtype] += parameter.numel()
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    names = {dtype: name for name, dtype in DTYPE_NAMES.items()}
     return names.get(max(counts, key=counts.__getitem__), "fp32") if counts else "fp32"
 
 
@@ -71,7 +71,7 @@ def _config(source: str, fields: dict[str, Any]) -> Any:
     path = Path(source)
     if not path.exists() and source.count("/") == 1:
         path = _of_hub(source)
-    try:
+    with explained(lambda error: ConfigurationError(_what(source, path, error))):
         if path.exists():
             config, unknown = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **fields)
             unknown = unknown.keys() & fields.keys()
@@ -79,8 +79,6 @@ def _config(source: str, fields: dict[str, Any]) -> Any:
             config = AutoConfig.for_model(source, **fields)
             known = AutoConfig.for_model(source)
             unknown = {key for key in fields if not hasattr(known, key)}
-    except Exception as error:  # whatever the class of a config raises on values
-        raise ConfigurationError(_what(source, path, error)) from error
     if unknown:
         key = min(unknown)
         close = difflib.get_close_matches(key, [name for name in config.to_dict() if name not in fields], n=2)
@@ -104,10 +102,10 @@ def _of_hub(name: str) -> Path:
 
 def _what(source: str, path: Path, error: Exception) -> str:
     if path.exists():
-        return f"{source} has no config of a model: {type(error).__name__}: {error}"
+        return f"{source} has no config of a model: {summary(error)}"
     types = list(transformers.CONFIG_MAPPING.keys())
     if source in types:
-        return f"{source} cannot have these fields: {type(error).__name__}: {error}"
+        return f"{source} cannot have these fields: {summary(error)}"
     close = difflib.get_close_matches(source, types, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else "llama, gpt2, t5, vit, ..."
     return f"{source} is not a folder, a config.json or a model type of transformers ({hint})"

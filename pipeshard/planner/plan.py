@@ -63,7 +63,7 @@ class StagePlan:
     returned: int
 
 
-SHOWN = 5  # names in the short form of a stage's units
+SHOWN_UNITS = 5  # names in the short form of a stage's units
 
 
 def in_short(names: Sequence[str]) -> str:
@@ -81,7 +81,7 @@ def in_short(names: Sequence[str]) -> str:
         before + ("" if first < 0 else f"{first}" if first == last else f"{first}-{last}") + after
         for before, after, first, last in groups
     ]
-    if len(shown) > SHOWN:
+    if len(shown) > SHOWN_UNITS:
         return f"{shown[0]} ... {shown[-1]}"
     return ", ".join(shown)
 

@@ -22,7 +22,7 @@ from pipeshard.planner.memory import Footprint, Forms, Training, check_positive,
 from pipeshard.planner.plan import Estimate, Plan
 from pipeshard.planner.profile import Profile, find_profile, shapes_of
 from pipeshard.schedule.program import SCHEDULES, num_chunks
-from pipeshard.split.partition import Cost, Cuts, is_profile, named
+from pipeshard.split.partition import Cost, Cuts, is_profile, named_modules_of
 from pipeshard.split.policy import Policy, find_policy
 from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
 from pipeshard.split.ties import tie_on_meta
@@ -190,7 +190,7 @@ def study(
 ) -> Subject:
     """What is known of a model and its microbatch before it is cut; arguments and errors are those of `plan`."""
     tie_on_meta(model)
-    cuts = named(partition)
+    cuts = named_modules_of(partition)
     precision = Precision(training.precision, False, torch.device("cpu"))
     lowered, microbatch = precision.lowered(model), precision.of_batch(microbatch)
     with precision.seeming(model):

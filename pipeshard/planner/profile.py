@@ -20,7 +20,7 @@ from pipeshard.batch.criterion import Criterion, loss_of
 from pipeshard.batch.read import read_batch
 from pipeshard.distributed.collectives import gather
 from pipeshard.engine.weight_grad import Deferral
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import ConfigurationError, UsageError, summary
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.preserve import preserving
 from pipeshard.graph.rng import Randomness
@@ -28,8 +28,8 @@ from pipeshard.graph.shapes import TensorSpec, blank_state
 from pipeshard.graph.taint import Taint
 from pipeshard.graph.unit_outputs import answer
 from pipeshard.graph.units import handled
-from pipeshard.planner.candidate import Capture, Captures, copied, metered, unit_cost
-from pipeshard.private import reparametrized, tree_leaves, tree_map_only, tree_unflatten
+from pipeshard.planner.candidate import Capture, Captures, copied_argument, metered, unit_cost
+from pipeshard.private import reparametrized, tree_map_only, tree_tensors, tree_unflatten
 from pipeshard.split.partition import Cost
 
 SPREAD = 0.02  # the standard deviation of made-up parameters
@@ -62,13 +62,13 @@ class Stopwatch:
         return _median(runs[WARM_UPS:])
 
     def _run(self, arguments: list[Any], deferral: Deferral) -> Cost:
-        leaves = tree_map_only(Tensor, lambda t: t.clone(), [copied(leaf) for leaf in arguments])
+        leaves = tree_map_only(Tensor, lambda t: t.clone(), [copied_argument(leaf) for leaf in arguments])
         args, kwargs = tree_unflatten(leaves, self.capture.tree)
         self.cold.zero_()
         start = _now(self.device)
         result = self.unit(*args, **kwargs)
         forward = _now(self.device) - start
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+        made = [tensor for tensor in tree_tensors(result) if tensor.requires_grad]
         gradients = [torch.randn_like(t) for t in made]
         pending = deferral.begin()
         self.cold.zero_()
@@ -195,15 +195,15 @@ class Profile:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(
-                f"{path} is not a profile ({type(error).__name__}: {error}): make one with "
+                f"{path} is not a profile ({summary(error)}): make one with "
                 "pipeshard.planner.profile_units(...).save(path)"
             ) from error
 
     def _refuse(self, what: str, measured: Any, now: Any) -> None:
         if measured != now:
             raise ConfigurationError(
-                f"the profile is for something else: its {what} differ ({_difference(measured, now)}). It was measured "
-                f"on {self.device} with torch {self.torch}; profile this model with microbatches of this size"
+                f"the profile is for something else: its {what} differ ({_first_difference(measured, now)}). It was "
+                f"measured on {self.device} with torch {self.torch}; profile this model with microbatches of this size"
             )
 
 
@@ -274,7 +274,7 @@ def _timed(stopwatch: Stopwatch, repeats: int, model: nn.Module) -> Cost | None:
         name = next(name for name, module in model.named_modules() if module is stopwatch.unit)
         warnings.warn(
             f"unit {name} ({type(stopwatch.unit).__name__}) does not run on made-up values, so its time is estimated "
-            f"from that of the other units ({type(error).__name__}: {error})",
+            f"from that of the other units ({summary(error)})",
             stacklevel=3,
         )
         return None
@@ -298,7 +298,7 @@ def shapes_of(microbatch: Batch) -> dict[str, tuple[int, ...]]:
     return {path: tuple(tensor.shape) for path, tensor in microbatch.tensors.items()}
 
 
-def _difference(measured: Any, now: Any) -> str:
+def _first_difference(measured: Any, now: Any) -> str:
     """Where the two differ first."""
     if isinstance(now, dict):
         name = next(name for name in [*measured, *now] if measured.get(name) != now.get(name))

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from pipeshard.errors import ConfigurationError
-from pipeshard.schedule.program import PARTNER, RECEIVE, SEND, Action, Kind, Program, Step
+from pipeshard.schedule.program import PARTNER, RECEIVE, SEND, Action, Kind, Program, StageStep
 
 Positions = Mapping[tuple[Kind, int, int], int]  # of actions, each among those of its rank
 
@@ -69,7 +69,7 @@ def _one_early(actions: tuple[Action, ...], k: int) -> int:
     return max(k - 1, 0)
 
 
-def crossing(program: Program, messages: dict[Kind, Kind]) -> dict[Step, Kind]:
+def crossing(program: Program, messages: dict[Kind, Kind]) -> dict[StageStep, Kind]:
     """For each step whose message of this sort goes to or comes from another rank, the kind of that message."""
     stages = range(len(program.placement))
     return {(kind, s): message for kind, message in messages.items() for s in stages if program.crosses(message, s)}

@@ -45,7 +45,7 @@ PARTNER = {  # the other end of a message, and how far from this end its stage i
     Kind.SEND_B: (Kind.RECV_B, -1),
     Kind.RECV_B: (Kind.SEND_B, +1),
 }
-Step = tuple[Kind, int]  # what is done for each microbatch alike: (kind, stage)
+StageStep = tuple[Kind, int]  # what is done for each microbatch alike: (kind, stage)
 
 
 class Action(NamedTuple):
@@ -135,7 +135,7 @@ class Program:
         other = stage + PARTNER[kind][1]
         return 0 <= other < len(self.placement) and self.placement[stage] != self.placement[other]
 
-    def needs(self, kind: Kind, stage: int) -> list[Step]:
+    def needs(self, kind: Kind, stage: int) -> list[StageStep]:
         """The steps that the rank must have done (or, of a receive, have got), for a microbatch, before this one."""
         needed = [(AFTER[kind], stage)] if kind in AFTER else []
         if kind in RECEIVE:
@@ -184,7 +184,7 @@ def interleaved(p: int, m: int, v: int = 2) -> Program:
     divides m the bubble is (p-1)(F+B)/v; rank r keeps 2(p-r-1) + (v-1)p + 1 activations of a stage, or vm if fewer.
     """
 
-    def rank(r: int) -> list[Step]:
+    def rank(r: int) -> list[StageStep]:
         rounds = -(-m // p)
         forwards = [(Kind.F, s) for s in range(r, p * v, p) for _ in range(p)] * rounds
         backwards = [(Kind.B, s) for s in reversed(range(r, p * v, p)) for _ in range(p)] * rounds
@@ -206,7 +206,7 @@ def zb_h1(p: int, m: int, v: int = 1) -> Program:
     microbatches of activations, which is what the first one keeps in 1F1B.
     """
 
-    def rank(r: int) -> list[Step]:
+    def rank(r: int) -> list[StageStep]:
         f, b, w = (Kind.F, r), (Kind.B, r), (Kind.W, r)
         return [f] * (p - r - 1) + [f, b] * r + [f, b, w] * m
 
@@ -224,7 +224,7 @@ def zbv(p: int, m: int, v: int = 2) -> Program:
     (fewer if m < 2p-1), as much as 1F1B's first one with stages twice as large.
     """
 
-    def rank(r: int) -> list[Step]:
+    def rank(r: int) -> list[StageStep]:
         f, b, w = ((kind, r) for kind in (Kind.F, Kind.B, Kind.W))
         f2, b2, w2 = ((kind, 2 * p - 1 - r) for kind in (Kind.F, Kind.B, Kind.W))
         fill = [f] * (2 * (p - r) - 1) + [f2, f] * r + [f2, b2, w2] * (p - r)
@@ -246,7 +246,7 @@ def forward_only(program: Program) -> Program:
     return Program("forward", program.num_microbatches, program.placement, tuple(ranks))
 
 
-def _program(name: str, m: int, placement: Iterable[int], ranks: Iterable[Iterable[Step]]) -> Program:
+def _program(name: str, m: int, placement: Iterable[int], ranks: Iterable[Iterable[StageStep]]) -> Program:
     """The program in which each rank's steps take, each time, their next microbatch; there are none beyond the m-th.
 
     So microbatches come in ascending order, and a step too many does no harm: a program stays legal, and free of
@@ -254,8 +254,8 @@ def _program(name: str, m: int, placement: Iterable[int], ranks: Iterable[Iterab
     """
     microbatches = tuple(range(m))  # the same objects everywhere: cheaper to look up
 
-    def rank(steps: Iterable[Step]) -> Iterator[Action]:
-        left: defaultdict[Step, Iterator[int]] = defaultdict(lambda: iter(microbatches))
+    def rank(steps: Iterable[StageStep]) -> Iterator[Action]:
+        left: defaultdict[StageStep, Iterator[int]] = defaultdict(lambda: iter(microbatches))
         for kind, stage in steps:
             for i in itertools.islice(left[kind, stage], 1):
                 yield Action(kind, i, stage)

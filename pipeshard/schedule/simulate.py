@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from pipeshard.errors import ConfigurationError, DeadlockError
 from pipeshard.schedule.passes import add_communication
-from pipeshard.schedule.program import PARTNER, Action, Kind, Program, Step
+from pipeshard.schedule.program import PARTNER, Action, Kind, Program, StageStep
 
-Cost = float | Sequence[float]
+ActionCost = float | Sequence[float]
 Posts = deque[tuple[Action, float]]
 Times = list[float]  # by microbatch
 
@@ -45,7 +45,7 @@ class Simulation:
         """The largest number of microbatches, counted once a stage, that are alive at a time on each rank."""
         return tuple(map(int, self.peak_memory(1)))
 
-    def peak_memory(self, size: Cost) -> tuple[float, ...]:
+    def peak_memory(self, size: ActionCost) -> tuple[float, ...]:
         """The largest sum of sizes alive at a time on each rank, in the unit of `size`.
 
         `size` is what one microbatch leaves on a stage: one number, or one for each stage. It is alive from its F to
@@ -56,7 +56,11 @@ class Simulation:
 
 
 def simulate(
-    program: Program, forward: Cost = 1.0, backward: Cost = 2.0, weight: Cost = 0.0, latency: float = 0.0
+    program: Program,
+    forward: ActionCost = 1.0,
+    backward: ActionCost = 2.0,
+    weight: ActionCost = 0.0,
+    latency: float = 0.0,
 ) -> Simulation:
     """Run `program` on paper, as it would run with communication if it has none.
 
@@ -115,7 +119,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _per_stage(name: str, cost: Cost, num_stages: int) -> tuple[float, ...]:
+def _per_stage(name: str, cost: ActionCost, num_stages: int) -> tuple[float, ...]:
     values = tuple(map(float, cost)) if isinstance(cost, Sequence) else (float(cost),) * num_stages
     if len(values) != num_stages:
         raise ConfigurationError(f"{name} has {len(values)} costs for {num_stages} stages: give one, or one a stage")
@@ -168,7 +172,7 @@ class _Run:
         self.steps = {kind: [self._step(kind, stage) for stage in stages] for kind in Kind}
         self.routes = {kind: [self._route(kind, stage) for stage in stages] for kind in PARTNER}
 
-    def _step(self, kind: Kind, stage: int) -> tuple[list[tuple[Step, Times]], Times, list[float] | None]:
+    def _step(self, kind: Kind, stage: int) -> tuple[list[tuple[StageStep, Times]], Times, list[float] | None]:
         """Of an action: what it needs, with the times of that; its own times; its costs, or None for a message."""
         needed = self.program.needs(kind, stage)
         if not self.has_communication:  # what would be received is there once it is made
@@ -184,7 +188,7 @@ class _Run:
         whole = cost + self.costs[Kind.W][stage]
         return [cost if (i, stage) in self.split else whole for i in range(m)]
 
-    def _route(self, kind: Kind, stage: int) -> tuple[_Edge, Posts, Posts, Step, Times] | None:
+    def _route(self, kind: Kind, stage: int) -> tuple[_Edge, Posts, Posts, StageStep, Times] | None:
         """Of a message: its edge, the posts of its end and of the other, the other end's step, the times of arrival."""
         if not self.program.crosses(kind, stage):
             return None

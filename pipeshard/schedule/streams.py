@@ -67,7 +67,7 @@ def check_streams(program: Program, lanes: Lanes, device: Device = PLAIN) -> Non
     try:
         TopologicalSorter(_graph(program, lanes, device)).prepare()
     except CycleError as error:
-        lines = _described(program, error.args[1])
+        lines = _circle_lines(program, error.args[1])
         raise DeadlockError(f"program {program.name!r} never ends with {lanes}:\n  " + "\n  ".join(lines)) from None
 
 
@@ -161,7 +161,7 @@ def _graph(program: Program, lanes: Lanes, device: Device) -> dict[Node, list[No
     return graph
 
 
-def _described(program: Program, circle: list[Node]) -> list[str]:
+def _circle_lines(program: Program, circle: list[Node]) -> list[str]:
     """Each that waits in a circle, in which a node comes after what it waits for; of a message, its two ends do."""
     lines, place = [], program.placement
     for (what, before), (state, action) in pairwise(circle):

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, explained, summary
 from pipeshard.graph.rng import Randomness
 from pipeshard.graph.taint import mutated, storage_of
 from pipeshard.private import DispatchMode
@@ -105,13 +105,9 @@ def _by_function(
         return
     parameters = list(inspect.signature(rule).parameters.values())
     takes_name = len(parameters) > 1 and parameters[1].default is inspect.Parameter.empty
-    try:
+    what = f"init_weights failed for {path} ({type(module).__name__}, with {', '.join(sorted(names))})"
+    with explained(lambda error: ConfigurationError(f"{what}: {summary(error)}")):
         rule(module, path) if takes_name else rule(module)
-    except Exception as error:  # whatever the user's function raises
-        raise ConfigurationError(
-            f"init_weights failed for {path} ({type(module).__name__}, with {', '.join(sorted(names))}): "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 class _SeededWrites(DispatchMode):
@@ -170,7 +166,9 @@ def number(seed: int, text: str) -> int:
 
 
 BLUEPRINT = "pipeshard_blueprint"  # the attribute by which a module is known to be a skeleton
-OWN = frozenset(vars(nn.Module()))  # what torch itself keeps in a module: its mode, hooks and tables of tensors
+MODULE_ATTRIBUTES = frozenset(
+    vars(nn.Module())
+)  # what torch itself keeps in a module: its mode, hooks and tables of tensors
 
 
 @dataclass
@@ -191,20 +189,19 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
     `make()` is to build it for real; its values will depend on the seed and on `place`. Raises ConfigurationError where
     this does not run on meta, or makes no module.
     """
-    try:
-        with Randomness(torch.device("cpu")).step(0, 0), torch.device("meta"), _Unread():
-            module = construct()
-    except Exception as error:  # whatever the user's constructor raises
-        raise ConfigurationError(
-            f"layer {place}, {name}, cannot be built on meta, where its shapes are found: "
-            f"{type(error).__name__}: {error}. Give device='cpu' to tensors that its constructor reads, or put the "
-            "module itself into the list"
-        ) from error
+    refusal = explained(
+        lambda error: ConfigurationError(
+            f"layer {place}, {name}, cannot be built on meta, where its shapes are found: {summary(error)}. Give "
+            "device='cpu' to tensors that its constructor reads, or put the module itself into the list"
+        )
+    )
+    with refusal, Randomness(torch.device("cpu")).step(0, 0), torch.device("meta"), _Unread():
+        module = construct()
     if not isinstance(module, nn.Module):
         raise ConfigurationError(f"layer {place}, {name}, builds a {type(module).__name__}, not an nn.Module")
     with kept_tied(module):  # what was made on a device of its own is known by its shape, too
         module.to("meta")
-    before = [(path, inner, _plain(inner)) for path, inner in module.named_modules()]
+    before = [(path, inner, _plain_attributes(inner)) for path, inner in module.named_modules()]
     module.__dict__[BLUEPRINT] = Blueprint(place=place, make=make, before=before)
     return module
 
@@ -222,18 +219,18 @@ def build(module: nn.Module, seed: int) -> None:
     does everything that was set since the skeleton was made. Raises ConfigurationError where it is not built like it.
     """
     blueprint: Blueprint = vars(module)[BLUEPRINT]
-    try:
+    with explained(  # of the user's constructor, too
+        lambda error: ConfigurationError(
+            f"layer {blueprint.place}, a {type(module).__name__}, was built on meta, but not in the same way with "
+            f"memory: {summary(error)}"
+        )
+    ):
         with Randomness(torch.device("cpu")).step(0, 0):
             torch.manual_seed(of_layer := number(seed, f"layer {blueprint.place}"))
             random.seed(of_layer)
             np.random.seed(of_layer % 2**32)
             built = blueprint.make()
         _take(module, built, blueprint)
-    except Exception as error:  # of the user's constructor, too
-        raise ConfigurationError(
-            f"layer {blueprint.place}, a {type(module).__name__}, was built on meta, but not in the same way with "
-            f"memory: {type(error).__name__}: {error}"
-        ) from error
     del module.__dict__[BLUEPRINT]
 
 
@@ -275,7 +272,7 @@ def _take(module: nn.Module, built: nn.Module, blueprint: Blueprint) -> None:
                 if skeleton.is_meta:
                     inner._buffers[key] = _like(value, skeleton, f"{path}.{key}".lstrip("."))
                 parts[id(value)] = inner._buffers[key]
-        for key, value in _plain(source).items():
+        for key, value in _plain_attributes(source).items():
             if vars(inner).get(key) is before.get(key):
                 inner.__dict__[key] = copy.deepcopy(value, parts)
 
@@ -286,5 +283,5 @@ def _like(value: Tensor, skeleton: Tensor, name: str) -> Tensor:
     return value.to(skeleton.dtype)
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in vars(module).items() if key not in OWN}
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, explained, summary
 from pipeshard.ghost import Ghost, guard, inside_pipeshard
 from pipeshard.graph.units import CutPoint, intercept
 from pipeshard.split.initialize import InitWeights, blank_buffers, build, give, initialize, skeletons
@@ -143,15 +143,15 @@ def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
                 yield from walk(f"{path}{name}.", child)
             return
         empty = no_init_weights(), init_empty_weights(include_buffers=False), torch.random.fork_rng(devices=[])
-        with torch.device("cpu"), empty[0], empty[1], empty[2], _default(dtype, module.config) as config:
-            try:
-                twin = type(module)(config)
-            except Exception as error:  # whatever the model's constructor raises
-                raise ConfigurationError(
-                    f"the buffers of {type(module).__name__} are on meta, and the model cannot be built again to get "
-                    f"their values ({type(error).__name__}: {error}). Build it under accelerate's init_empty_weights() "
-                    "instead of torch.device('meta'): that leaves buffers their values"
-                ) from error
+        refusal = explained(
+            lambda error: ConfigurationError(
+                f"the buffers of {type(module).__name__} are on meta, and the model cannot be built again to get their "
+                f"values ({summary(error)}). Build it under accelerate's init_empty_weights() instead of "
+                "torch.device('meta'): that leaves buffers their values"
+            )
+        )
+        with refusal, torch.device("cpu"), empty[0], empty[1], empty[2], _default(dtype, module.config) as config:
+            twin = type(module)(config)
         yield path, twin
 
     yield from walk("", model)

@@ -58,7 +58,7 @@ class Partition:
         return stages
 
 
-def named(partition: Cuts) -> list[str]:
+def named_modules_of(partition: Cuts) -> list[str]:
     """The modules that a partition names."""
     return [] if isinstance(partition, str) else [entry for entry in partition if isinstance(entry, str)]
 
@@ -133,11 +133,11 @@ def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
     if flow.loss is not None:
         keep_together(flow.loss, len(flow.calls), "the loss")
     for first, last in flow.together:
-        forbidden.update(dict.fromkeys(range(first + 1, last + 1), _recomputed(flow, first, last)))
+        forbidden.update(dict.fromkeys(range(first + 1, last + 1), _recomputed_together(flow, first, last)))
     return forbidden
 
 
-def _recomputed(flow: Dataflow, first: int, last: int) -> str:
+def _recomputed_together(flow: Dataflow, first: int, last: int) -> str:
     return (
         f"a torch.utils.checkpoint of the model's own runs units {flow.calls[first].unit} to {flow.calls[last].unit} "
         "again in the backward pass, which one stage has to do: call it for each of them alone, or leave it out and "
@@ -245,7 +245,7 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
                 )
     for first, last in flow.together:
         if stages[first] != stages[last]:
-            raise TraceError(f"in this mode, or with this batch, {_recomputed(flow, first, last)}")
+            raise TraceError(f"in this mode, or with this batch, {_recomputed_together(flow, first, last)}")
     live = live_values(flow, stages, num_stages, everything)
     wanted = live if not outputs else live_values(flow, stages, num_stages, loss)
     returning = [values & flow.receiving for values in wanted]

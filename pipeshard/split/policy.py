@@ -2,7 +2,7 @@
 
 A framework that cuts models by hand needs one class per architecture that lists layers, ties and forwards. Here the
 trace knows all of them, so that the base class serves every model. A policy of one's own overrides what a trace cannot
-know: how long units take, where to cut, which activations are expected to cross.
+know: how long units take, and where to cut.
 
 The model's glue runs on every stage, but each stage has only some of the activations, parameters and generators. Glue
 that branches on an activation, changes a parameter, or listens to a gradient would do something else on each of them.
@@ -10,7 +10,6 @@ That is visible in the Dataflow, and refused at boost and for every new kind of 
 """
 
 import importlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from importlib import metadata, util
@@ -19,15 +18,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from pipeshard.errors import ConfigurationError, PartitionError, TraceError, UsageError, unknown
-from pipeshard.graph.dataflow import Chain, Dataflow, Wanted
+from pipeshard.errors import ConfigurationError, PartitionError, TraceError, UsageError, explained, summary, unknown
+from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.units import find_units, intercept
 from pipeshard.hf import full_name, without_adapters
 from pipeshard.split.partition import Cuts, Partition, balance, boundaries, call_costs, forbidden_cuts, weights
 from pipeshard.split.replay import Replay
 from pipeshard.split.ties import Ownership, refuse_overlaps
-
-logger = logging.getLogger("pipeshard")
 
 
 class Policy:
@@ -44,15 +41,12 @@ class Policy:
         costs: those of the unit calls, where they are known better than from the trace.
 
     Attributes:
-        expects: what layers are expected to read; where the trace finds something else, a warning says so, and the
-            trace holds.
         tp_plan: slices a base model without a plan of its own (`tp_size`): styles by module names, * for numbers.
         chunks: the parts of the model that this process runs, by their place in the model.
         partition: the part that runs each unit call; `stages` is the same as one number for each call of `flow`.
         ownership: which processes hold and own each parameter.
     """
 
-    expects: ClassVar[Chain | None] = None
     tp_plan: ClassVar[Mapping[str, str] | None] = None
 
     def __init__(
@@ -73,7 +67,6 @@ class Policy:
         self.partition_by, self.scale, self.known_costs = partition, scale, costs
         self.device = device or torch.device("cpu")
         self.units = find_units(model, (call.unit for call in flow.calls))
-        self._warn_of_unexpected()
         self.partition = self._partition()
         self.stages = self.partition.of_calls(flow)
         refuse_unsplittable(model, flow, self.stages, self.placement)
@@ -160,21 +153,6 @@ class Policy:
     def replay(self) -> Replay:
         """Answers the unit calls of this stage."""
         return Replay(self.model, self.units, frozenset(self.held_units), self.stage, self.device)
-
-    def _warn_of_unexpected(self) -> None:
-        """Say where layers read something else than the policy expects: what was traced is what is sent."""
-        if self.expects is None or len(self.placement) == 1 or self.stage > 0:
-            return
-        if self.units.keys() != find_units(self.model).keys():
-            return  # cuts inside of layers leave no chain of layers
-        if mismatch := self.expects.mismatch(self.flow):
-            logger.warning(
-                "%s expects of %s that %s, but the trace found that %s. The model is split as the trace found it",
-                type(self).__name__,
-                type(self.model).__name__,
-                self.expects,
-                mismatch,
-            )
 
     def _partition(self) -> Partition:
         """What `distribute_layers` says, where it can be."""
@@ -296,7 +274,7 @@ def refuse_backward_hooks(
             )
 
 
-FAMILIES = "pipeshard.policies"  # the folder with the tables of supported model types
+SHIPPED = "pipeshard.policies"  # the folder with the plans of tensor parallelism
 ENTRY_POINTS = "pipeshard.policies"  # the group; an entry point's name is a model type, its value a Policy
 _REGISTRY: dict[str | type[nn.Module], type[Policy]] = {}
 PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
@@ -336,28 +314,28 @@ def _advertised(model_type: str) -> type[Policy] | None:
         raise ConfigurationError(
             f"several packages offer a policy for {model_type!r}: {', '.join(points)}. Choose with register_policy"
         )
-    for value, point in points.items():
-        where = f"entry point {model_type} = {value} of group {ENTRY_POINTS}"
-        try:
-            policy = point.load()
-        except Exception as error:  # whatever importing somebody else's package raises
-            raise ConfigurationError(
-                f"{where} does not load ({type(error).__name__}: {error}): mend or remove the package that has it, or "
-                "choose another policy with register_policy"
-            ) from error
-        return _checked(policy, where)
-    return None
+    if not points:
+        return None
+    ((value, point),) = points.items()
+    where = f"entry point {model_type} = {value} of group {ENTRY_POINTS}"
+    with explained(
+        lambda error: ConfigurationError(
+            f"{where} does not load ({summary(error)}): mend or remove the package that has it, or choose another "
+            "policy with register_policy"
+        )
+    ):
+        policy = point.load()
+    return _checked(policy, where)
 
 
 @cache
 def _shipped(model_type: str) -> type[Policy] | None:
-    """The policy of the tables in policies/, which a source tree that is not installed does not have."""
-    families: Any = importlib.import_module(FAMILIES) if util.find_spec(FAMILIES) else None
-    if families is None or model_type not in families.EXPECTED:
+    """The policy of the folder policies/, which a source tree that is not installed does not have."""
+    plans = importlib.import_module(SHIPPED).TP_PLANS if util.find_spec(SHIPPED) else {}
+    if model_type not in plans:
         return None
     name = "".join(map(str.capitalize, model_type.replace("-", "_").split("_"))) + "Policy"
-    of_type = {"expects": families.EXPECTED[model_type], "tp_plan": families.TP_PLANS.get(model_type)}
-    return _checked(type(name, (Policy,), of_type), FAMILIES)
+    return type(name, (Policy,), {"tp_plan": plans[model_type]})
 
 
 def _checked(policy: Any, who: str) -> type[Policy]:

@@ -33,13 +33,13 @@ from pipeshard.graph.unit_outputs import (
     resolve_from,
     run_collecting,
 )
-from pipeshard.private import OF_COMPILER, disable_current_modes, tree_leaves
+from pipeshard.private import OF_COMPILER, disable_current_modes, tree_leaves, tree_tensors
 from pipeshard.split.route import Blank, Route, Step, recomputes_itself, run_again
 from pipeshard.split.zeros import Zeros
 
 UNFROZEN = (
-    "Freeze or unfreeze parameters, and turn activation recompute on, before booster.boost, and let a layer detach "
-    "its result always or never"
+    "Freeze or unfreeze parameters between steps, turn activation recompute on before booster.boost, and let a layer "
+    "detach its result always or never"
 )
 SHAPES = (
     "Shapes and dtypes must follow from the batch's sizes, and not from values of activations, or of parameters and "
@@ -78,6 +78,23 @@ class Run:
     next: int = 0
     inside: bool = False
     trains: bool = field(default_factory=torch.is_grad_enabled)
+
+
+class Again:
+    """Around every further run of a unit; a unit that calls `autograd.grad` itself has several. Units that it calls are
+    part of it, as in the first run."""
+
+    def __init__(self, replay: "Replay", draw: Callable[[], None]) -> None:
+        self.replay, self.draw = replay, draw
+        self.outer: list[bool] = []
+
+    def __enter__(self) -> None:
+        self.draw()
+        self.outer.append(self.replay.recomputing)
+        self.replay.recomputing = True
+
+    def __exit__(self, *error: object) -> None:
+        self.replay.recomputing = self.outer.pop()
 
 
 class Replay:
@@ -187,7 +204,7 @@ class Replay:
     ) -> Any:
         draw = repeat.before = self.randomness.at(2 * run.next - 1)
         if step.again and torch.is_grad_enabled() and not recomputes_itself(self.units[step.unit]):
-            forward = run_again(forward, step.unit, self.units[step.unit], lambda: self._second(draw))
+            forward = run_again(forward, step.unit, self.units[step.unit], lambda: Again(self, draw))
         asides: list[tuple[Source, Any]] = []
         number, unit, arguments = run.next - 1, self.units[step.unit], (args, kwargs)
         # What hooks inside are called with is repeated by `answer`.
@@ -227,7 +244,7 @@ class Replay:
         for source, tree in step.parts:
             traced[source.place] = step.leaves[start : start + tree.num_leaves]
             start += tree.num_leaves
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        tensors = tree_tensors(arguments)
         for source, content in changed(before, but=tensors):
             leaves, seen = tree_leaves(content), traced.get(source.place)
             if seen is None:
@@ -250,7 +267,7 @@ class Replay:
             known = {id(resolve_from(path, self.units[step.unit], arguments)): path for path in paths}
             leaves, structure = flattened(result, known)
             if structure != tree:
-                raise self._differs(step, run, f"returns {_shown(structure)}", _shown(tree))
+                raise self._differs(step, run, f"returns {_tree_text(structure)}", _tree_text(tree))
         sizes = run.sizes[run.next - 1]
         for k, (leaf, seen) in enumerate(zip(leaves, step.leaves)):
             if isinstance(seen, TensorSpec):
@@ -270,16 +287,6 @@ class Replay:
             f"{which} {step.unit} (stage {run.route.stage}, call {run.next - 1}) {now} where the trace has {seen}. "
             + (remedy or "What other stages get follows from the trace: pass dry_run_input=<a batch like this one>")
         )
-
-    @contextmanager
-    def _second(self, draw: Callable[[], None]) -> Iterator[None]:
-        """Around the second run of a unit: units that it calls are part of it, as in the first."""
-        draw()
-        self.recomputing = True
-        try:
-            yield
-        finally:
-            self.recomputing = False
 
     def _leaf(self, leaf: Any, shape: Any, run: Run, aside: bool = False) -> Any:
         if isinstance(leaf, Value):
@@ -336,8 +343,7 @@ class Replay:
 
 
 def _versions(arguments: Any) -> dict[Tensor, int]:
-    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
-    return {tensor: tensor._version for tensor in tensors if not tensor.is_inference()}
+    return {tensor: tensor._version for tensor in tree_tensors(arguments) if not tensor.is_inference()}
 
 
 def _has_more(tensor: Tensor) -> bool:
@@ -362,6 +368,6 @@ def _is_as(leaf: Any, seen: Any) -> bool:
     return type(leaf) is type(seen) and (leaf == seen or leaf != leaf)
 
 
-def _shown(tree: Any) -> str:
+def _tree_text(tree: Any) -> str:
     """A tree in few words."""
     return str(tree).removeprefix("TreeSpec(").removesuffix(")")[:120]

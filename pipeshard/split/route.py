@@ -30,7 +30,7 @@ from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.taint import Value
 from pipeshard.graph.unit_outputs import Known, Part, Source
 from pipeshard.hf import recomputes
-from pipeshard.private import reparametrized, tree_leaves
+from pipeshard.private import reparametrized, tree_tensors
 from pipeshard.split.partition import Boundary
 
 
@@ -110,7 +110,7 @@ def run_again(
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        tensors = [tensor for tensor in tree_tensors((args, kwargs)) if not tensor.is_inference()]
         versions = [tensor._version for tensor in tensors]
         before, runs = Snapshot({"": (args, kwargs)}), itertools.count()
         parameters = dict(unit.named_parameters(remove_duplicate=False))

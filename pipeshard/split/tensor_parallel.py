@@ -205,7 +205,7 @@ def slice_parameters(
     """
     first = first_names(model)
     modules = dict(model.named_modules())
-    sliced = {name for name in plan if first.get(name) in held and _is_inside(name, units)}
+    sliced = {name for name in plan if first.get(name) in held and _is_in_unit(name, units)}
     with kept_tied(model):
         for name, style in _sliced(model, units, plan):
             layer = style_of(style)
@@ -243,7 +243,7 @@ def _sliced(model: nn.Module, units: Collection[str], plan: Mapping[str, str]) -
     whole = {path for names in names_of(model).values() for path in _disagreeing(names, plan)}
     for name, style in plan.items():
         path = name.rpartition(".")[0] if name in parameters else name
-        if style != PARTIAL and path not in whole and _is_inside(path, units):
+        if style != PARTIAL and path not in whole and _is_in_unit(path, units):
             yield name, style
 
 
@@ -267,7 +267,7 @@ def _install(layer: Any, module: Any, mesh: DeviceMesh) -> None:
         interception.original, module.forward = module.forward, interception
 
 
-def _is_inside(name: str, units: Collection[str]) -> bool:
+def _is_in_unit(name: str, units: Collection[str]) -> bool:
     return any(f"{name}.".startswith(f"{unit}.") for unit in units)
 
 

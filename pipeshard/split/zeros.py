@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeshard.errors import TraceError
 from pipeshard.graph.taint import SHAPED, mutated, storage_of, tensors_in
-from pipeshard.private import DispatchMode, tree_leaves
+from pipeshard.private import DispatchMode, tree_tensors
 
 
 class Zeros(DispatchMode):
@@ -41,7 +41,7 @@ class Zeros(DispatchMode):
 
     def refuse(self, values: Any, reader: str) -> None:
         """Raise TraceError where one of these tensors, which `reader` reads, was computed from a zero."""
-        unit = self._unit(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+        unit = self._unit(tree_tensors(values))
         if unit is not None and self.has_branches:
             raise TraceError(
                 f"{reader} (stage {self.stage}) reads a result of unit {unit}, which another stage has and did not "

@@ -31,7 +31,7 @@ from pipeshard.errors import CheckpointError
 
 logger = logging.getLogger("pipeshard")
 FOLDER, STATE, RANDOM = "pipeline", "trainer_state.json", "rng_state*.pth"
-STEP = re.compile(r"checkpoint-(\d+)")
+CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 @together_in("trainer.save_model")
@@ -55,7 +55,7 @@ def save_weights(model: PipelineModel, folder: Path) -> None:
 
 
 @together_in("trainer.load_weights")
-def load_weights(model: PipelineModel, folder: Path) -> None:
+def load_checkpoint_weights(model: PipelineModel, folder: Path) -> None:
     if isinstance(model.unwrap(), PeftModel):
         load_lora(model, folder)
     else:
@@ -83,7 +83,7 @@ def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
     """Put weights, optimizer and schedule back to where they were; returns this rank's random state, or the first one's
     where there are others now."""
     grid = model.pipeline.grid
-    load_weights(model, folder)
+    load_checkpoint_weights(model, folder)
     load_optimizer(optimizer, folder / FOLDER / OPTIMIZER)
     with together(grid.world):
         rest = read_rest(folder / FOLDER / REST)
@@ -108,7 +108,9 @@ def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
 def newest(folder: Path, group: dist.ProcessGroup) -> str:
     """The newest checkpoint that is whole and as it was saved; every rank calls it. A save that was killed leaves one
     that is not."""
-    found = {int(match[1]): path for path in folder.glob("checkpoint-*") if (match := STEP.fullmatch(path.name))}
+    found = {
+        int(match[1]): path for path in folder.glob("checkpoint-*") if (match := CHECKPOINT_NAME.fullmatch(path.name))
+    }
     flaws = gather_objects({step: _flaw(path) for step, path in found.items()}, group)[0]
     for step in sorted(flaws, reverse=True):
         path = folder / f"checkpoint-{step}"
@@ -126,7 +128,7 @@ def _flaw(folder: Path) -> str:
     """Why a checkpoint is not complete, by the names and sizes of its files."""
     if not (folder / FOLDER / REST).is_file():
         return f"it has no {FOLDER}/{REST}; of one process, load the model by from_pretrained and begin again"
-    name = STEP.fullmatch(folder.name)
+    name = CHECKPOINT_NAME.fullmatch(folder.name)
     if why := flaw(folder, int(name[1]) if name else None):
         return why
     try:

@@ -10,7 +10,7 @@ import io
 import sys
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, MutableSet
+from collections.abc import Iterable, Iterator, MutableSet
 from enum import Enum
 from functools import cache
 from types import BuiltinFunctionType, FunctionType
@@ -25,39 +25,37 @@ from transformers import PreTrainedTokenizerBase
 from pipeshard.errors import UsageError
 from pipeshard.graph.places import (
     GENERATORS,
-    LARGEST,
+    LARGEST_ARRAY,
     MISSING,
     PLAIN,
     Path,
-    Step,
-    constants_of,
+    PathStep,
     content_of,
     format_path,
     is_object,
     put,
     put_content,
     resolve,
-    ways_to_hold,
 )
-from pipeshard.graph.snapshot import MOST, Change, Holder, Snapshot, live_dict, undo
+from pipeshard.graph.snapshot import Change, Snapshot, undo
 
 # Attributes of a Trainer that compute_loss reads and does not keep anything in.
 NOT_KEPT = frozenset(
     {"model", "model_wrapped", "ref_model", "optimizer", "lr_scheduler", "train_dataset", "eval_dataset"}
     | {"accelerator", "processing_class", "data_collator", "pipeline", "_stages", "_objective", "_loader", "_held"}
 )
-LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "tokenizers", "transformers")
+TRAINER_LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "tokenizers", "transformers")
 DATA = (DataLoader, Dataset, Sampler, PreTrainedTokenizerBase)
 LONG = 1000  # entries: of a longer list or dict it is compared which entries it has, not what these hold
 MANY = 64  # entries: those of a longer one are known to be written to by torch's count of writes alone
-SMALL = 1 << 20  # bytes of a tensor that is copied in order to be compared
+SMALL_BYTES = 1 << 20  # bytes of a tensor that is copied in order to be compared
 WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Kept(Snapshot):
+class KeptState(Snapshot):
     """All that is reached from a Trainer, its callbacks and its class, but models, data and the Trainer's own tools.
 
-    With `copies`, tensors of any size can be put back; without, those of up to SMALL bytes.
+    With `copies`, tensors of any size can be put back; without, those of up to SMALL_BYTES bytes.
     """
 
     def __init__(self, trainer: Any, copies: bool = False) -> None:
@@ -67,7 +65,7 @@ class Kept(Snapshot):
         self.arrays: list[tuple[Path, np.ndarray[Any, Any], int]] = []  # large ones
         self.files: list[tuple[Path, Any, int]] = []
         named = ((name, vars(trainer).get(name)) for name in NOT_KEPT)
-        self._apart = {id(value): (Step("root", "trainer"), Step("attr", name)) for name, value in named}
+        self._apart = {id(value): (PathStep("root", "trainer"), PathStep("attr", name)) for name, value in named}
         super().__init__(self.roots, [value for name in NOT_KEPT if (value := vars(trainer).get(name)) is not None])
         self.marks = [
             _mark(tensor, copies) if copies or not hasattr(holder, "__len__") or len(holder) <= MANY else None
@@ -88,9 +86,9 @@ class Kept(Snapshot):
         for path, file, at in self.files:
             if _position(file) != at:
                 raise UsageError(
-                    f"compute_loss reads or writes the file that {_named(path)} keeps open, which one rank alone would "
-                    "do in the step, and which cannot be undone where the loss is traced: keep what is to be written "
-                    "in a list, and write it in log, or in a callback"
+                    f"compute_loss reads or writes the file that {_place_name(path)} keeps open, which one rank alone "
+                    "would do in the step, and which cannot be undone where the loss is traced: keep what is to be "
+                    "written in a list, and write it in log, or in a callback"
                 )
 
     def restore(self) -> None:
@@ -103,38 +101,31 @@ class Kept(Snapshot):
             mark = marks.get(id(change.now))
             if not isinstance(mark, Tensor):
                 raise UsageError(
-                    f"compute_loss writes to {_named(change.path)} ({_size(change.now)} MB) in place before it calls "
-                    "the model, where every rank does so and has to undo it: write to it after the call"
+                    f"compute_loss writes to {_place_name(change.path)} ({_size(change.now)} MB) in place before it "
+                    "calls the model, where every rank does so and has to undo it: write to it after the call"
                 )
             with torch.no_grad():
                 change.now.data.copy_(mark)
 
-    def _walk(self, queue: deque[tuple[Path, Any]]) -> None:
-        seen = self._seen
-        while queue and len(seen) < MOST:
-            path, value = queue.popleft()
-            if isinstance(value, PLAIN) or id(value) in seen or _is_apart(value):
-                continue
-            seen[id(value)] = value
-            self._look_at(path, value)
-            for how in ("attr",) if value is self.trainer else ways_to_hold(value):
-                self.paths[id(value)] = path
-                content, live = content_of(value, how), live_dict(value, how)
-                self.holders.append(Holder(path, value, how, content, live, list(live.values()) if live else []))
-                if len(content) > LONG or path[-1].key == "log_history":
-                    continue
-                for key, entry in content.items() if isinstance(content, dict) else enumerate(content):
-                    self._meet((*path, Step("item" if how == "list" else how, key)), value, key, entry, queue)
-            for step, child in constants_of(value):
-                if not (isinstance(child, type | FunctionType) and not _is_own(child.__module__)):
-                    self._meet((*path, step), value, step.key, child, queue)
-
-    def _look_at(self, path: Path, value: Any) -> None:
-        """Take notice of large arrays and of open files."""
-        if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes > LARGEST:
+    def _skips(self, path: Path, value: Any) -> bool:
+        """Whether it is not looked into. Takes notice of large arrays and of open files."""
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes > LARGEST_ARRAY:
             self.arrays.append((path, value, _code(value)))
         elif isinstance(value, io.IOBase) and (at := _position(value)) >= 0:
             self.files.append((path, value, at))
+        return _is_apart(value)
+
+    def _ways_to_hold(self, value: Any) -> Iterable[str]:
+        return ("attr",) if value is self.trainer else super()._ways_to_hold(value)
+
+    def _entries(self, path: Path, content: Any) -> Iterable[tuple[Any, Any]]:
+        is_long = len(content) > LONG or path[-1].key == "log_history"
+        return () if is_long else super()._entries(path, content)
+
+    def _constants_of(self, value: Any) -> Iterator[tuple[PathStep, Any]]:
+        for step, child in super()._constants_of(value):
+            if not isinstance(child, type | FunctionType) or _is_own(child.__module__):
+                yield step, child
 
     # what other ranks are told
 
@@ -144,7 +135,7 @@ class Kept(Snapshot):
             return []
         writer, said = self._writer(), list[Any]()
         for change in changes:
-            where = _named(change.path)
+            where = _place_name(change.path)
             if change.before is change.now:
                 said.append(("write", writer.place(change.path, where), writer.array(change.now)))
             elif change.is_of_list:
@@ -161,18 +152,18 @@ class Kept(Snapshot):
         """What compute_loss returns, as plain data for `read`."""
         return self._writer().of(value, "what it returns")
 
-    def _writer(self) -> "Writer":
+    def _writer(self) -> "ValueWriter":
         tensors = {id(tensor): path for path, _, _, tensor, _ in self.tensors}
-        return Writer({**self.paths, **self._apart, **tensors}, self.roots)
+        return ValueWriter({**self.paths, **self._apart, **tensors}, self.roots)
 
     @staticmethod
     def read(trainer: Any, said: Any, device: torch.device) -> Any:
-        return Reader(_roots(trainer), device).of(said)
+        return ValueReader(_roots(trainer), device).of(said)
 
     @staticmethod
     def learn(trainer: Any, said: list[Any], device: torch.device) -> None:
         """Change what this rank keeps as another rank has told it."""
-        reader = Reader(_roots(trainer), device)
+        reader = ValueReader(_roots(trainer), device)
         found = [reader.holder(how, path) for how, path, _ in said]  # as it is before anything is changed
         values = [
             [reader.of(entry) for entry in content] if how == "content" else reader.of(content)
@@ -190,7 +181,7 @@ class Kept(Snapshot):
                     holder.data.copy_(value)
 
 
-class Writer:
+class ValueWriter:
     """Values as plain data: `known` has the paths of what other ranks have as well, by addresses."""
 
     def __init__(self, known: dict[int, Path], roots: dict[str, Any]) -> None:
@@ -256,7 +247,7 @@ class Writer:
         return [(name, self.of(entry, f"{where}.{name}")) for name, entry in held.items()]
 
 
-class Reader:
+class ValueReader:
     """Makes what a Writer has written."""
 
     def __init__(self, roots: dict[str, Any], device: torch.device) -> None:
@@ -270,9 +261,9 @@ class Reader:
     def _at(self, path: Any) -> Any:
         (_, root), *steps = path
         try:
-            return resolve(self.roots[root], (Step(*step) for step in steps))
+            return resolve(self.roots[root], (PathStep(*step) for step in steps))
         except (AttributeError, KeyError, IndexError, TypeError) as error:
-            where = _named(tuple(Step(*step) for step in path))
+            where = _place_name(tuple(PathStep(*step) for step in path))
             raise UsageError(
                 f"compute_loss has changed {where} on the last stage, but this rank does not have it ({error}): make "
                 "what it keeps on every rank alike, in __init__ or in a callback"
@@ -374,22 +365,22 @@ def _is_apart(value: Any) -> bool:
         return True
     if isinstance(value, type | FunctionType):
         return not _is_own(value.__module__)
-    return type(value).__module__.partition(".")[0] in LIBRARIES[:-1]
+    return type(value).__module__.partition(".")[0] in TRAINER_LIBRARIES[:-1]
 
 
 def _mark(tensor: Tensor, copies: bool) -> Any:
     """By what it is known whether a tensor has other values: a copy, or of a large one a sum."""
-    is_small = tensor.numel() * tensor.element_size() <= SMALL
+    is_small = tensor.numel() * tensor.element_size() <= SMALL_BYTES
     if tensor.is_meta or tensor.layout is not torch.strided:
         return None
-    return tensor.detach().clone() if copies or is_small else _sum(tensor)
+    return tensor.detach().clone() if copies or is_small else _tensor_sum(tensor)
 
 
 def _is_marked(tensor: Tensor, mark: Any) -> bool:
     if mark is None:
         return True
     if not isinstance(mark, Tensor):
-        return bool(_sum(tensor) == mark)
+        return bool(_tensor_sum(tensor) == mark)
     if tensor.shape != mark.shape or tensor.dtype != mark.dtype or tensor.is_meta:
         return False
     if torch.equal(tensor, mark):
@@ -397,7 +388,7 @@ def _is_marked(tensor: Tensor, mark: Any) -> bool:
     return mark.is_floating_point() and torch.equal(tensor.nan_to_num(), mark.nan_to_num())
 
 
-def _sum(tensor: Tensor) -> int:
+def _tensor_sum(tensor: Tensor) -> int:
     words = tensor.detach().contiguous()
     words = torch.view_as_real(words) if words.is_complex() else words
     return int(words.view(WORD[words.element_size()]).sum(dtype=torch.int64))
@@ -418,7 +409,7 @@ def _size(value: Any) -> str:
     return f"{value.nbytes / 2**20:.1f}"
 
 
-def _named(path: Path) -> str:
+def _place_name(path: Path) -> str:
     """A place as its user would write it."""
     name = format_path(path[1:])
     return f"self.{name}" if path[0].key == "trainer" else f"{path[0].key}.{name}"

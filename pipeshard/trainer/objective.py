@@ -28,12 +28,12 @@ from pipeshard.distributed.collectives import gather, gather_objects, share_valu
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.plugin import PipelinePlugin
-from pipeshard.private import tree_leaves
-from pipeshard.trainer.kept import Kept
+from pipeshard.private import tree_tensors
+from pipeshard.trainer.kept import KeptState
 from pipeshard.trainer.stand_ins import PipelineAccelerator, StandIn
 
 ITEMS = "num_items_in_batch"
-PLAIN = (bool, int, float, str, type(None))
+PLAIN_VALUES = (bool, int, float, str, type(None))
 
 
 class ComputesLoss(Protocol):
@@ -59,7 +59,7 @@ class Objective:
         self._trainer = weakref.ref(trainer)  # nothing of which the loss is traced through
         self.num_items: Any = None
         self.added: frozenset[str] = frozenset()  # what compute_loss gives the model beside the batch
-        self._kept: Kept | None = None  # as it is before the window
+        self._kept: KeptState | None = None  # as it is before the window
         self._random: dict[str, Any] = {}  # the generators' states, as compute_loss leaves them
         self._failure: UsageError | None = None
         self._is_stepping = False  # rather than tried
@@ -107,7 +107,7 @@ class Objective:
 
     def __call__(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         """The loss, and nothing else: of a trace, or a trial."""
-        with self._muted(), self._undone(Kept(self.trainer, copies=True)):
+        with self._muted(), self._undone(KeptState(self.trainer, copies=True)):
             return self._loss(outputs, inputs)
 
     def in_step(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
@@ -132,7 +132,7 @@ class Objective:
             return loss
         except UsageError as error:
             self._failure = self._failure or error
-            leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            leaves = [tensor for tensor in tree_tensors(outputs) if tensor.is_floating_point()]
             return torch.stack([leaf.float().sum() * 0.0 for leaf in leaves]).sum()
         finally:
             set_random_state(before)
@@ -159,7 +159,7 @@ class Objective:
             random = self._random if is_last and not _is_same_state(self._random, random_state()) else None
             said, random = share_value((said, random), pipeline.last_rank, pipeline.group)
             if not is_last:
-                Kept.learn(self.trainer, said, pipeline.device)
+                KeptState.learn(self.trainer, said, pipeline.device)
             if random is not None:
                 set_random_state(random)
         else:
@@ -186,11 +186,11 @@ class Objective:
             accelerator.is_muted = False
 
     @contextmanager
-    def _undone(self, kept: Kept | None = None) -> Iterator[None]:
+    def _undone(self, kept: KeptState | None = None) -> Iterator[None]:
         """What compute_loss keeps on the trainer inside is forgotten."""
         if kept is None:
             if self._kept is None or any(self._kept.changes()):
-                self._kept = Kept(self.trainer)
+                self._kept = KeptState(self.trainer)
             kept = self._kept
         try:
             yield
@@ -204,7 +204,7 @@ def evaluated_together(
     """What compute_loss returns, on every rank: where one lacks parameters that it reads, what the last stage has made
     and kept. Raises UsageError, on every rank, where the last stage cannot either."""
     world, failure, result = pipeline.grid.world, None, None
-    is_last, kept = dist.get_rank() == pipeline.last_rank, Kept(trainer)
+    is_last, kept = dist.get_rank() == pipeline.last_rank, KeptState(trainer)
     try:
         result = compute_loss(*args, **kwargs)
     except UsageError as error:
@@ -226,8 +226,8 @@ def evaluated_together(
     said = share_value(said, pipeline.last_rank, pipeline.group)
     if is_last:
         return result
-    Kept.learn(trainer, said[0], pipeline.device)
-    return Kept.read(trainer, said[1], pipeline.device)
+    KeptState.learn(trainer, said[0], pipeline.device)
+    return KeptState.read(trainer, said[1], pipeline.device)
 
 
 class Asking(StandIn):
@@ -251,7 +251,7 @@ class Answer(Asking):
         if self.was_called:
             raise UsageError("compute_loss calls the model twice, but a pipeline runs it once on each batch")
         own = self.inputs.keys() & inputs.keys()
-        if other := [name for name in own - self.added if not _same(inputs[name], self.inputs[name])]:
+        if other := [name for name in own - self.added if not _is_given_value(inputs[name], self.inputs[name])]:
             raise UsageError(
                 f"compute_loss gives the model another {', '.join(sorted(other))} than the batch has: let the data "
                 "collator make it what it is to be"
@@ -266,14 +266,14 @@ class Answer(Asking):
         return self.outputs
 
 
-def _same(given: Any, known: Any) -> bool:
-    return given is known or (isinstance(given, PLAIN) and given == known)
+def _is_given_value(given: Any, known: Any) -> bool:
+    return given is known or (isinstance(given, PLAIN_VALUES) and given == known)
 
 
 def _is_equal(given: Any, known: Any) -> bool:
     """Whether a value that was made anew is the one that was made before; a trace shows no values."""
     if not isinstance(given, Tensor) or not isinstance(known, Tensor):
-        return _same(given, known) or not isinstance(given, PLAIN)
+        return _is_given_value(given, known) or not isinstance(given, PLAIN_VALUES)
     if given.shape != known.shape:
         return False
     return given.is_meta or torch.equal(given.detach().to(known), known.detach())

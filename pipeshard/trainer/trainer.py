@@ -29,7 +29,14 @@ from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.plugin import PipelinePlugin
-from pipeshard.trainer.checkpoint import load_state, load_weights, newest, refuse_broken, save_state, save_weights
+from pipeshard.trainer.checkpoint import (
+    load_checkpoint_weights,
+    load_state,
+    newest,
+    refuse_broken,
+    save_state,
+    save_weights,
+)
 from pipeshard.trainer.objective import ITEMS, Objective, Preferences, evaluated_together
 from pipeshard.trainer.refusals import cut, refuse, refuse_class, refuse_split
 from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages
@@ -117,7 +124,7 @@ class Loop(Trainer):
             self.pipeline.config = config
         boosted.pipeline.criterion = None  # which belongs to training alone
         if folder := getattr(model, "_pretrained", None):
-            load_weights(boosted, Path(folder))
+            load_checkpoint_weights(boosted, Path(folder))
         return Stages(self.pipeline, model, boosted)
 
     def _sample(self) -> Any:
@@ -328,7 +335,7 @@ class Loop(Trainer):
             set_random_state(random)
 
     def _load_best_model(self) -> None:
-        load_weights(self._own_stages().boosted, Path(self.state.best_model_checkpoint))
+        load_checkpoint_weights(self._own_stages().boosted, Path(self.state.best_model_checkpoint))
 
 
 class Front:

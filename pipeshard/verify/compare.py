@@ -21,8 +21,8 @@ from pipeshard.verify.reference import Reference
 LOSS, GRADIENT = 1e-5, 1e-4  # relative errors that rounding may make
 FINE = 1e-9  # in fp64
 FLOOR = 1e-3  # of the largest gradient: what is smaller than that is compared with it
-Held = tuple[str, Tensor | None]  # on which rank, as errors name it, and the gradient there
-DEPTH = 3  # of the lists and dicts that an attribute may be
+HeldGradient = tuple[str, Tensor | None]  # on which rank, as errors name it, and the gradient there
+ATTRIBUTE_DEPTH = 3  # of the lists and dicts that an attribute may be
 
 
 @dataclass
@@ -45,7 +45,9 @@ class Comparison:
             raise Different(f"gradients are clipped by a norm of {split:.7g}, unsplit {unsplit:.7g}")
         self.counts["norms"] += 1
 
-    def gradients(self, split: Mapping[str, Sequence[Held]], unsplit: Mapping[str, Tensor | None], what: str) -> None:
+    def gradients(
+        self, split: Mapping[str, Sequence[HeldGradient]], unsplit: Mapping[str, Tensor | None], what: str
+    ) -> None:
         """Compare the gradients of every rank that holds a parameter, in the order of `unsplit`, which is that of the
         backward pass."""
         largest = max((size(gradient) for gradient in unsplit.values() if gradient is not None), default=0.0)
@@ -74,7 +76,7 @@ class Comparison:
         theirs, mine = dict(_leaves(unsplit)), dict(_leaves(split))
         for name, expected in theirs.items():
             if name in mine and not _poison(mine[name]) and not self.same(mine[name], expected):
-                raise Different(f"{what}{name} is {_text(mine[name], expected)}")
+                raise Different(f"{what}{name} is {_values_text(mine[name], expected)}")
             self.counts[kind] += 1
 
     def same(self, split: Any, unsplit: Any) -> bool:
@@ -108,7 +110,7 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in own and name != "forward"}
 
 
-def _leaves(value: Any, name: str = "", depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, name: str = "", depth: int = ATTRIBUTE_DEPTH) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Tensor | bool | int | float):
         yield name, value
     elif depth and isinstance(value, Mapping):
@@ -146,13 +148,15 @@ def gap(split: Any, unsplit: Any) -> str:
     return f"it differs by {float(gap):.2g} where the largest number is {size(unsplit):.2g}"
 
 
-def _text(split: Any, unsplit: Any) -> str:
+def _values_text(split: Any, unsplit: Any) -> str:
     if isinstance(unsplit, Tensor) and unsplit.numel() != 1:
         return f"another: {gap(split, unsplit)}"
     return f"{float(split):.7g}, unsplit {float(unsplit):.7g}"
 
 
-def gradients(split: LocalPipeline, reference: Reference) -> tuple[dict[str, list[Held]], dict[str, Tensor | None]]:
+def gradients(
+    split: LocalPipeline, reference: Reference
+) -> tuple[dict[str, list[HeldGradient]], dict[str, Tensor | None]]:
     """By name, in the order of the backward pass, on each rank that holds the parameter; ties have their sums."""
     calls = {unit: k for k, (unit, _) in enumerate(split.policy.flow.occurrences)}
 
@@ -207,7 +211,7 @@ def differing(one: nn.Module, other: nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def compare_trained(comparison: Comparison, split: LocalPipeline, reference: Reference, when: str) -> None:
+def compare_parameters(comparison: Comparison, split: LocalPipeline, reference: Reference, when: str) -> None:
     """Parameters of all stages that hold them, and what is saved."""
     for name, parameter in reference.model.named_parameters():
         for rank in split.ranks:

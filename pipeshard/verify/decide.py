@@ -19,20 +19,23 @@ from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import NOW
 from pipeshard.errors import BatchError, VerificationError
-from pipeshard.hf import is_of_transformers
+from pipeshard.hf import is_of_transformers, without_adapters
 from pipeshard.planner.memory import format_bytes
 from pipeshard.schedule.given import name_of
-from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Proof, prove
+from pipeshard.verify.passed import passed
+from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Large, Proof, prove
+from pipeshard.verify.smaller import HOOK_TABLES
 from pipeshard.verify.whole import is_batch_norm
 
 logger = logging.getLogger("pipeshard")
 SECONDS = 5.0  # that "auto" may take
+SECONDS_OF_LARGE = 60.0  # where a smaller copy stands for a large model
+LARGEST_PROOF = 4 * 2**30  # bytes that a proof of a smaller copy takes at most
 SHARE = 0.1  # of the free memory that it may take
 COPIES = 6, 3  # of the parameters, for each replica and beside: models, gradients and Adam's state, split and unsplit
-FEW = 5  # of the parameters: two copies with gradients, and what is left of a copy of the sample's activations
-PERIOD = 1.0  # seconds after which the ranks that wait are told that it goes on
-KNOWN = ("torch", "transformers", "peft", "colossalai")  # packages whose modules docs/parity.md is about
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+FEW_COPIES = 5  # of the parameters: two copies with gradients, and what is left of a copy of the sample's activations
+TELL_PERIOD = 1.0  # seconds after which the ranks that wait are told that it goes on
+KNOWN_PACKAGES = ("torch", "transformers", "peft", "colossalai")  # packages whose modules docs/parity.md is about
 
 
 class Proven(BaseException):
@@ -96,35 +99,36 @@ def prove_at_boost(
     def work(note: Callable[[], None]) -> Proof:
         if stages == 1:
             return Proof(UNPROVEN, "there is one stage only: name another number by --pp")
-        if auto and any(parameter.is_meta for parameter in model.parameters()):
-            return Proof(UNPROVEN, "its weights are on meta, and one process would have to make them all")
-        share = SHARE if auto else 1.0
-        why = _too_large(model, grid.device, share, _copies(config.pp_size, min(2, grid.dp_size)))
-        if why and _too_large(model, grid.device, share, FEW):
-            return Proof(UNPROVEN, why)
-        seconds = SECONDS if auto else None
-        return prove(of_world, grid.device, model, optimizer, criterion, sample, seconds, note, skip=why)
+        copies = _copies(config.pp_size, min(2, grid.dp_size))
+        free = (SHARE if auto else 1.0) * _free(grid.device)
+        on_meta = auto and any(parameter.is_meta for parameter in model.parameters())
+        why = "its weights are on meta" if on_meta else _too_large(model, free, copies)
+        fits = not on_meta and not _too_large(model, free, FEW_COPIES)
+        large = Large(why, min(free, LARGEST_PROOF) / copies, fits) if why else None
+        seconds = (SECONDS_OF_LARGE if large else SECONDS) if auto else None
+        return prove(of_world, grid.device, model, optimizer, criterion, sample, seconds, note, large)
 
     proof = _on_first(grid, work)
+    name = type(model).__name__ + (f" (a copy with {proof.smaller})" if proof.smaller else "")
     if alone:
-        raise Proven(proof, f"{type(model).__name__} in {stages} stages, {name_of(config.schedule)}")
+        raise Proven(proof, f"{name} in {stages} stages, {name_of(config.schedule)}")
     if proof.dependent:
         raise BatchError(proof.reason) from proof.cause
     if proof.coupled:
         raise VerificationError(
-            f"the loss or gradients of {type(model).__name__} in microbatches are not those of the whole batch, so "
+            f"the loss or gradients of {name} in microbatches are not those of the whole batch, so "
             f"training is aborted: {proof.reason}. Either samples depend on each other (a statistic of the batch, a "
             "comparison of its samples, a memory bank), or the dimension that is cut does not count the samples. "
             f"Pass {_remedies(sample)}"
         )
     if proof.kind == DIFFERENT:
         raise VerificationError(
-            f"{type(model).__name__} split into {config.pp_size} stages is not the model that it is unsplit, so it is "
+            f"{name} split into {config.pp_size} stages is not the model that it is unsplit, so it is "
             f"not trained: {proof.reason}. What crosses a cut has to be an argument or a result of a unit: change that "
             "place, or cut elsewhere (partition=...); PipelinePlugin(verify=False) trains it all the same"
         )
     if grid.first:
-        _say(proof, type(model).__name__)
+        _say(proof, name)
 
 
 def _warn_of_batch_norms(model: nn.Module) -> None:
@@ -141,16 +145,18 @@ def _warn_of_batch_norms(model: nn.Module) -> None:
 
 
 def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
-    """Whether it is an architecture of docs/parity.md as it is there: transformers' own modules, nothing put around
-    them, the loss that they compute themselves, and an optimizer of torch or of these packages."""
+    """Whether it is a class that docs/parity.md shows exact, as it is there: transformers' own modules, nothing put
+    around them, the loss that they compute themselves, and an optimizer of torch or of these packages."""
     if criterion is not None or not is_of_transformers(model):
         return False
-    if optimizer is not None and type(optimizer).__module__.split(".")[0] not in KNOWN:
+    if type(without_adapters(model)[1]).__name__ not in passed():
+        return False
+    if optimizer is not None and type(optimizer).__module__.split(".")[0] not in KNOWN_PACKAGES:
         return False
     return all(
-        type(module).__module__.split(".")[0] in KNOWN
+        type(module).__module__.split(".")[0] in KNOWN_PACKAGES
         and "forward" not in vars(module)
-        and not any(getattr(module, hooks) for hooks in HOOKS)
+        and not any(getattr(module, hooks) for hooks in HOOK_TABLES)
         for module in model.modules()
     )
 
@@ -202,11 +208,14 @@ def _copies(pp_size: int, replicas: int) -> int:
     return max(of_replica * replicas + beside, pp_size * replicas + 1)
 
 
-def _too_large(model: nn.Module, device: torch.device, share: float, copies: int) -> str:
-    """Why a model is left alone that takes more than a share of the free memory; "" if it does not."""
+def _free(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+def _too_large(model: nn.Module, most: float, copies: int) -> str:
+    """Why a model is not proven in its own size, copies of which take more than `most` bytes; "" if they do not."""
     needed = copies * sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free" if needed > share * free else ""
+    return f"it takes {format_bytes(needed)}, and the proof may take {format_bytes(most)}" if needed > most else ""
 
 
 def _on_first(grid: Grid, work: Callable[[Callable[[], None]], Proof]) -> Proof:
@@ -222,7 +231,7 @@ def _on_first(grid: Grid, work: Callable[[Callable[[], None]], Proof]) -> Proof:
 
     def note() -> None:
         nonlocal told
-        if time.monotonic() - told > PERIOD:
+        if time.monotonic() - told > TELL_PERIOD:
             NOW.start("the proof")
             gather(torch.tensor(0), grid.world)
             told = time.monotonic()

@@ -16,13 +16,13 @@ from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.batch.read import RowDims
 from pipeshard.config import PipelineConfig
 from pipeshard.distributed.local import in_thread
-from pipeshard.engine.dependent import failing, is_of_model, text_of
-from pipeshard.errors import BatchError, PipeshardError, TraceError
+from pipeshard.engine.dependent import dependent_text, failing, is_of_model
+from pipeshard.errors import BatchError, PipeshardError, TraceError, summary
 from pipeshard.ghost import inside_pipeshard
 from pipeshard.verify.compare import (
     Comparison,
+    compare_parameters,
     compare_state,
-    compare_trained,
     differing,
     first_unit,
     gradients,
@@ -30,8 +30,9 @@ from pipeshard.verify.compare import (
 )
 from pipeshard.verify.local import Different, LocalPipeline, Unproven, stepped
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights, generators, undisturbed
+from pipeshard.verify.smaller import smaller
 from pipeshard.verify.untouched import untouched
-from pipeshard.verify.whole import Coupled, Found, WholeBatch, cut, is_batch_norm
+from pipeshard.verify.whole import Coupled, WholeBatch, WholeFound, copied_microbatches, is_batch_norm
 
 logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
@@ -51,6 +52,7 @@ class Proof:
     `refused` is whether the reason is an error that training raises, too; `coupled` whether samples depend on each
     other, so that microbatches are not the batch. `moving` is what happens for each microbatch, as in gradient
     accumulation. `dependent`: a microbatch does not run by itself, for the reason that is given, and by the `cause`.
+    `smaller` is what is smaller in the copy that was proven in place of a large model.
     """
 
     kind: str
@@ -63,6 +65,17 @@ class Proof:
     moving: tuple[str, ...] = ()
     dependent: bool = False
     cause: Exception | None = None
+    smaller: str = ""
+
+
+@dataclass(frozen=True)
+class Large:
+    """Why a model is not split in its own size. The parameters of a smaller copy take `most` bytes of fp32; `fits` is
+    whether a few samples may run through the model itself."""
+
+    reason: str
+    most: float
+    fits: bool
 
 
 class Dependent(Exception):
@@ -87,15 +100,16 @@ def prove(
     sample: Batch,
     seconds: float | None = None,
     note: Callable[[], None] = lambda: None,
-    skip: str = "",
+    large: Large | None = None,
 ) -> Proof:
     """Two training steps of a model that is yet to be boosted, split and unsplit, on different samples; nothing of the
     user's changes.
 
     Compared are loss, gradients (None, too), outputs, buffers, what forwards leave on modules, parameters after the
     optimizer's step, what is saved, and the unsplit model on the whole batch with itself on the microbatches. After
-    `seconds` it gives up; `note` is called now and then. `skip` is why nothing is split: then, as after `seconds`, only
-    the outputs of a few samples are compared with those of the same samples in microbatches.
+    `seconds` it gives up; `note` is called now and then. In place of a `large` model a smaller copy is split. Where
+    there is none, and after `seconds`, only the outputs of a few samples are compared with those of the same samples
+    in microbatches.
     """
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, seconds, note)
     kind, reason, refused, coupled = EXACT, "", False, False
@@ -103,7 +117,7 @@ def prove(
     with undisturbed(device):
         try:
             with untouched(proving.given):
-                proving.run(skip)
+                proving.run(large)
         except Coupled as difference:
             kind, reason, coupled = DIFFERENT, str(difference), True
         except Different as difference:
@@ -113,19 +127,19 @@ def prove(
         except Unproven as error:
             kind, reason = UNPROVEN, str(error)
         except PipeshardError as error:  # booster.boost, or the first step, says the same
-            kind, reason, refused = UNPROVEN, f"{type(error).__name__}: {error}", True
+            kind, reason, refused = UNPROVEN, summary(error), True
         except Exception as error:  # whatever the user's code raises, or copying it
             logger.debug("the proof failed", exc_info=True)
-            kind, reason = UNPROVEN, f"{type(error).__name__}: {error}"
+            kind, reason = UNPROVEN, summary(error)
     but, moving = tuple(proving.but), tuple(proving.moving)
     if kind == EXACT and but:
         kind = PARTLY
-    made = Proof(kind, reason, proving.counts, but, proving.elapsed, refused, coupled, moving)
+    made = Proof(kind, reason, proving.counts, but, proving.elapsed, refused, coupled, moving, smaller=proving.smaller)
     return replace(made, dependent=True, cause=cause) if isinstance(cause, Exception) else made
 
 
 @dataclass(frozen=True)
-class Cut:
+class StepCut:
     """How a step was cut: the weights of its microbatches' losses, whether a part of the loss is made of what units
     leave aside, and the units."""
 
@@ -156,8 +170,9 @@ class _Proving:
         self.counts: dict[str, int] = {}
         self.but: dict[str, None] = {}
         self.moving: dict[str, None] = {}
-        self.cut: list[Cut] = []
+        self.cut: list[StepCut] = []
         self.draws, self.fickle, self.is_whole = False, frozenset[str](), False
+        self.smaller = ""
         self.count, self.m = ROWS, 1 if config.num_microbatches == 1 else PARTS
         self.replicas = self._replicas()
 
@@ -173,18 +188,46 @@ class _Proving:
         if self.seconds is not None and needed > self.seconds:
             raise TooMuch(f"it takes longer than {self.seconds:g} s")
 
-    def run(self, skip: str = "") -> None:
+    def run(self, large: Large | None) -> None:
         """Prove the split, then that microbatches are the batch; of that as much as there is time for."""
-        if any(tensor.is_meta for tensor in self.given.model.parameters()):
-            rule = self.config.init_weights
-            self.given = self.given.drawn(self.device, rule, torch.initial_seed() % 2**63)
+        if large is not None:
+            why_none = self._take_smaller(large.most)
+            large = replace(large, reason=f"{large.reason}; {why_none}") if why_none else None
+        if large is not None and not large.fits:
+            raise Unproven(large.reason)
+        self.given = self._drawn(self.given)
         try:
-            if skip:
-                raise TooMuch(skip)
+            if large is not None:
+                raise TooMuch(large.reason)
             self._compare_few_or_all()
         except TooMuch:
             self._compare_outputs()
             raise
+
+    def _drawn(self, own: Copies) -> Copies:
+        """The same with values for what is on meta."""
+        if not any(parameter.is_meta for parameter in own.model.parameters()):
+            return own
+        return own.drawn(self.device, self.config.init_weights, torch.initial_seed() % 2**63)
+
+    def _take_smaller(self, most: float) -> str:
+        """Take the first smaller copy that runs in place of the model; why there is none, or ""."""
+        given, why = self.given, ""
+        for make in smaller(given, self.config.num_stages, most, self.device):
+            try:
+                made = make()
+                self.given = self._drawn(made.own)
+                self._try()
+            except TooMuch:
+                raise
+            except Exception as error:  # whatever a model raises that is made in another size
+                logger.debug("no smaller copy: %s: %s", type(error).__name__, error)
+                why = why or str(error)
+                self.given = given
+            else:
+                self.smaller = made.what
+                return ""
+        return f"no smaller copy stands for it ({why})"
 
     def _compare_few_or_all(self) -> None:
         """All samples, cut as in training, where a few do not run: the batch may hold indices of its samples, as the
@@ -215,7 +258,7 @@ class _Proving:
 
         if (found := failing(batch, parts, run)) is not None and is_of_model(found[1]):
             i, error = found
-            raise Dependent(text_of(batch, parts, i, error)) from error
+            raise Dependent(dependent_text(batch, parts, i, error)) from error
 
     def _compare_both(self) -> None:
         self._try()
@@ -295,7 +338,7 @@ class _Proving:
         except NoLoss:
             raise Unproven("nothing gives a loss to train on") from None
         except Exception as error:  # whatever the user's model raises
-            raise Fails(f"the unsplit model does not run on its batch: {type(error).__name__}: {error}") from error
+            raise Fails(f"the unsplit model does not run on its batch: {summary(error)}") from error
         return own.model, loss
 
     def _criterion(self, own: Copies) -> Criterion | None:
@@ -332,10 +375,10 @@ class _Proving:
             for replica, reference in enumerate(references):
                 compare_state(comparison, split, reference, during, self.fickle, replica)
             self.cut.append(
-                Cut(step, split.weights(*range(self.replicas)), _has_auxiliary(split), tuple(split.policy.units))
+                StepCut(step, split.weights(*range(self.replicas)), _has_auxiliary(split), tuple(split.policy.units))
             )
             self._step(comparison, split, references, optimizers)
-            compare_trained(comparison, split, references[0], f"after step {step + 1}")
+            compare_parameters(comparison, split, references[0], f"after step {step + 1}")
         self.counts = dict(comparison.counts)
 
     def _unsplit_step(
@@ -374,13 +417,13 @@ class _Proving:
             except (Coupled, Unproven):
                 raise
             except Exception as error:  # whatever a model raises on other samples
-                found = Found(missing=f"{type(error).__name__}: {error}")
+                found = WholeFound(missing=summary(error))
             self._note(found, "the batch")
 
     def _compare_inputs(self, batch: Batch) -> None:
         comparison = Comparison()
         parts = self.m * self.replicas
-        for i, (part, copied) in enumerate(zip(batch.split(parts), cut(batch, parts), strict=True)):
+        for i, (part, copied) in enumerate(zip(batch.split(parts), copied_microbatches(batch, parts), strict=True)):
             comparison.tensors(part.tensors, copied.tensors, "inputs", f"of microbatch {i}")
 
     def _compare_outputs(self) -> None:
@@ -397,7 +440,7 @@ class _Proving:
         except Exception as error:  # of whatever kind: it proves nothing
             logger.debug("the outputs were not compared: %s: %s", type(error).__name__, error)
 
-    def _note(self, found: Found, what: str) -> None:
+    def _note(self, found: WholeFound, what: str) -> None:
         self.is_whole = self.is_whole or not found.missing
         if found.missing:
             self.but[f"the whole batch with its microbatches ({found.missing})"] = None
@@ -421,7 +464,7 @@ class _Proving:
                 split.boost()
                 return [reference.own.optimizer, *(rank.optimizer for rank in split.ranks)]
             except Exception as error:  # whatever an optimizer raises when it is narrowed
-                self.but[f"the optimizer's step ({type(error).__name__}: {error})"] = None
+                self.but[f"the optimizer's step ({summary(error)})"] = None
         trained = [reference.model.parameters(), *(rank.held.values() for rank in split.ranks)]
         own = [[p for p in parameters if p.requires_grad] for parameters in trained]
         return [SGD(parameters or [nn.Parameter(torch.zeros(()))], lr=1e-2) for parameters in own]

@@ -38,7 +38,7 @@ class Copies:
         Functions that carry something with them (hooks, lambdas) are copied with it: else all copies would write to
         the one dict of the user's. Raises what deepcopy raises for what cannot be copied.
         """
-        closures = {id(f): f for f in _functions(self.model, self.criterion, self.optimizer)}
+        closures = {id(f): f for f in _closures(self.model, self.criterion, self.optimizer)}
         memo: dict[int, Any] = {key: _hollow(function) for key, function in closures.items()}
         memo |= {id(tensor): tensor.detach().clone() for tensor in _made(self.model)}
         model, criterion = copy.deepcopy((self.model, self.criterion), memo)
@@ -46,7 +46,7 @@ class Copies:
         for function in closures.values():
             for mine, theirs in zip(memo[id(function)].__closure__, function.__closure__ or (), strict=True):
                 mine.cell_contents = copy.deepcopy(theirs.cell_contents, memo)
-        optimizer = None if self.optimizer is None else _copied(self.optimizer, memo)
+        optimizer = None if self.optimizer is None else copied_optimizer(self.optimizer, memo)
         made = Copies(model, criterion, optimizer, copy.deepcopy(self.sample))
         for tensor in made._tensors():
             to = dtype if tensor.is_floating_point() else None
@@ -81,7 +81,7 @@ class Copies:
             yield from (value for value in state.values() if isinstance(value, Tensor) and value.ndim)
 
 
-def _functions(*owners: Any) -> Iterator[types.FunctionType]:
+def _closures(*owners: Any) -> Iterator[types.FunctionType]:
     """The closures among the attributes and hooks of modules, a criterion and an optimizer."""
     for owner in owners:
         found: list[Any] = [owner]
@@ -90,10 +90,10 @@ def _functions(*owners: Any) -> Iterator[types.FunctionType]:
             found += values + [inner for value in values if isinstance(value, Mapping) for inner in value.values()]
         if isinstance(owner, nn.Module):
             found += [hook for parameter in owner.parameters() for hook in _hooks(parameter)]
-        yield from (function for function in found if isinstance(function, types.FunctionType) and _filled(function))
+        yield from (function for function in found if isinstance(function, types.FunctionType) and _is_filled(function))
 
 
-def _filled(function: types.FunctionType) -> bool:
+def _is_filled(function: types.FunctionType) -> bool:
     """Whether it carries something with it, all of which is there."""
     try:
         return bool([cell.cell_contents for cell in function.__closure__ or ()])
@@ -133,7 +133,7 @@ def _copy_hooks(model: nn.Module, made: nn.Module, memo: dict[int, Any]) -> None
             new.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))
 
 
-def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+def copied_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """With all its attributes, but for the `step` that a scheduler has put around its own."""
     made: Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = made

@@ -12,17 +12,18 @@ from torch.overrides import TorchFunctionMode
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
+from pipeshard.errors import summary
 from pipeshard.graph.rng import Randomness, SharedDraws, python_state, torch_states
-from pipeshard.private import BatchNorm, tree_leaves
+from pipeshard.private import BatchNorm, tree_leaves, tree_tensors
 from pipeshard.verify.compare import Results, gap, recorded, size
 from pipeshard.verify.local import Unproven
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights
 
-SEED = 20261124
+WHOLE_SEED = 20261124
 # Relative errors of the loss and of gradients. Products of other shapes are rounded otherwise, and some layers compute
 # in fp32 whatever their inputs have, so that fp64 is not exact to its last digits.
 LOSS, GRADIENT = {None: 1e-5, torch.float64: 1e-6}, {None: 1e-4, torch.float64: 1e-5}
-FLOOR = 1e-3  # smaller losses, and gradients relative to the largest one, are compared with this
+LOSS_FLOOR = 1e-3  # smaller losses, and gradients relative to the largest one, are compared with this
 SHARED, CONSTANT = "shared", "constant"  # draws: each sample has its own on both sides, or all have the same
 PHASE = 0.5  # of the sine that stands for a loss: no odd function, so that a mean that was subtracted shows
 
@@ -34,7 +35,7 @@ class Coupled(Exception):
 
 
 @dataclass(frozen=True)
-class Way:
+class RunMode:
     """How both sides run: in training mode or not, with which random numbers, in which dtype, and with an objective
     made of the outputs instead of the loss. `apart`: each microbatch has a model of its own."""
 
@@ -56,7 +57,7 @@ class Side:
 
 
 @dataclass
-class Found:
+class WholeFound:
     """What was compared: how many losses and gradients; `missing` is what was not, `moving` what counts as gradient
     accumulation."""
 
@@ -73,18 +74,18 @@ class WholeBatch:
         self.make, self.device, self.draws, self.note = make, device, draws, note
         self.drew = self.drew_in_python = self.normalized = self.is_told = False
 
-    def compare(self, batch: Batch, weights: Weights, has_auxiliary: bool, units: Sequence[str]) -> Found:
+    def compare(self, batch: Batch, weights: Weights, has_auxiliary: bool, units: Sequence[str]) -> WholeFound:
         """Compare loss and gradients of `batch` with those of its microbatches, whose losses have these weights.
 
         `has_auxiliary` is whether a part of the loss is made of what layers leave aside (router logits), which is
         computed per microbatch: the outputs are compared where the loss differs. Raises Coupled.
         """
-        self.parts = cut(batch, len(weights.shares))
-        self.batch, self.weights, self.units, self.found = batch, weights, units, Found()
+        self.parts = copied_microbatches(batch, len(weights.shares))
+        self.batch, self.weights, self.units, self.found = batch, weights, units, WholeFound()
         if batch.rows < 2:
             self.found.missing = "its batch has one sample"
             return self.found
-        differences = self._differences(Way(draws=SHARED if self.draws else ""))
+        differences = self._differences(RunMode(draws=SHARED if self.draws else ""))
         if differences and has_auxiliary:
             differences = self._by_outputs()
         if self.normalized and not self.is_told:  # booster.boost warns of modules
@@ -93,9 +94,9 @@ class WholeBatch:
             raise Coupled(f"{differences}. {self._place()}")
         return self.found
 
-    def compare_outputs(self, batch: Batch, m: int, units: Sequence[str] = ()) -> Found:
+    def compare_outputs(self, batch: Batch, m: int, units: Sequence[str] = ()) -> WholeFound:
         """Compare outputs, and gradients of an objective made of them, where the loss of microbatches is not known."""
-        self.parts, self.batch, self.units, self.found = cut(batch, m), batch, units, Found()
+        self.parts, self.batch, self.units, self.found = copied_microbatches(batch, m), batch, units, WholeFound()
         self.weights = Weights([1.0] * len(self.parts))
         if batch.rows < 2:
             self.found.missing = "its batch has one sample"
@@ -109,9 +110,9 @@ class WholeBatch:
         if not any(self.chosen):
             self.found.missing = "it returns no outputs by sample"
             return ""
-        return self._differences(Way(draws=SHARED if self.draws else "", by_outputs=True))
+        return self._differences(RunMode(draws=SHARED if self.draws else "", by_outputs=True))
 
-    def _differences(self, way: Way) -> str:
+    def _differences(self, way: RunMode) -> str:
         """Try one way after another, until both sides are alike."""
         why = self._attempt(way)
         if why and not way.draws:
@@ -131,7 +132,7 @@ class WholeBatch:
             self.found.missing = "it draws from random or numpy in training mode, and has no loss in evaluation mode"
             return ""
         except Exception as error:  # whatever a model raises in evaluation mode
-            self.found.missing = f"it draws from random or numpy in training mode, and {type(error).__name__}: {error}"
+            self.found.missing = f"it draws from random or numpy in training mode, and {summary(error)}"
             return ""
         if why and not self.drew_in_python:
             return why
@@ -139,7 +140,7 @@ class WholeBatch:
         self.found.missing = f"{where} draws from random or numpy, which is not the same for the same samples"
         return ""
 
-    def _attempt(self, way: Way) -> str:
+    def _attempt(self, way: RunMode) -> str:
         """What differs, in fp64 too: rounding shrinks with the precision, a dependence of samples does not."""
         try:
             why = self._once(way)
@@ -149,7 +150,7 @@ class WholeBatch:
             if way.draws != SHARED:
                 raise
             self.drew = True
-            return f"{type(error).__name__}: {error}"  # numbers of all samples that make no sense for some
+            return summary(error)  # numbers of all samples that make no sense for some
         if not why:
             return ""
         try:
@@ -159,11 +160,11 @@ class WholeBatch:
         except Exception:  # of whatever kind: not all operators take fp64
             return why
 
-    def _once(self, way: Way) -> str:
+    def _once(self, way: RunMode) -> str:
         """What differs between both sides; what a microbatch leaves on the model is there for the next, if that makes
         no difference, or is the same whatever samples it had."""
         self.way = way
-        draws = _draws(way)
+        draws = _draws_of(way)
         whole = self._side(way, [self.batch], Weights([1.0]), draws)
         why = self._unlike(whole, self._side(way, self.parts, self.weights, draws), way)
         if not why:
@@ -178,41 +179,41 @@ class WholeBatch:
             self.found.moving.append(moves)
         return ""
 
-    def _is_carried(self, way: Way) -> bool:
+    def _is_carried(self, way: RunMode) -> bool:
         """Whether the second microbatch gives something else after other samples than the first microbatch's."""
         first, second = self.parts[:2]
         other = second.take(torch.arange(first.rows) % second.rows)
         after, expected = (
-            self._side(way, [before, second], Weights([0.0, 1.0]), _draws(way)) for before in (first, other)
+            self._side(way, [before, second], Weights([0.0, 1.0]), _draws_of(way)) for before in (first, other)
         )
         return bool(self._unlike(expected, after, way))
 
-    def _side(self, way: Way, batches: Sequence[Batch], weights: Weights, draws: SharedDraws) -> Side:
+    def _side(self, way: RunMode, batches: Sequence[Batch], weights: Weights, draws: SharedDraws) -> Side:
         """Forward and backward of each batch in turn, on one copy of the model, or on one for each."""
         total, start, sizes, gradients, dtype = 0.0, 0, list[list[int]](), dict[str, Tensor | None](), torch.float32
         reference = self._reference(way)
         for k, batch in enumerate(batches):
             if k and way.apart:
-                _add(gradients, reference)
+                _add_gradients(gradients, reference)
                 reference = self._reference(way)
             typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
             around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
             randomness = Randomness(self.device)
             weight = replace(weights, shares=weights.shares[k : k + 1])
-            with self._steady(), randomness.step(SEED, 0):
+            with self._steady(), randomness.step(WHOLE_SEED, 0):
                 randomness.at(0)
                 before = python_state()
                 with around:
-                    loss, outputs = reference.step([typed], weight, (SEED, 0), self.note)
+                    loss, outputs = reference.step([typed], weight, (WHOLE_SEED, 0), self.note)
                 self.drew_in_python |= before != python_state()
             start += batch.rows
             total, dtype = total + float(loss), loss.dtype
             sizes.append([leaf.numel() for leaf in outputs_of(outputs[0])])
         self.drew |= bool(draws.whole)
-        _add(gradients, reference)
+        _add_gradients(gradients, reference)
         return Side(total, gradients, sizes, dtype)
 
-    def _reference(self, way: Way) -> Reference:
+    def _reference(self, way: RunMode) -> Reference:
         """A fresh copy, in the modes in which it is compared."""
         own, criterion = self.make(way.dtype)
         if way.training:
@@ -254,14 +255,14 @@ class WholeBatch:
     def _sizes(self, batch: Batch) -> list[int]:
         own, _ = self.make(None)
         randomness = Randomness(self.device)
-        with torch.no_grad(), self._steady(), randomness.step(SEED, 0):
+        with torch.no_grad(), self._steady(), randomness.step(WHOLE_SEED, 0):
             randomness.at(0)
             return [leaf.numel() for leaf in outputs_of(batch.call(own.model))]
 
-    def _unlike(self, whole: Side, parts: Side, way: Way) -> str:
+    def _unlike(self, whole: Side, parts: Side, way: RunMode) -> str:
         """What differs; nothing is counted if anything does."""
         short = 8 * max(torch.finfo(whole.dtype).eps, 0.0)
-        floor = 1.0 if way.by_outputs else FLOOR
+        floor = 1.0 if way.by_outputs else LOSS_FLOOR
         if not abs(whole.loss - parts.loss) <= max(LOSS[way.dtype], short) * max(abs(whole.loss), floor):
             what = "an objective made of the outputs" if way.by_outputs else "the loss"
             shares = ", ".join(f"{share:.3g}" for share in self.weights.shares)
@@ -277,7 +278,7 @@ class WholeBatch:
                 continue
             mine, theirs = _filled(gradient, expected), _filled(expected, gradient)
             relative = max(GRADIENT[way.dtype], 8 * torch.finfo(theirs.dtype).eps)
-            if not float((mine - theirs).abs().max()) <= relative * max(size(theirs), FLOOR * largest):
+            if not float((mine - theirs).abs().max()) <= relative * max(size(theirs), LOSS_FLOOR * largest):
                 return (
                     f"the gradient of {name} from {self.batch.rows} samples is another than from their "
                     f"{len(self.parts)} microbatches: {gap(mine, theirs)}"
@@ -289,7 +290,7 @@ class WholeBatch:
     def _place(self) -> str:
         """Where it begins: the first unit whose results for the same samples differ."""
         results: list[Results] = [{}, {}]
-        draws = _draws(self.way)
+        draws = _draws_of(self.way)
         try:
             for batches, into in zip(([self.batch], self.parts), results, strict=True):
                 self._record(batches, into, draws)
@@ -316,7 +317,7 @@ class WholeBatch:
                 typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
                 randomness = Randomness(self.device)
                 around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
-                with randomness.step(SEED, 0), torch.no_grad():
+                with randomness.step(WHOLE_SEED, 0), torch.no_grad():
                     randomness.at(0)
                     with around:
                         typed.call(reference.model)
@@ -363,11 +364,11 @@ class _Constant(SharedDraws):
         return result
 
 
-def _draws(way: Way) -> SharedDraws:
+def _draws_of(way: RunMode) -> SharedDraws:
     return _Constant() if way.draws == CONSTANT else SharedDraws()
 
 
-def cut(batch: Batch, m: int) -> list[Batch]:
+def copied_microbatches(batch: Batch, m: int) -> list[Batch]:
     """The microbatches, as copies."""
     parts, end = [], 0
     for part in batch.split(m):
@@ -394,8 +395,7 @@ def is_dropout(module: nn.Module) -> bool:
 
 def outputs_of(output: Any) -> list[Tensor]:
     """The tensors of an output that may belong to samples."""
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.ndim]
-    return [leaf for leaf in leaves if leaf.is_floating_point()]
+    return [tensor for tensor in tree_tensors(output) if tensor.ndim and tensor.is_floating_point()]
 
 
 def is_another(whole: Tensor, parts: Sequence[Any], dtype: torch.dtype | None) -> bool:
@@ -413,7 +413,7 @@ def _cast(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
     return leaf.to(dtype) if leaf.is_floating_point() else leaf
 
 
-def _add(gradients: dict[str, Tensor | None], reference: Reference) -> None:
+def _add_gradients(gradients: dict[str, Tensor | None], reference: Reference) -> None:
     """Add up what a model's parameters, and those that its optimizer trains beside them, have got."""
     named = dict(reference.model.named_parameters())
     named |= {f"parameter {k} of the optimizer": one for k, one in enumerate(reference.own.foreign())}

@@ -18,6 +18,8 @@ from tests.messages import assert_told
 from tests.pool import Pool
 from tests.unsplit import Split, gradient_error
 
+pytestmark = pytest.mark.local
+
 H, CLASSES, ROWS = 8, 7, 6
 
 
@@ -94,6 +96,7 @@ def time_major(listens: bool) -> None:
     assert all("names" in flow.watched for flow in flows)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("listens", [True, False])
 def test_a_time_major_dataclass_is_exact(pool: Pool, listens: bool) -> None:
     pool.run(time_major, 2, listens)
@@ -104,7 +107,7 @@ def many_kinds(flows: int) -> None:
     torch.manual_seed(0)
     model = TimeMajor()
     unsplit = copy.deepcopy(model)
-    with mock.patch.object(steps, "FLOWS", flows):
+    with mock.patch.object(steps, "MOST_FLOWS", flows):
         split = Split(model, dist.get_world_size(), speech(5), num_microbatches=2, batch_dims=DECLARED)
         planner = split.model.pipeline.planner
         for seed in range(4 * flows):
@@ -118,6 +121,8 @@ def many_kinds(flows: int) -> None:
     assert gradient_error(split, unsplit) < 1e-5
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 def test_what_is_kept_of_batches_is_bounded(pool: Pool) -> None:
     pool.run(many_kinds, 2, 3)
 

@@ -17,6 +17,8 @@ from pipeshard.errors import BatchError
 from tests.pool import Pool
 from tests.unsplit import Split, gradient_error
 
+pytestmark = pytest.mark.local
+
 H, TOKENS, CLASSES, LENGTH = 8, 23, 5, 6
 
 
@@ -75,6 +77,7 @@ def detection() -> list[str]:
     return found
 
 
+@pytest.mark.turns
 def test_a_list_of_one_tensor_a_sample_is_cut(pool: Pool) -> None:
     """Every microbatch got the targets of all samples, of which a loss's zip took the first ones."""
     assert pool.run(detection, 2) == [[], []]

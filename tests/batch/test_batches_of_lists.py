@@ -18,6 +18,8 @@ from pipeshard.errors import BatchError
 from tests.pool import Pool
 from tests.unsplit import Split, gradient_error, relative_errors
 
+pytestmark = pytest.mark.local
+
 H, CLASSES, SIZE = 8, 5, 6
 CHANNELS = 3
 
@@ -73,6 +75,7 @@ def trained_on_lists() -> list[str]:
     return found
 
 
+@pytest.mark.turns
 def test_a_batch_of_lists_is_cut_along_its_samples(pool: Pool) -> None:
     """A detector's batch is a list of images and a list of dicts, without a tensor outside of them.
     The channels of the first image counted as the samples: "there are 3 samples"."""
@@ -226,6 +229,7 @@ def trained_on_tuples() -> dict[str, float]:
     return {name: error for name, error in errors.items() if not error < 2e-6}
 
 
+@pytest.mark.turns
 def test_graphs_and_labels_for_the_criterion(pool: Pool) -> None:
     """torch_geometric's Data was taken for a function that makes batches, since it can be called.
     The labels of `(images, labels)` became the mask of a forward that has an optional one, or one argument too many."""

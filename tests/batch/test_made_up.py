@@ -17,6 +17,8 @@ from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, gradient_error, parameter_error
 
+pytestmark = pytest.mark.local
+
 H = 16
 
 
@@ -85,6 +87,7 @@ def _batch(seed: int) -> dict[str, Tensor]:
     return {"input_ids": data["input_ids"], "labels": data["labels"]}
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("p", "m", "p2p"), [(1, 3, "broadcast"), (2, 1, "broadcast"), (3, 3, "isend"), (4, 6, "broadcast")]
 )

@@ -28,6 +28,8 @@ from tests.parity.tiny import FIRST_TEXT
 from tests.pool import Pool
 from tests.unsplit import Split, gradient_error
 
+pytestmark = pytest.mark.local
+
 IMAGES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma", "idefics3", "smolvlm", "mistral3")
 SOUNDS = ("whisper", "speech_to_text")
 LOOKED_AT = ("idefics3", "smolvlm")  # glue, on every stage, looks for images that are all zeros
@@ -71,6 +73,8 @@ def different(split: Split, unsplit: nn.Module, loss: Tensor, expected: Tensor) 
     return found if error < 1e-6 else [*found, f"gradients differ by {error:.1e}"]
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "p"), covering(IMAGES + SOUNDS, [2, 3], strength=1))
 def test_one_step(pool: Pool, name: str, p: int) -> None:
@@ -148,6 +152,7 @@ def several_steps(name: str) -> list[str]:
     return found
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "p"), covering(["llava", "qwen2_vl"], [2, 3], strength=1))
 def test_several_steps(pool: Pool, name: str, p: int) -> None:

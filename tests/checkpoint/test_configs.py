@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from pipeshard import PipelinePlugin
 from pipeshard.checkpoint import untrusted
-from pipeshard.checkpoint.untrusted import VALUES, check_adapter, config_of, generation_config_of, read_document
+from pipeshard.checkpoint.untrusted import VALUES, check_adapter, folder_config, generation_config_of, read_document
 from pipeshard.errors import CheckpointError
 from tests import zoo
 from tests.parity.entries import all_entries
@@ -55,7 +55,7 @@ def test_a_document_is_measured_before_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     os.truncate(tmp_path / "config.json", 40 << 30)  # it takes no room on the disk
     with pytest.raises(CheckpointError, match="has no config of a model: ValueError: it has 42949672960 bytes"):
-        config_of(tmp_path)
+        folder_config(tmp_path)
     (tmp_path / "config.json").write_text('{"a": [' + "[]," * VALUES + "1]}")
     with pytest.raises(ValueError, match=r"it has 2\d{6} values or so, more than the 1000000 that are read"):
         read_document(tmp_path / "config.json")
@@ -78,15 +78,16 @@ def test_absurd_adapters_are_refused(
     fields: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An adapter of 200 bytes took 10 GB; a regular expression held the interpreter for ever."""
-    monkeypatch.setattr(untrusted, "PATIENCE", 1.0)
+    monkeypatch.setattr(untrusted, "MATCHING_SECONDS", 1.0)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8} | fields))
     with pytest.raises(CheckpointError, match=message):
         check_adapter(tmp_path, zoo.build("llama"))
 
 
+@pytest.mark.turns
 def test_honest_configs_are_read(tmp_path: Path) -> None:
     for kind in sorted({entry.model_type for entry in all_entries()}):
         with contextlib.suppress(StrictDataclassClassValidationError):  # of one whose defaults are wrong
             config = AutoConfig.for_model(kind)
             config.save_pretrained(tmp_path)
-            assert type(config_of(tmp_path)[0]) is type(config)
+            assert type(folder_config(tmp_path)[0]) is type(config)

@@ -15,6 +15,8 @@ from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, parameter_error
 
+pytestmark = pytest.mark.local
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and arguments of the plugin
     "one": (1, {"pp_size": 1}),
     "stages": (2, {"pp_size": 2}),
@@ -60,6 +62,8 @@ def run(layout: str, folder: str, first: int, steps: int, precision: str = "fp32
     return parameter_error(split, unsplit.model)
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "layouts",
@@ -98,6 +102,7 @@ def lowered(layout: str, folder: str, interrupted: bool) -> list[torch.Tensor]:
     return [q.detach().clone() for group in split.optimizer.param_groups for q in group["params"]]
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["stages", "zero"])
 def test_values_in_full_precision_are_saved(pool: Pool, tmp_path: Path, layout: str) -> None:

@@ -26,6 +26,8 @@ from tests.covering import covering
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, parameter_error
 
+pytestmark = pytest.mark.local
+
 ATTENTION = ["q_proj", "v_proj"]
 # The model of the zoo, and what of the LoraConfig is not the default.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -85,7 +87,7 @@ def three_steps(case: str) -> None:
     model, data = adapted(case)
     unsplit = Unsplit(copy.deepcopy(model), max_norm=0.5)
     split = Split(model, dist.get_world_size(), data, num_microbatches=3, max_norm=0.5)
-    assert type(split.model.pipeline.policy) is find_policy(zoo.build(name)) is not Policy
+    assert type(split.model.pipeline.policy) is find_policy(zoo.build(name))
     trained = {n for n, p in unsplit.model.named_parameters() if p.requires_grad}
     assert {n for n, p in split.held.items() if p.requires_grad} == trained & split.held.keys()
     for seed in range(3):
@@ -138,6 +140,8 @@ def reductions(case: str) -> int:
     return reduced.call_count
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 def test_a_frozen_tie_costs_nothing(pool: Pool) -> None:
     assert pool.run(reductions, 2, "embedding") == [0, 0]
     assert pool.run(reductions, 2, "copied tie") == [1, 1]
@@ -154,6 +158,7 @@ def dropped(rate: float) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {n: p.grad for n, p in split.held.items() if p.requires_grad}
 
 
+@pytest.mark.turns
 def test_dropout_in_adapters_does_not_depend_on_the_stages(pool: Pool) -> None:
     ((losses, whole),) = pool.run(dropped, 1, 0.5)
     assert losses != pool.run(dropped, 1, 0.0)[0][0]
@@ -186,6 +191,7 @@ def recomputed(when: str, reentrant: bool) -> None:
         assert not differences(split, unsplit, zoo.batch("llama", seed=seed), num_microbatches=2)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("when", "reentrant"),
@@ -299,6 +305,7 @@ def adapted_twice() -> nn.Module:
     return model
 
 
+@pytest.mark.turns
 def test_several_adapters(pool: Pool, tmp_path: Path) -> None:
     pool.run(several, 2, tmp_path / "adapters")
 
@@ -323,6 +330,7 @@ def resuming(folder: Path) -> float:
     return loss
 
 
+@pytest.mark.turns
 def test_training_goes_on_from_saved_adapters_with_any_number_of_stages(pool: Pool, tmp_path: Path) -> None:
     folder = tmp_path / "lora"
     losses = pool.run(training, 2, folder, 0)
@@ -348,6 +356,7 @@ def whole_state(folder: Path, saving: bool) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in split.held.items()}
 
 
+@pytest.mark.turns
 def test_the_whole_state_of_training(pool: Pool, tmp_path: Path) -> None:
     expected = {name: p for stage in pool.run(whole_state, 2, tmp_path, True) for name, p in stage.items()}
     (found,) = pool.run(whole_state, 1, tmp_path, False)
@@ -457,6 +466,8 @@ def deeper() -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**zoo.TINY, "num_hidden_layers": 6}))
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 def test_mistakes_are_refused_on_every_rank_and_harm_nothing(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(mistakes, 2, tmp_path)
     assert first == second

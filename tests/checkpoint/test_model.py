@@ -33,6 +33,8 @@ from tests.parity.entries import find
 from tests.pool import Pool, WorkerError
 from tests.unsplit import Split, Unsplit, differences
 
+pytestmark = pytest.mark.local
+
 LAYOUTS = [  # experts one by one in the folder and stacked in the model, a vision tower, ties, Conv1D, other prefixes
     *("causal-lm/mixtral", "causal-lm/qwen3_moe", "causal-lm/llama", "causal-lm/llama+tied", "causal-lm/gpt2"),
     *("seq2seq-lm/t5", "seq2seq-lm/bart", "masked-lm/bert", "image-text-to-text/llava", "image-text-to-text/qwen2_vl"),
@@ -74,6 +76,7 @@ def through_a_folder(text: str, original: str, saved: str) -> tuple[dict[str, Te
     return values(split), read, held
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_load_save_reload(pool: Pool, tmp_path: Path, text: str) -> None:
@@ -160,6 +163,7 @@ def with_a_new_head(folder: str) -> dict[str, Tensor]:
     return values(split)
 
 
+@pytest.mark.turns
 def test_a_new_head_is_drawn(pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As from_pretrained does, with a warning; and the same for every p."""
     zoo.build("llama").save_pretrained(tmp_path)  # type: ignore[operator]
@@ -300,6 +304,8 @@ def is_whole(folder: Path, seed: int) -> bool:
     return all(torch.equal(value, expected[key]) for key, value in found.named_parameters())
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 @pytest.mark.parametrize("p", [2])
 def test_killed_at_any_moment(pool: Pool, tmp_path: Path, p: int) -> None:
     """From one file or shards to shards or one file; whoever is killed, the folder holds one whole model."""
@@ -319,6 +325,8 @@ def test_killed_at_any_moment(pool: Pool, tmp_path: Path, p: int) -> None:
     assert seen == {0, 1} and moments > (15 if ALL else 3)
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 def test_what_a_killed_save_left_is_removed(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(WorkerError):
         pool.run(saving_twice, 2, str(tmp_path), (0, 0), 0, 4, timeout=20)
@@ -348,6 +356,7 @@ def on_a_full_disk(folder: str, full: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_full_disk(pool: Pool, tmp_path: Path, full: int) -> None:
     for message in pool.run_expecting(CheckpointError, on_a_full_disk, 2, str(tmp_path), full):
@@ -369,6 +378,7 @@ def in_the_background(folder: str) -> dict[str, Tensor]:
     return values(split)
 
 
+@pytest.mark.processes
 def test_in_the_background(pool: Pool, tmp_path: Path) -> None:
     stages = pool.run(in_the_background, 2, str(tmp_path))
     assert is_whole(tmp_path / "first", 0)
@@ -440,6 +450,7 @@ def modes(folder: str) -> None:
     os.umask(0o022)
 
 
+@pytest.mark.processes
 def test_files_may_be_read_by_whom_the_umask_says(pool: Pool, tmp_path: Path) -> None:
     """Safetensors writes files that the user alone can read, whatever the umask: nobody else could load an export."""
     pool.run(modes, 2, str(tmp_path))
@@ -484,6 +495,8 @@ def one_file(folder: str, name: str) -> dict[str, Tensor]:
     return first
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["x.pt", "pytorch_model.bin", "x.safetensors", "x"])
 def test_one_file_is_what_its_name_says(pool: Pool, tmp_path: Path, name: str) -> None:

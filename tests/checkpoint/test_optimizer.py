@@ -118,6 +118,7 @@ def loading(folder: Path) -> None:
         assert run.state.keys() == {"options"} or kind == "adagrad"  # which has states before its first step
 
 
+@pytest.mark.turns
 def test_any_number_of_stages_loads_what_four_saved(pool: Pool, tmp_path: Path) -> None:
     pool.run(saving, 4, tmp_path)
     content = torch.load(tmp_path / "adamw.pt", weights_only=True)
@@ -257,6 +258,7 @@ def _damage(folder: Path) -> None:
     torch.save(content, folder / "endless" / "optimizer.pt")
 
 
+@pytest.mark.turns
 def test_what_does_not_fit_is_refused_alike_on_every_rank(pool: Pool, tmp_path: Path) -> None:
     expected = [
         "llama does not fit this optimizer: transformer.wte.weight is missing; .*; and .* more",
@@ -346,6 +348,7 @@ def schedules(folder: Path) -> list[str]:
     return [*messages, str(caught.value)]
 
 
+@pytest.mark.local
 def test_learning_rate_schedules(pool: Pool, tmp_path: Path) -> None:
     ranks = pool.run(schedules, 2, tmp_path)
     assert ranks[0] == ranks[1]

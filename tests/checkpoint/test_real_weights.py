@@ -53,6 +53,7 @@ def trained(which: Any, saved: str) -> tuple[dict[str, Tensor], int, int, int]:
     return before, read, sum(p.nbytes for p in before.values()), whole
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("which", [minilm, pytest.param(smollm, marks=pytest.mark.slow)])
 def test_real_weights(pool: Pool, tmp_path: Path, which: Any) -> None:
     stages = pool.run(trained, 2, which, str(tmp_path), timeout=240)

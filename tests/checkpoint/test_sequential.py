@@ -31,6 +31,8 @@ from tests.parity.tiny import OLD
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences
 
+pytestmark = pytest.mark.local
+
 NAMES = ("llama-tied", "llama", "gpt2", "t5")
 STEPS = 3
 
@@ -123,6 +125,7 @@ def boosted_again(model: nn.Module, name: str) -> None:
     assert all(torch.allclose(p, expected[key], rtol=0, atol=1e-5) for key, p in again.named_parameters())
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "p"), covering(NAMES, [2, 3, 1], strength=1))
 def test_the_whole_model_is_the_split_one_and_can_be_split_again(pool: Pool, name: str, p: int) -> None:
@@ -130,6 +133,7 @@ def test_the_whole_model_is_the_split_one_and_can_be_split_again(pool: Pool, nam
     pool.run(boosted_again, {1: 2, 2: 3, 3: 2}[p], model, name)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
 def test_it_trains_in_plain_torch(pool: Pool, name: str) -> None:
@@ -211,6 +215,7 @@ def recomputing(name: str, reentrant: bool, before: bool) -> Counter[str]:
     return runs
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "reentrant"),
@@ -296,6 +301,7 @@ def made_up() -> None:
     assert not differences_of_made_up(again, sequential(again), data(7))
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("p", [1, 2, 3])
 def test_a_made_up_module(pool: Pool, p: int) -> None:
@@ -319,6 +325,7 @@ def batch_norm() -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.turns
 def test_running_statistics_are_those_of_the_stage_that_trains_them(pool: Pool) -> None:
     (expected,) = pool.run(batch_norm, 1)
     for p in (2, 3):

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from pipeshard import PipelinePlugin, load_training_state, save_training_state
 from pipeshard.checkpoint import safetensors_files as shards
 from pipeshard.checkpoint import state_folder, untrusted
-from pipeshard.checkpoint.optimizer import VALUE, flaw
-from pipeshard.checkpoint.safetensors_files import Source, check_shards, contents, join, read_shards, write_files
+from pipeshard.checkpoint.optimizer import VALUE, content_flaw
+from pipeshard.checkpoint.safetensors_files import Source, check_shards, contents, joined_file, read_shards, write_files
 from pipeshard.checkpoint.untrusted import load_plain
 from pipeshard.errors import CheckpointError
 from tests.checkpoint.test_training_state import Training
@@ -120,6 +120,7 @@ def strange_rests(rest: dict[str, Any]) -> list[Any]:
     ]
 
 
+@pytest.mark.turns
 def test_a_stranger_s_training_state_runs_no_code(pool: Pool, tmp_path: Path) -> None:
     ranks = pool.run(stranger, 2, tmp_path)
     assert ranks[0] == ranks[1]
@@ -265,7 +266,7 @@ def test_a_stranger_s_code_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "manifest.json"])
 def test_a_document_that_is_too_large_is_not_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / name).touch()
-    os.truncate(tmp_path / name, untrusted.LARGEST + 1)
+    os.truncate(tmp_path / name, untrusted.LARGEST_JSON + 1)
     monkeypatch.setattr(Path, "read_text", None)
     said = state_folder.flaw(tmp_path)
     if name != "manifest.json":
@@ -298,14 +299,14 @@ def test_a_part_that_is_not_whole_is_not_joined(tmp_path: Path) -> None:
     parts = [tmp_path / "a", tmp_path / "b"]
     save_file({"a": torch.ones(2)}, parts[0], {"format": "pt"})
     save_file({"b": torch.ones(3)}, parts[1])
-    join(parts, tmp_path / "whole.safetensors")
+    joined_file(parts, tmp_path / "whole.safetensors")
     assert Source(tmp_path / "whole.safetensors").shapes == {"a": (2,), "b": (3,)}
     parts[1].write_bytes(parts[1].read_bytes()[:-1])
-    refused(lambda: join(parts, tmp_path / "whole.safetensors"), "b cannot be read as safetensors")
+    refused(lambda: joined_file(parts, tmp_path / "whole.safetensors"), "b cannot be read as safetensors")
 
 
 def test_shards_of_any_tensors_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "LARGEST", 100)
+    monkeypatch.setattr(shards, "LARGEST_FILE", 100)
     base = torch.arange(24.0).view(4, 6)
     tensors = {
         "state.a.b.step": torch.tensor(3.0),
@@ -370,8 +371,8 @@ def test_a_description_that_is_none_is_refused() -> None:
         "param_groups": [{"params": ["w"], "lr": 0.1}],
         "state": {"w": {"step": torch.empty((), device="meta"), "kind": 3}},
     }
-    assert flaw(good, described=True) == ""
-    assert flaw(good, described=False) == "step of w is without values"
+    assert content_flaw(good, described=True) == ""
+    assert content_flaw(good, described=False) == "step of w is without values"
     value: Tensor | str
     for part, value, what in (
         *(("parameters", value, "its parameters are not tensors by name") for value in (None, [], {"w": 1}, {3: meta})),
@@ -388,4 +389,4 @@ def test_a_description_that_is_none_is_refused() -> None:
         ("state", {"w": {VALUE: torch.empty(4, device="meta")}}, "pipeshard.value of w does not have its shape"),
         ("state", {"w": {VALUE: 3}}, "pipeshard.value of w does not have its shape"),
     ):
-        assert what in flaw({**good, part: value}, described=True), (part, value)
+        assert what in content_flaw({**good, part: value}, described=True), (part, value)

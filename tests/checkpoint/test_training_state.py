@@ -146,6 +146,7 @@ def assert_close(found: list[Any], expected: list[Any]) -> None:
         assert {**one, "loss": 0} == {**other, "loss": 0}
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama-tied"])
 def test_four_then_two_then_three_stages_train_like_an_uninterrupted_run(pool: Pool, tmp_path: Path, name: str) -> None:
@@ -190,6 +191,7 @@ def at_an_epoch_s_end(folder: Path) -> None:
     assert other.run(2) == expected
 
 
+@pytest.mark.turns
 def test_an_epoch_s_end_is_the_next_one_s_beginning(pool: Pool, tmp_path: Path) -> None:
     pool.run(at_an_epoch_s_end, 2, tmp_path)
 
@@ -339,12 +341,14 @@ def killings(pool: Pool, folder: Path, moments: list[tuple[int, int, float]], us
     return steps
 
 
+@pytest.mark.turns
 def test_a_rank_killed_while_it_saves_leaves_the_previous_or_the_new_state(pool: Pool, tmp_path: Path) -> None:
     moments = [(2, 0, 0), (2, 0, 12), (2, 1, 1), (2, 0, -9), (2, 0, -1), (1, 0, -12)]
     steps = killings(pool, tmp_path, moments)
     assert steps[:3] == [1, 1, 1] and steps[4] == 2
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("moments", [[(2, 0, 0), (2, 1, 2), (2, 0, -1)], pytest.param(None, marks=pytest.mark.slow)])
 def test_a_rank_killed_while_it_saves_in_the_background_leaves_the_previous_or_the_new_state(
     pool: Pool, tmp_path: Path, moments: list[tuple[int, int, float]] | None
@@ -378,6 +382,7 @@ def saving_while_training(folder: Path, layout: dict[str, Any]) -> None:
     step()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("layout", [{}, {"dp_size": 2, "zero_stage": 1, "precision": "bf16"}], ids=["pp2", "zero"])
 def test_a_state_saved_while_training_goes_on_is_that_of_its_step(
     pool: Pool, tmp_path: Path, layout: dict[str, Any]
@@ -409,6 +414,7 @@ def saving_over_another_s(folder: Path, use_async: bool) -> str:
     return str(raised.value)
 
 
+@pytest.mark.local
 @pytest.mark.parametrize("use_async", [False, True])
 def test_a_folder_of_somebody_else_s_is_not_replaced(pool: Pool, tmp_path: Path, use_async: bool) -> None:
     # In the background, a state would have taken the place of whatever was called as its step.
@@ -469,6 +475,7 @@ def spoiling(folder: Path, flips: int) -> tuple[list[str], int]:
     return messages, len(hit) - len(files)
 
 
+@pytest.mark.turns
 def test_a_bit_that_a_disk_has_flipped_is_found(pool: Pool, tmp_path: Path) -> None:
     """The manifest knew sizes alone: 10 of 20 flipped bits were loaded as weights, moments or random numbers, and a
     newest state that could not be read ended the job, with good ones beside it."""
@@ -534,6 +541,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.turns
 def test_a_second_job_is_kept_out_of_a_folder(pool: Pool, tmp_path: Path) -> None:
     """Each of two jobs that saved into one folder removed what the other was writing, and left states without weights
     that counted as complete."""
@@ -578,6 +586,7 @@ def loading(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return training.values
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("rounds", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_of_two_jobs_that_begin_together_one_saves_and_loses_nothing(pool: Pool, tmp_path: Path, rounds: int) -> None:
     """In two of four runs a state was without weights and counted as complete; most saves of both jobs failed."""

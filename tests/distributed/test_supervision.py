@@ -63,6 +63,7 @@ def test_a_regular_expression_that_never_ends_is_ended_from_outside() -> None:
     assert rank_with_monitor(0.5, "re.match(r'(a+)+b', 'a' * 60)", 30) == -signal.SIGABRT
 
 
+@pytest.mark.turns
 def test_a_process_that_takes_no_notice_of_sigabrt_is_killed() -> None:
     ignoring = "import signal; signal.signal(signal.SIGABRT, signal.SIG_IGN); re.match(r'(a+)+b', 'a' * 60)"
     assert rank_with_monitor(0.5, ignoring, 30) == -signal.SIGKILL
@@ -433,6 +434,7 @@ if dist.get_rank() == 0:
 """
 
 
+@pytest.mark.turns
 def test_a_call_of_rank_0_alone_is_named(tmp_path: Path) -> None:
     """A save inside `if rank == 0:` at the end of a script was told as "Connection closed by peer", and that rank 1 had
     ended, "its program being through"."""

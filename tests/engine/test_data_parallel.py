@@ -61,6 +61,8 @@ def replicas(name: str, p: int, schedule: str = "1f1b", steps: int = 5, **option
     assert parameter_error(split, unsplit.model) < 1e-5
 
 
+@pytest.mark.turns
+@pytest.mark.local
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "schedule"), covering(["llama-tied", "gpt2"], ["1f1b", "interleaved", "zbv"], strength=1)
@@ -69,10 +71,14 @@ def test_replicas_of_a_pipeline(pool: Pool, name: str, schedule: str) -> None:
     pool.run(replicas, 4, name, 2, schedule)
 
 
+@pytest.mark.turns
+@pytest.mark.local
 def test_replicas_without_a_pipeline(pool: Pool) -> None:
     pool.run(replicas, 2, "gpt2", 1)
 
 
+@pytest.mark.turns
+@pytest.mark.local
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "options"), covering(["llama-tied", "gpt2"], [{"zero_stage": 1}, {"fsdp": True}], strength=1)
@@ -128,6 +134,7 @@ def owners() -> tuple[list[str], list[str]]:
     return sorted(masters), sorted(now)
 
 
+@pytest.mark.local
 def test_fp32_values_stay_with_their_owner(pool: Pool) -> None:
     """Every replica kept those of all weights, and another optimizer could give a weight another owner, whose values
     were those from before training."""
@@ -136,6 +143,7 @@ def test_fp32_values_stay_with_their_owner(pool: Pool) -> None:
     assert len(first) + len(second) == len([*zoo.build("llama").parameters()])
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "world"), [("llama", 4), ("llama-tied", 4), ("llama-tied", 8), ("qwen3", 4)])
 def test_sliced_stages(pool: Pool, name: str, world: int) -> None:
@@ -164,6 +172,7 @@ def sliced(name: str, pp: int, **options: Any) -> str:
     return str(next(p.placements[0] for p in split.held.values() if isinstance(p, DTensor)))
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "t5", "speech-seq2seq/whisper"])
 def test_plans_of_policies(pool: Pool, name: str) -> None:
@@ -172,6 +181,7 @@ def test_plans_of_policies(pool: Pool, name: str) -> None:
     pool.run(sliced, 4, name, 2, timeout=120)
 
 
+@pytest.mark.turns
 def test_a_plan_of_one_s_own(pool: Pool) -> None:
     plan = {"transformer.h.*.mlp.c_fc": "conv1d_colwise", "transformer.h.*.mlp.c_proj": "conv1d_rowwise"}
     assert pool.run(sliced, 2, "gpt2", 1, tp_plan=plan, recompute=True, schedule="zb-h1") == ["S(1)"] * 2
@@ -202,6 +212,7 @@ def divided_twice() -> None:
     Split(zoo.build("gpt2"), 1, zoo.batch("gpt2"), num_microbatches=2, tp_size=2, fsdp=True)
 
 
+@pytest.mark.turns
 def test_slices_of_what_is_fused(pool: Pool, tmp_path: Path) -> None:
     """The slice of a fused weight is in several places: its optimizer's states were saved as if in one, and could not
     be read, and FSDP's gradients of it were others."""
@@ -281,6 +292,7 @@ def accumulating(name: str, options: dict[str, Any]) -> list[list[int]]:
     return reduced
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"zero_stage": 1}, {"fsdp": True}], ids=["plain", "zero", "fsdp"])
 def test_nothing_is_reduced_under_no_sync(pool: Pool, options: dict[str, Any]) -> None:
@@ -303,6 +315,8 @@ def dropping() -> dict[str, Any]:
     return {name: q.grad for name, q in split.held.items()}
 
 
+@pytest.mark.turns
+@pytest.mark.local
 def test_dropout_does_not_depend_on_the_replicas(pool: Pool) -> None:
     four, two = pool.run(dropping, 4), pool.run(dropping, 2)
     for rank, gradients in enumerate(four):
@@ -310,6 +324,7 @@ def test_dropout_does_not_depend_on_the_replicas(pool: Pool) -> None:
             assert torch.allclose(gradient, two[rank % 2][name], rtol=1e-4, atol=1e-7), name
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
@@ -361,6 +376,7 @@ def everything(folder: str) -> float:
     return losses[0]
 
 
+@pytest.mark.turns
 def test_all_of_it_at_once(pool: Pool, tmp_path: Path) -> None:
     losses = pool.run(everything, 8, str(tmp_path), timeout=120)
     torch.manual_seed(0)

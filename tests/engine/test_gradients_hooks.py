@@ -18,6 +18,8 @@ from pipeshard.errors import TraceError, UsageError
 from pipeshard.split.materialize import is_released
 from tests.pool import Pool
 
+pytestmark = pytest.mark.local
+
 
 class Block(nn.Module):
     def __init__(self) -> None:

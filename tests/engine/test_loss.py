@@ -54,6 +54,7 @@ def test_a_loss_that_no_rule_fits_is_refused() -> None:
         rule("llama", lambda out, data: out.logits.mean((1, 2)).softmax(0).max())
 
 
+@pytest.mark.turns
 def test_an_auxiliary_loss_of_router_logits_goes_by_the_rule_of_the_rest(caplog: pytest.LogCaptureFixture) -> None:
     model, data = zoo.build("mixtral"), zoo.batch("mixtral")
     model.config.output_router_logits = True

@@ -16,6 +16,8 @@ from pipeshard.errors import ConfigurationError
 from tests.pool import Pool
 from tests.unsplit import relative_errors
 
+pytestmark = pytest.mark.local
+
 H, CODES, EXPERTS = 8, 16, 4
 
 
@@ -104,6 +106,7 @@ def trained() -> dict[str, float]:
     return {name: error for name, error in errors.items() if not error < 2e-6}
 
 
+@pytest.mark.turns
 def test_a_loss_that_a_middle_layer_returns_is_added_up(pool: Pool) -> None:
     """VQ-VAEs and routers return a loss from a layer of an earlier stage, whose weights the last stage has released.
     The first step refused it: "the loss is made inside of unit ..., which another stage holds"."""

@@ -27,6 +27,8 @@ from tests.parity.entries import find
 from tests.pool import Pool
 from tests.unsplit import Split, gradient_error
 
+pytestmark = pytest.mark.local
+
 H, TOKENS, CLASSES = 8, 23, 3
 WEIGHTS = torch.tensor([1.0, 5.0, 10.0])
 Criterion = Callable[[Any, Any], Any]
@@ -189,6 +191,7 @@ def counting() -> list[str]:
     return found
 
 
+@pytest.mark.turns
 def test_a_sum_and_a_count_are_exact(pool: Pool) -> None:
     """A weighted mean has a denominator of its own, which no rule knows: the criterion can give it."""
     assert pool.run(counting, 2) == [[], []]
@@ -225,6 +228,7 @@ def test_what_is_no_sum_is_refused_on_every_rank(pool: Pool) -> None:
     assert pool.run(refusals, 2) == [["the loss of Tagger is not a mean or sum"] * 3] * 2
 
 
+@pytest.mark.turns
 def test_a_sum_of_means_is_split_where_all_labels_are_valid() -> None:
     """LUKE's loss is that of words and that of entities, each divided by its own labels: with some that are none the
     average over samples was taken all the same, and 0.2 % off."""

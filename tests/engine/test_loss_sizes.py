@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from pipeshard.batch.batch import Batch
 from pipeshard.engine import loss as loss_module
-from pipeshard.engine.loss import LossRule, Proven, prove_loss_rule
+from pipeshard.engine.loss import LossRule, ProvenRule, prove_loss_rule
 from pipeshard.engine.loss_sizes import Sizes, Tried
 from pipeshard.errors import ConfigurationError
 from pipeshard.graph.trace import trace
@@ -26,6 +26,8 @@ from tests.hunt.cases import Case
 from tests.hunt.run import run
 from tests.pool import Pool, WorkerError
 from tests.unsplit import Split
+
+pytestmark = pytest.mark.local
 
 Criterion = Callable[[Any, Any], Any]
 VALID, SAMPLES = LossRule("labels"), LossRule()
@@ -103,7 +105,7 @@ def of_tokens_read(out: Any, batch: Any) -> Tensor:
     return losses[batch["ids"] != 0].sum() / batch["ids"].ne(0).sum()
 
 
-def proven(criterion: Criterion, data: dict[str, Tensor], m: int = 2, replicas: int = 1) -> Proven:
+def proven(criterion: Criterion, data: dict[str, Tensor], m: int = 2, replicas: int = 1) -> ProvenRule:
     model, batch = Tagger(), Batch.of(data)
     return prove_loss_rule(model, trace(model, data, criterion), batch, criterion, Sizes.of(batch, m, replicas))
 
@@ -168,7 +170,7 @@ def test_a_loss_that_goes_by_sizes_is_refused(
 def test_what_is_too_large_is_tried_in_one_direction_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
     """With a large vocabulary the lengths were halved until a trial was small enough, and the whole range of the
     batch's length counted as tried, so that a mean of chunks' means was trained wrong without a warning."""
-    with mock.patch.object(loss_module, "MOST", 3000):
+    with mock.patch.object(loss_module, "MOST_DRAWN", 3000):
         for criterion in (chunked(16), from_16_samples):
             with pytest.raises(ConfigurationError, match="on fewer and shorter ones"):
                 proven(criterion, ragged(32, 48))
@@ -182,7 +184,7 @@ def test_what_is_too_large_is_tried_in_one_direction_at_a_time(caplog: pytest.Lo
 def test_a_range_is_tried_as_far_as_it_fits(caplog: pytest.LogCaptureFixture) -> None:
     """A trial at the end of a range may be too large where the batch's own sizes are not: then longer batches of the
     range are tried again."""
-    with mock.patch.object(loss_module, "MOST", 2 * 48 * CLASSES):
+    with mock.patch.object(loss_module, "MOST_DRAWN", 2 * 48 * CLASSES):
         assert proven(by_length, ragged(2, 40)).until == Sizes(2, 1, (40, 40)) and not caplog.messages
 
 
@@ -236,6 +238,7 @@ def outcomes(names: Sequence[str]) -> list[tuple[str, list[str]]]:
     return found
 
 
+@pytest.mark.turns
 def test_batches_of_other_sizes_train_exactly_or_are_refused(pool: Pool) -> None:
     for results in pool.run(outcomes, 2, list(CASES), timeout=180):
         for case, (error, differences) in zip(CASES.values(), results, strict=True):

@@ -102,6 +102,7 @@ def collectives_of_steps(make: Callable[[], torch.nn.Module]) -> tuple[list[int]
     return counts, looks
 
 
+@pytest.mark.turns
 def test_sizes_are_compared_without_another_message(pool: Pool) -> None:
     """Ranks meet at the beginning of a step in any case: the number of their ways is one more in that message."""
     for counts, looks in pool.run(collectives_of_steps, 2, nets.Net):

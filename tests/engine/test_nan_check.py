@@ -13,6 +13,8 @@ from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split
 
+pytestmark = pytest.mark.local
+
 NAN = float("nan")
 
 

@@ -70,6 +70,7 @@ def trained(kind: str, frozen: str, options: dict[str, Any]) -> float:
     return max(float((whole(p) - reference[name]).detach().abs().max()) for name, p in held.items())
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "frozen", "world", "options"),

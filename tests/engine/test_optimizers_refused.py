@@ -20,6 +20,8 @@ from pipeshard.split.materialize import is_released
 from tests.engine.test_gradients_hooks import Net, data
 from tests.pool import Pool
 
+pytestmark = pytest.mark.local
+
 
 class Sam(torch.optim.Optimizer):
     """Sharpness-aware minimization: each stage went uphill by the norm of its own gradients."""
@@ -240,6 +242,7 @@ def warned(kind: str) -> list[str]:
     return told
 
 
+@pytest.mark.processes
 def test_what_cannot_be_told_is_said(pool: Pool) -> None:
     """An optimizer that the trial at boost could not run was passed on, and its user was not told."""
     assert pool.run(warned, 2, "own") == [[], []]

@@ -18,6 +18,8 @@ from tests.messages import assert_told
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences
 
+pytestmark = pytest.mark.local
+
 M = 3
 CHUNKS = {"interleaved": 2}
 
@@ -64,6 +66,7 @@ def every_kind(schedule: str) -> None:
             rows += len(labels)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv"])
 def test_every_kind_of_output(pool: Pool, schedule: str) -> None:
@@ -132,6 +135,7 @@ def _wanted(what: Any) -> Any:
     return what if what is True else frozenset([what]) if what != "loss" else False
 
 
+@pytest.mark.turns
 def test_fields_that_nobody_asked_for_are_not_sent(pool: Pool) -> None:
     every, hidden, logits, loss = pool.run(messages, 2)[0]
     assert every == hidden > logits == loss == 1

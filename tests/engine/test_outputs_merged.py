@@ -14,6 +14,8 @@ from tests.messages import assert_told
 from tests.pool import Pool
 from tests.unsplit import Split
 
+pytestmark = pytest.mark.local
+
 H, ROWS = 8, 6
 
 

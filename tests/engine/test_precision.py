@@ -23,6 +23,8 @@ from tests.parity.entries import find
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, gradient_error
 
+pytestmark = pytest.mark.local
+
 M = 4
 
 
@@ -94,6 +96,7 @@ def bf16(name: str, dp: int, options: dict[str, Any]) -> tuple[list[float], list
     return losses, expected
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "dp", "world", "options"),
@@ -173,6 +176,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "layout"), covering(["causal-lm/deepseek_v3", "image-classification/resnet"], LAYOUTS, strength=1)

@@ -14,6 +14,8 @@ from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split
 
+pytestmark = pytest.mark.local
+
 
 def test_costs_of_a_step_where_some_backwards_are_split_are_those_of_its_parts() -> None:
     """On the second rank: whole B take 6 s, and one 3.5 s and its W 2 s."""

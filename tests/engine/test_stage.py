@@ -23,6 +23,8 @@ from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences
 
+pytestmark = pytest.mark.local
+
 
 def held(name: str) -> tuple[set[str], int, int]:
     """The held names, the bytes that the model's parameters keep alive, and those of the held ones."""
@@ -197,6 +199,7 @@ def with_own_transport() -> Any:
     return found, split.model.pipeline.interpreter.p2p.sent
 
 
+@pytest.mark.processes
 def test_a_transport_of_one_s_own_gets_one_message_a_value(pool: Pool) -> None:
     hidden = 2 * 12 * 32 * 4  # two samples, in bytes; no header, nothing else
     assert pool.run(with_own_transport, 2) == [([], [hidden] * 4), ([], [hidden] * 4)]

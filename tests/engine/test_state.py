@@ -20,6 +20,8 @@ from pipeshard.split.materialize import is_released
 from tests.pool import Pool
 from tests.unsplit import LEARNING_RATE, Split, parameter_error, refusal
 
+pytestmark = pytest.mark.local
+
 SCHEDULES = [
     {"schedule": "1f1b"},
     {"schedule": "gpipe"},
@@ -334,6 +336,7 @@ def all_wrong(makes: list[type[nn.Module]], **arguments: Any) -> dict[str, list[
     return {make.__name__: found for make in makes if (found := wrong(make, counts=make is Net, **arguments))}
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("p", "options"), [(1, SCHEDULES[1]), *((2, options) for options in SCHEDULES)])
 def test_state_is_that_of_the_unsplit_model(pool: Pool, p: int, options: dict[str, Any]) -> None:
@@ -341,6 +344,7 @@ def test_state_is_that_of_the_unsplit_model(pool: Pool, p: int, options: dict[st
     assert pool.run(all_wrong, p, makes, timeout=200.0, **options) == [{}] * p
 
 
+@pytest.mark.turns
 def test_a_layer_that_moves_state_of_its_own_is_not_recomputed(pool: Pool) -> None:
     """A running maximum was moved again in the backward pass."""
     assert pool.run(wrong, 2, Scales, recompute=True) == [[], []]

@@ -52,6 +52,7 @@ def trained(schedule: str, p2p: type, synchronizes: bool, m: int = 4) -> list[st
     return found
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("p", [2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -63,6 +64,7 @@ def test_in_one_order_a_pair_may_share_a_stream(pool: Pool) -> None:
     assert pool.run(trained, 2, "1f1b", OrderedPairP2P, True) == [[]] * 2
 
 
+@pytest.mark.turns
 def test_early_receives_are_exact_until_something_waits_for_the_device(pool: Pool) -> None:
     assert pool.run(trained, 2, "1f1b", EarlyP2P, False) == [[]] * 2
     with pytest.raises(WorkerError, match=r"OrderError: a synchronization of the device has waited 3.0 s"):

@@ -19,6 +19,8 @@ from pipeshard.errors import ConfigurationError, PartitionError, PipeshardError,
 from tests.pool import Pool
 from tests.unsplit import Split
 
+pytestmark = pytest.mark.local
+
 
 class Block(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
@@ -100,6 +102,7 @@ def boosted(kind: str) -> None:
     Split(REFUSED[kind][0](), dist.get_world_size(), data(), num_microbatches=2)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_cut_is_refused_at_boost(pool: Pool, kind: str) -> None:
     """DDP hung in the first step, layer.compile() ended in dynamo's recursion, marks in a list were passed over."""
@@ -146,6 +149,8 @@ def compiled_as_a_whole() -> list[str]:
     return [name for names in found for name in names]
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 def test_compiled_models_run_as_they_are_written(pool: Pool) -> None:
     """Dynamo compiled the tracer itself, for minutes. A layer that is wrapped, or inside of one, stays compiled."""
     assert pool.run(compiled_as_a_whole, 1) == [[]]

@@ -53,12 +53,12 @@ def _no_look_at_the_store() -> None:
 def _no_watchdog() -> None:
     """Nothing looks for what does not move."""
     _patch(watch.Watch, "_is_stalled", lambda self: False)
-    _patch(peers, "_is_stopped", lambda process: False)
+    _patch(peers, "_is_process_stopped", lambda process: False)
 
 
 def _no_look_at_processes() -> None:
     _patch(peers, "_is_gone", lambda process: False)
-    _patch(peers, "_is_stopped", lambda process: False)
+    _patch(peers, "_is_process_stopped", lambda process: False)
 
 
 def _no_monitor() -> None:
@@ -104,8 +104,9 @@ RELIES: dict[str, Callable[[Case], bool]] = {  # each case on one of them
     "the alarm": lambda case: case.kind in TOLD or (case.kind == "wrong shape" and not case.leaves),
     "the look at the store": lambda case: case.kind == "kill -9" and case.rank == 0 and case.phase != BARRIER,
     "the watchdog": lambda case: case.kind == "hang" or (case.kind == "SIGSTOP" and case.phase != BARRIER),
-    "the roll call and the look at processes": lambda case: case.kind == "kill -9"
-    and (case.rank > 0 or case.phase == BARRIER),
+    "the roll call and the look at processes": lambda case: (
+        case.kind == "kill -9" and (case.rank > 0 or case.phase == BARRIER)
+    ),
     "the look at processes": lambda case: case.kind == CHILD or (case.kind, case.phase) == ("SIGSTOP", BARRIER),
     "the monitor": lambda case: case.kind == GIL,
     "the digest of batches": lambda case: case.kind == "different batch",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeshard.checkpoint import safetensors_files as saving
-from pipeshard.distributed.progress import OTHERS
+from pipeshard.distributed.progress import OTHER_CALLS
 from tests.faults.job import MICROBATCHES, SIZE, TIMEOUT, Job
 
 CHILDHOOD = 12.0  # seconds that a forked child lives
@@ -63,7 +63,9 @@ class Case:
         """In which all ranks have to be down."""
         if self.kind not in ("SIGSTOP", "hang", GIL):
             return 10.0
-        return 10.0 + TIMEOUT * (OTHERS if self.phase in ("optimizer", "save") else 1)  # the others wait in the save
+        return 10.0 + TIMEOUT * (
+            OTHER_CALLS if self.phase in ("optimizer", "save") else 1
+        )  # the others wait in the save
 
     @property
     def signs(self) -> tuple[str, ...]:

@@ -16,9 +16,9 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig
 
 from pipeshard.checkpoint.lora import enable_lora
-from pipeshard.checkpoint.safetensors_files import INDICES, WEIGHTS, Source, check_shards, join, read_shards
+from pipeshard.checkpoint.safetensors_files import INDICES, WEIGHTS, Source, check_shards, joined_file, read_shards
 from pipeshard.checkpoint.state_folder import MANIFEST, flaw
-from pipeshard.checkpoint.untrusted import config_of, generation_config_of, has_content, load_plain
+from pipeshard.checkpoint.untrusted import folder_config, generation_config_of, has_content, load_plain
 from pipeshard.errors import CheckpointError
 from pipeshard.hf import ADAPTER_CONFIG
 from pipeshard.private import tree_leaves
@@ -71,7 +71,7 @@ def _parse_header(file: Path) -> None:
         assert tuple(tensor.shape) == shape and tensor.nbytes <= file.stat().st_size
     if "another" not in source.shapes:
         joined = file.with_name("joined.safetensors")
-        join([file, file.with_name("another")], joined)
+        joined_file([file, file.with_name("another")], joined)
         assert Source(joined).shapes == source.shapes | {"another": (2,)}
 
 
@@ -161,6 +161,7 @@ MAPPED = ('"a.0"', '"weight_map"', '"a.safetensors"', '"b.safetensors"', '["a.sa
 LISTED = ('"files"', '"format"', '"training.pt"', "100", '{"training.pt":100}', '["training.pt"]', '"model"', '"empty"')
 TOLD = ('"DCP_SHARDING_INFO"', '"{}"', '"[[0]]"', r'"{\"state.w.step\":1}"', r'"{\"state.w.exp_avg\":{}}"', '"[[[[[[["')
 
+
 class Tiny(nn.Module):
     """What adapters are put on."""
 
@@ -193,7 +194,7 @@ def _nothing(folder: Path) -> None:
 
 
 def _parse_config(file: Path) -> None:
-    config_of(file.parent, trust_remote_code=False)
+    folder_config(file.parent, trust_remote_code=False)
 
 
 def _configs() -> tuple[Seed, ...]:

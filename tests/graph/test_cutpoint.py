@@ -23,6 +23,8 @@ from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences, parameter_error
 
+pytestmark = pytest.mark.local
+
 WORDS, WIDTH = 17, 12
 CUTS = 5
 
@@ -83,12 +85,14 @@ def compared_with_unsplit(p: int, **options: Any) -> list[str]:
     return []
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
 def test_any_number_of_stages_is_exact(pool: Pool, p: int) -> None:
     assert pool.run(compared_with_unsplit, p, p) == [[]] * p
 
 
+@pytest.mark.turns
 def test_interleaved_and_zero_bubble(pool: Pool) -> None:
     assert pool.run(compared_with_unsplit, 2, 2, partition="profile") == [[], []]
     assert pool.run(compared_with_unsplit, 2, 2, schedule="interleaved", num_model_chunks=3) == [[], []]

@@ -17,6 +17,8 @@ from pipeshard.errors import TraceError
 from tests.pool import Pool
 from tests.unsplit import relative_errors
 
+pytestmark = pytest.mark.local
+
 H, TOKENS, CLASSES, LENGTH = 8, 20, 5, 6
 
 
@@ -111,6 +113,7 @@ def packed() -> list[float]:
     return [error for error in (trained(LastStates, nn.GRU), trained(Tagger, Packed)) if not error < 2e-6]
 
 
+@pytest.mark.turns
 def test_lengths_of_a_packed_result_are_refused_and_the_remedy_works(pool: Pool) -> None:
     """Between layers, what a packed sequence is packed by is a result of a unit, of which others have no values.
     Boost ended in "index_select(): self indexing axis dim should be positive"."""

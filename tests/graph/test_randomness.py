@@ -16,6 +16,8 @@ from tests.covering import covering
 from tests.pool import Pool
 from tests.unsplit import Split
 
+pytestmark = pytest.mark.local
+
 STEPS = 3
 
 
@@ -49,6 +51,7 @@ def with_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "recompute"), covering(["gpt2", "llama", "bert", "t5"], ["reentrant", "non-reentrant", ""], strength=1)
@@ -66,6 +69,7 @@ def test_dropout_is_the_same_for_every_number_of_stages(pool: Pool, name: str, r
                 assert (gradient - whole[key]).norm() <= 1e-5 * whole[key].norm() + 1e-8, (key, p)
 
 
+@pytest.mark.turns
 def test_dropout_follows_the_seed_and_the_step(pool: Pool) -> None:
     first, other = (pool.run(losses, 2, "gpt2", "", seed)[0][0] for seed in (0, 1))
     assert first != other
@@ -79,6 +83,7 @@ def repeated() -> list[float]:
     return [float(split.backward(data)["loss"]) for _ in range(STEPS)]
 
 
+@pytest.mark.turns
 def test_dropout_that_is_turned_on_later_is_seen(pool: Pool) -> None:
     expected = pool.run(turned_on_later, 1)[0]
     assert expected[0] != expected[1]

@@ -192,6 +192,7 @@ def test_a_value_that_leaves_a_unit_sideways_forbids_cuts() -> None:
         Policy(model, flow, 0, 3)
 
 
+@pytest.mark.turns
 def test_router_logits_that_a_hook_takes_away_are_values_of_their_units() -> None:
     model = zoo.build("mixtral")
     model.config.output_router_logits = True
@@ -251,6 +252,7 @@ def test_nothing_changes_in_the_model_and_no_random_number_is_drawn() -> None:
     assert {n: d.keys() for n, d in after.items()} == {n: d.keys() for n, d in before.items()}
 
 
+@pytest.mark.turns
 def test_random_numbers_that_glue_draws_are_noted() -> None:
     for name, drawn in (("gpt2", True), ("llama", False)):  # GPT-2 has a dropout after its embeddings
         model = zoo.build(name)
@@ -298,6 +300,7 @@ def test_every_unit_of_the_zoo_is_called_or_tied(name: str) -> None:
     assert set(find_units(model)) - called <= {"shared"}
 
 
+@pytest.mark.turns
 def test_llama_405b_on_meta_in_two_seconds_and_a_gigabyte() -> None:
     sizes = {"vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126}
     heads = {"num_attention_heads": 128, "num_key_value_heads": 8}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from pipeshard.errors import TraceError
-from pipeshard.graph.places import Step, format_path
+from pipeshard.graph.places import PathStep, format_path
 from pipeshard.graph.snapshot import Snapshot
 from pipeshard.graph.trace import trace
 from pipeshard.graph.unit_outputs import (
@@ -71,7 +71,7 @@ def test_an_answer_tells_hooks_and_fills_mappings() -> None:
     unit, heard = Unit(), []
     unit.inner.register_forward_hook(lambda module, args, result: heard.append(result))
     unit.inner.register_forward_hook(lambda m, args, kwargs, result: heard.append(kwargs), with_kwargs=True)
-    at = tuple(Step(*step) for step in [("root", ARGUMENTS), ("item", 0), ("item", 1), ("item", "keys")])
+    at = tuple(PathStep(*step) for step in [("root", ARGUMENTS), ("item", 0), ("item", 1), ("item", "keys")])
     parts, leaves = parts_of([(RESULT, ("result", None)), (Source("inner"), 7), (Source(place=at, how="set"), (1, 2))])
     shelf: Any = UserDict()
     assert answer(unit, parts, leaves, ((0, shelf), {})) == ("result", None)
@@ -146,6 +146,7 @@ def test_a_hook_that_changes_a_result_is_refused() -> None:
         answer(unit, parts, [1, 2], ((), {}))
 
 
+@pytest.mark.turns
 def test_shared_keys_and_values_are_values_of_the_layer_that_made_them() -> None:
     entry = find("causal-lm/gemma3n_text")[0]
     model = build(entry)

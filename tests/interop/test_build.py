@@ -31,6 +31,7 @@ INSIDE = {"gpt2": ["transformer.h.1.attn", "transformer.h.2.mlp.act"], "llama": 
 STEPS = 3
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama-tied", "t5", "vit", "mixtral"])
 def test_all_stages_in_one_process_are_the_model(name: str) -> None:
@@ -53,6 +54,7 @@ def test_all_stages_in_one_process_are_the_model(name: str) -> None:
     assert torch.equal(split(**data)[1], whole.eval()(**data)[1])
 
 
+@pytest.mark.local
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_cuts_inside_of_layers(pool: Pool, name: str) -> None:
     assert pool.run(cut_inside, 3, name) == [[]] * 3
@@ -143,6 +145,7 @@ def by_the_plugin(name: str, cuts: list[str]) -> list[float]:
     return losses
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -153,6 +156,7 @@ def test_torch_trains_the_stages_to_the_plugin_s_losses(pool: Pool, name: str, c
     assert theirs == pytest.approx(ours[0], rel=1e-6)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [ScheduleZBVZeroBubble, ScheduleDualPipeV])
 def test_torch_s_schedules_in_a_v(pool: Pool, kind: Any) -> None:
@@ -186,6 +190,7 @@ def test_what_torch_could_not_train_is_refused(pool: Pool) -> None:
     assert "style='w'" in style and "style='v' and num_model_chunks=3" in chunks
 
 
+@pytest.mark.turns
 def test_without_the_sum_of_tied_gradients_losses_differ(pool: Pool) -> None:
     cuts = CUTS["gpt2"][1:2]
     theirs = pool.run(by_torch, 2, "gpt2", cuts, 1, syncs=False)[-1]
@@ -264,6 +269,7 @@ print(analyze_tied_weights(model, {"a": 0, "b": 1, "c": 1, "c.bias": 2}))
 """
 
 
+@pytest.mark.turns
 def test_ties_are_the_same_whatever_the_order_of_sets() -> None:
     found = set()
     for seed in ("0", "1"):

@@ -24,6 +24,8 @@ from tests.checkpoint.test_sequential import sequential
 from tests.pool import Pool, WorkerError
 from tests.unsplit import LEARNING_RATE, Split, gradient_error, parameter_error
 
+pytestmark = pytest.mark.local
+
 V, H = 17, 8
 BOTH = ["inner.weight", "inner.bias"]
 
@@ -141,6 +143,8 @@ def exact(m: int = 3, tie: Callable[[], Any] | None = None, **options: Any) -> l
     return builds
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_two_ties_of_three_are_exact_and_built_by_their_owners(pool: Pool, p: int) -> None:
     builds = pool.run(exact, p)
@@ -166,6 +170,7 @@ def values_of_the_first_rank() -> Any:
     return mock.patch.object(Ownership, "initializer", lambda self, name: min(self.holders(name)))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("tie", [no_ties, values_of_the_first_rank])
 def test_a_mutation_is_seen(pool: Pool, tie: Callable[[], Any]) -> None:
     with pytest.raises(WorkerError, match="parameter_error"):
@@ -277,6 +282,7 @@ def back_in_one() -> dict[str, Tensor]:
     return state
 
 
+@pytest.mark.turns
 def test_back_in_one_module_to_the_bit(pool: Pool) -> None:
     (expected,) = pool.run(back_in_one, 1)
     for state in pool.run(back_in_one, 3):
@@ -307,6 +313,7 @@ def test_layers_are_recomputed_in_a_pipeline_unless_the_plugin_says_which(pool: 
     assert sum(pool.run(recomputed, 2, 3, ["Block"])) == 5 and sum(pool.run(recomputed, 2, 3, [])) == 3
 
 
+@pytest.mark.turns
 def test_layers_in_any_iterable_and_arguments_in_deepspeed_s_order(pool: Pool) -> None:
     """`PipelineModule(net, 2, None, loss_fn)`, as DeepSpeed's documentation has it, was refused for the Sequential, or
     took loss_fn for the method of partition."""
@@ -374,6 +381,7 @@ def partitions() -> list[int]:
     return [split.model.pipeline.policy.stages.count(0) for split in splits]
 
 
+@pytest.mark.turns
 def test_partition_methods(pool: Pool) -> None:
     first, second = pool.run(partitions, 2)
     uniform, parameters, of_type, of_function, _, counts, after, of_plugin = first
@@ -403,6 +411,8 @@ def built_and_saved(folder: str) -> None:
             assert torch.allclose(found["outputs"], whole(batch()[0]), atol=1e-6)
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 def test_saved_and_loaded(pool: Pool, tmp_path: Path) -> None:
     pool.run(built_and_saved, 3, str(tmp_path / "model"))
 
@@ -645,6 +655,7 @@ class Wider(Growing):
         return x * self.weight.sum()
 
 
+@pytest.mark.processes
 def test_what_fails_on_one_stage_is_told_on_all(pool: Pool) -> None:
     first, second = pool.run_expecting(PipeshardError, growing, 2)
     assert "not in the same way" in first and "not in the same way" in second

@@ -9,14 +9,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+import pipeshard.verify
 from tests.covering import sample
 from tests.parity.check import PRECISIONS
 from tests.parity.entries import Entry, all_entries, find
-from tests.parity.report import EXACT, Row, Totals, chart_path, draw, markdown, results, short
+from tests.parity.report import EXACT, Row, Totals, chart_path, draw, markdown, passed, results, short
 from tests.parity.sweep import WATCHDOG, Rows, row_of, sweep, versions
 from tests.pool import Pool
 
 INTERRUPTED = 130
+PASSED = Path(pipeshard.verify.__path__[0]) / "passed.json"
 
 
 def main() -> int:
@@ -48,6 +50,8 @@ def main() -> int:
         output.write_text(markdown(others.pop("fp32"), versions(), output, others))
         if arguments.precision == "fp32":
             draw(final, chart_path(output))
+            if wanted == {str(entry) for entry in all_entries()}:
+                PASSED.write_text(passed(results(final), versions()["transformers"]))
     console.print(str(totals), highlight=False)
     return int(totals.failed > 0 or totals.share < arguments.at_least)
 

@@ -16,6 +16,7 @@ from pipeshard.batch.read import read_batch
 from pipeshard.engine.mixed_precision import Precision
 from pipeshard.errors import ConfigurationError, PipeshardError
 from tests.parity.build import batch, build
+from tests.parity.chains import chain_of
 from tests.parity.entries import Entry
 from tests.unsplit import Split, gradient_error
 
@@ -143,8 +144,9 @@ def _compare(entry: Entry, dtype: torch.dtype, name: str = "fp32", averaged: boo
             raise
         return _compare(entry, dtype, name, averaged=True)
     policy = split.model.pipeline.policy
-    if policy.expects is not None and (surprise := policy.expects.mismatch(policy.flow)):
-        return Verdict("wrong", reason=f"{type(policy).__name__} expects {policy.expects}, but {surprise}")
+    chain = chain_of(model)
+    if chain is not None and (surprise := chain.mismatch(policy.flow)):
+        return Verdict("wrong", reason=f"tests/parity/chains expects that {chain}, but {surprise}")
     cuts = tuple(policy.flow.calls[policy.stages.index(stage)].unit for stage in range(1, p))
     expected = reference.loss
     close = CLOSE if dtype == torch.float32 else CLOSE_FP64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tests.parity.check import CLOSE, CLOSE_FP64, ROUNDINGS
-from tests.parity.entries import TASKS
+from tests.parity.entries import TASKS, all_entries
 
 KINDS = {  # the worst first
     "wrong": "a loss, a gradient or the norm is off",
@@ -96,6 +97,16 @@ class Totals:
         kinds = [f"{self.kinds[kind]} {kind}" for kind in reversed(ORDER) if self.kinds.get(kind)]
         exact = f"exact: {percent(self.share)} of the {self.train} that train unsplit"
         return f"{self.entries} entries: {', '.join(kinds)}; {exact}"
+
+
+def passed(results: Sequence[Result], version: str) -> str:
+    """What verify/passed.json says: the classes whose entries are all exact."""
+    kinds: dict[str, set[str]] = {}
+    classes = {str(entry): entry.class_name for entry in all_entries()}
+    for result in results:
+        kinds.setdefault(classes[f"{result.task}/{result.model_type}"], set()).add(result.kind)
+    names = sorted(name for name, own in kinds.items() if own <= set(EXACT))
+    return json.dumps({"transformers": version, "classes": names}, indent=1) + "\n"
 
 
 def worst(kinds: Sequence[str]) -> str:

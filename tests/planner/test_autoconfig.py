@@ -30,6 +30,7 @@ def test_without_a_limit_replicas_of_the_whole_model_are_fastest() -> None:
     assert times == sorted(times) and len(times) >= 12
 
 
+@pytest.mark.turns
 def test_every_figure_is_that_of_a_plan() -> None:
     found = choose()
     for each in found.considered:

@@ -124,6 +124,7 @@ def test_a_weight_gradient_that_can_wait_has_a_time_of_its_own(called: bool) -> 
     assert (cost.weight > 0.2 * cost.backward) is called
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ["llama-tied", "t5", "vit", "mixtral"])
 def test_the_model_is_as_it_was(name: str) -> None:
     model = zoo.build(name).eval()
@@ -168,6 +169,7 @@ def test_a_model_of_which_nothing_runs_cannot_be_profiled() -> None:
         profile(zoo.build("gpt2"), zoo.batch("gpt2"))
 
 
+@pytest.mark.turns
 def test_a_profile_survives_its_file_and_is_refused_for_something_else(tmp_path: Path) -> None:
     data = zoo.batch("gpt2")
     model = zoo.build("gpt2")
@@ -188,6 +190,7 @@ def test_a_profile_survives_its_file_and_is_refused_for_something_else(tmp_path:
         Profile.load(tmp_path / "other.json")
 
 
+@pytest.mark.turns
 def test_plans_and_policies_go_by_measured_times(tmp_path: Path) -> None:
     model = Model(*(Slow(1) for _ in range(3)), Slow(20))
     found = profile(model)

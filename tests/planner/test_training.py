@@ -63,6 +63,7 @@ def held(options: dict[str, Any]) -> tuple[Memory, dict[str, int]]:
     return planned.estimate.memory[plugin.stage_manager.stage], found
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("ranks", "options"), LAYOUTS, ids=str)
 def test_what_is_planned_is_held(pool: Pool, ranks: int, options: dict[str, Any]) -> None:
@@ -111,6 +112,7 @@ def slices(name: str) -> dict[str, tuple[int, int]]:
     return {key: (named[key], local(p).numel()) for key, p in boosted.unwrap().named_parameters()}
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2", "mixtral", "t5", "bert"])
 def test_what_is_said_to_be_sliced_is(pool: Pool, name: str) -> None:
     """By plans of the architecture's own and of its policy; fused weights and experts too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from pipeshard.cli import main
@@ -13,6 +14,7 @@ from pipeshard.schedule import add_communication, make_program
 MODEL = ["gpt2", "n_embd=32", "n_layer=4", "n_head=4", "vocab_size=61", "n_positions=32"]
 
 
+@pytest.mark.turns
 def test_a_step_is_run_recorded_and_drawn(tmp_path: Path) -> None:
     sizes = ["--pp", "2", "--microbatches", "3", "--seq-len", "8", "--schedule", "zbv", "--partition", "profile"]
     files = ["--draw", str(tmp_path / "step.svg"), "--json", str(tmp_path / "step.json")]
@@ -23,6 +25,7 @@ def test_a_step_is_run_recorded_and_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "step.svg").stat().st_size > 10_000
 
 
+@pytest.mark.turns
 def test_what_cannot_run_is_one_line() -> None:
     wrong = ["trace-run", *MODEL, "--pp", "2", "--microbatches", "3", "--schedule", "zbx"]
     result = CliRunner().invoke(main, wrong)

@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 from pipeshard.schedule.draw import draw_text
 from pipeshard.schedule.passes import add_communication, shorten_cooldown
 from pipeshard.schedule.program import Kind, Program, make_program, one_f_one_b
-from pipeshard.schedule.simulate import Cost, Simulation, simulate
+from pipeshard.schedule.simulate import ActionCost, Simulation, simulate
 
 WHOLE = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
 P, M = range(1, 9), range(1, 25)
 schedules, ps, ms, costs = st.sampled_from(WHOLE), st.sampled_from(P), st.sampled_from(M), st.integers(1, 20)
 
 
-def run(program: Program, forward: Cost, backward: Cost, weight: Cost, latency: float = 0.0) -> Simulation:
+def run(
+    program: Program, forward: ActionCost, backward: ActionCost, weight: ActionCost, latency: float = 0.0
+) -> Simulation:
     """Where no B is split, each costs what B and W do together."""
     if program.has_weight:
         return simulate(program, forward, backward, weight, latency)

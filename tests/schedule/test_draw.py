@@ -134,6 +134,7 @@ def size_in_inches(path: Path) -> tuple[float, float]:
     return int.from_bytes(header[:4], "big") / 150, int.from_bytes(header[4:], "big") / 150
 
 
+@pytest.mark.turns
 def test_a_large_picture_stays_within_bounds(tmp_path: Path) -> None:
     for p, m, expected in ((2, 4, (12, 2.64)), (2, 100, (12, 2.64)), (2, 256, (24, 2.64)), (64, 4, (12, 15.8))):
         draw_timeline([("", simulate(one_f_one_b(p, m)).spans)], tmp_path / "picture.png")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipeshard.errors import DeadlockError
 from pipeshard.schedule.given import check
 from pipeshard.schedule.passes import add_communication
-from pipeshard.schedule.program import SCHEDULES, Action, Kind, Program, Step, forward_only, make_program
+from pipeshard.schedule.program import SCHEDULES, Action, Kind, Program, StageStep, forward_only, make_program
 from pipeshard.schedule.simulate import Simulation, simulate
 
 F, B, W = Kind.F, Kind.B, Kind.W
@@ -47,7 +47,7 @@ def placement(name: str, p: int, v: int) -> tuple[int, ...]:
 def assert_ascending(program: Program) -> None:
     """Each step takes the microbatches in order: so sums of gradients are in one order, whatever the schedule."""
     for rank, actions in enumerate(program.ranks):
-        order: defaultdict[Step, list[int]] = defaultdict(list)
+        order: defaultdict[StageStep, list[int]] = defaultdict(list)
         for kind, i, stage in actions:
             order[kind, stage].append(i)
         held = [stage for stage, holder in enumerate(program.placement) if holder == rank]

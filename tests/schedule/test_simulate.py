@@ -136,6 +136,7 @@ def test_a_backward_that_is_not_split_costs_both_parts_where_others_are() -> Non
     assert [span.end - span.start for span in simulation.spans[0]] == [1, 7, 1, 2, 5]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zbv", 2)])
 def test_a_large_program_is_quick(name: str, v: int) -> None:
     program = make_program(name, 64, 1024, v)

@@ -24,6 +24,8 @@ from tests.parity.entries import find
 from tests.pool import Pool
 from tests.unsplit import Split, Unsplit, differences
 
+pytestmark = pytest.mark.local
+
 SEED = 7
 
 
@@ -47,6 +49,7 @@ def held_by_stages(name: str, empty: bool, **arguments: Any) -> dict[str, Tensor
     return {key: p.detach() for key, p in split.held.items()} | dict(split.model.unwrap().named_buffers())
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("empty", [False, True], ids=["meta", "empty-weights"])
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2", "t5", "mixtral", "vit", "bert"])
@@ -153,6 +156,7 @@ def random(module: nn.Module) -> None:
         nn.init.normal_(parameter)
 
 
+@pytest.mark.turns
 def test_by_a_function(pool: Pool) -> None:
     for stage in pool.run(by_function, 2, ones):
         assert all((value == 1).all() for key, value in stage.items() if "weight" in key)

@@ -32,6 +32,8 @@ from tests.parity.entries import find
 from tests.pool import Pool
 from tests.unsplit import Split, refusal
 
+pytestmark = pytest.mark.local
+
 M = 4
 
 
@@ -116,6 +118,7 @@ def test_no_bit_differs_with_any_schedule(pool: Pool, schedule: str, name: str, 
     assert pool.run(from_zoo, p, name, schedule=schedule) == [""] * p
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["bert", "t5", "gemma2", "vit"])
 def test_no_bit_differs_with_any_model(pool: Pool, name: str) -> None:
@@ -135,6 +138,7 @@ def auxiliary() -> str:
     return compared(model, batch(entry, model), True)
 
 
+@pytest.mark.turns
 def test_values_that_hooks_take_away_keep_their_gradients(pool: Pool) -> None:
     assert pool.run(auxiliary, 2) == ["", ""]
 
@@ -150,6 +154,7 @@ def of_entry(text: str) -> tuple[str, list[str]]:
     return compared(model, data, 1), left_out
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("text", "what"), [("causal-lm/gemma3n_text", "layers"), ("image-classification/resnet", "")])
 def test_a_unit_that_cannot_run_twice_does_not(pool: Pool, text: str, what: str) -> None:
     """It fills a mapping for other layers, or moves running statistics."""
@@ -176,6 +181,7 @@ def drawing() -> str:
     return compared(model, zoo.batch("llama"), True)
 
 
+@pytest.mark.turns
 def test_every_generator_is_brought_back(pool: Pool) -> None:
     assert pool.run(drawing, 2) == ["", ""]
 
@@ -210,6 +216,7 @@ def inside_another() -> str:
     return compared(model, zoo.batch("llama"), True)
 
 
+@pytest.mark.turns
 def test_units_inside_a_unit_run_again_with_it(pool: Pool) -> None:
     assert pool.run(inside_another, 1) == [""]
 
@@ -265,6 +272,7 @@ def frozen(name: str) -> str:
     return compared(model, zoo.batch("llama"), [0.5, 0.5])
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ["model.embed_tokens", "model.layers.0"])
 def test_a_unit_whose_inputs_need_no_gradient_trains(pool: Pool, name: str) -> None:
     assert pool.run(frozen, 2, name) == ["", ""]
@@ -280,6 +288,7 @@ def checkpointed(reentrant: bool) -> tuple[list[str], Counter[str]]:
     return [key for key, gradient in gradients.items() if not torch.equal(gradient, others[key])], again
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_transformers_recomputes_is_not_recomputed_twice(pool: Pool, reentrant: bool) -> None:
@@ -298,6 +307,7 @@ def evaluated() -> Counter[str]:
     return runs
 
 
+@pytest.mark.processes
 def test_an_evaluation_recomputes_nothing(pool: Pool) -> None:
     runs = pool.run(evaluated, 2)
     assert sum(runs, Counter()) == {str(k): M for k in range(4)}
@@ -310,6 +320,8 @@ def compiled() -> str:
     return wrong
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 def test_compiled_units_are_recomputed_too(pool: Pool) -> None:
     assert pool.run(compiled, 2, timeout=200) == ["", ""]
 
@@ -354,6 +366,8 @@ def kept(recompute: Any, schedule: str) -> int:
     return found[0]
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_recomputed_units_keep_no_activations(pool: Pool, schedule: str) -> None:
     none, some, every = (pool.run(kept, 2, share, schedule) for share in (False, 0.25, True))

@@ -1,5 +1,6 @@
 """Few samples: where a model does not run on some of its batch's samples, the proof takes all of them."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -7,6 +8,8 @@ from pipeshard.verify.proof import DIFFERENT, EXACT
 from tests.pool import Pool
 from tests.remedies.nets import Graph
 from tests.verify.test_verify import proof_of
+
+pytestmark = pytest.mark.local
 
 NODES = 8
 

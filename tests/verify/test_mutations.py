@@ -3,8 +3,7 @@
 Ties, norms, replicas, ZeRO-1 and messages were outside of the proof as long as it had an engine of its own.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,7 @@ from pipeshard.engine.grad_sync import Bucket, GradientSync
 from pipeshard.engine.interpreter import Interpreter
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.schedule.program import Action, Kind
-from pipeshard.split.replay import Replay
+from pipeshard.split.replay import Again
 from pipeshard.verify.proof import DIFFERENT, EXACT, Proof, prove
 from tests import zoo
 
@@ -68,7 +67,7 @@ def proof(kind: str, **arguments: Any) -> Proof:
 
 
 summed, reduce = Bucket.summed, GradientSync._reduce
-take, step, second = Interpreter._take, PipelineOptimizer._step, Replay._second
+take, step, enter = Interpreter._take, PipelineOptimizer._step, Again.__enter__
 
 
 def summed_twice(bucket: Bucket, counts: Any) -> Any:
@@ -102,11 +101,9 @@ def by_another_rate(optimizer: PipelineOptimizer, *args: Any, **kwargs: Any) -> 
     return step(optimizer, *args, **kwargs)
 
 
-@contextmanager
-def with_other_draws(replay: Replay, draw: Any) -> Iterator[None]:
-    with second(replay, draw):
-        torch.manual_seed(7)
-        yield
+def with_other_draws(again: Again) -> None:
+    enter(again)
+    torch.manual_seed(7)
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
@@ -143,7 +140,7 @@ CASES: dict[str, Case] = {
     "a layer is computed again with another mask": (
         "plain",
         {"recompute": True},
-        "pipeshard.split.replay.Replay._second",
+        "pipeshard.split.replay.Again.__enter__",
         with_other_draws,
     ),
 }

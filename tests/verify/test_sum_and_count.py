@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,6 +11,8 @@ from pipeshard.verify.proof import DIFFERENT, EXACT
 from tests.pool import Pool
 from tests.verify.test_verify import proof_of
 from tests.verify.test_whole_batch import WORDS, Centred, Net, words
+
+pytestmark = pytest.mark.local
 
 WEIGHTS = torch.linspace(0.5, 3.0, WORDS)
 
@@ -29,6 +32,7 @@ def kinds() -> list[str]:
     return [proof_of(Net(layer), words(), criterion).kind for layer, criterion in cases]
 
 
+@pytest.mark.turns
 def test_a_sum_and_a_count_are_proven(pool: Pool) -> None:
     """The proof took the unsplit mean times the weight of a sum: every such criterion was refused at boost, though
     errors advise it. Samples that depend on each other are still found."""

@@ -155,11 +155,14 @@ def told_by_thread() -> tuple[str, str]:
     return proof.kind, proof.reason
 
 
+@pytest.mark.turns
+@pytest.mark.local
 def test_what_a_program_keeps_for_its_thread_is_no_difference(pool: Pool) -> None:
     """Ranks of the proof are threads: they did not see a flag in a threading.local, which the unsplit model saw."""
     assert pool.run(told_by_thread, 1) == [(EXACT, "")]
 
 
+@pytest.mark.turns
 def test_what_is_exact_is_proven_and_nothing_changes(pool: Pool) -> None:
     assert pool.run(exact_ones, 1) == [[]]
 
@@ -256,6 +259,7 @@ def unprovable() -> list[str]:
     return [f"{proof.kind}: {proof.reason}" for proof in proofs]
 
 
+@pytest.mark.local
 def test_what_cannot_be_proven_is_said(pool: Pool) -> None:
     (said,) = pool.run(unprovable, 1)
     assert all(line.startswith(UNPROVEN) for line in said)
@@ -274,7 +278,7 @@ def boosting(wrong: bool = False, seconds: float = 60.0, **arguments: Any) -> li
     finish = BROKEN["weight gradients are forgotten"]
     with (
         mock.patch("pipeshard.verify.decide.SECONDS", seconds),
-        mock.patch("pipeshard.verify.decide.PERIOD", 0.01),
+        mock.patch("pipeshard.verify.decide.TELL_PERIOD", 0.01),
         mock.patch(finish[0], finish[1]) if wrong else contextlib.nullcontext(),
     ):
         booster = Booster(plugin=PipelinePlugin(2, num_microbatches=2, dry_run_input=data(), **arguments))
@@ -284,6 +288,7 @@ def boosting(wrong: bool = False, seconds: float = 60.0, **arguments: Any) -> li
     return [line for line in said if "proven" in line]
 
 
+@pytest.mark.turns
 def test_at_boost(pool: Pool) -> None:
     """By default models of one's own are proven by the first rank, while the others wait for its word."""
     first, second = pool.run(boosting, 2)
@@ -344,6 +349,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arguments", "code", "verdict"),

@@ -21,6 +21,8 @@ from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, prove
 from tests.pool import Pool
 from tests.verify.test_verify import proof_of
 
+pytestmark = pytest.mark.local
+
 WIDTH, WORDS, LENGTH, ROWS = 8, 11, 6, 6  # as many samples as positions
 Batch = dict[str, Tensor]
 
@@ -287,6 +289,7 @@ def wrong_ones() -> list[str]:
     return found
 
 
+@pytest.mark.turns
 def test_samples_that_depend_on_each_other_are_found(pool: Pool) -> None:
     """Each was trained as its microbatches alone, and called exact, but for the loss of the whole batch."""
     assert pool.run(wrong_ones, 1, timeout=300) == [[]]
@@ -312,6 +315,7 @@ def proof_without_split(model: nn.Module) -> Any:
         return proof_of(model, words())
 
 
+@pytest.mark.processes
 def test_what_is_not_compared_is_not_exact(pool: Pool) -> None:
     """It was said after "proven exact, but", which nobody reads. A model that is too large to be split is compared with
     itself in microbatches all the same."""
@@ -355,6 +359,8 @@ def test_they_are_refused_at_boost(pool: Pool, verify: Any) -> None:
         assert pool.run(boosted, 2, make=centred, verify=verify, **remedy) == [[], []]
 
 
+@pytest.mark.turns
+@pytest.mark.processes
 def test_what_is_warned_of_at_boost(pool: Pool) -> None:
     """Once, on the first rank."""
     for make, what in (

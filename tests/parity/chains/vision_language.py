@@ -3,7 +3,7 @@
 Text embeddings pass by the tower where they were made before it, and a tower's features by another tower.
 """
 
-from pipeshard.graph.dataflow import Chain
+from tests.parity.chains.chain import Chain
 
 EXPECTED = {
     # Image features take the place of placeholder tokens before the first text layer.
@@ -40,14 +40,10 @@ EXPECTED = {
     ): "gemma4",
     # Layers attend to the hidden states at the end of each block of layers before.
     Chain(
-        handed_on=("hidden states",),
-        beside=("embeddings", "image features", "hidden states after each block", ...),
+        handed_on=("hidden states",), beside=("embeddings", "image features", "hidden states after each block", ...)
     ): "inkling2",
     # The audio encoder's layers read its position bias.
     Chain(handed_on=("hidden states",), beside=("position bias",)): "phi4_multimodal",
     # Each layer reads the embeddings, and some the tokens' values.
-    Chain(
-        handed_on=("hidden states",),
-        beside=("token embeddings", "patch embeddings", "value embeddings"),
-    ): "neomme",
+    Chain(handed_on=("hidden states",), beside=("token embeddings", "patch embeddings", "value embeddings")): "neomme",
 }

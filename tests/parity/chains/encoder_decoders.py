@@ -3,7 +3,7 @@
 The encoder is a chain too, on its hidden states alone; cuts may lie in either of the two.
 """
 
-from pipeshard.graph.dataflow import Chain
+from tests.parity.chains.chain import Chain
 
 EXPECTED = {
     # Each decoder layer reads the encoder's output.
@@ -13,19 +13,16 @@ EXPECTED = {
     """,
     # The first layer of each side makes its position biases, and all hand them on.
     Chain(
-        handed_on=("hidden states", "position bias", "cross-attention bias"),
-        beside=("encoder output",),
+        handed_on=("hidden states", "position bias", "cross-attention bias"), beside=("encoder output",)
     ): "longt5 mt5 switch_transformers t5",
     # Encoder layers hand on global tokens.
     Chain(handed_on=("hidden states", "global tokens"), beside=("encoder output",)): "pegasus_x",
     # Each layer reads prompts of its own, which are made before the first.
     Chain(
-        handed_on=("hidden states",),
-        beside=("encoder output", "self-attention prompt", "cross-attention prompt"),
+        handed_on=("hidden states",), beside=("encoder output", "self-attention prompt", "cross-attention prompt")
     ): "mvp",
     # Any two models: what an encoder or decoder of its own kind reads.
     Chain(
-        handed_on=("hidden states", "position bias", "cross-attention bias"),
-        beside=("encoder output", ...),
+        handed_on=("hidden states", "position bias", "cross-attention bias"), beside=("encoder output", ...)
     ): "encoder-decoder",
 }

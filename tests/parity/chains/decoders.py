@@ -4,7 +4,7 @@ Masks and rotary embeddings are made anew on every stage, whatever the attention
 place a state space.
 """
 
-from pipeshard.graph.dataflow import Chain
+from tests.parity.chains.chain import Chain
 
 EXPECTED = {
     # Layer after layer on the hidden states alone.

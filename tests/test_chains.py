@@ -1,18 +1,42 @@
-"""Chain: what layers read, as declared and as traced."""
+"""Chains: what layers read, as the tables of tests/parity/chains say and as traced."""
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from pipeshard import trace
-from pipeshard.graph.dataflow import Chain, Dataflow, layers
+from pipeshard import Policy, trace
+from pipeshard.graph.dataflow import Dataflow
 from tests import zoo
+from tests.parity.chains import EXPECTED, FAMILIES, chain_of
+from tests.parity.chains.chain import Chain, layers
+
+# Model types that transformers 5.23 knows and 4.57 does not.
+ONLY_IN_5 = """
+afmoe audioflamingo3 axk1 axk2 bailing_hybrid beam canary cohere2_moe cohere_asr cohere_compass
+cohere_compass_text cosmos3_edge cosmos3_omni cwm deepseek_ocr2 deepseek_v32 deepseek_v4 dots3_note
+dots3_note_text emu3_text_model ernie4_5_vl_moe esmc eurobert exaone4_5 exaone_moe flint fun_asr_nano gemma4
+gemma4_text gemma4_unified gemma4_unified_text glm46v glm4_moe_lite glm5_next glm_moe_dsa glm_ocr glmasr glmga
+granite4_vision granite_docling granite_speech_plus granite_swa granitemoe_swa gte hrm_text hunyuan_vl hy_v3
+hy_v4 hyperclovax hyperclovax_vision_v2 inkling2 inkling2_text inkling_mm_model inkling_text internlm3
+iquestcoder jais2 jina_embeddings_v3 kimi_k25 kimi_linear kolibri1 laguna lfm2_moe lfm3 lfm3_vl lighton_ocr
+mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl minimax_m3_vl_text ministral3 mistral4 mistral_large4
+mllama_text_model modernvbert moss_transcribe_diarize muse_glimmer muse_spark musicflamingo musicgen_decoder
+musicgen_melody_decoder nanochat nemo_speechlm nemotron_h nemotron_h_omni neomme nomic_bert olmo_hybrid
+paddleocr_vl pi0 pp_chart2table pp_formulanet qianfan_ocr qwen2_5_omni_thinker qwen3_5 qwen3_5_moe
+qwen3_5_moe_text qwen3_5_text qwen3_asr qwen3_omni_moe_thinker qwen4_exp qwen4_exp_text solar_open step3p7
+t5gemma2 ultrabert ultravbert unlimited_ocr vibevoice vibevoice_asr video_llama_3 voxtral_realtime youtu zaya
+"""
 
 
 class Ladder(nn.Module):
@@ -119,3 +143,49 @@ def test_what_a_layer_keeps_for_itself_is_free() -> None:
     flow = traced(Chunked())
     assert any(value.call == 1 for value in flow.calls[3].reads.values)
     assert not Chain(("hidden states",)).mismatch(flow)
+
+
+# The tables
+
+
+def test_families_share_no_architecture() -> None:
+    names = Counter(name for family in FAMILIES for row in family.EXPECTED.values() for name in row.split())
+    assert names.keys() == EXPECTED.keys() and set(names.values()) == {1}
+
+
+def test_every_row_is_explained() -> None:
+    assert all(chain.handed_on[0] == "hidden states" for chain in EXPECTED.values())
+    for family in FAMILIES:
+        lines = Path(str(family.__file__)).read_text().splitlines()
+        explained = [above.strip()[:2] for above, line in itertools.pairwise(lines) if line.startswith("    Chain(")]
+        assert explained == ["# "] * len(family.EXPECTED)
+
+
+def test_model_types_exist() -> None:
+    missing = EXPECTED.keys() - CONFIG_MAPPING.keys()
+    assert missing <= set(ONLY_IN_5.split() if transformers.__version__ < "5" else ())
+    assert EXPECTED.keys() >= set(ONLY_IN_5.split())
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("labels", [True, False])
+def test_the_zoo_is_as_expected(name: str, labels: bool) -> None:
+    model, data = zoo.build(name), zoo.batch(name)
+    chain = chain_of(model)
+    if not labels:
+        ids = data.pop("labels")
+        data |= {"decoder_input_ids": ids.clamp(min=0)} if model.config.is_encoder_decoder else {}
+    for training in (True, False):
+        flow = trace(model.train(training), data, exact=True)
+        assert len(list(layers(flow))) >= 2
+        assert chain is not None and not chain.mismatch(flow)
+        assert sum(Policy(model, flow, 0, 3).stages) > 0
+
+
+def test_router_logits_are_no_surprise() -> None:
+    model = zoo.build("mixtral")
+    model.config.output_router_logits = True
+    flow = trace(model, zoo.batch("mixtral"), exact=True)
+    assert flow.loss is not None and any(flow.is_aside(value) for value in flow.loss.values)
+    chain = chain_of(model)
+    assert chain is not None and not chain.mismatch(flow)

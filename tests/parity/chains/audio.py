@@ -1,6 +1,6 @@
 """Audio: speech and music, as encoder-decoders, and as language models that hear."""
 
-from pipeshard.graph.dataflow import Chain
+from tests.parity.chains.chain import Chain
 
 EXPECTED = {
     # Audio features take the place of placeholder tokens before the first text layer.
@@ -21,12 +21,10 @@ EXPECTED = {
     """,
     # T5: the first layer of each side makes its position biases, and all hand them on.
     Chain(
-        handed_on=("hidden states", "position bias", "cross-attention bias"),
-        beside=("encoder output",),
+        handed_on=("hidden states", "position bias", "cross-attention bias"), beside=("encoder output",)
     ): "pop2piano",
     # Any two models: what an encoder or decoder of its own kind reads.
     Chain(
-        handed_on=("hidden states", "position bias", "cross-attention bias"),
-        beside=("encoder output", ...),
+        handed_on=("hidden states", "position bias", "cross-attention bias"), beside=("encoder output", ...)
     ): "speech-encoder-decoder",
 }

@@ -4,7 +4,7 @@ Router, experts and dispatch are inside a layer, so no token crosses a cut becau
 layer only with `output_router_logits=True`: aside, through the model's own hooks, to the loss.
 """
 
-from pipeshard.graph.dataflow import Chain
+from tests.parity.chains.chain import Chain
 
 EXPECTED = {
     # Layer after layer on the hidden states alone; router logits go to the loss, to no other layer.

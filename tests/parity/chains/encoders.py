@@ -1,6 +1,6 @@
 """Encoders: bidirectional text models with a masked language modelling or classification head."""
 
-from pipeshard.graph.dataflow import Chain
+from tests.parity.chains.chain import Chain
 
 EXPECTED = {
     # Layer after layer on the hidden states alone.
@@ -22,7 +22,6 @@ EXPECTED = {
     Chain(handed_on=("hidden states", "residual"), beside=("earlier residuals", ...)): "flaubert xlm",
     # The decoder reads the first block's result; masks are made from the embeddings.
     Chain(
-        handed_on=("hidden states",),
-        beside=("embeddings, or the last block's result", "the first block's result"),
+        handed_on=("hidden states",), beside=("embeddings, or the last block's result", "the first block's result")
     ): "funnel",
 }

@@ -3,7 +3,7 @@
 The stages of a hierarchy (swin, resnet) are cut inside; each of their lists is a chain of its own.
 """
 
-from pipeshard.graph.dataflow import Chain
+from tests.parity.chains.chain import Chain
 
 EXPECTED = {
     # Layer after layer on the hidden states or feature map alone.

@@ -1,0 +1,208 @@
+"""Smaller: a small copy of a large model is proven in its place, and what it cannot stand for is said."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from colossalai.booster import Booster
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from pipeshard import PipelinePlugin
+from pipeshard.batch.read import read_batch
+from pipeshard.config import PipelineConfig
+from pipeshard.engine.grad_sync import Bucket
+from pipeshard.verify.decide import is_known
+from pipeshard.verify.proof import DIFFERENT, EXACT, UNPROVEN, Large, Proof, prove
+from pipeshard.verify.reference import Copies
+from pipeshard.verify.smaller import Smaller, Unlike, smaller
+from tests.pool import Pool
+from tests.verify.test_mutations import summed_twice
+
+LARGE = Large("its weights are on meta", 8 * 2**20, fits=False)  # bytes
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 8}
+TEXT = {"vocab_size": 50_000, "num_hidden_layers": 24, "bos_token_id": 49_000, "eos_token_id": 49_001}
+
+
+class FirstAgain(LlamaForCausalLM):
+    """Adds what the first layer made, which no unit passes on: exact."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = first = self.model.layers[0](self.model.embed_tokens(input_ids), **self._places(input_ids))
+        for layer in self.model.layers[1:]:
+            x = layer(x, **self._places(input_ids))
+        logits = self.lm_head(self.model.norm(x + first))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    def _places(self, ids: Tensor) -> dict[str, Any]:
+        places = torch.arange(ids.shape[1])[None]
+        return {"position_embeddings": self.model.rotary_emb(torch.zeros(1), places), "position_ids": places}
+
+
+class Deep(nn.Module):
+    """Not of transformers: 24 layers in a list, every third one another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = [
+            nn.Linear(512, 512) if i % 3 else nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 512)) for i in range(24)
+        ]
+        self.layers, self.head = nn.ModuleList(kinds), nn.Linear(512, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = x + layer(x)
+        return {"loss": F.cross_entropy(self.head(x), y)}
+
+
+def on_meta(kind: Any, config: PretrainedConfig | None = None) -> Any:
+    with torch.device("meta"):
+        return (kind() if config is None else kind(config)).train()
+
+
+def batch(model: nn.Module, **others: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    if isinstance(model, Deep):
+        return {"x": torch.randn(8, 512), "y": torch.arange(8) % 5}
+    ids = torch.randint(0, 49_000, (8, 10))
+    return {"input_ids": ids, "labels": ids.clone(), **others}
+
+
+def proof_of(model: nn.Module, data: Any, optimizer: Any = None, large: Large = LARGE, **arguments: Any) -> Proof:
+    config = PipelineConfig(pp_size=2, num_microbatches=2, **arguments)
+    return prove(config, CPU, model, optimizer, None, read_batch(model, data), large=large)
+
+
+def copy_of(model: nn.Module, optimizer: Any = None, most: float = 8 * 2**20) -> Smaller:
+    make = next(smaller(Copies(model, None, optimizer, read_batch(model, batch(model))), 2, most, CPU))
+    return make()
+
+
+def test_what_a_copy_keeps() -> None:
+    model = on_meta(LlamaForCausalLM, LlamaConfig(**SIZES, **TEXT, tie_word_embeddings=True, attention_dropout=0.1))
+    model.tie_weights()
+    model.model.layers[0].requires_grad_(False)
+    model.model.norm.eval()
+    model.gradient_checkpointing_enable()
+    model.model.norm.register_forward_hook(doubled)
+    groups = [{"params": list(model.model.layers[i].parameters()), "lr": 0.1 * (i + 1)} for i in (1, 9)]
+    optimizer = torch.optim.AdamW([*groups, {"params": [model.lm_head.weight]}])
+    made = copy_of(model, optimizer)
+    own: Any = made.own.model
+    assert made.what == "4 of 24 layers, width 128 of 1024, 82 of 50000 tokens"
+    assert type(own) is LlamaForCausalLM and own.config.num_attention_heads == 2 and own.config.num_key_value_heads == 1
+    assert own.lm_head.weight is own.model.embed_tokens.weight and own.training and not own.model.norm.training
+    assert own.model.gradient_checkpointing and own.model.layers[0].self_attn.attention_dropout == 0.1
+    assert not any(p.requires_grad for p in own.model.layers[0].parameters()) and own.model.norm.weight.requires_grad
+    assert list(own.model.norm._forward_hooks.values()) == [doubled]
+    of_layer, of_head = made.own.optimizer.param_groups  # those of layer 9 have gone
+    assert of_layer["lr"] == 0.2 and of_layer["params"] == list(own.model.layers[1].parameters())
+    assert of_head["params"] == [own.lm_head.weight]
+    ids, given = made.own.sample.leaves[0], batch(model)["input_ids"]
+    assert ids.max() < 82 and torch.equal(ids[:, 1:] == ids[:, :-1], given[:, 1:] == given[:, :-1])
+    assert torch.equal(ids.flatten().argsort(stable=True), given.flatten().argsort(stable=True))
+    assert 0 <= own.config.bos_token_id < own.config.eos_token_id < 82 and model.config.eos_token_id == 49_001
+    assert len(model.model.layers) == 24 and all(p.is_meta for p in model.parameters())
+
+
+def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+def test_large_models_are_proven_on_copies() -> None:
+    moe = Qwen3MoeConfig(**SIZES, **TEXT, num_experts=64, num_experts_per_tok=4, moe_intermediate_size=256)
+    t5 = T5Config(d_model=512, d_ff=2048, num_heads=8, num_layers=12, num_decoder_layers=8, vocab_size=50_000)
+    t5.decoder_start_token_id = 0
+    adapted = get_peft_model(
+        on_meta(LlamaForCausalLM, LlamaConfig(**SIZES, **TEXT)), LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    )
+    classes = LlamaConfig(**SIZES, **TEXT, pad_token_id=3)
+    cases: dict[str, tuple[Any, dict[str, Tensor]]] = {
+        "width 128 of 1024": (on_meta(Qwen3MoeForCausalLM, moe), {}),
+        "4 of 12 layers, 4 of 8 layers, width 64 of 512": (on_meta(T5ForConditionalGeneration, t5), {}),
+        "4 of 24 layers, width 128": (adapted, {}),
+        "83 of 50000 tokens": (on_meta(LlamaForSequenceClassification, classes), {"labels": torch.arange(8) % 2}),
+        "4 of the 24 layers of layers": (on_meta(Deep), {}),
+    }
+    for what, (model, others) in cases.items():
+        trained = [p for p in model.parameters() if p.requires_grad]
+        proof = proof_of(model, batch(model, **others), torch.optim.AdamW(trained, lr=1e-3))
+        assert proof.kind == EXACT and what in proof.smaller, (what, proof)
+        assert proof.counts["gradients"] >= 28 and proof.counts["parameters"] >= 28
+
+
+def test_a_fault_is_seen_on_a_copy() -> None:
+    model = on_meta(FirstAgain, LlamaConfig(**SIZES, **TEXT, tie_word_embeddings=True))
+    model.tie_weights()
+    assert proof_of(model, batch(model)).kind == EXACT
+    with mock.patch.object(Bucket, "summed", summed_twice):
+        proof = proof_of(model, batch(model))
+    assert proof.kind == DIFFERENT and "embed_tokens" in proof.reason, proof
+
+
+def test_what_a_copy_does_not_stand_for() -> None:
+    config = LlamaConfig(**SIZES, **TEXT)
+    model, table = on_meta(LlamaForCausalLM, config), torch.ones(1024)
+    model.model.norm.register_forward_hook(lambda module, args, output: output * table)
+    with pytest.raises(Unlike, match=r"a hook of 'model.norm'"):
+        copy_of(model)
+    model = on_meta(LlamaForCausalLM, config)
+    model.model.norm = on_meta(lambda: nn.LayerNorm(1024))
+    with pytest.raises(Unlike, match=r"another module 'model.norm'"):
+        copy_of(model)
+    proof = proof_of(model, batch(model))
+    assert proof.kind == UNPROVEN
+    assert proof.reason.startswith("its weights are on meta; no smaller copy stands for it (a smaller LlamaForCausalLM")
+    with pytest.raises(Unlike, match="a smaller copy takes"):
+        copy_of(on_meta(LlamaForCausalLM, config), most=2**10)
+
+
+def boosted() -> list[str]:
+    """What boost says of a class that nobody has seen, on meta."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("pipeshard")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    config = LlamaConfig(**SIZES | {"hidden_size": 256}, **TEXT | {"num_hidden_layers": 8})
+    model = on_meta(FirstAgain, config)
+    data = batch(model)
+    booster = Booster(plugin=PipelinePlugin(pp_size=2, num_microbatches=2, dry_run_input=data, init_weights=True))
+    booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    logger.removeHandler(handler)
+    return [line for line in said if "proven" in line]
+
+
+def test_at_boost(pool: Pool) -> None:
+    # A model on meta was never proven, though it is for these that a pipeline exists.
+    [first, second] = pool.run(boosted, 2, timeout=120)
+    [line] = first
+    assert line.startswith("FirstAgain (a copy with 4 of 8 layers, width") and "was proven exact" in line
+    assert not second
+
+
+def test_known_are_the_classes_of_the_page() -> None:
+    config = LlamaConfig(
+        num_hidden_layers=1, hidden_size=32, intermediate_size=16, num_attention_heads=2, vocab_size=16
+    )
+    assert is_known(LlamaForCausalLM(config), None) and is_known(LlamaForSequenceClassification(config), None)
+    assert not is_known(FirstAgain(config), None)
+    assert not is_known(LlamaForTokenClassification(config), None)
