@@ -21,7 +21,7 @@ def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str
         config = dist.get_backend_config(group)
     except (TypeError, ValueError) as error:  # of torch, for a group that it does not know any more
         raise UsageError(
-            "the process group that this was boosted in is no more: torch.distributed.destroy_process_group() was "
+            "the process group of this boost was destroyed: torch.distributed.destroy_process_group() was "
             "called since. Boost the model in the new one, from the weights that were saved before"
         ) from error
     backends = dict(part.split(":") for part in config.split(","))
