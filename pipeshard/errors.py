@@ -50,6 +50,10 @@ class MessageError(PipeshardError, TypeError):
     """A value that cannot be sent to the other ranks."""
 
 
+class MessageSizeError(MessageError):
+    """A message of another size than the rank that receives it expects."""
+
+
 class VerificationError(PipeshardError, ArithmeticError):
     """A split model that is not the unsplit one: its loss, a gradient, or something else differs."""
 

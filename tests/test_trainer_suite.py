@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tests.pool import Pool
 from tests.trainer_suite import __main__ as suite
 from tests.trainer_suite.fleet import Fleet
 from tests.trainer_suite.summary import table, unexplained
+from tests.trainer_suite.worker import give_units
 
 ROOT = Path(__file__).parents[1]
 
@@ -194,7 +196,7 @@ def result(kind: str, trainers: int = 1) -> dict[str, Any]:
 
 def test_what_the_list_does_not_explain_is_told() -> None:
     """A test that fails and is not listed is a fault; one that is listed and passes has no place in the list."""
-    listed, case = "tests.trainer.test_trainer.TrainerIntegrationTest.test_accelerator_config_from_dict", "m.Case.test"
+    listed, case = "tests.trainer.test_trainer_data.AnotherClass.test_accelerator_config_from_dict", "m.Case.test"
     results = {
         listed: {0: result("passed"), 1: result("passed"), 2: result("refused")},
         f"{case}_bad": {0: result("passed"), 1: result("different"), 2: result("passed")},
@@ -214,3 +216,22 @@ def test_the_target_says_what_to_pass(
         monkeypatch.setattr(sys, "argv", ["suite", given])
         assert suite.main() == 2
         assert "pass TRANSFORMERS=<folder>" in capsys.readouterr().out
+
+
+def test_models_of_another_module_of_tests_get_units() -> None:
+    """transformers moved its toy models to trainer_test_utils.py, from which its tests import them: they had no units
+    there, and no test with two stages could train."""
+
+    class Toy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.a + self.b
+
+    Toy.__module__ = "tests.trainer.trainer_test_utils"
+    give_units(SimpleNamespace(Toy=Toy, __name__="tests.trainer.test_trainer_data"))
+    model = Toy()
+    assert [name for name, _ in model.named_children()] == ["unit_a", "unit_b"]
+    torch.testing.assert_close(model(torch.tensor(3.0)).item(), 7.0)

@@ -6,7 +6,7 @@ been written costs little, as it is still in the page cache; the ranks share it 
 
 Two jobs that save into one folder (a requeued one beside its zombie) would remove each other's saves under way, so the
 first rank locks the folder for as long as its model lives. The kernel gives such a lock back when a process ends,
-however it ends; forked children do not have it, and it holds over NFS.
+however it ends; forked children do not have it. NFS does not lock folders: there a file `.writer` is locked.
 
 It may be written in the background, from copies, by every rank its part:
 
@@ -15,6 +15,7 @@ It may be written in the background, from copies, by every rank its part:
     the first rank's thread           waits for all marks ──▶ manifest ──▶ the folder gets its name
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -134,25 +135,70 @@ def lock(parent: Path, owner: Any) -> None:
     key = str(parent.resolve())
     if key in _held:
         return
+    _held[key] = _locked(parent)
+    weakref.finalize(owner, lambda: os.close(_held.pop(key)))
+
+
+def _locked(parent: Path) -> int:
+    """A handle of the folder, which is locked."""
+    handle = os.open(parent, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return handle
+    except BlockingIOError as error:
+        who = _holder(handle)
+        os.close(handle)
+        raise _other_writer(parent, who) from error
+    except OSError:  # NFS locks files alone
+        os.close(handle)
+        return _locked_file(parent)
+
+
+def _locked_file(parent: Path) -> int:
+    """The lock in a file that is kept in the folder, where the file system does not lock folders."""
     handle = os.open(parent / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         who = os.pread(handle, 200, 0).decode(errors="replace").strip()
         os.close(handle)
-        raise CheckpointError(
-            f"{parent} is being written to by {who or 'another process'}: two jobs that save into one folder would "
-            "remove each other's states. End that one first, or save elsewhere"
-        ) from error
+        raise _other_writer(parent, who) from error
     except OSError:  # no locks here
         pass
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} of {socket.gethostname()}\n".encode(), 0)
-    _held[key] = handle
-    weakref.finalize(owner, lambda: os.close(_held.pop(key)))
+    return handle
 
 
-_held: dict[str, int] = {}  # of this process, by folder: to close any other handle of the file would give the lock back
+def _holder(handle: int) -> str:
+    """The process that has the lock of this folder, as the kernel knows it; "" if it does not tell."""
+    number = f":{os.fstat(handle).st_ino}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()  # "1: FLOCK ADVISORY WRITE <process> <device>:<inode> 0 EOF"
+            if "FLOCK" in fields and fields[5].endswith(number):
+                return f"process {fields[4]} of {socket.gethostname()}"
+    return ""
+
+
+def _other_writer(parent: Path, who: str) -> CheckpointError:
+    return CheckpointError(
+        f"{parent} is being written to by {who or 'another process'}: two jobs that save into one folder would "
+        "remove each other's states. End that one first, or save elsewhere"
+    )
+
+
+_held: dict[str, int] = {}  # of this process, by folder: to close any other handle of a file would give its lock back
+
+
+def _leave_locks() -> None:
+    """A forked child, which may outlive this process, does not keep its locks."""
+    for handle in _held.values():
+        os.close(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks)
 
 
 @dataclass

@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from pipeshard.errors import UsageError
+
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:
     """The global ranks of a group, in the group's own order."""
@@ -15,7 +17,14 @@ def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str
     """The backend of a group, or of the world, that moves the tensors of a device; "" if it has none."""
     if isinstance(group, LocalGroup):
         return "local"
-    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    try:
+        config = dist.get_backend_config(group)
+    except (TypeError, ValueError) as error:  # of torch, for a group that it does not know any more
+        raise UsageError(
+            "the process group of this boost was destroyed: torch.distributed.destroy_process_group() was "
+            "called since. Boost the model in the new one, from the weights that were saved before"
+        ) from error
+    backends = dict(part.split(":") for part in config.split(","))
     return backends.get(device.type, "")
 
 

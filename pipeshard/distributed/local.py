@@ -23,7 +23,7 @@ from pipeshard.distributed.groups import LocalGroup
 from pipeshard.distributed.mesh import Grid, Indices, MeshAxes, ProcessGroupMesh
 from pipeshard.distributed.p2p import P2P, Edge, edges_of
 from pipeshard.distributed.progress import Progress, running
-from pipeshard.errors import DeadlockError, MessageError
+from pipeshard.errors import DeadlockError, MessageSizeError
 from pipeshard.schedule.program import Action
 
 T = TypeVar("T")
@@ -288,7 +288,7 @@ class _Receipt(LocalWork):
             return True  # waited for before
         if message.shape != self._buffer.shape:
             sizes = f"{message.numel()} bytes, where {self._buffer.numel()} are expected"
-            raise MessageError(f"{self._waits_for} has {sizes}")
+            raise MessageSizeError(f"{self._waits_for} has {sizes}")
         self._buffer.copy_(message)
         return True
 

@@ -212,7 +212,7 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
     if couples:
         raise ConfigurationError(
             f"{name} does something else to parameters together than to each alone (a norm over all of them, an "
-            "estimate from all of them, random numbers, a list of its own beside its parameter groups), but each rank "
+            "estimate from all of them, random numbers, a list of parameters outside its groups), but each rank "
             "has a part of them only: let it keep what belongs to a parameter in self.state[parameter], use another "
             "optimizer (max_norm clips by the norm of the whole model), or pp_size=1 without zero_stage and fsdp"
         )

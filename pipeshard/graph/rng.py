@@ -230,12 +230,16 @@ class SharedDraws(DispatchMode):
         if all(map(torch.equal, before, torch_states())):
             return result  # attention without dropout is marked as if it drew
         for tensor in tree_leaves(result):
-            if self.is_whole:
-                self.whole.append(tensor.clone())
-            else:
-                tensor.copy_(part_of(self.whole[self.next], tensor.shape, self.rows))
-            self.next += 1
+            self.drawn(func, tensor)
         return result
+
+    def drawn(self, func: Any, tensor: Tensor) -> None:
+        """Give what an operator has just drawn its values."""
+        if self.is_whole:
+            self.whole.append(tensor.clone())
+        else:
+            tensor.copy_(part_of(self.whole[self.next], tensor.shape, self.rows))
+        self.next += 1
 
 
 def torch_states() -> list[Tensor]:

@@ -12,7 +12,7 @@ from pipeshard.config import PipelineConfig
 from pipeshard.distributed.local import LocalGrid, LocalWorld
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.optimizer import PipelineOptimizer
-from pipeshard.errors import DeadlockError, MessageError
+from pipeshard.errors import DeadlockError, MessageSizeError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.rng import Draws
 from pipeshard.split.partition import is_profile
@@ -89,7 +89,7 @@ class LocalPipeline:
         """Run `work` on all ranks. A deadlock, or a message of another size, raises Different."""
         try:
             return self.world.run(work)
-        except (DeadlockError, MessageError) as error:
+        except (DeadlockError, MessageSizeError) as error:
             raise Different(str(error)) from error
 
     def last(self, replica: int = 0) -> LocalRank:

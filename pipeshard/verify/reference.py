@@ -38,14 +38,12 @@ class Copies:
         Functions that carry something with them (hooks, lambdas) are copied with it: else all copies would write to
         the one dict of the user's. Raises what deepcopy raises for what cannot be copied.
         """
-        closures = {id(f): f for f in _closures(self.model, self.criterion, self.optimizer)}
-        memo: dict[int, Any] = {key: _hollow(function) for key, function in closures.items()}
-        memo |= {id(tensor): tensor.detach().clone() for tensor in _made(self.model)}
+        memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _made(self.model)}
+        closures = hollow(memo, self.model, self.criterion, self.optimizer)
         model, criterion = copy.deepcopy((self.model, self.criterion), memo)
-        _copy_hooks(self.model, model, memo)
-        for function in closures.values():
-            for mine, theirs in zip(memo[id(function)].__closure__, function.__closure__ or (), strict=True):
-                mine.cell_contents = copy.deepcopy(theirs.cell_contents, memo)
+        for old, new in zip(self.model.parameters(), model.parameters(), strict=True):
+            copy_hooks(old, new, memo)
+        fill(memo, closures)
         optimizer = None if self.optimizer is None else copied_optimizer(self.optimizer, memo)
         made = Copies(model, criterion, optimizer, copy.deepcopy(self.sample))
         for tensor in made._tensors():
@@ -79,6 +77,20 @@ class Copies:
         yield from self.foreign()
         for state in self.optimizer.state.values() if self.optimizer is not None else ():
             yield from (value for value in state.values() if isinstance(value, Tensor) and value.ndim)
+
+
+def hollow(memo: dict[int, Any], *owners: Any) -> list[types.FunctionType]:
+    """The closures of modules, a criterion and an optimizer, whose copies in the memo carry nothing yet."""
+    closures = list(_closures(*owners))
+    memo |= {id(function): _hollow(function) for function in closures}
+    return closures
+
+
+def fill(memo: dict[int, Any], closures: Sequence[types.FunctionType]) -> None:
+    """Copy what these carry into their copies."""
+    for function in closures:
+        for mine, theirs in zip(memo[id(function)].__closure__, function.__closure__ or (), strict=True):
+            mine.cell_contents = copy.deepcopy(theirs.cell_contents, memo)
 
 
 def _closures(*owners: Any) -> Iterator[types.FunctionType]:
@@ -123,14 +135,13 @@ def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:
     return [*(parameter._backward_hooks or {}).values(), *(later or {}).values()]
 
 
-def _copy_hooks(model: nn.Module, made: nn.Module, memo: dict[int, Any]) -> None:
-    """A copied parameter has lost its hooks, and the attributes that it was given."""
-    for old, new in zip(model.parameters(), made.parameters(), strict=True):
-        new.__dict__.update(copy.deepcopy(vars(old), memo))
-        for hook in (old._backward_hooks or {}).values():
-            new.register_hook(copy.deepcopy(hook, memo))
-        for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
-            new.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))
+def copy_hooks(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> None:
+    """Give a copied parameter, which has lost them, its hooks and the attributes that it was given."""
+    new.__dict__.update(copy.deepcopy(vars(old), memo))
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(copy.deepcopy(hook, memo))
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))
 
 
 def copied_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:

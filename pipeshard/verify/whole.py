@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
 from pipeshard.errors import summary
-from pipeshard.graph.rng import Randomness, SharedDraws, python_state, torch_states
-from pipeshard.private import BatchNorm, tree_leaves, tree_tensors
+from pipeshard.graph.rng import Randomness, SharedDraws, python_state
+from pipeshard.private import BatchNorm, tree_tensors
 from pipeshard.verify.compare import Results, gap, recorded, size
 from pipeshard.verify.local import Unproven
 from pipeshard.verify.reference import Copies, NoLoss, Reference, Weights
@@ -196,16 +196,9 @@ class WholeBatch:
             if k and way.apart:
                 _add_gradients(gradients, reference)
                 reference = self._reference(way)
-            typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
-            around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
-            randomness = Randomness(self.device)
             weight = replace(weights, shares=weights.shares[k : k + 1])
-            with self._steady(), randomness.step(WHOLE_SEED, 0):
-                randomness.at(0)
-                before = python_state()
-                with around:
-                    loss, outputs = reference.step([typed], weight, (WHOLE_SEED, 0), self.note)
-                self.drew_in_python |= before != python_state()
+            with self._run(way, batch, start, draws) as typed:
+                loss, outputs = reference.step([typed], weight, (WHOLE_SEED, 0), self.note)
             start += batch.rows
             total, dtype = total + float(loss), loss.dtype
             sizes.append([leaf.numel() for leaf in outputs_of(outputs[0])])
@@ -309,19 +302,27 @@ class WholeBatch:
         return "All units return the same: it begins after them, in the loss, or in the backward pass"
 
     def _record(self, batches: Sequence[Batch], into: Results, draws: SharedDraws) -> None:
-        start = 0
-        way = replace(self.way, apart=False)
+        start, way = 0, replace(self.way, apart=False)
         reference = self._reference(way)
-        with recorded(reference.model, list(self.units), into), self._steady():
+        with recorded(reference.model, list(self.units), into), torch.no_grad():
             for batch in batches:
-                typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
-                randomness = Randomness(self.device)
-                around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
-                with randomness.step(WHOLE_SEED, 0), torch.no_grad():
-                    randomness.at(0)
-                    with around:
-                        typed.call(reference.model)
+                with self._run(way, batch, start, draws) as typed:
+                    typed.call(reference.model)
                 start += batch.rows
+
+    @contextlib.contextmanager
+    def _run(self, way: RunMode, batch: Batch, start: int, draws: SharedDraws) -> Iterator[Batch]:
+        """Around a run of these samples, the first of which is number `start` of all: they are in the way's dtype, and
+        draw random numbers of their own."""
+        typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
+        around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
+        randomness = Randomness(self.device)
+        with self._steady(), randomness.step(WHOLE_SEED, 0):
+            randomness.at(0)
+            before = python_state()
+            with around:
+                yield typed
+            self.drew_in_python |= before != python_state()
 
 
 class _Norms(TorchFunctionMode):
@@ -347,21 +348,12 @@ class _Norms(TorchFunctionMode):
 class _Constant(SharedDraws):
     """Random numbers that are the same for all samples: the differences that are left are the model's own."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def drawn(self, func: Any, tensor: Tensor) -> None:
         name = str(func)
-        if func is torch.ops.aten.native_dropout.default:
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        before = torch_states()
-        result = func(*args, **(kwargs or {}))
-        if "attention" in name or torch.Tag.nondeterministic_seeded not in func.tags:
-            return result
-        if all(map(torch.equal, before, torch_states())):
-            return result
-        for tensor in tree_leaves(result):
+        if "attention" not in name:
             self.whole.append(tensor)
             kept = 1.0 if "bernoulli" in name or tensor.dtype is torch.bool else 0.5
             tensor.fill_(kept if tensor.is_floating_point() or tensor.dtype is torch.bool else 0)
-        return result
 
 
 def _draws_of(way: RunMode) -> SharedDraws:

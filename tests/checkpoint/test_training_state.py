@@ -312,7 +312,7 @@ def survivors(folders: list[Path]) -> list[Any]:
         step = load_training_state(folder, **training.parts)
         found.append((step, training.loader.batches, training.values))
         save_training_state(folder, 8, **training.parts, keep=1)
-        assert {path.name for path in folder.iterdir()} == {"step-00000008", ".writer"}, folder
+        assert {path.name for path in folder.iterdir()} == {"step-00000008"}, folder
     return found
 
 
@@ -432,7 +432,7 @@ def _full(*_: Any, **__: Any) -> None:
 def test_a_save_in_the_background_that_fails_is_told_by_the_next_on_every_rank(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(failing_in_the_background, 2, tmp_path)
     assert "stages [1] failed to write their part" in first[0] or "No space left" in first[0]
-    assert first[0] == second[0] and first[1] == [".writer"]
+    assert first[0] == second[0] and first[1] == []
 
 
 def flipped(file: Path, bit: int) -> None:
@@ -563,6 +563,21 @@ def test_a_second_job_is_kept_out_of_a_folder(pool: Pool, tmp_path: Path) -> Non
     assert newest_step(tmp_path) == 2
 
 
+def test_a_folder_is_locked_without_a_file_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's tool that lists output_dir met `.writer`. It is kept where a file system does not lock folders (NFS)."""
+    owner = Owner()
+    lock(tmp_path / "here", owner)
+    assert list((tmp_path / "here").iterdir()) == []
+
+    def unlockable(*_: Any) -> None:
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr("fcntl.flock", unlockable)
+    lock(tmp_path / "nfs", owner)
+    monkeypatch.undo()
+    assert [path.name for path in (tmp_path / "nfs").iterdir()] == [".writer"]
+
+
 def saving_at(folder: Path, seed: int, at: float) -> tuple[str, list[dict[str, torch.Tensor]]]:
     """Save three states from this time on, of which two are kept; what kept this job out, and what it has saved."""
     training, saved = Training("llama", seed), []
@@ -606,7 +621,7 @@ def test_of_two_jobs_that_begin_together_one_saves_and_loses_nothing(pool: Pool,
             (loser,) = (each for each in ranks if each is not winner)
             for refused, saved in loser:
                 assert "is being written to by process" in refused and saved == []
-            assert {path.name for path in folder.iterdir()} == {"step-00000002", "step-00000003", ".writer"}
+            assert {path.name for path in folder.iterdir()} == {"step-00000002", "step-00000003"}
             for step in (2, 3):
                 expected = joined([saved[step - 1] for _, saved in winner])
                 found = joined(pool.run(loading, 2, folder, step))

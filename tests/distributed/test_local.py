@@ -7,7 +7,7 @@ import torch
 
 from pipeshard.distributed.collectives import gather, gather_objects, share_scalar, share_value, sum_scalar
 from pipeshard.distributed.local import LocalGrid, LocalWorld
-from pipeshard.errors import DeadlockError, MessageError
+from pipeshard.errors import DeadlockError, MessageSizeError
 from pipeshard.graph.rng import Draws
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_a_message_of_another_size_is_an_error() -> None:
         else:
             p2p.receive(torch.empty(4, dtype=torch.uint8), 0).wait()
 
-    with pytest.raises(MessageError, match="a message of rank 0 has 8 bytes, where 4 are expected"):
+    with pytest.raises(MessageSizeError, match="a message of rank 0 has 8 bytes, where 4 are expected"):
         world.run(of_rank)
 
 

@@ -33,6 +33,8 @@ def made(how: Any) -> Any:
         return torch.ones(numbers[0], dtype=torch.bool)
     if kind == "randint":
         return torch.randint(numbers[0], max(numbers[1], numbers[0] + 1), numbers[2])
+    if kind == "arange":
+        return torch.arange(numbers[0]).expand(numbers[1])
     if kind == "value":
         return torch.tensor(numbers[0], dtype=DTYPES[numbers[1]])
     if kind in ("list", "tuple"):

@@ -89,7 +89,7 @@ SMALL: dict[str, tuple[str, int, dict[str, Any]]] = {
     "regnet": ("regnetx_002", 32, {}),
     "repghost": ("repghostnet_050", 32, {"drop_rate": 0.0}),
     "repvit": ("repvit_m0_9", 64, {}),
-    "res2net": ("res2net50_14w_8s", 32, {}),
+    "res2net": ("res2net50_14w_8s", 64, {}),
     "resnest": ("resnest14d", 32, {}),
     "resnet": ("resnet18", 32, {}),
     "resnetv2": ("resnetv2_18", 32, {}),

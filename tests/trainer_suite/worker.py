@@ -32,6 +32,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "tests.trainer."
 MADE = 0  # Trainers that the current test has constructed
 
 
@@ -142,7 +143,7 @@ def load(checkout: Path) -> tuple[list[Any], dict[str, str]]:
     modules, broken = [], {}
     for path in sorted((checkout / "tests" / "trainer").glob("test_*.py")):
         try:
-            modules.append(importlib.import_module(f"tests.trainer.{path.stem}"))
+            modules.append(importlib.import_module(f"{PACKAGE}{path.stem}"))
         except Exception as error:
             broken[path.stem] = f"{type(error).__name__}: {error}"
     return modules, broken
@@ -179,13 +180,14 @@ def expect_own_files(module: Any) -> None:
 
 
 def give_units(module: Any) -> None:
-    """Let each toy model with root parameters `a` and `b` hold them in two units, so that it can be cut.
+    """Let each toy model with root parameters `a` and `b` hold them in two units, so that it can be cut; a module of
+    tests may have its models from another one.
 
     Its forward stays: `x * self.a + self.b` calls the units. Outside of forward `model.a` is the number, which every
     rank gets from the stage that holds it.
     """
     for kind in list(vars(module).values()):
-        is_model = isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__ == module.__name__
+        is_model = isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__.startswith(PACKAGE)
         if is_model and {"a", "b"} <= set(kind.__init__.__code__.co_names) and "units" not in vars(kind):
             _wrap(kind)
 
