@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipeshard import PipelinePlugin
 from pipeshard.batch.batch import Batch
@@ -131,6 +132,8 @@ def in_place_of_processes() -> Iterator[None]:
         for name in ("grid", "stage_manager"):  # Python 3.11 has a lock around them, while ranks wait for each other
             stack.enter_context(mock.patch.object(vars(PipelinePlugin)[name], "lock", nullcontext(), create=True))
         stack.enter_context(mock.patch.object(ProcessGroupMesh, "along", needs_processes))
+        stack.enter_context(mock.patch.object(DeviceMesh, "__init__", needs_processes))
+        stack.enter_context(mock.patch.object(dist.distributed_c10d, "_new_group_with_tag", needs_processes))
         stack.enter_context(mock.patch("pipeshard.plugin.constructing", nullcontext))  # it counts a process's calls
         stack.enter_context(mock.patch("pipeshard.plugin.watch_world", lambda *_: None))
         stack.enter_context(mock.patch("pipeshard.engine.engine.trace", Traces()))

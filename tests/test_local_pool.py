@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from pipeshard.distributed import local as local_world
 from pipeshard.graph.trace import trace
@@ -99,13 +100,17 @@ def need(kind: str) -> bool:
         if dist.get_rank() == 0:
             raise ValueError("the other one waits")
         dist.barrier()
+    if kind == "mesh":
+        init_device_mesh("cpu", (2,))
+    if kind == "group":
+        dist.new_group([0, 1])
     if kind == "monkeypatch":
         pytest.MonkeyPatch().setattr(Place, "name", "")
     Split(zoo.build("gpt2", layers=2), 2, zoo.batch("gpt2"), num_microbatches=2, p2p="isend")
     return False
 
 
-@pytest.mark.parametrize("kind", ["waits", "monkeypatch", "isend"])
+@pytest.mark.parametrize("kind", ["waits", "mesh", "group", "monkeypatch", "isend"])
 def test_what_needs_processes_gets_them(threads: LocalPool, kind: str) -> None:
     assert threads.run(need, 2, kind) == [True, True]
 
