@@ -162,6 +162,8 @@ mypy: setup
 test: ruff
 	@$(MAKE) --no-print-directory --jobs=2 mypy pytest
 
+# Tests start many processes, each of which would compile pipeshard where no bytecode may be written.
+pytest: export PYTHONDONTWRITEBYTECODE =
 pytest: setup
 	@echo "test: pytest"
 	@$(PYTEST)

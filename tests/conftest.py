@@ -4,6 +4,7 @@ import os
 import signal
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -38,11 +39,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if marker := item.get_closest_marker("sampled"):
             cases[item.nodeid.partition("[")[0], *marker.args].append(item)
-    kept = {item for (_, count), of_test in cases.items() for item in drawn(of_test, count)}
+    kept = {item for (_, count), of_test in cases.items() for item in drawn(of_test, count, kind_of)}
     left = [item for of_test in cases.values() for item in of_test if item not in kept]
     left += [] if ALL or any("::" in argument for argument in config.args) else waiting_of({*items} - {*left})
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in left]
+
+
+def kind_of(item: pytest.Item) -> Any:
+    """What `@pytest.mark.sampled(n, kind=function)` makes of a case's parameters."""
+    marker = item.get_closest_marker("sampled")
+    kind = marker.kwargs.get("kind") if marker else None
+    return kind(**item.callspec.params) if kind else None  # type: ignore[attr-defined]
 
 
 def waiting_of(items: Collection[pytest.Item]) -> list[pytest.Item]:

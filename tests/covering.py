@@ -7,8 +7,8 @@ import os
 import random
 import subprocess
 import zlib
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,9 +50,17 @@ def sample(cases: Sequence[T], count: int, seed: int) -> list[T]:
     return [cases[k] for k in sorted(random.Random(seed).sample(range(len(cases)), min(count, len(cases))))]
 
 
-def drawn(cases: Sequence[T], count: int) -> list[T]:
-    """Some of the cases. In `make exact`: all of them."""
-    return list(cases) if ALL else sample(cases, count, SEED)
+def drawn(cases: Sequence[T], count: int, kind: Callable[[T], Any] | None = None) -> list[T]:
+    """Some of the cases, and one of each `kind` at least. In `make exact`: all of them."""
+    if ALL or count >= len(cases):
+        return list(cases)
+    of_kind: dict[Any, list[int]] = defaultdict(list)
+    for k, case in enumerate(cases):
+        of_kind[kind(case) if kind else None].append(k)
+    chosen = {sample(places, 1, SEED)[0] for places in of_kind.values()}
+    rest = [k for k in range(len(cases)) if k not in chosen]
+    chosen.update(sample(rest, max(0, count - len(chosen)), SEED))
+    return [cases[k] for k in sorted(chosen)]
 
 
 def covering(*factors: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from unittest import mock
 
-from tests.covering import covering, one_in, waiting
+from tests.covering import covering, drawn, one_in, waiting
 
 
 def test_every_pair_occurs_in_few_cases() -> None:
@@ -46,3 +46,15 @@ def test_the_seed_draws() -> None:
         one = [name for name in names if one_in(4, name)]
     with mock.patch("tests.covering.SEED", 2):
         assert one != [name for name in names if one_in(4, name)] and 200 < len(one) < 300
+
+
+def test_one_of_each_kind_is_drawn() -> None:
+    """The one case of a kind of which all others have many was left out by most seeds."""
+    cases = [*range(100), -1]
+    with mock.patch("tests.covering.ALL", False):
+        for seed in range(10):
+            with mock.patch("tests.covering.SEED", seed):
+                few = drawn(cases, 10, lambda case: case < 0)
+                assert len(few) == 10 and -1 in few and few == sorted(few, key=cases.index)
+                assert len(drawn(cases, 10, lambda case: case % 20)) == 20
+        assert drawn(cases, 200) == cases

@@ -24,6 +24,14 @@ def outcome(name: str) -> tuple[str, list[str]]:
         return f"{type(error).__module__}.{type(error).__name__}: {error}", []
 
 
+def mechanism(name: str) -> tuple[object, ...]:
+    """What a case has beside a model: cases are drawn so that each of these occurs."""
+    case: Case = CASES[name]
+    functions = case.prepare, case.between, case.criterion
+    return bool(case.refused), case.optimizer, *(function is None for function in functions), *sorted(case.options)
+
+
+@pytest.mark.sampled(45, kind=mechanism)
 @pytest.mark.parametrize("name", CASES)
 def test_hunted(pool: Pool, name: str) -> None:
     case: Case = CASES[name]

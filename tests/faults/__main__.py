@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace, folder: Path, console: Console) -> int:
     if undisturbed.rank is not None:
         return job.run(undisturbed, folder)
     if not ended_well(undisturbed):
-        console.print("the run without a fault failed:\n" + undisturbed.text(0))
+        console.print("the run without a fault failed:\n" + undisturbed.text(0), markup=False)
         return 1
     digests, results, bad = read_digests(folder), [], 0
     for case, mechanism in chosen(arguments):
