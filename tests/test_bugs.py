@@ -60,7 +60,7 @@ BUGS: dict[str, str] = {
     "tests/graph/test_taint.py::test_addresses_are_kept_and_no_memory": (
         "All activations of a model at once were alive on a GPU until a trace ended."
     ),
-    "tests/graph/test_chain.py::test_what_a_layer_keeps_for_itself_is_free": (
+    "tests/test_chains.py::test_what_a_layer_keeps_for_itself_is_free": (
         "A chunk padded with the end of the one before (VibeVoice) was refused."
     ),
     "tests/test_package.py::test_a_number_on_meta_is_an_error": (
