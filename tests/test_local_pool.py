@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 import sys
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -115,18 +116,22 @@ def test_what_needs_processes_gets_them(threads: LocalPool, kind: str) -> None:
     assert threads.run(need, 2, kind) == [True, True]
 
 
-def test_what_is_no_trace_of_this_model_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Boost traces once for all ranks, unless their models differ."""
-    traced: list[int] = []
+def traces() -> tuple[list[str], list[int]]:
+    """How three ranks of a local world end, and which of them have traced."""
+    by: list[int] = []
 
-    def counted(*args: object, **kwargs: object) -> object:
-        traced.append(dist.get_rank())
-        return trace(*args, **kwargs)  # type: ignore[arg-type]
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        by.append(dist.get_rank())
+        return trace(*args, **kwargs)
 
-    monkeypatch.setattr(local, "trace", counted)
-    ended = local.outcomes(pickle.dumps((trained, (), {})), 3)
-    assert [(outcome.kind, outcome.value) for outcome in ended] == [("returned", [])] * 3, ended
-    assert traced == [2]  # the last to come to a collective call goes on first
+    with mock.patch("tests.local.trace", counted):
+        ended = local.outcomes(pickle.dumps((trained, (), {})), 3)
+    return [outcome.message or str(outcome.value) for outcome in ended], by
+
+
+def test_boost_traces_once_for_all_ranks(workers: Pool) -> None:
+    """The last rank to come to a collective call goes on first."""
+    assert workers.run(traces, 1) == [(["[]"] * 3, [2])]
 
 
 def trained() -> list[str]:
