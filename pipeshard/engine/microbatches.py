@@ -123,8 +123,11 @@ class RouteCache:
         """`plan` for several batches one behind the other, the losses of which are added, each times `weight`; `found`
         is what `find` has returned for them."""
         weight *= 1.0 if self.weight is None else self.weight
-        self._look(criterion)
-        known = found.ways if found is not None and found.state == self._state else [None] * len(cut)
+        if found is None:
+            self._look(criterion)
+        else:
+            self._state = found.state  # nothing of the user's has run since
+        known = found.ways if found is not None else [None] * len(cut)
         plans = [self.plan(batches, criterion, outputs, exact_loss, ways) for batches, ways in zip(cut, known)]
         stages = [[microbatch for plan in plans for microbatch in plan[k]] for k in range(len(plans[0]))]
         return [[replace(part, share=part.share * weight) for part in parts] for parts in stages]

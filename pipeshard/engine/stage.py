@@ -242,8 +242,9 @@ class Stage:
         self.deferral.end()
         if self.deferral.whole:
             self.deferral.finish(self.pending.pop(i))
-        self._refuse_lost(i, saved.others)
-        if pairs or not self.is_last:
+        if saved.others:
+            self._refuse_lost(i, saved.others)
+        if saved.entered and (pairs or not self.is_last):
             self._note_reached(i, saved.entered, [edge for edge, _ in pairs])
         self.remaining -= 1
         if not self.remaining:
@@ -267,15 +268,17 @@ class Stage:
     def _note_reached(self, i: int, entered: Sequence[Tensor], roots: Sequence[GradientEdge]) -> None:
         """Note what has got a gradient of microbatch i, and for what a backward of the model's own returned None."""
         route = self.microbatches[i].route
-        flow = route.flow
+        flow, missing = route.flow, []
         self._flows[id(flow)] = flow  # as long as its id is looked for
-        missing = [tensor for tensor in entered if tensor.grad is None]
-        nodes = _leading_from(roots) if missing else set()
         for value, tensor in zip(route.enters.gradients, entered, strict=True):
             place = id(flow), value
-            self.reached[place] = self.reached.get(place, False) or tensor.grad is not None
-            if tensor.grad is None and get_gradient_edge(tensor).node in nodes:
-                self.dropped.add(place)
+            if tensor.grad is not None:
+                self.reached[place] = True
+            else:
+                self.reached.setdefault(place, False)
+                missing.append((place, tensor))
+        nodes = _leading_from(roots) if missing else set()
+        self.dropped.update(place for place, tensor in missing if get_gradient_edge(tensor).node in nodes)
 
     def _refuse_none(self) -> None:
         """Refuse a step in which something gets no gradient at all: its stage would get zeros from here, by which some

@@ -259,6 +259,11 @@ class Replay:
 
     def _checked(self, step: Step, result: Any, run: Run, arguments: Any) -> list[Any]:
         """The leaves of a held unit's result; TraceError where they are not of the kinds that the trace has seen."""
+        kind = step.tensor
+        if kind is not None and isinstance(result, Tensor) and result.dtype is kind.dtype:
+            is_alike = kind.requires_grad or not result.requires_grad
+            if is_alike:
+                return [result]  # as almost always, and at once
         tree = step.parts[0].tree
         if tree.is_leaf() and isinstance(result, Tensor):
             leaves = [result]

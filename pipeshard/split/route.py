@@ -172,7 +172,7 @@ class Step:
     its spec or constant; else a constant, the Value that was received, or a Blank. `plain` is a replayed unit that
     nothing leaves but its result, one tensor. Of a held unit, `keeps` are the leaves that later stages or the boundary
     need, `modules` the ones inside it that make some of them, `places` where it leaves others; `again` is one that runs
-    again in its backward.
+    again in its backward, and `tensor` what one returns that returns a tensor.
     """
 
     unit: str
@@ -185,6 +185,7 @@ class Step:
     modules: frozenset[str] = frozenset()
     places: tuple[Source, ...] = ()
     again: bool = False
+    tensor: TensorSpec | None = None
 
     @property
     def aside(self) -> bool:
@@ -291,6 +292,7 @@ def _held_step(flow: Dataflow, index: int, leaving: Container[Value], again: boo
         modules=frozenset(source.module for source in sources) - {""},
         places=tuple(source for source in sources if source.place),
         again=again,
+        tensor=call.leaves[0] if call.parts[0].tree.is_leaf() and isinstance(call.leaves[0], TensorSpec) else None,
     )
 
 

@@ -152,8 +152,8 @@ def timed() -> Iterator[list[float]]:
 
     with contextlib.ExitStack() as stack:
         for owner, name in GUARDS:
-            guard = vars(owner)[name]
-            timed_guard = property(timing(guard.fget)) if isinstance(guard, property) else timing(guard)
+            guard: Any = vars(owner)[name]
+            timed_guard = property(timing(guard.fget)) if type(guard) is property else timing(guard)
             stack.enter_context(mock.patch.object(owner, name, timed_guard))
         yield spent
 
