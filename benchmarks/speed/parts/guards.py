@@ -153,7 +153,8 @@ def timed() -> Iterator[list[float]]:
     with contextlib.ExitStack() as stack:
         for owner, name in GUARDS:
             guard: Any = vars(owner)[name]
-            timed_guard = property(timing(guard.fget)) if type(guard) is property else timing(guard)
+            is_property = isinstance(vars(owner)[name], property)
+            timed_guard = property(timing(guard.fget)) if is_property else timing(guard)
             stack.enter_context(mock.patch.object(owner, name, timed_guard))
         yield spent
 
