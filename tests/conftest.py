@@ -3,7 +3,7 @@
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -30,6 +30,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         _pool.prepare()
 
 
+@pytest.hookimpl(trylast=True)  # after those that are deselected by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep as many cases of a test as `@pytest.mark.sampled(n)` says, and of the tests marked `turns` those whose turn
     it is, unless they are asked for by name."""
@@ -40,9 +41,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marker := item.get_closest_marker("sampled"):
             cases[item.nodeid.partition("[")[0], *marker.args].append(item)
     kept = {item for (_, count), of_test in cases.items() for item in drawn(of_test, count, kind_of)}
-    left = [item for of_test in cases.values() for item in of_test if item not in kept]
-    left += [] if ALL or any("::" in argument for argument in config.args) else waiting_of({*items} - {*left})
-    config.hook.pytest_deselected(items=left)
+    left = {item for of_test in cases.values() for item in of_test if item not in kept}
+    if not ALL and not any("::" in argument for argument in config.args):
+        left.update(waiting_of([item for item in items if item not in left]))
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]
 
 
@@ -53,7 +55,7 @@ def kind_of(item: pytest.Item) -> Any:
     return kind(**item.callspec.params) if kind else None  # type: ignore[attr-defined]
 
 
-def waiting_of(items: Collection[pytest.Item]) -> list[pytest.Item]:
+def waiting_of(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Those marked `turns` whose turn it is not."""
     taking = {item.nodeid: str(item.path) for item in items if item.get_closest_marker("turns")}
     left = waiting(taking, {str(item.path) for item in items if item.nodeid not in taking}, TURNS)
