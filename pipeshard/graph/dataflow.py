@@ -165,18 +165,31 @@ class Dataflow:
         return bool(self.calls) and self.calls[-1].is_cut
 
     @cached_property
-    def receiving(self) -> frozenset[Value]:
-        """The values that get a gradient of the loss; one that only integers or frozen units are made of gets none."""
-        found = set(self.differentiated)
+    def returning(self) -> tuple[frozenset[Value], ...]:
+        """For each call, and last for the loss, the values that get a gradient of the loss from it; one that only
+        integers or frozen units are made of gets none."""
+        returning = [self._trained(self.differentiated)]
+        found = set(returning[0])
         hidden = set(self.loss.hidden if self.loss is not None else ())
         sealed = min(hidden, default=len(self.calls))
         for index in range(len(self.calls) - 1, -1, -1):
-            made = {value for value in found if value.call == index and self.spec(value).requires_grad}
+            made = {value for value in found if value.call == index}
             of_leaves, seen = self.calls[index].differentiated, index in hidden or index >= sealed
+            of_call: frozenset[Value] = frozenset()
             if made or seen:
-                found.update(*(of_leaves if seen else (of_leaves[value.leaf] for value in made)))
+                of_call = of_call.union(*(of_leaves if seen else (of_leaves[value.leaf] for value in made)))
                 hidden |= self.calls[index].reads.hidden
-        return frozenset(value for value in found if self.spec(value).requires_grad)
+            returning.append(self._trained(of_call))
+            found |= returning[-1]
+        return (*reversed(returning[1:]), returning[0])
+
+    def _trained(self, values: frozenset[Value]) -> frozenset[Value]:
+        return frozenset(value for value in values if self.spec(value).requires_grad)
+
+    @cached_property
+    def receiving(self) -> frozenset[Value]:
+        """The values that get a gradient of the loss."""
+        return frozenset().union(*self.returning)
 
     def spec(self, value: Value) -> TensorSpec:
         spec: TensorSpec = self.calls[value.call].leaves[value.leaf]

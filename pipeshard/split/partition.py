@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self, TypeGuard
 
@@ -231,9 +231,10 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
     """What crosses into each stage (nothing into stage 0).
 
     A value crosses every boundary between the stage of its call and that of its last reader, the last stage being
-    that of the loss, and of the outputs if they are wanted. A gradient returns for values that get one of the loss.
+    that of the loss, and of the outputs if they are wanted. A gradient returns for values that get one of the loss from
+    a reader there, or behind.
     """
-    everything, loss = flow.needed(outputs), flow.needed(False)
+    everything = flow.needed(outputs)
     readers = [(f"unit {call.unit}", call.reads, stage) for call, stage in zip(flow.calls, stages)]
     for name, use, stage in [*readers, ("the loss or an output that is asked for", everything, num_stages - 1)]:
         for maker in use.hidden:
@@ -247,20 +248,26 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
         if stages[first] != stages[last]:
             raise TraceError(f"in this mode, or with this batch, {_recomputed_together(flow, first, last)}")
     live = live_values(flow, stages, num_stages, everything)
-    wanted = live if not outputs else live_values(flow, stages, num_stages, loss)
-    returning = [values & flow.receiving for values in wanted]
+    returning = _crossing(zip(flow.returning, [*stages, num_stages - 1], strict=True), stages, num_stages)
     return [Boundary(tuple(sorted(live[s])), tuple(sorted(returning[s]))) for s in range(num_stages)]
 
 
 def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Reads) -> list[set[Value]]:
     """The values that cross into each stage; `final` is what the end of the last one reads."""
-    live: list[set[Value]] = [set() for _ in range(num_stages)]
     readers = [(call.reads.values, stage) for call, stage in zip(flow.calls, stages, strict=True)]
-    for values, reader in [*readers, (final.values, num_stages - 1)]:
+    return _crossing([*readers, (final.values, num_stages - 1)], stages, num_stages)
+
+
+def _crossing(
+    readers: Iterable[tuple[Iterable[Value], int]], stages: Sequence[int], num_stages: int
+) -> list[set[Value]]:
+    """The values that cross into each stage, where each of the readers, on its stage, takes some."""
+    crossing: list[set[Value]] = [set() for _ in range(num_stages)]
+    for values, reader in readers:
         for value in values:
             for stage in range(stages[value.call] + 1, reader + 1):
-                live[stage].add(value)
-    return live
+                crossing[stage].add(value)
+    return crossing
 
 
 PARTITIONS = ("auto", "uniform", "parameters", "profile", "profile:PATH", "type:REGEX")
