@@ -60,6 +60,15 @@ class Both(Two):
         return First.apply(x, second.detach()) + second
 
 
+class OnOneSide(Two):
+    """Gets a gradient before the cut, and none after it."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x, second = self.layers[0](x)
+        x = self.layers[2](self.layers[1](x + second))
+        return self.layers[3](x + second.detach())
+
+
 class InLoss(Two):
     def join(self, x: Tensor, second: Tensor) -> Tensor:
         self.second = second
@@ -135,6 +144,9 @@ CASES: dict[str, Case] = {
     "read under no_grad": detached(WithoutGrad, "The same under torch.no_grad."),
     "detached for a function": detached(ByFunction, "The same as an argument of a torch.autograd.Function."),
     "detached, and not": detached(Both, "Where another reader gives it a gradient, that is sent back."),
+    "detached on one side": detached(
+        OnOneSide, "What gets a gradient on its own stage, and is only read by the next one, was refused."
+    ),
     "detached in the loss": detached(InLoss, "The same by the loss."),
     "detached by layers that share a dict": detached(
         Shares, "The same by a layer that reads it in a dict which all layers share."
