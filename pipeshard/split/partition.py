@@ -249,7 +249,7 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
             raise TraceError(f"in this mode, or with this batch, {_recomputed_together(flow, first, last)}")
     live = live_values(flow, stages, num_stages, everything)
     returning = _crossing(zip(flow.returning, [*stages, num_stages - 1], strict=True), stages, num_stages)
-    return [Boundary(tuple(sorted(live[s])), tuple(sorted(returning[s]))) for s in range(num_stages)]
+    return [Boundary(tuple(sorted(live[s])), tuple(sorted(live[s] & returning[s]))) for s in range(num_stages)]
 
 
 def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Reads) -> list[set[Value]]:
