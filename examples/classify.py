@@ -79,24 +79,17 @@ def run(args: argparse.Namespace, console: Console) -> None:
     from timm.scheduler import CosineLRScheduler
 
     from digits import images
-    from pipeshard import Engine, PipelinePlugin, to_sequential
+    from loop import make_booster
+    from pipeshard import to_sequential
 
     training, held_out = images().divided(HELD_OUT)
-    plugin = PipelinePlugin(
-        pp_size=args.pp,
-        dp_size=args.dp,
-        num_microbatches=args.microbatches,
-        schedule=args.schedule,
-        num_model_chunks=2 if args.schedule == "interleaved" else 1,
-        max_norm=1.0,
-    )
-    dataloader = plugin.prepare_dataloader(
+    engine = make_booster(args)
+    dataloader = engine.plugin.prepare_dataloader(
         training, batch_size=args.batch_size, shuffle=True, seed=0, drop_last=True, collate_fn=Mixed(args.mixup)
     )
     model = timm.create_model(**MODEL)
     average = copy.deepcopy(model)  # as timm's ModelEmaV3 does; two models in one pipeline, of which one is trained
     optimizer = create_optimizer_v2(model, "adamw", lr=args.lr, weight_decay=0.05, layer_decay=args.layer_decay)
-    engine = Engine(plugin)
     average, *_ = engine.boost(average, None, soft_cross_entropy, dataloader)
     model, optimizer, criterion, dataloader, _ = engine.boost(model.train(), optimizer, soft_cross_entropy, dataloader)
     schedule = CosineLRScheduler(optimizer, args.steps, warmup_t=args.steps // 10, warmup_lr_init=args.lr / 100)

@@ -129,21 +129,14 @@ def train(
     args: argparse.Namespace, console: Console, model: "Step", captions: Sequence[Caption], steps: int
 ) -> tuple["Step", list[float]]:
     """The model after so many steps in a pipeline, whole again on every rank, and the loss of each step."""
-    from pipeshard import Engine, PipelinePlugin, to_sequential
+    from loop import make_booster
+    from pipeshard import to_sequential
 
-    plugin = PipelinePlugin(
-        pp_size=args.pp,
-        dp_size=args.dp,
-        num_microbatches=args.microbatches,
-        schedule=args.schedule,
-        num_model_chunks=2 if args.schedule == "interleaved" else 1,
-        max_norm=1.0,
-    )
+    engine = make_booster(args)
     samples = Samples(captions, steps * args.batch_size * args.dp)
-    dataloader = plugin.prepare_dataloader(samples, batch_size=args.batch_size)
+    dataloader = engine.plugin.prepare_dataloader(samples, batch_size=args.batch_size)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=steps)
-    engine = Engine(plugin)
     boosted, optimizer, criterion, dataloader, scheduler = engine.boost(
         model, optimizer, returned, dataloader, scheduler
     )

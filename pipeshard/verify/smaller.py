@@ -7,7 +7,7 @@ of layer, two layers for each stage, ties, adapters, hooks, and what is trained.
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,7 +59,7 @@ def smaller(given: Copies, stages: int, most: float, device: torch.device) -> It
         for fewer_layers, fewer_tokens in ((True, True), (True, False), (False, True), (False, False)):
             for factor in divisors:
                 yield partial(_from_config, given, stages, most, device, fewer_layers, fewer_tokens, factor)
-    yield partial(_shortened, given, stages, most, device)
+    yield partial(_shortened, given, stages, most)
 
 
 def _from_config(
@@ -77,11 +77,11 @@ def _from_config(
     ]
     kind: Any = type(model)
     with torch.device("meta"):
-        _refuse_large(kind._from_config(copy.deepcopy(config)), most)
+        _refuse_large(kind._from_config(copy.deepcopy(config)).parameters(), most)
     with torch.device(device):
         built = kind._from_config(config, dtype=torch.float32)
         built = _with_adapters(given.model, built) if prefix else built
-    _refuse_large(built, most)
+    _refuse_large(built.parameters(), most)
     _check_alike(given.model, built)
     memo = _memo(given.model, built)
     closures = hollow(memo, given.model, given.criterion, given.optimizer)
@@ -102,10 +102,10 @@ def _with_adapters(model: Any, base: nn.Module) -> nn.Module:
     return made
 
 
-def _refuse_large(model: nn.Module, most: float) -> None:
-    needed = 4 * sum(parameter.numel() for parameter in model.parameters())
+def _refuse_large(parameters: Iterable[nn.Parameter], most: float, copied: str = "a smaller copy") -> None:
+    needed = 4 * sum(parameter.numel() for parameter in parameters)
     if needed > most:
-        raise Unlike(f"a smaller copy takes {needed / 2**30:.1f} GiB")
+        raise Unlike(f"{copied} takes {needed / 2**30:.1f} GiB")
 
 
 def _ids(given: Copies, config: Any) -> Tensor | None:
@@ -140,7 +140,7 @@ def _renumbered(given: Copies, ids: Tensor) -> Batch:
     return given.sample.map(renumber)
 
 
-def _shortened(given: Copies, stages: int, most: float, device: torch.device) -> Smaller:
+def _shortened(given: Copies, stages: int, most: float) -> Smaller:
     """The model itself with the first layers of its lists alone."""
     lists: dict[nn.ModuleList, int] = {}
     what = []
@@ -153,9 +153,7 @@ def _shortened(given: Copies, stages: int, most: float, device: torch.device) ->
     if not what:
         raise Unlike("it has no list of layers that could be shorter")
     kept = _kept(given.model, lists)
-    needed = 4 * sum(parameter.numel() for parameter in kept)
-    if needed > most:
-        raise Unlike(f"a copy with {', '.join(what)} takes {needed / 2**30:.1f} GiB")
+    _refuse_large(kept, most, f"a copy with {', '.join(what)}")
     memo: dict[int, Any] = {id(p): _dropped() for p in given.model.parameters() if p not in kept}
     closures = hollow(memo, given.model, given.criterion, given.optimizer)
     for module, count in lists.items():
