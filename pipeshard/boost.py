@@ -21,6 +21,7 @@ from pipeshard.engine.optimizer import PipelineOptimizer, replace_parameters
 from pipeshard.engine.refusals import check_separable, plain, refuse_blank_adapters, refuse_criterion
 from pipeshard.engine.step_guard import GUARD
 from pipeshard.errors import UsageError
+from pipeshard.generate.generate import Generation
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.planner.profile import measured_costs
 from pipeshard.split.policy import Policy
@@ -70,6 +71,7 @@ def boost_model(
         return measured_costs(partition, model, flow, batch, config.cut, grid.device, grid.world, called)
 
     boosted = kind(model, Pipeline(config, grid, model, sample, called, costs))
+    boosted.generation = Generation(boosted.pipeline)
     if grid.first and grid.pp_size > 1:
         _warn_of_uneven(boosted.pipeline.policy)
     GUARD.watch(boosted.pipeline.gradients)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 # Leaves of a batch.
 IDS, MASK, LABELS, PIXELS, POSITIONS = "input_ids", "attention_mask", "labels", "pixel_values", "position_ids"
@@ -38,6 +38,11 @@ EXPERT_COUNTS = re.compile(r"(num_experts|n_routed_experts|num_local_experts|moe
 EXPERTS_OF_TOKEN = re.compile(r"(experts_per_tok|experts_per_token|top_?k|num_selected_experts)$")
 EXPERT_GROUPS = re.compile(r"n_group$")
 VOCABULARIES = re.compile(r"vocab_size")
+
+# What `generate` passes to a forward, and reads of its output.
+CACHES = "past_key_values", "cache_params", "state", "mems", "past_buckets_states"
+USES_CACHE, LOGITS = "use_cache", "logits"
+GUESSING = "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"  # read logits of several positions
 
 ADAPTER_CONFIG = "adapter_config.json"  # in a folder that peft has saved
 
@@ -155,6 +160,22 @@ def enable_caches(configs: Iterable[Any]) -> None:
     """Turn the key-value caches of these configs on again."""
     for config in configs:
         config.use_cache = True
+
+
+def is_cache(value: Any) -> bool:
+    """Whether this is a cache of transformers: keys and values, or other states, of each layer."""
+    return any(base.__name__ == "Cache" for base in type(value).__mro__)
+
+
+def is_output_class(kind: Any) -> bool:
+    """Whether this is a class of what models of transformers return."""
+    return isinstance(kind, type) and any(base.__name__ == "ModelOutput" for base in kind.__mro__)
+
+
+def is_new(name: str, value: Any, is_decoder: bool) -> bool:
+    """Whether an argument of a forward has the tokens, or the embeddings, of the positions that it adds to a cache."""
+    names = (IDS, "inputs_embeds")
+    return isinstance(value, Tensor) and name in ([f"decoder_{end}" for end in names] if is_decoder else names)
 
 
 def recomputes(module: nn.Module) -> bool:

@@ -25,7 +25,8 @@ class Batch:
     a list of one entry a sample: 0), or None for a leaf every microbatch gets whole (a scalar, a (1, 1, s, s) mask,
     a string, ...). `owners` has, for leaves by path whose dimension 0 (or else the last) counts something else, how
     many of its entries each sample has, () if that is not known. Of positional entries the model is called with the
-    first `taken` ones (None: all), and a criterion gets all of them.
+    first `taken` ones (None: all), and a criterion gets all of them. `entry` names the module that is called with it,
+    "" for the model itself.
     """
 
     leaves: tuple[Any, ...]
@@ -35,6 +36,7 @@ class Batch:
     row_dims: tuple[int | None, ...]
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     taken: int | None = None
+    entry: str = ""
 
     @classmethod
     def of(
@@ -92,6 +94,9 @@ class Batch:
     def call(self, model: nn.Module | Callable[..., Any]) -> Any:
         """`model` called with this batch, but for what is for the criterion alone."""
         data = self.data
+        if self.entry:
+            assert isinstance(model, nn.Module)
+            model = model.get_submodule(self.entry)
         if not isinstance(data, dict):
             return model(*data[: self.taken])
         return model(**{name: value for name, value in data.items() if not str(name).startswith(FOR_CRITERION)})

@@ -233,7 +233,7 @@ class RouteCache:
         if self.is_last:
             counts = self._counts(batches, ways, criterion) if rule.counted else ()
             shares = rule.shares(batches, lambda count: self._total(count, rule), counts)
-        routes = [self._route(flow, outputs) for flow, _ in ways]
+        routes = [self.routes(flow, outputs) for flow, _ in ways]
         return [
             [
                 Microbatch(route.feed(batch, self.policy.replay.device), route, deltas, share, rule.counted)
@@ -245,7 +245,7 @@ class RouteCache:
     def on_stage(self, batch: Batch, criterion: Criterion | None, outputs: Wanted, place: int) -> Microbatch:
         """`batch` as one microbatch of this rank's stage number `place`, whose loss is its own."""
         flow, deltas = self._find(batch, criterion)
-        route = self._route(flow, outputs)[place]
+        route = self.routes(flow, outputs)[place]
         return Microbatch(route.feed(batch, self.policy.replay.device), route, deltas, 1.0)
 
     def _find(self, batch: Batch, criterion: Criterion | None) -> Way:
@@ -268,7 +268,8 @@ class RouteCache:
         """What a Dataflow depends on beside the sizes of a batch and the answers that glue gets of it."""
         paths = self._watched.intersection(batch.paths) if batch is not None else ()
         watched = digest(batch, paths) if batch is not None and paths else 0
-        return key_of(criterion), self._state, self._training, modes()[1:], watched
+        entry = batch.entry if batch is not None else ""
+        return key_of(criterion), self._state, self._training, modes()[1:], watched, entry
 
     def _trace(self, batch: Batch, criterion: Criterion | None) -> Way:
         flow = self._traced(batch, criterion, not self._watched.isdisjoint(batch.paths))
@@ -311,7 +312,7 @@ class RouteCache:
     def is_seen(self, flow: Dataflow) -> bool:
         return id(flow) in self._seen
 
-    def _route(self, flow: Dataflow, outputs: Wanted) -> list[Route]:
+    def routes(self, flow: Dataflow, outputs: Wanted) -> list[Route]:
         """The routes of such microbatches through the stages of this rank."""
         key = id(flow), outputs  # a route keeps its flow, so the id stays that one's
         if key not in self._routes:

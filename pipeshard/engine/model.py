@@ -85,6 +85,7 @@ class PipelineModel(nn.Module):
         nn.Module.__init__(self)  # not that of ColossalAI's ModelWrapper, which may come after this class
         self.module = module
         self.pipeline, self.whole = pipeline, Whole.of(pipeline)
+        self.generation: Any = None  # what all stages generate with
         self.checkpoint_io: Any = None  # that of the plugin, which knows of saves in the background
         guard(self)
 
@@ -103,6 +104,12 @@ class PipelineModel(nn.Module):
         """The model that was boosted, a PeftModel too: ColossalAI would give its base, without the adapters' names."""
         module: nn.Module = self.module
         return module
+
+    @property
+    def generate(self) -> Any:
+        """`generate` of transformers, by all stages together; only models that have one have this."""
+        getattr(self.module, "generate")  # noqa: B009 - AttributeError
+        return self.generation
 
     def __getattr__(self, name: str) -> Any:
         """What the model has: its config, `generate`, `gradient_checkpointing_enable`, ..."""

@@ -33,6 +33,7 @@ from pipeshard.graph.unit_outputs import (
     resolve_from,
     run_collecting,
 )
+from pipeshard.graph.units import Handler
 from pipeshard.private import OF_COMPILER, disable_current_modes, tree_leaves, tree_tensors
 from pipeshard.split.route import Blank, Route, Step, recomputes_itself, run_again
 from pipeshard.split.zeros import Zeros
@@ -69,7 +70,8 @@ class StageDone(BaseException):
 
 @dataclass(slots=True)
 class Run:
-    """The state of one forward: activations received and kept, and the next call; `inside` while a unit runs."""
+    """The state of one forward: activations received and kept, and the next call; `inside` while a unit runs. One that
+    `is_free` has a cache, with which units may return other sizes than in the trace, and write to their arguments."""
 
     route: Route
     received: Mapping[Value, Tensor]
@@ -77,6 +79,7 @@ class Run:
     kept: dict[Value, Tensor] = field(default_factory=dict)
     next: int = 0
     inside: bool = False
+    is_free: bool = False
     trains: bool = field(default_factory=torch.is_grad_enabled)
 
 
@@ -108,6 +111,7 @@ class Replay:
         self.units, self.held, self.stage, self.device = units, held, stage, device
         self.randomness = Randomness(device)
         self.active: Run | None = None
+        self.outside: Handler | None = None  # what answers calls that are made outside of forwards
         self.recomputing, self.proves = False, True  # whether what units leave at places is compared with the trace
         self.repeats = Repeats(self.randomness)
         self._blanks: dict[tuple[Any, Blank], Tensor] = {}  # of the last step
@@ -135,10 +139,15 @@ class Replay:
         route.proven.add(ZEROS)
 
     def run(
-        self, route: Route, deltas: Sequence[int], received: Mapping[Value, Tensor], batch: Batch
+        self,
+        route: Route,
+        deltas: Sequence[int],
+        received: Mapping[Value, Tensor],
+        batch: Batch,
+        is_free: bool = False,
     ) -> tuple[Any, dict[Value, Tensor]]:
         """Run the model on a microbatch as this stage: its output (None before the last stage), what leaves."""
-        self.active = run = Run(route, received, route.sizes(deltas))
+        self.active = run = Run(route, received, route.sizes(deltas), is_free=is_free)
         self.randomness.python = route.flow.python_random
         self.randomness.at(0)
         try:
@@ -156,6 +165,8 @@ class Replay:
 
     def __call__(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         run = self.active
+        if run is None and self.outside is not None:
+            return self.outside(unit, original, args, kwargs)
         if run is None:  # recomputation during backward, or a user's own call
             return original(*args, **kwargs) if self.recomputing else self._repeated(unit, original, args, kwargs)
         if run.inside:  # called by another unit: part of that one
@@ -208,7 +219,7 @@ class Replay:
         asides: list[tuple[Source, Any]] = []
         number, unit, arguments = run.next - 1, self.units[step.unit], (args, kwargs)
         # What hooks inside are called with is repeated by `answer`.
-        is_proven = not self.proves or number in run.route.proven or listened(unit)
+        is_proven = not self.proves or run.is_free or number in run.route.proven or listened(unit)
         before = None if is_proven else Snapshot({UNIT: unit, ARGUMENTS: arguments})
         given = {} if before is None else _versions(arguments)
         if self._zeros is not None:
@@ -280,7 +291,7 @@ class Replay:
                     raise self._differs(step, run, f"is {_described(leaf)}", f"{seen.dtype}", k)
                 if leaf.requires_grad and not seen.requires_grad:
                     raise self._differs(step, run, "requires a gradient", "none", k, UNFROZEN)
-            elif not _is_as(leaf, seen if sizes[k] is None else sizes[k]):
+            elif not run.is_free and not _is_as(leaf, seen if sizes[k] is None else sizes[k]):
                 raise self._differs(step, run, f"is {leaf!r:.80}", f"{seen!r:.80}", k, CONSTANT)
         return leaves
 
@@ -333,7 +344,8 @@ class Replay:
         if isinstance(tensor, Tensor) and (type(tensor) not in (Tensor, nn.Parameter) or _has_more(tensor)):
             more = ", ".join(_added(tensor)) or type(tensor).__name__
             raise self._differs(step, run, f"has {more}", "a tensor", value.leaf, PLAIN_TENSOR)
-        if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != spec.dtype:
+        is_like = isinstance(tensor, Tensor) and tensor.dtype == spec.dtype and tensor.ndim == len(shape)
+        if not is_like or (tensor.shape != shape and not run.is_free):
             raise self._differs(step, run, f"is {_described(tensor)}", f"{shape} {spec.dtype}", value.leaf, SHAPES)
 
     def _lost(self, run: Run, what: str) -> TraceError:

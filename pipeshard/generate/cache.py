@@ -1,0 +1,146 @@
+"""Cache: which entries of a cache this rank's units have written, and what the other ranks are to know of them.
+
+A stage holds the states of its own layers. Of the others it has ghosts: entries of the same class with the same
+numbers, whose tensors are on meta, so that lengths are right and no memory is taken. Code that reads the values of a
+ghost fails with an error of torch, as meta tensors mix with no others.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeshard.errors import TraceError
+from pipeshard.generate.described import SMALL, describe, dtype_of, restore, spec_of
+from pipeshard.hf import is_cache
+
+Path = tuple[str | int, ...]
+
+
+class Entries:
+    """The entries of one cache on this rank: its layers, and what else its attributes hold."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self._before: dict[Path, Any] = {}
+        self._own: set[Path] = set()
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self._before = {path: _signature(entry) for path, entry in _entries(self.cache)}
+
+    def changes(self) -> dict[str, Any]:
+        """What the forward has changed on this rank, for `update` on the others."""
+        changed = {p: e for p, e in _entries(self.cache) if self._before.get(p, _NONE) != _signature(e)}
+        self._own |= changed.keys()
+        return {_text(path): _described(entry) for path, entry in changed.items()}
+
+    def update(self, changes: dict[str, Any]) -> None:
+        """Ghosts of what another rank has changed, and this one has not."""
+        for text, told in changes.items():
+            path = _path(text)
+            if path not in self._own:
+                self._set(path, told)
+
+    def _set(self, path: Path, told: Any) -> None:
+        holder, last = self.cache, path[-1]
+        for step in path[:-1]:
+            holder = getattr(holder, step) if isinstance(step, str) else holder[step]
+        if isinstance(last, str):
+            setattr(holder, last, _ghost(told, getattr(holder, last, None)))
+            return
+        if isinstance(holder, dict):
+            holder[last] = _ghost(told, holder.get(last))
+            return
+        while len(holder) <= last:  # a cache that grows with the layers that are called
+            if not holder:
+                raise TraceError(
+                    f"{type(self.cache).__name__} makes its entries in the layers alone, of which this rank has called "
+                    "none, so a pipeline cannot generate with it. Pass a cache that is made of the config "
+                    "(DynamicCache(config=model.config))"
+                )
+            holder.append(copy.copy(holder[0]))
+        holder[last] = _ghost(told, holder[last])
+
+
+_NONE = object()
+
+
+def _entries(cache: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The parts of a cache that are told one by one: the members of its lists and mappings, and other attributes."""
+    for name, value in vars(cache).items():
+        path = (*at, name)
+        if is_cache(value):
+            yield from _entries(value, path)
+        elif isinstance(value, list):
+            yield from (((*path, k), item) for k, item in enumerate(value))
+        elif isinstance(value, dict):
+            yield from (((*path, key), item) for key, item in value.items() if isinstance(key, str | int))
+        elif not callable(value):
+            yield path, value
+
+
+def _signature(value: Any) -> Any:
+    """What differs once a value has been changed or replaced."""
+    if isinstance(value, Tensor):
+        return id(value), value.shape, 0 if value.is_inference() else value._version
+    if isinstance(value, list | tuple):
+        return tuple(map(_signature, value))
+    if isinstance(value, dict):
+        return tuple((key, _signature(item)) for key, item in value.items())
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    inside = getattr(value, "__dict__", None)
+    return id(value) if inside is None else (type(value), _signature(inside))
+
+
+def _described(entry: Any) -> Any:
+    """An entry as plain data: a value, or the attributes of an object of a class that the others have as well."""
+    inside = getattr(entry, "__dict__", None)
+    if inside is None or isinstance(entry, Tensor):
+        return {"value": describe(entry, _put, {})}
+    return {"kind": type(entry).__name__, "of": {name: describe(item, _put, {}) for name, item in inside.items()}}
+
+
+def _put(tensor: Tensor) -> Any:
+    if tensor.numel() <= SMALL and not tensor.is_floating_point() and not tensor.is_meta:
+        return [*spec_of(tensor), tensor.flatten().tolist()]
+    return spec_of(tensor)
+
+
+def _ghost(told: Any, here: Any) -> Any:
+    """The entry that is told, in the place of what is here."""
+
+    def get(spec: Any) -> Tensor:
+        shape, dtype, *values = spec
+        if values:
+            return torch.tensor(values[0], dtype=dtype_of(dtype)).view(shape)
+        return torch.empty(shape, dtype=dtype_of(dtype), device="meta")
+
+    if "value" in told:
+        return restore(told["value"], get, {})
+    if type(here).__name__ != told["kind"]:
+        raise TraceError(
+            f"an entry of the cache is a {told['kind']} on the rank that fills it, and a {type(here).__name__} here. Let "
+            "all ranks make the cache alike, and before they generate"
+        )
+    ghost = copy.copy(here)
+    for name, item in told["of"].items():
+        value = restore(item, get, {})
+        if value is not None or name not in vars(ghost) or vars(ghost)[name] is None or _is_plain(vars(ghost)[name]):
+            setattr(ghost, name, value)
+    return ghost
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor | bool | int | float | str | list | tuple | dict)
+
+
+def _text(path: Path) -> str:
+    return "/".join(str(step) if isinstance(step, str) else f"#{step}" for step in path)
+
+
+def _path(text: str) -> Path:
+    return tuple(int(step[1:]) if step.startswith("#") else step for step in text.split("/"))

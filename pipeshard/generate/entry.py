@@ -1,0 +1,73 @@
+"""Entry: one call of a module of the model, which all stages make together.
+
+While a model generates, its code calls the whole model, its encoder alone, or a part of it. Each such call is a forward
+of the pipeline. Its way through the stages is that of a twin: the same call without a cache, on as many positions as
+are new. The twin is traced like a batch of training.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.read import read_batch
+from pipeshard.errors import UsageError
+from pipeshard.hf import CACHES, USES_CACHE, is_encoder_decoder, is_mask, is_new, is_of_decoder
+
+
+def entry_of(model: nn.Module, path: str, arguments: Mapping[str, Any]) -> Batch:
+    """A call of the module `path`, "" for the model itself, with these arguments by name.
+
+    Raises BatchError without a tensor among them.
+    """
+    return replace(Batch.of(arguments) if path else read_batch(model, arguments), entry=path)
+
+
+def key_of(entry: Batch) -> tuple[Any, ...]:
+    """The structure and the sizes of a call."""
+    tensors = ((path, leaf.shape, leaf.dtype) for path, leaf in entry.tensors.items())
+    return (entry.entry, *tensors, *entry.others)
+
+
+def by_name(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name. Raises UsageError for a forward that takes them by place alone."""
+    if not args:
+        return dict(kwargs)
+    bound = inspect.signature(forward).bind(*args, **kwargs)
+    kinds = {name: parameter.kind for name, parameter in bound.signature.parameters.items()}
+    given = bound.arguments
+    if any(kinds[name] in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY) for name in given):
+        raise UsageError(
+            f"{getattr(forward, '__qualname__', forward)} takes arguments by place alone, so that a pipeline cannot "
+            "generate with it. Give them names"
+        )
+    more = {name: given.pop(name) for name in list(given) if kinds[name] is inspect.Parameter.VAR_KEYWORD}
+    return dict(given) | {key: value for extra in more.values() for key, value in extra.items()}
+
+
+def twin(model: nn.Module, path: str, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments of the same call without a cache, and of masks the part for the positions that are new."""
+    kept = {name: value for name, value in arguments.items() if name not in CACHES}
+    if USES_CACHE in inspect.signature(forward).parameters or USES_CACHE in kept:
+        kept[USES_CACHE] = False
+    is_decoder = is_encoder_decoder(model) and not path
+    new = next((value.shape[1] for name, value in kept.items() if is_new(name, value, is_decoder)), None)
+    if new is None or len(kept) == len(arguments):  # nothing was kept of earlier positions
+        return kept
+    return {
+        name: _newest(value, new) if is_mask(name) and (not is_decoder or is_of_decoder(name, True)) else value
+        for name, value in kept.items()
+    }
+
+
+def _newest(mask: Any, new: int) -> Any:
+    """A mask, or several by kind of layer, of the last positions alone."""
+    if isinstance(mask, Mapping):
+        return {kind: _newest(part, new) for kind, part in mask.items()}
+    if not isinstance(mask, Tensor) or mask.ndim not in (2, 4) or mask.shape[-1] == new:
+        return mask
+    return mask[..., -new:].contiguous() if mask.shape[-1] > new else torch.nn.functional.pad(mask, (0, new))[..., :new]

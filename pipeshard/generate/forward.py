@@ -1,0 +1,226 @@
+"""Forward: one call of a module of the model by all stages, each of which runs its own units.
+
+Lengths grow with every token, so that a trace for each would take longer than the forward. What crosses a cut follows
+from the trace of a twin (`entry.py`); how large it is, a stage tells the next one in a header.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeshard.batch.batch import Batch
+from pipeshard.distributed.collectives import broadcast_bytes, gather
+from pipeshard.distributed.progress import own_progress
+from pipeshard.engine.engine import Pipeline
+from pipeshard.engine.microbatches import FoundWays
+from pipeshard.errors import TraceError
+from pipeshard.generate.cache import Entries
+from pipeshard.generate.described import describe, dtype_of, restore, spec_of
+from pipeshard.generate.entry import by_name, entry_of, key_of, twin
+from pipeshard.graph.taint import Value
+from pipeshard.hf import LOGITS, disable_caches, enable_caches, is_cache
+from pipeshard.split.route import Route
+
+MOST_DIMS = 8  # of a tensor that crosses a cut
+
+
+class Way(NamedTuple):
+    """The routes of a call through this rank's stages, and how its sizes differ from the traced ones."""
+
+    routes: Sequence[Route]
+    deltas: tuple[int, ...]
+
+
+class Forward:
+    """Makes calls of modules of a pipeline's model, with all ranks of the pipeline."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline, self.group = pipeline, pipeline.group
+        self.is_running = False
+
+    def begin(self, last_only: bool) -> None:
+        """Get ready for a `generate`. With `last_only` other ranks get the logits of the last position alone."""
+        self.last_only = last_only
+        self._ways: dict[Any, Way] = {}
+        self._caches: dict[int, Entries] = {}
+
+    def __call__(self, path: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the module `path`, whose own forward is `forward`, returns for these arguments, on every rank."""
+        self.is_running = True
+        try:
+            return self._make(path, forward, by_name(forward, args, kwargs))
+        finally:
+            self.is_running = False
+
+    def _make(self, path: str, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        pipeline = self.pipeline
+        entry = entry_of(pipeline.model, path, arguments)
+        way = self._way(path, arguments, forward)
+        entry = pipeline.precision.of_batch(entry).to(pipeline.device)
+        caches = {name: self._entries(value) for name, value in entry.data.items() if is_cache(value)}
+        for entries in caches.values():
+            entries.begin()
+        output = self._run(entry, way)
+        return self._share(output, entry, caches)
+
+    def _entries(self, cache: Any) -> Entries:
+        if id(cache) not in self._caches:
+            self._caches[id(cache)] = Entries(cache)
+        return self._caches[id(cache)]
+
+    def _way(self, path: str, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Way:
+        """How this call goes through the stages; traced where no call of this structure and these sizes was made."""
+        model, planner = self.pipeline.model, self.pipeline.planner
+        entry = entry_of(model, path, twin(model, path, arguments, forward))
+        if key_of(entry) not in self._ways:
+            entry = self.pipeline.precision.of_batch(entry)
+            cached = disable_caches(model)
+            found, failure = None, ""
+            try:
+                found = planner.find([[entry]], None)
+            except TraceError as error:
+                failure = str(error)
+            finally:
+                enable_caches(cached)
+            self._compare(found, failure, path)
+            assert found is not None
+            flow, deltas = found.ways[0][0]
+            self._ways[key_of(entry)] = Way(planner.routes(flow, True), deltas)
+        return self._ways[key_of(entry)]
+
+    def _compare(self, found: FoundWays | None, failure: str, path: str) -> None:
+        """Raise TraceError on every rank of the pipeline where one has no way, or another one than the first."""
+        number = -1 if found is None else self.pipeline.planner.number(found)
+        numbers = gather(torch.tensor([number]), self.group)[:, 0].tolist()
+        what = f"a call of {path or type(self.pipeline.model).__name__}"
+        if failure:
+            raise TraceError(f"{what} cannot be made by several stages. {failure}")
+        if len(set(numbers)) > 1:
+            raise TraceError(
+                f"{what} goes another way through the model on rank {self.pipeline.rank} than on others. Give all "
+                "ranks of a pipeline the same prompts and arguments, and the same seed (torch.manual_seed)"
+            )
+
+    def _run(self, entry: Batch, way: Way) -> Any:
+        """The output on the rank that has the last stage, None on others."""
+        pipeline, output = self.pipeline, None
+        replay, placement = pipeline.policy.replay, pipeline.policy.placement
+        passed: dict[Value, Tensor] = {}
+        with replay.randomness.step(pipeline.seed, pipeline.steps):
+            for stage, route in zip(pipeline.stages, way.routes, strict=True):
+                own_progress().start(f"stage {stage.index} of a forward that generates")
+                source = placement[stage.index - 1] if stage.index else pipeline.rank
+                received = passed if source == pipeline.rank else self._receive(route, source)
+                output, made = replay.run(route, way.deltas, received, entry, is_free=True)
+                values = list(route.leaves.values)
+                if stage.is_last:
+                    break
+                destination = placement[stage.index + 1]
+                passed = {value: made[value].detach() for value in values}
+                if destination != pipeline.rank:
+                    self._send(list(passed.values()), destination)
+        replay.end()
+        return output
+
+    def _send(self, tensors: Sequence[Tensor], destination: int) -> None:
+        sizes = torch.zeros(len(tensors), MOST_DIMS, dtype=torch.int64)
+        for row, tensor in zip(sizes, tensors, strict=True):
+            row[: tensor.ndim] = torch.tensor(tensor.shape)
+        if tensors:
+            self._wait([self._start(sizes.to(self.pipeline.device), destination)], destination)
+        self._wait([self._start(tensor, destination) for tensor in tensors if tensor.numel()], destination)
+
+    def _start(self, tensor: Tensor, destination: int) -> dist.Work:
+        assert self.pipeline.interpreter.p2p is not None
+        return self.pipeline.interpreter.p2p.send(_bytes(tensor.contiguous()), destination)
+
+    def _receive(self, route: Route, source: int) -> dict[Value, Tensor]:
+        p2p, device = self.pipeline.interpreter.p2p, self.pipeline.device
+        assert p2p is not None
+        values = route.enters.values
+        if not values:
+            return {}
+        sizes = torch.empty(len(values), MOST_DIMS, dtype=torch.int64, device=device)
+        self._wait([p2p.receive(_bytes(sizes), source)], source)
+        specs = [route.flow.spec(value) for value in values]
+        shapes = [row[: len(spec.shape)] for row, spec in zip(sizes.tolist(), specs, strict=True)]
+        tensors = [torch.empty(shape, dtype=spec.dtype, device=device) for shape, spec in zip(shapes, specs)]
+        self._wait([p2p.receive(_bytes(tensor), source) for tensor in tensors if tensor.numel()], source)
+        return dict(zip(values, tensors, strict=True))
+
+    def _wait(self, works: Iterable[Any], other: int) -> None:
+        p2p = self.pipeline.interpreter.p2p
+        assert p2p is not None
+        for work in works:
+            own_progress().wait(work, (p2p.ranks[other],))
+
+    def _share(self, output: Any, entry: Batch, caches: Mapping[str, Entries]) -> Any:
+        """The output of the last stage on every rank, and ghosts of the entries of caches that others have filled."""
+        pipeline = self.pipeline
+        own_progress().start("the output of a forward that generates")
+        known: dict[str, Any] = {f"[{k}]": leaf for k, leaf in enumerate(entry.leaves) if _has_content(leaf)}
+        known |= {name: value for name, value in entry.data.items() if _has_content(value)}
+        tensors: list[Tensor] = []
+        said: dict[str, Any] = {"caches": {name: entries.changes() for name, entries in caches.items()}}
+        if pipeline.rank == pipeline.policy.placement[-1]:
+            output = self._trimmed(output)
+            names = {id(value): name for name, value in known.items()}
+
+            def put(tensor: Tensor) -> Any:
+                tensors.append(tensor.detach().contiguous())
+                return spec_of(tensor)
+
+            said["output"] = describe(output, put, names)
+        for rank, told in enumerate(_gathered(said, self.group)):
+            if rank != pipeline.rank:
+                for name, entries in caches.items():
+                    entries.update(told["caches"][name])
+            if "output" in told and rank != pipeline.rank:
+
+                def get(spec: Any) -> Tensor:
+                    tensors.append(torch.empty(spec[0], dtype=dtype_of(spec[1]), device=pipeline.device))
+                    return tensors[-1]
+
+                output = restore(told["output"], get, known)
+        for tensor in tensors:
+            broadcast_bytes(tensor, pipeline.last_rank, self.group)
+        return self._checked(output, entry)
+
+    def _trimmed(self, output: Any) -> Any:
+        logits = getattr(output, LOGITS, None)
+        if not self.last_only or not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] == 1:
+            return output
+        output[LOGITS] = logits[:, -1:].contiguous()
+        return output
+
+    def _checked(self, output: Any, entry: Batch) -> Any:
+        """Raises TraceError, on every rank, for logits that are not numbers: what a stage lacks is not a number."""
+        logits = getattr(output, LOGITS, None)
+        if isinstance(logits, Tensor) and logits.is_floating_point() and bool(logits.isnan().any()):
+            raise TraceError(
+                f"the logits of {type(self.pipeline.model).__name__} are not numbers. Either its parameters are not "
+                "finite, or it reads, while it generates, what another stage has in its cache. Cut the model elsewhere "
+                "(the partition argument of PipelinePlugin), or generate without a cache (use_cache=False)"
+            )
+        return output
+
+
+def _has_content(value: Any) -> bool:
+    """Whether both ranks have it, so that a name is enough."""
+    return isinstance(value, Tensor) or is_cache(value) or isinstance(value, dict)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _gathered(said: dict[str, Any], group: dist.ProcessGroup) -> list[dict[str, Any]]:
+    """What every rank of the group has said, as plain data."""
+    content = json.dumps(said).encode()
+    lengths = gather(torch.tensor([len(content)]), group)[:, 0].tolist()
+    padded = torch.frombuffer(bytearray(content.ljust(max(lengths), b" ")), dtype=torch.uint8)
+    return [json.loads(row.numpy().tobytes()) for row in gather(padded, group)]

@@ -1,0 +1,106 @@
+"""Generate: transformers' own `generate` on a boosted model, with its forward made by all stages.
+
+Every rank of a pipeline runs the same loop: it has the same tokens, logits and random numbers, and a cache whose
+entries are those of its own layers. So whatever the loop does (beams, processors, criteria, streamers) works as in one
+process.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from pipeshard.distributed.collectives import share_tensor, together_in
+from pipeshard.distributed.progress import own_progress
+from pipeshard.engine.engine import Pipeline
+from pipeshard.errors import ConfigurationError
+from pipeshard.generate.forward import Forward
+from pipeshard.hf import GUESSING, enable_caches
+
+
+class Generation:
+    """The `generate` of one rank's pipeline."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.forward = Forward(pipeline)
+        # The same ones each time: another attribute of a module would be another state of the model.
+        self._stand_ins: dict[nn.Module, _Together] = {}
+
+    @together_in("model.generate")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's own `generate` returns, on every rank of the pipeline; each of them calls it, with the same
+        prompts and arguments.
+
+        Raises ConfigurationError for a pipeline whose parameters are sharded among replicas.
+        """
+        pipeline = self.pipeline
+        if pipeline.holdings.sharded is not None:
+            raise ConfigurationError(
+                "a model with PipelinePlugin(fsdp=True) does not generate, since replicas would gather parameters for a "
+                "different number of tokens each. Generate with fsdp=False, or save the model and load it in one process"
+            )
+        pipeline.refuse_blank()
+        own_progress().model, own_progress().chunks = pipeline.model, pipeline.policy.chunks
+        own_progress().in_flight = pipeline.grid.size > 1
+        self._share_generators()
+        pipeline.policy.replace_forward()
+        self.forward.begin(last_only=not any(kwargs.get(name) for name in GUESSING))
+        enable_caches(pipeline.cached)
+        try:
+            with pipeline.precision.running(), self._together():
+                return pipeline.model.generate(*args, **kwargs)  # type: ignore[operator]
+        finally:
+            for config in pipeline.cached:
+                config.use_cache = False
+            own_progress().in_flight = False
+
+    def _share_generators(self) -> None:
+        """Let all ranks of the pipeline draw what its first rank draws."""
+        grid = self.pipeline.grid
+        generators = self.pipeline.policy.replay.randomness.generators
+        for group in (grid.stages, grid.slices):
+            for generator in generators:
+                state = generator.get_state()
+                share_tensor(state, group)
+                generator.set_state(state)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Inside, a call of a module that has units, or is one, is made by all stages."""
+        pipeline = self.pipeline
+        if pipeline.num_stages == 1:
+            yield
+            return
+        replay = pipeline.policy.replay
+        names = {module: name for name, module in pipeline.model.named_modules()}
+        around = [module for module in pipeline.containers if type(module).forward is not nn.Module.forward]
+        before = {module: module.__dict__.get("forward") for module in around}
+        for module in around:
+            if module not in self._stand_ins:
+                self._stand_ins[module] = _Together(self.forward, names[module], module.forward)
+            module.forward = self._stand_ins[module]
+        replay.outside = self.forward
+        try:
+            yield
+        finally:
+            replay.outside = None
+            for module, own in before.items():
+                del module.forward
+                if own is not None:
+                    module.forward = own
+
+
+class _Together:
+    """In the place of a module's forward: inside a forward that all stages make it is the module's own."""
+
+    def __init__(self, make: Forward, name: str, own: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, own)
+        self.make, self.name, self.own = make, name, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.make.is_running:
+            return self.own(*args, **kwargs)
+        return self.make(self.name, self.own, args, kwargs)
