@@ -19,6 +19,16 @@ from pipeshard.hf import is_cache
 Path = tuple[str | int, ...]
 
 
+class GhostState(Tensor):
+    """A state of another stage's layer. It stays where it is, also where code moves all states of a cache."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("cpu", "cuda", "to"):
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 class Entries:
     """The entries of one cache on this rank: its layers, and what else its attributes hold."""
 
@@ -117,7 +127,7 @@ def _ghost(told: Any, here: Any) -> Any:
         shape, dtype, *values = spec
         if values:
             return torch.tensor(values[0], dtype=dtype_of(dtype)).view(shape)
-        return torch.empty(shape, dtype=dtype_of(dtype), device="meta")
+        return torch.empty(shape, dtype=dtype_of(dtype), device="meta").as_subclass(GhostState)
 
     if "value" in told:
         return restore(told["value"], get, {})

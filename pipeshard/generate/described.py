@@ -48,6 +48,8 @@ def restore(told: Any, get: Get, known: Mapping[str, Any]) -> Any:
     if not isinstance(told, dict):
         return told
     if "known" in told:
+        if told["known"] not in known:
+            raise MessageError(f"another rank returns {told['known']} of a forward, which this rank has not met")
         return known[told["known"]]
     if "tensor" in told:
         return get(told["tensor"])

@@ -17,7 +17,7 @@ from pipeshard.distributed.collectives import broadcast_bytes, gather
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.microbatches import FoundWays
-from pipeshard.errors import TraceError
+from pipeshard.errors import TraceError, summary
 from pipeshard.generate.cache import Entries
 from pipeshard.generate.described import describe, dtype_of, restore, spec_of
 from pipeshard.generate.entry import by_name, entry_of, key_of, twin
@@ -61,16 +61,19 @@ class Forward:
         entry = entry_of(pipeline.model, path, arguments)
         way = self._way(path, arguments, forward)
         entry = pipeline.precision.of_batch(entry).to(pipeline.device)
-        caches = {name: self._entries(value) for name, value in entry.data.items() if is_cache(value)}
-        for entries in caches.values():
-            entries.begin()
+        self._used: dict[int, Entries] = {}  # by id, in the order in which all ranks meet them
+        self._meet((), entry.data)
         output = self._run(entry, way)
-        return self._share(output, entry, caches)
+        return self._share(output, entry, list(self._used.values()))
 
-    def _entries(self, cache: Any) -> Entries:
-        if id(cache) not in self._caches:
-            self._caches[id(cache)] = Entries(cache)
-        return self._caches[id(cache)]
+    def _meet(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Look at the caches among the arguments of a call: glue may have made new ones."""
+        for value in (*args, *kwargs.values()):
+            if is_cache(value) and id(value) not in self._used:
+                if id(value) not in self._caches:
+                    self._caches[id(value)] = Entries(value)  # which keeps it, so that the id stays its own
+                self._used[id(value)] = self._caches[id(value)]
+                self._used[id(value)].begin()
 
     def _way(self, path: str, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Way:
         """How this call goes through the stages; traced where no call of this structure and these sizes was made."""
@@ -115,7 +118,10 @@ class Forward:
                 own_progress().start(f"stage {stage.index} of a forward that generates")
                 source = placement[stage.index - 1] if stage.index else pipeline.rank
                 received = passed if source == pipeline.rank else self._receive(route, source)
-                output, made = replay.run(route, way.deltas, received, entry, is_free=True)
+                try:
+                    output, made = replay.run(route, way.deltas, received, entry, self._meet)
+                except (RuntimeError, NotImplementedError) as error:
+                    raise (_reads_ghost(stage.index, error) if "meta" in str(error) else error) from error
                 values = list(route.leaves.values)
                 if stage.is_last:
                     break
@@ -158,14 +164,15 @@ class Forward:
         for work in works:
             own_progress().wait(work, (p2p.ranks[other],))
 
-    def _share(self, output: Any, entry: Batch, caches: Mapping[str, Entries]) -> Any:
+    def _share(self, output: Any, entry: Batch, caches: Sequence[Entries]) -> Any:
         """The output of the last stage on every rank, and ghosts of the entries of caches that others have filled."""
         pipeline = self.pipeline
         own_progress().start("the output of a forward that generates")
         known: dict[str, Any] = {f"[{k}]": leaf for k, leaf in enumerate(entry.leaves) if _has_content(leaf)}
         known |= {name: value for name, value in entry.data.items() if _has_content(value)}
+        known |= {f"cache {k}": entries.cache for k, entries in enumerate(caches)}
         tensors: list[Tensor] = []
-        said: dict[str, Any] = {"caches": {name: entries.changes() for name, entries in caches.items()}}
+        said: dict[str, Any] = {"caches": [entries.changes() for entries in caches]}
         if pipeline.rank == pipeline.policy.placement[-1]:
             output = self._trimmed(output)
             names = {id(value): name for name, value in known.items()}
@@ -177,8 +184,8 @@ class Forward:
             said["output"] = describe(output, put, names)
         for rank, told in enumerate(_gathered(said, self.group)):
             if rank != pipeline.rank:
-                for name, entries in caches.items():
-                    entries.update(told["caches"][name])
+                for entries, changes in zip(caches, told["caches"]):
+                    entries.update(changes)
             if "output" in told and rank != pipeline.rank:
 
                 def get(spec: Any) -> Tensor:
@@ -207,6 +214,13 @@ class Forward:
                 "(the partition argument of PipelinePlugin), or generate without a cache (use_cache=False)"
             )
         return output
+
+
+def _reads_ghost(stage: int, error: Exception) -> TraceError:
+    return TraceError(
+        f"a layer of stage {stage} reads what a layer of another stage has put into the cache ({summary(error)}). Cut the "
+        "model elsewhere (the partition argument of PipelinePlugin), or generate without a cache (use_cache=False)"
+    )
 
 
 def _has_content(value: Any) -> bool:

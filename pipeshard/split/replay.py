@@ -61,6 +61,8 @@ WRITTEN = (
     "Other stages, and readers of that tensor, do not know of the change: let the unit change a copy (x = x.clone()), "
     "or change its argument in every forward, whatever the values are"
 )
+WITH_CACHE = "With a cache it returns something else than without: generate without one (use_cache=False)"
+Listener = Callable[[Any, Any], None]
 ZEROS = -2  # among what is proven of a route
 
 
@@ -70,8 +72,9 @@ class StageDone(BaseException):
 
 @dataclass(slots=True)
 class Run:
-    """The state of one forward: activations received and kept, and the next call; `inside` while a unit runs. One that
-    `is_free` has a cache, with which units may return other sizes than in the trace, and write to their arguments."""
+    """The state of one forward: activations received and kept, and the next call; `inside` while a unit runs. One with
+    a `listener` has a cache, with which units may return other sizes than in the trace, and write to their arguments;
+    it gets the arguments of every call."""
 
     route: Route
     received: Mapping[Value, Tensor]
@@ -79,7 +82,7 @@ class Run:
     kept: dict[Value, Tensor] = field(default_factory=dict)
     next: int = 0
     inside: bool = False
-    is_free: bool = False
+    listener: Listener | None = None
     trains: bool = field(default_factory=torch.is_grad_enabled)
 
 
@@ -144,10 +147,10 @@ class Replay:
         deltas: Sequence[int],
         received: Mapping[Value, Tensor],
         batch: Batch,
-        is_free: bool = False,
+        listener: Listener | None = None,
     ) -> tuple[Any, dict[Value, Tensor]]:
         """Run the model on a microbatch as this stage: its output (None before the last stage), what leaves."""
-        self.active = run = Run(route, received, route.sizes(deltas), is_free=is_free)
+        self.active = run = Run(route, received, route.sizes(deltas), listener=listener)
         self.randomness.python = route.flow.python_random
         self.randomness.at(0)
         try:
@@ -176,6 +179,8 @@ class Replay:
             raise self._lost(run, f"the forward called {unit}")
         step = steps[number]
         run.next = number + 1
+        if run.listener is not None:
+            run.listener(args, kwargs)
         repeat = self.repeats.of(unit, reentrant=step.held and run.trains)
         if step.held:
             result = self._run_unit(step, run, original, args, kwargs, repeat)
@@ -219,7 +224,7 @@ class Replay:
         asides: list[tuple[Source, Any]] = []
         number, unit, arguments = run.next - 1, self.units[step.unit], (args, kwargs)
         # What hooks inside are called with is repeated by `answer`.
-        is_proven = not self.proves or run.is_free or number in run.route.proven or listened(unit)
+        is_proven = not self.proves or run.listener is not None or number in run.route.proven or listened(unit)
         before = None if is_proven else Snapshot({UNIT: unit, ARGUMENTS: arguments})
         given = {} if before is None else _versions(arguments)
         if self._zeros is not None:
@@ -283,7 +288,8 @@ class Replay:
             known = {id(resolve_from(path, self.units[step.unit], arguments)): path for path in paths}
             leaves, structure = flattened(result, known)
             if structure != tree:
-                raise self._differs(step, run, f"returns {_tree_text(structure)}", _tree_text(tree))
+                remedy = WITH_CACHE if run.listener is not None else ""
+                raise self._differs(step, run, f"returns {_tree_text(structure)}", _tree_text(tree), remedy=remedy)
         sizes = run.sizes[run.next - 1]
         for k, (leaf, seen) in enumerate(zip(leaves, step.leaves)):
             if isinstance(seen, TensorSpec):
@@ -291,7 +297,7 @@ class Replay:
                     raise self._differs(step, run, f"is {_described(leaf)}", f"{seen.dtype}", k)
                 if leaf.requires_grad and not seen.requires_grad:
                     raise self._differs(step, run, "requires a gradient", "none", k, UNFROZEN)
-            elif not run.is_free and not _is_as(leaf, seen if sizes[k] is None else sizes[k]):
+            elif run.listener is None and not _is_as(leaf, seen if sizes[k] is None else sizes[k]):
                 raise self._differs(step, run, f"is {leaf!r:.80}", f"{seen!r:.80}", k, CONSTANT)
         return leaves
 
@@ -345,7 +351,7 @@ class Replay:
             more = ", ".join(_added(tensor)) or type(tensor).__name__
             raise self._differs(step, run, f"has {more}", "a tensor", value.leaf, PLAIN_TENSOR)
         is_like = isinstance(tensor, Tensor) and tensor.dtype == spec.dtype and tensor.ndim == len(shape)
-        if not is_like or (tensor.shape != shape and not run.is_free):
+        if not is_like or (tensor.shape != shape and run.listener is None):
             raise self._differs(step, run, f"is {_described(tensor)}", f"{shape} {spec.dtype}", value.leaf, SHAPES)
 
     def _lost(self, run: Run, what: str) -> TraceError:

@@ -1,0 +1,113 @@
+"""Generating: what one entry generates over several stages, compared with the same model unsplit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pipeshard
+from pipeshard.errors import PipeshardError
+from tests.parity.build import batch, build
+from tests.parity.check import Verdict
+from tests.parity.entries import Entry
+from tests.parity.tiny import FIRST_TEXT, SPECIAL, VOCABULARY
+
+GENERATING = ("causal-lm", "seq2seq-lm", "image-text-to-text", "speech-seq2seq")  # tasks of models that generate
+NEW, PADDED, SEED = 5, 3, 11
+GREEDY: dict[str, Any] = {"do_sample": False}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "left-padded": GREEDY,
+    "sampled": {"do_sample": True, "top_k": 20},
+    "beams": {"num_beams": 2, "do_sample": False},
+    "scores": GREEDY | {"return_dict_in_generate": True, "output_scores": True},
+}
+
+
+def check_generation(entry: Entry) -> Verdict:
+    """The tokens of every mode in which the unsplit model generates; every rank of the world calls it."""
+    try:
+        model = build(entry).eval()
+    except ImportError as error:
+        return Verdict("untrainable", reason=str(error))
+    data = {name: value for name, value in batch(entry, model).items() if "labels" not in name}
+    prompts = {mode: padded(entry, data) if mode == "left-padded" else data for mode in MODES}
+    alone = copy.deepcopy(model)
+    with_caches(alone)
+    expected: dict[str, Any] = {}
+    failure = ""
+    for mode, options in MODES.items():
+        try:
+            expected[mode] = generated(alone, prompts[mode], options)
+        except Exception as error:
+            failure = failure or f"{mode}: {type(error).__name__}: {error}"
+    if "greedy" not in expected:
+        return Verdict("untrainable", reason=failure)
+    with_caches(model)
+    sample = batch(entry, model)
+    try:
+        engine = pipeshard.initialize(
+            model.train(), pp_size=dist.get_world_size(), num_microbatches=1, dry_run_input=sample, verify=False
+        )
+    except PipeshardError as error:
+        return Verdict("refused", reason=f"{type(error).__name__}: {error}")
+    assert engine.model is not None
+    engine.model.eval()
+    same = True
+    for mode, unsplit in expected.items():
+        split = generated(engine.model, prompts[mode], MODES[mode])
+        if not torch.equal(tokens(split), tokens(unsplit)):
+            return Verdict("wrong", 1.0, f"{mode}: {tokens(split).tolist()}, unsplit {tokens(unsplit).tolist()}")
+        same = same and all(map(torch.equal, scores(split), scores(unsplit)))
+    unequal = max((float((a - b).abs().max()) for a, b in both_scores(split, unsplit)), default=0.0)
+    return Verdict("bitwise" if same else "close", unequal, ", ".join(expected))
+
+
+def generated(model: Any, prompt: dict[str, Tensor], options: dict[str, Any]) -> Any:
+    torch.manual_seed(SEED)
+    given = {name: value.clone() for name, value in prompt.items()}
+    return model.generate(**given, max_new_tokens=NEW, min_new_tokens=NEW, **options)
+
+
+def tokens(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.sequences
+
+
+def scores(output: Any) -> tuple[Tensor, ...]:
+    return () if isinstance(output, Tensor) else output.scores
+
+
+def both_scores(split: Any, unsplit: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    for a, b in zip(scores(split), scores(unsplit), strict=True):
+        is_number = a.isfinite() & b.isfinite()
+        yield a[is_number], b[is_number]
+
+
+def padded(entry: Entry, data: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Prompts of uneven lengths: of models that read on from their prompt, on the left; else as the batch has them."""
+    ids, mask = data.get("input_ids"), data.get("attention_mask")
+    if entry.task not in ("causal-lm", "image-text-to-text") or ids is None or mask is None or ids.ndim != 2:
+        return data
+    more = torch.full((len(ids), PADDED), SPECIAL["pad_token_id"])
+    real = torch.arange(PADDED) >= torch.tensor([PADDED - row % (PADDED + 1) for row in range(len(ids))])[:, None]
+    text = torch.randint(FIRST_TEXT, VOCABULARY, more.shape, generator=torch.Generator().manual_seed(SEED))
+    longer = dict(data)
+    longer["input_ids"] = torch.cat([torch.where(real, text, more), ids], 1)
+    longer["attention_mask"] = torch.cat([real.to(mask.dtype), mask], 1)
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in data:
+            longer[name] = nn.functional.pad(data[name], (PADDED, 0))
+    return longer
+
+
+def with_caches(model: nn.Module) -> None:
+    """As a user has the model: parity's own models keep no caches."""
+    config: Any = model.config
+    for part in (config, config.get_text_config(decoder=True)):
+        if getattr(part, "use_cache", None) is False:
+            part.use_cache = True
