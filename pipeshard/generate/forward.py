@@ -6,6 +6,7 @@ from the trace of a twin (`entry.py`); how large it is, a stage tells the next o
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +18,17 @@ from pipeshard.distributed.collectives import broadcast_bytes, gather
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.microbatches import FoundWays
-from pipeshard.errors import TraceError, summary
+from pipeshard.errors import BatchError, TraceError, UsageError, summary
 from pipeshard.generate.cache import Entries
 from pipeshard.generate.described import describe, dtype_of, restore, spec_of
 from pipeshard.generate.entry import by_name, entry_of, key_of, twin
+from pipeshard.generate.rows import CacheParts, joined
 from pipeshard.graph.taint import Value
-from pipeshard.hf import LOGITS, disable_caches, enable_caches, is_cache
+from pipeshard.hf import LOGITS, disable_caches, enable_caches, is_cache, is_ids
 from pipeshard.split.route import Route
 
 MOST_DIMS = 8  # of a tensor that crosses a cut
+TOKENS = 256  # of a microbatch, at least: fewer take as long, since reading the weights takes the time
 
 
 class Way(NamedTuple):
@@ -41,10 +44,12 @@ class Forward:
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline, self.group = pipeline, pipeline.group
         self.is_running = False
+        self._sends: list[tuple[dist.Work, Tensor, int]] = []  # with what is sent, and to which rank
 
-    def begin(self, last_only: bool) -> None:
+    def begin(self, last_only: bool, num_microbatches: int | None) -> None:
         """Get ready for a `generate`. With `last_only` other ranks get the logits of the last position alone."""
-        self.last_only = last_only
+        self.last_only, self.num_microbatches = last_only, num_microbatches
+        self._sends.clear()
         self._ways: dict[Any, Way] = {}
         self._caches: dict[int, Entries] = {}
 
@@ -62,18 +67,46 @@ class Forward:
         way = self._way(path, arguments, forward)
         entry = pipeline.precision.of_batch(entry).to(pipeline.device)
         self._used: dict[int, Entries] = {}  # by id, in the order in which all ranks meet them
+        self._parts: dict[int, CacheParts] = {}  # by the ids of caches of single microbatches
         self._meet((), entry.data)
-        output = self._run(entry, way)
+        batches = self._microbatches(entry)
+        ways = [self._way(path, batch.data, forward) for batch in batches]
+        output = self._run(batches, ways)
         return self._share(output, entry, list(self._used.values()))
+
+    def _microbatches(self, entry: Batch) -> list[Batch]:
+        """The call cut along its samples, with a cache for each part."""
+        rows, tokens = entry.rows, max((leaf.numel() for path, leaf in entry.tensors.items() if is_ids(path)), default=0)
+        asked = min(self.num_microbatches or tokens // TOKENS, rows)
+        if asked <= 1:
+            return [entry]
+        try:
+            batches = entry.split(asked)
+        except BatchError:
+            if self.num_microbatches:
+                raise
+            return [entry]
+        cut = [CacheParts(entries.cache, [batch.rows for batch in batches]) for entries in self._used.values()]
+        self._parts = {id(part): parts for parts in cut for part in parts.parts}
+        return [
+            replace(batch, leaves=tuple(_part_of(leaf, cut, i) for leaf in batch.leaves))
+            for i, batch in enumerate(batches)
+        ]
 
     def _meet(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Look at the caches among the arguments of a call: glue may have made new ones."""
         for value in (*args, *kwargs.values()):
-            if is_cache(value) and id(value) not in self._used:
-                if id(value) not in self._caches:
-                    self._caches[id(value)] = Entries(value)  # which keeps it, so that the id stays its own
-                self._used[id(value)] = self._caches[id(value)]
-                self._used[id(value)].begin()
+            if not is_cache(value) or id(value) in self._used or id(value) in self._parts:
+                continue
+            if self._parts:
+                raise UsageError(
+                    f"{type(self.pipeline.model).__name__} makes a cache in its forward, which cannot be put together "
+                    "for several microbatches: model.generate(..., num_microbatches=1)"
+                )
+            if id(value) not in self._caches:
+                self._caches[id(value)] = Entries(value)  # which keeps it, so that the id stays its own
+            self._used[id(value)] = self._caches[id(value)]
+            self._used[id(value)].begin()
 
     def _way(self, path: str, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Way:
         """How this call goes through the stages; traced where no call of this structure and these sizes was made."""
@@ -108,41 +141,63 @@ class Forward:
                 "ranks of a pipeline the same prompts and arguments, and the same seed (torch.manual_seed)"
             )
 
-    def _run(self, entry: Batch, way: Way) -> Any:
-        """The output on the rank that has the last stage, None on others."""
-        pipeline, output = self.pipeline, None
+    def _run(self, batches: Sequence[Batch], ways: Sequence[Way]) -> Any:
+        """The output for all microbatches, on the rank that has the last stage; None on others."""
+        pipeline = self.pipeline
         replay, placement = pipeline.policy.replay, pipeline.policy.placement
-        passed: dict[Value, Tensor] = {}
+        passed: list[dict[Value, Tensor]] = [{} for _ in batches]  # what the stage before has left on this rank
+        outputs: list[Any] = []
         with replay.randomness.step(pipeline.seed, pipeline.steps):
-            for stage, route in zip(pipeline.stages, way.routes, strict=True):
-                own_progress().start(f"stage {stage.index} of a forward that generates")
+            for k, stage in enumerate(pipeline.stages):
                 source = placement[stage.index - 1] if stage.index else pipeline.rank
-                received = passed if source == pipeline.rank else self._receive(route, source)
-                try:
-                    output, made = replay.run(route, way.deltas, received, entry, self._meet)
-                except (RuntimeError, NotImplementedError) as error:
-                    raise (_reads_ghost(stage.index, error) if "meta" in str(error) else error) from error
-                values = list(route.leaves.values)
-                if stage.is_last:
-                    break
-                destination = placement[stage.index + 1]
-                passed = {value: made[value].detach() for value in values}
-                if destination != pipeline.rank:
-                    self._send(list(passed.values()), destination)
+                destination = pipeline.rank if stage.is_last else placement[stage.index + 1]
+                for i, (batch, way) in enumerate(zip(batches, ways, strict=True)):
+                    own_progress().start(f"stage {stage.index} of a forward that generates, microbatch {i}")
+                    route = way.routes[k]
+                    received = passed[i] if source == pipeline.rank else self._receive(route, source)
+                    replay.randomness.microbatch(i)
+                    output, made = self._replayed(stage.index, route, way.deltas, received, batch)
+                    passed[i] = {value: made[value].detach() for value in route.leaves.values}
+                    if destination != pipeline.rank:
+                        self._send(list(passed[i].values()), destination)
+                    elif stage.is_last:
+                        outputs.append(output)
+        self._finish_sending()
         replay.end()
-        return output
+        return self._joined(outputs, [batch.rows for batch in batches])
+
+    def _replayed(
+        self, stage: int, route: Route, deltas: Sequence[int], received: Mapping[Value, Tensor], batch: Batch
+    ) -> tuple[Any, dict[Value, Tensor]]:
+        try:
+            return self.pipeline.policy.replay.run(route, deltas, received, batch, self._meet)
+        except (RuntimeError, NotImplementedError) as error:
+            raise (_reads_ghost(stage, error) if "meta" in str(error) else error) from error
+
+    def _joined(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+        """One output, of which the caches are whole."""
+        if len(sizes) == 1:
+            return next(iter(outputs), None)
+        whole = {id(part): parts.cache for parts in self._parts.values() for part in parts.parts}
+        for parts in {id(parts): parts for parts in self._parts.values()}.values():
+            parts.join()
+        return joined(outputs, sizes, whole) if outputs else None
 
     def _send(self, tensors: Sequence[Tensor], destination: int) -> None:
         sizes = torch.zeros(len(tensors), MOST_DIMS, dtype=torch.int64)
         for row, tensor in zip(sizes, tensors, strict=True):
             row[: tensor.ndim] = torch.tensor(tensor.shape)
-        if tensors:
-            self._wait([self._start(sizes.to(self.pipeline.device), destination)], destination)
-        self._wait([self._start(tensor, destination) for tensor in tensors if tensor.numel()], destination)
+        p2p = self.pipeline.interpreter.p2p
+        assert p2p is not None
+        for tensor in (sizes.to(self.pipeline.device), *tensors) if tensors else ():
+            if tensor.numel():
+                content = _bytes(tensor.contiguous())
+                self._sends.append((p2p.send(content, destination), content, destination))
 
-    def _start(self, tensor: Tensor, destination: int) -> dist.Work:
-        assert self.pipeline.interpreter.p2p is not None
-        return self.pipeline.interpreter.p2p.send(_bytes(tensor.contiguous()), destination)
+    def _finish_sending(self) -> None:
+        for work, _, destination in self._sends:
+            self._wait([work], destination)
+        self._sends.clear()
 
     def _receive(self, route: Route, source: int) -> dict[Value, Tensor]:
         p2p, device = self.pipeline.interpreter.p2p, self.pipeline.device
@@ -221,6 +276,11 @@ def _reads_ghost(stage: int, error: Exception) -> TraceError:
         f"a layer of stage {stage} reads what a layer of another stage has put into the cache ({summary(error)}). Cut the "
         "model elsewhere (the partition argument of PipelinePlugin), or generate without a cache (use_cache=False)"
     )
+
+
+def _part_of(leaf: Any, cut: Sequence[CacheParts], i: int) -> Any:
+    """The leaf of a batch as microbatch i has it."""
+    return next((parts.parts[i] for parts in cut if parts.cache is leaf), leaf)
 
 
 def _has_content(value: Any) -> bool:

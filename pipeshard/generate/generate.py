@@ -30,10 +30,12 @@ class Generation:
         self._stand_ins: dict[nn.Module, _Together] = {}
 
     @together_in("model.generate")
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
         """What the model's own `generate` returns, on every rank of the pipeline; each of them calls it, with the same
         prompts and arguments.
 
+        Each forward is cut along its samples into `num_microbatches` parts that are in flight together, so that stages
+        do not wait for each other. By default a part has at least 256 tokens: a prompt is cut, single tokens are not.
         Raises ConfigurationError for a pipeline whose parameters are sharded among replicas.
         """
         pipeline = self.pipeline
@@ -47,7 +49,7 @@ class Generation:
         own_progress().in_flight = pipeline.grid.size > 1
         self._share_generators()
         pipeline.policy.replace_forward()
-        self.forward.begin(last_only=not any(kwargs.get(name) for name in GUESSING))
+        self.forward.begin(last_only=not any(kwargs.get(name) for name in GUESSING), num_microbatches=num_microbatches)
         enable_caches(pipeline.cached)
         try:
             with pipeline.precision.running(), self._together():

@@ -1,0 +1,93 @@
+"""Rows: caches and outputs cut along their samples, so that several microbatches of a forward are in flight."""
+
+import copy
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeshard.hf import is_cache
+
+
+class CacheParts:
+    """A cache cut into one for each microbatch, which has `sizes[i]` samples.
+
+    Attributes:
+        parts: the caches. What a layer writes in place into the states that it finds is in the whole cache at once.
+    """
+
+    def __init__(self, cache: Any, sizes: Sequence[int]) -> None:
+        self.cache, self.sizes = cache, sizes
+        self._given: dict[int, Tensor] = {}  # the views that parts begin with, by id
+        starts = [end - size for size, end in zip(sizes, accumulate(sizes))]
+        self.parts = [self._cut(cache, start, size) for start, size in zip(starts, sizes)]
+
+    def join(self) -> None:
+        """Put the states of all parts together in the cache."""
+        self._join(self.cache, self.parts)
+
+    def _cut(self, value: Any, start: int, size: int) -> Any:
+        if isinstance(value, Tensor):
+            if value.ndim == 0 or value.shape[0] != sum(self.sizes):
+                return value
+            view = value[start : start + size]
+            self._given[id(view)] = view
+            return view
+        if isinstance(value, list | tuple):
+            return type(value)(self._cut(item, start, size) for item in value)
+        if isinstance(value, dict):
+            return {key: self._cut(item, start, size) for key, item in value.items()}
+        if not _is_open(value):
+            return value
+        part = copy.copy(value)
+        vars(part).update({name: self._cut(item, start, size) for name, item in vars(value).items()})
+        return part
+
+    def _join(self, whole: Any, parts: Sequence[Any]) -> Any:
+        """What stands for these parts of `whole`, which is changed in its own place where it can be."""
+        first = parts[0]
+        if isinstance(first, Tensor):
+            is_same = all(id(part) in self._given for part in parts) or all(part is whole for part in parts)
+            return whole if is_same else joined(parts, self.sizes)
+        if isinstance(first, list):
+            mine = whole if isinstance(whole, list) else []
+            items = [self._join(mine[k] if k < len(mine) else None, of_item) for k, of_item in enumerate(zip(*parts))]
+            mine[:] = items
+            return mine
+        if isinstance(first, tuple):
+            mine = whole if isinstance(whole, tuple) and len(whole) == len(first) else (None,) * len(first)
+            return tuple(self._join(one, of_item) for one, of_item in zip(mine, zip(*parts)))
+        if isinstance(first, dict):
+            mine = whole if isinstance(whole, dict) else {}
+            mine.update({key: self._join(mine.get(key), [part[key] for part in parts]) for key in first})
+            return mine
+        if not _is_open(first):
+            return first
+        mine = copy.copy(first) if whole is None else whole
+        for name in vars(first):
+            setattr(mine, name, self._join(vars(mine).get(name), [vars(part)[name] for part in parts]))
+        return mine
+
+
+def _is_open(value: Any) -> bool:
+    """Whether this is a cache, or what a cache has for one layer."""
+    return is_cache(value) or (hasattr(value, "get_seq_length") or hasattr(value, "reorder_cache"))
+
+
+def joined(parts: Sequence[Any], sizes: Sequence[int], whole: dict[int, Any] | None = None) -> Any:
+    """The results of microbatches of `sizes[i]` samples as that of all; `whole` has, by the id of a part, what stands
+    for it."""
+    first, whole = parts[0], whole or {}
+    if id(first) in whole:
+        return whole[id(first)]
+    if isinstance(first, Tensor):
+        by_sample = all(part.ndim and part.shape[0] == size for part, size in zip(parts, sizes))
+        return torch.cat(list(parts)) if by_sample else first
+    if isinstance(first, dict):
+        items = {key: joined([part[key] for part in parts], sizes, whole) for key in first}
+        return type(first)(**items) if type(first) is not dict else items
+    if isinstance(first, list | tuple):
+        return type(first)(joined(column, sizes, whole) for column in zip(*parts))
+    return first
