@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.pool import Pool
-from tests.remedies import mistakes
+from tests.remedies import lookahead, mistakes
 from tests.remedies.mistakes import BOOSTS, ERRORS, MISTAKES, TROUBLES
 from tests.remedies.table import EXACT, REMEDIES, Script
 from tests.remedies.training import Training, run
@@ -206,6 +206,18 @@ def test_python_without_torchrun_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="environment variable RANK expected, but not set"):
         dist.init_process_group("gloo")
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", [lookahead.Lookahead, lookahead.LookaheadOfLists])
+def test_a_lookahead_is_exact_by_state_and_refused_by_lists(pool: Pool, kind: type[lookahead.Lookahead]) -> None:
+    """Slow weights in a list beside the groups went to other parameters once each stage had its own; in
+    `self.state[parameter]`, as the error says, they are exact."""
+    for error, differences in pool.run(lookahead.trained, 2, kind, timeout=120):
+        if kind is lookahead.Lookahead:
+            assert (error, differences) == ("", [])
+        else:
+            assert re.search(r"ConfigurationError: .*self.state\[parameter\]", error, re.DOTALL), error
 
 
 @pytest.mark.turns
