@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.pool import Pool
+from tests.remedies import lookahead, mistakes
+from tests.remedies.mistakes import BOOSTS, ERRORS, MISTAKES, TROUBLES
 from tests.remedies.table import EXACT, REMEDIES, Script
 from tests.remedies.training import Training, run
 
@@ -38,6 +44,42 @@ NOT_EXECUTED = {  # rows whose remedy is to leave something out or to do it earl
     "hooks on accumulated gradients": "one without hooks",
 }
 
+PAGES_ELSEWHERE = {  # clauses, rows and headings of the other pages whose remedy another test executes
+    ERRORS + "`ConfigurationError`: parameters on meta": "checkpoint/test_lora.py::test_adapters_on_meta_are_refused",
+    ERRORS + "`CheckpointError`: a disk that is full": "checkpoint/test_model.py::test_a_full_disk",
+    ERRORS + "`NonFiniteError`": "engine/test_nan_check.py::test_the_stage_and_the_parameter_are_named",
+    ERRORS + "`RankError`": (
+        "distributed/test_supervision.py::test_ranks_that_fail_leave_reports_that_tell_what_happened"
+    ),
+    TROUBLES + "build the model with other seeds": "test_loop.py::test_every_rank_takes_the_weights_of_the_first",
+    TROUBLES + "`DistributedDataParallel(model)`": (
+        "engine/test_wrapped_models.py::test_what_cannot_be_cut_is_refused_at_boost"
+    ),
+    TROUBLES + "`torch.compile(model)`": "engine/test_wrapped_models.py::test_compiled_models_run_as_they_are_written",
+    TROUBLES + "`OSError: Repo id": "test_plugin.py::test_a_saved_model_is_what_plain_transformers_loads",
+    TROUBLES + "`Expected the argument plugin": "test_initialize.py::test_a_plugin_made_before_colossalai_is_imported",
+    TROUBLES + "## It hangs": (
+        "distributed/test_supervision.py::test_ranks_that_fail_leave_reports_that_tell_what_happened"
+    ),
+    TROUBLES + "## One error, many": (
+        "test_launch.py::test_an_error_that_all_ranks_have_is_told_once_and_not_tried_for_ever"
+    ),
+}
+HERE = {  # those of which a test of this file has its own
+    TROUBLES + "train weights loaded in bf16": "test_weights_in_16_bits_are_told_of_fp32_values",
+    TROUBLES + "`Gloo connectFullMesh failed`": "test_a_destroyed_process_group_is_refused_and_a_second_one_trains",
+    TROUBLES + "`ValueError: ... environment variable RANK": "test_python_without_torchrun_is_told_so",
+    TROUBLES + "## Out of memory": "test_what_saves_memory_is_exact",
+    TROUBLES + "## The loss is not": "test_the_mean_of_another_script",
+    TROUBLES + "## In a notebook": "test_one_process_in_a_notebook",
+}
+NOTHING_TO_DO = {  # why nothing is executed
+    ERRORS + "`ConfigurationError`: a model without a plan": "tests of tensor parallelism give the plans",
+    TROUBLES + "`Address already in use`": "another job has to hold the port",
+    TROUBLES + "warnings about apex": "nothing is wrong",
+    TROUBLES + "## An error that I do not understand": "a person answers",
+}
+
 
 def outcome(script: Script) -> tuple[str, list[str]]:
     """What this rank raises, or what differs from the unsplit model."""
@@ -47,12 +89,71 @@ def outcome(script: Script) -> tuple[str, list[str]]:
         return f"{type(error).__module__}.{type(error).__name__}: {error}", []
 
 
+ALL = REMEDIES | BOOSTS
+TWICE = """
+import os
+
+import torch
+import torch.distributed as dist
+
+import pipeshard
+from pipeshard.errors import UsageError
+from tests.hunt.nets import Net, data
+
+
+def boost(seed):
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return pipeshard.initialize(model, optimizer, pp_size=2, num_microbatches=2, dry_run_input=data(0))
+
+
+def step(engine, seed):
+    loss = float(engine.execute_pipeline(iter([data(seed)]))["loss"])
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    return loss
+
+
+dist.init_process_group("gloo")
+engine = boost(0)
+losses = [step(engine, 0)]
+engine.save_model(engine.model, "trained", shard=True)
+dist.barrier()
+dist.destroy_process_group()
+for call in (lambda: step(engine, 1), lambda: engine.save_model(engine.model, "other"), engine.optimizer.step):
+    try:
+        call()
+    except UsageError as error:
+        assert "was destroyed" in str(error) and "Boost the model in the new one" in str(error), error
+    else:
+        raise AssertionError("no error")
+os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+dist.init_process_group("gloo")
+engine = boost(1)
+engine.load_model(engine.model, "trained")
+losses += [step(engine, 1), step(engine, 2)]
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for seed, loss in enumerate(losses):
+    expected = model(**data(seed))["loss"]
+    expected.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert abs(loss - float(expected.detach())) < 1e-5, (seed, loss, expected)
+print("exact", flush=True)
+dist.destroy_process_group()
+"""
+
+
 def refused(name: str) -> tuple[str, list[str]]:
-    return outcome(REMEDIES[name].wrong)
+    return outcome(ALL[name].wrong)
 
 
 def remedied(name: str) -> list[tuple[str, list[str]]]:
-    return [outcome(script) for script in REMEDIES[name].right]
+    return [outcome(script) for script in ALL[name].right]
 
 
 def exact(name: str) -> tuple[str, list[str]]:
@@ -61,14 +162,80 @@ def exact(name: str) -> tuple[str, list[str]]:
 
 @pytest.mark.turns
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize("name", REMEDIES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_remedy_works(pool: Pool, name: str) -> None:
     """Errors named remedies that nobody had followed, and some of these were refused in turn or trained something
     else."""
     for error, differences in pool.run(refused, 2, name):
-        assert error.startswith("pipeshard.") and re.search(REMEDIES[name].says, error), (error, differences)
+        assert error.startswith("pipeshard.") and re.search(ALL[name].says, error), (error, differences)
     for outcomes in pool.run(remedied, 2, name):
-        assert outcomes == [("", [])] * len(REMEDIES[name].right)
+        assert outcomes == [("", [])] * len(ALL[name].right)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_and_mended(pool: Pool, tmp_path: Path, name: str) -> None:
+    """Rows of the pages on errors promised remedies that nobody had followed."""
+    for error, differences in pool.run(mistakes.follow, 2, name, tmp_path, timeout=120):
+        assert re.search(MISTAKES[name].says, error, re.DOTALL), error
+        assert differences == []
+
+
+@pytest.mark.turns
+def test_what_saves_memory_is_exact(pool: Pool) -> None:
+    assert pool.run(mistakes.of_less_memory, 2, timeout=120) == [[], []]
+
+
+def test_the_mean_of_another_script(pool: Pool) -> None:
+    """A script that averages the means of its microbatches has another loss, and loss_reduction has it too."""
+    assert pool.run(mistakes.of_another_mean, 2, timeout=120) == [(True, [])] * 2
+
+
+@pytest.mark.turns
+def test_one_process_in_a_notebook(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(mistakes.in_a_notebook, 1, tmp_path, timeout=120) == [[]]
+
+
+def test_weights_in_16_bits_are_told_of_fp32_values(pool: Pool) -> None:
+    """Small updates of bf16 weights round to nothing; the warning's remedy keeps fp32 values that move."""
+    assert pool.run(mistakes.in_16_bits, 2, timeout=120) == [[], []]
+
+
+def test_python_without_torchrun_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="environment variable RANK expected, but not set"):
+        dist.init_process_group("gloo")
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", [lookahead.Lookahead, lookahead.LookaheadOfLists])
+def test_a_lookahead_is_exact_by_state_and_refused_by_lists(pool: Pool, kind: type[lookahead.Lookahead]) -> None:
+    """Slow weights in a list beside the groups went to other parameters once each stage had its own; in
+    `self.state[parameter]`, as the error says, they are exact."""
+    for error, differences in pool.run(lookahead.trained, 2, kind, timeout=120):
+        if kind is lookahead.Lookahead:
+            assert (error, differences) == ("", [])
+        else:
+            assert re.search(r"ConfigurationError: .*self.state\[parameter\]", error, re.DOTALL), error
+
+
+@pytest.mark.turns
+def test_a_destroyed_process_group_is_refused_and_a_second_one_trains(tmp_path: Path) -> None:
+    """A step after destroy_process_group ended in an error of torch's; the remedy (save, boost in a new group, load)
+    goes on as if nothing had been."""
+    (tmp_path / "train.py").write_text(TWICE)
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    ended = subprocess.run(
+        [sys.executable, *command, "--rdzv-endpoint", "localhost:0", "train.py"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("exact\n") == 2, ended.stdout
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -104,7 +271,33 @@ def test_remedies_name_errors_that_are_there() -> None:
         assert any(row.startswith(kind) and example in row for row in rows("errors.md")), example
 
 
-@pytest.mark.parametrize("test", ELSEWHERE.values())
+def promises() -> list[str]:
+    """The examples of docs/errors.md, and the rows and headings of docs/troubleshooting.md."""
+    found = []
+    for row in rows("errors.md"):
+        kind, cell = row.removesuffix(" |").split(" | ")
+        examples = cell.replace("`, `", "`; `").split("; ")
+        found += [f"{ERRORS}{kind}: {example}" for example in examples if kind.startswith("`")]
+    lines = (ROOT / "docs" / "troubleshooting.md").read_text().splitlines()
+    tables = ("## Do not", "## Errors of others")
+    headings = [line for line in lines if line.startswith("## ") and line not in tables]
+    return found + [TROUBLES + each for each in rows("troubleshooting.md") + headings]
+
+
+HEADS = (TROUBLES + "do not |", TROUBLES + "what one reads |")
+
+
+def test_every_promise_of_the_pages_on_errors_is_executed_or_has_a_reason() -> None:
+    """A clause of docs/errors.md, or a row or heading of docs/troubleshooting.md, brings the test that follows it."""
+    of_tables = {row for each in (*MISTAKES.values(), *BOOSTS.values()) for row in each.rows}
+    of_remedies = {ERRORS + row for each in REMEDIES.values() for row in each.rows if row.startswith("`")}
+    listed = of_tables | of_remedies | PAGES_ELSEWHERE.keys() | HERE.keys() | NOTHING_TO_DO.keys()
+    assert [each for each in promises() if not each.startswith((*listed, *HEADS))] == []
+    assert [start for start in listed if not any(start in each for each in promises())] == []
+    assert all(test in globals() for test in HERE.values())
+
+
+@pytest.mark.parametrize("test", [*ELSEWHERE.values(), *PAGES_ELSEWHERE.values()])
 def test_what_is_executed_elsewhere_is_there(test: str) -> None:
     path, name = test.split("::")
     assert f"def {name}(" in (ROOT / "tests" / path).read_text()

@@ -150,12 +150,14 @@ def balance(
     num_stages: int,
     forbidden: Mapping[int, str] | None = None,
     fits: Callable[[int, int, int], bool] | None = None,
+    chunks: int = 1,
 ) -> list[int]:
     """How many consecutive calls each stage gets: minimises the cost of the most expensive stage, then the sum of
     squares of the costs.
 
     No cut is before a `forbidden` call. `fits(stage, start, end)` says whether a stage may have the calls from start to
-    end (exclusive); of what does not fit, nothing larger does.
+    end (exclusive); of what does not fit, nothing larger does. A rank has `chunks` stages.
+
     Raises PartitionError when there are fewer parts that can be cut apart than stages, or nothing fits.
     """
     if num_stages == 1 and fits is None:
@@ -164,9 +166,13 @@ def balance(
     starts = [k for k in range(len(costs)) if k == 0 or k not in forbidden]
     if len(starts) < num_stages:
         why = f"; not every cut is possible: {next(iter(forbidden.values()))}" if forbidden else ""
+        asked, remedy = f"pp_size={num_stages}", f"pp_size <= {len(starts)}"
+        if chunks > 1:
+            asked = f"pp_size={num_stages // chunks} times {chunks} stages a rank"
+            remedy += " with schedule='1f1b', which has one stage a rank"
         raise PartitionError(
             f"the model makes {len(costs)} unit calls in {len(starts)} parts that can be cut apart, fewer than "
-            f"pp_size={num_stages}{why}. Use pp_size <= {len(starts)}"
+            f"{asked}{why}. Use {remedy}"
             + ("" if forbidden else ", or name modules inside of units to cut after, partition=[...]")
         )
     edges = [*starts, len(costs)]

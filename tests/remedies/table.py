@@ -193,7 +193,7 @@ REMEDIES = {
         (Training(nets.NumbersAsTensors, ONE),),
     ),
     "a count of forwards": Remedy(
-        ("another way by a count",),
+        ("another way by a count", "`TraceError`: a forward that leaves"),
         "set what it goes by between steps, in attributes of the model",
         hunted_case("a count's"),
         (Training(nets.ByAttribute, ONE, between=skips),),
