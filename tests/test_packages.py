@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.packages.catalog import FILES, find
+from tests.packages.catalog import COMPLETE, FILES, find, gaps_of
 from tests.packages.check import CLOSE, Trained, judged
 from tests.packages.model import by_samples
 from tests.packages.report import chart, markdown
@@ -125,3 +125,15 @@ def test_report(tmp_path: Path) -> None:
 def test_catalog_has_a_file_for_each_package() -> None:
     folder = Path(__file__).parent / "packages"
     assert all((folder / f"{file}.py").exists() for file in FILES.values())
+
+
+def test_every_model_has_an_entry_or_a_reason() -> None:
+    """Models of a new release would be left out of docs/packages.md, and its share be that of the old ones."""
+    every, entries, apart = {"A", "B", "C"}, ["A", "A of text", "step: other"], {"B": "is a base"}
+    assert list(gaps_of(every - {"C"}, entries, apart)) == []
+    assert list(gaps_of(every, entries, apart)) == ["C has no entry, and APART no reason why"]
+    assert list(gaps_of(every, [*entries, "B of text", "C"], apart)) == [
+        "B has an entry, and APART says why it has none"
+    ]
+    assert list(gaps_of({"A"}, entries, apart)) == ["APART names B, which the package does not have"]
+    assert set(COMPLETE) <= FILES.keys()

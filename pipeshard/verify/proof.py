@@ -1,6 +1,7 @@
 """Proof: a few steps of all stages in this process, compared with the unsplit model on the same samples."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ from pipeshard.verify.whole import Coupled, WholeBatch, WholeFound, copied_micro
 logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
 ROWS, PARTS = 5, 2  # samples of a step, and the microbatches that they are cut into: they differ in size
+STEPS_MORE = 3  # of the unsplit model, which what stands for a proof that takes too long may take
 SEED = 20261123
 BEGINS = {
     "forward": "All units return the same: it begins in what the model or the criterion does between or after them",
@@ -106,10 +108,10 @@ def prove(
     user's changes.
 
     Compared are loss, gradients (None, too), outputs, buffers, what forwards leave on modules, parameters after the
-    optimizer's step, what is saved, and the unsplit model on the whole batch with itself on the microbatches. After
-    `seconds` it gives up; `note` is called now and then. In place of a `large` model a smaller copy is split. Where
-    there is none, and after `seconds`, only the outputs of a few samples are compared with those of the same samples
-    in microbatches.
+    optimizer's step, what is saved, and the unsplit model on the whole batch with itself on the microbatches. `note` is
+    called now and then. In place of a `large` model, and of one that takes longer than `seconds`, a smaller copy is
+    split. Where there is none, or it takes too long as well, only the outputs of a few samples are compared with those
+    of the same samples in microbatches. Each of the two may take `seconds`, or STEPS_MORE steps where these take longer.
     """
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, seconds, note)
     kind, reason, refused, coupled = EXACT, "", False, False
@@ -167,6 +169,8 @@ class _Proving:
     ) -> None:
         self.start = time.perf_counter()
         self.config, self.given, self.device, self.seconds, self.note = config, given, device, seconds, note
+        self.until = seconds
+        self.step = 0.0  # seconds that a step of the unsplit model takes
         self.counts: dict[str, int] = {}
         self.but: dict[str, None] = {}
         self.moving: dict[str, None] = {}
@@ -181,12 +185,18 @@ class _Proving:
         return time.perf_counter() - self.start
 
     def tick(self) -> None:
-        self._refuse_long(self.elapsed)
+        self._refuse_long()
         self.note()
 
-    def _refuse_long(self, needed: float) -> None:
-        if self.seconds is not None and needed > self.seconds:
+    def _refuse_long(self, more: float = 0.0) -> None:
+        """Raise TooMuch if there is no time for so many seconds more."""
+        if self.until is not None and self.elapsed + more > self.until:
             raise TooMuch(f"it takes longer than {self.seconds:g} s")
+
+    def _allow_more(self) -> None:
+        """Give what comes next some time of its own, which a model whose steps take long gets more of."""
+        if self.seconds is not None:
+            self.until = self.elapsed + max(self.seconds, STEPS_MORE * self.step)
 
     def run(self, large: Large | None) -> None:
         """Prove the split, then that microbatches are the batch; of that as much as there is time for."""
@@ -201,8 +211,27 @@ class _Proving:
                 raise TooMuch(large.reason)
             self._compare_few_or_all()
         except TooMuch:
+            self.step = self.step or self.elapsed
+            if large is None and not self.smaller and self._prove_smaller():
+                return
             self._compare_outputs()
             raise
+
+    def _prove_smaller(self) -> bool:
+        """Prove a smaller copy in place of a model that takes too long; whether there is one that does not."""
+        whole = self.given
+        self._allow_more()
+        self.counts, self.is_whole = {}, False
+        self.but.clear()
+        self.moving.clear()
+        try:
+            if not self._take_smaller(math.inf):
+                self._compare_few_or_all()
+                return True
+        except TooMuch:
+            logger.debug("a smaller copy takes too long, too: %s", self.smaller)
+        self.given, self.smaller = whole, ""
+        return False
 
     def _drawn(self, own: Copies) -> Copies:
         """The same with values for what is on meta."""
@@ -323,7 +352,9 @@ class _Proving:
         model, loss = self._unsplit()
         if not torch.isfinite(loss):
             raise Unproven(f"the unsplit model's loss is {float(loss)}")
-        self._refuse_long(5 * (time.perf_counter() - start))
+        took = time.perf_counter() - start
+        self.step = self.step or took
+        self._refuse_long(4 * took)
         self.draws = before != generators(self.device)
         if self.draws:  # by torch.seed() or the clock, another number each time
             self.fickle = differing(model, self._unsplit()[0])
@@ -337,6 +368,8 @@ class _Proving:
             loss, _ = reference.step([self.rows(own.sample, 0)], Weights([1.0]), (SEED, 0), self.tick)
         except NoLoss:
             raise Unproven("nothing gives a loss to train on") from None
+        except TooMuch:
+            raise
         except Exception as error:  # whatever the user's model raises
             raise Fails(f"the unsplit model does not run on its batch: {summary(error)}") from error
         return own.model, loss
@@ -431,7 +464,7 @@ class _Proving:
         if self.m == 1 or not self.config.has_exact_loss or self.is_whole:
             return
         self.is_whole = True
-        self.seconds = None if self.seconds is None else self.elapsed + self.seconds
+        self._allow_more()
         whole = WholeBatch(self._made, self.device, False, self.tick)
         try:
             self._note(whole.compare_outputs(self.rows(self._sample(), 0), self.m), "the outputs")

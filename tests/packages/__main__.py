@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tests.covering import sample
-from tests.packages.catalog import FILES, all_models, find
+from tests.packages.catalog import COMPLETE, FILES, all_models, find, gaps
 from tests.packages.model import Model
 from tests.packages.report import chart, markdown
 from tests.packages.sweep import WATCHDOG, Timed, applies, row_of
@@ -25,6 +25,8 @@ WITH = ("torch", "transformers", "pipeshard", *FILES)
 def main() -> int:
     arguments = parse()
     models = chosen(arguments)
+    if wrong := gaps(package for package in COMPLETE if package in {model.package for model in models}):
+        sys.exit("\n".join(wrong))
     ps = sorted({int(p) for p in arguments.p.split(",")})
     of = versions(WITH)
     try:

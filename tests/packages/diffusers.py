@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import diffusers
 import torch
 from diffusers import DDPMScheduler
+from diffusers.models.controlnets.multicontrolnet_union import MultiControlNetUnionModel
+from diffusers.models.modeling_utils import ModelMixin
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,6 +25,12 @@ from tests.packages.model import Model, returned
 diffusers.utils.logging.set_verbosity_error()
 SAMPLES, TEXT, SIZE, TOKENS = 4, 32, 16, 6  # features of the text, the size of the latents, tokens of the prompt
 DTYPES = {"float": torch.float32, "bool": torch.bool, "int": torch.int64}
+RESIDUALS = re.compile("ControlNet(Union)?Model")  # classes that return tensors to be added to those of another model
+ONE_SAMPLE = (  # whose forwards take a single sample, or one sequence that all samples are packed into
+    "AutoencoderKLAllegro",
+    "AutoencoderKLHunyuanVideo15",
+    "Cosmos3OmniTransformer",
+)
 
 
 def made(how: Any) -> Any:
@@ -37,6 +48,8 @@ def made(how: Any) -> Any:
         return torch.arange(numbers[0]).expand(numbers[1])
     if kind == "value":
         return torch.tensor(numbers[0], dtype=DTYPES[numbers[1]])
+    if kind == "dict":
+        return {key: made(item) for key, item in numbers[0].items()}
     if kind in ("list", "tuple"):
         return (tuple if kind == "tuple" else list)(made(item) for item in numbers[0])
     return numbers[0]
@@ -68,19 +81,21 @@ def of_table(name: str) -> Model:
         for name, parameter in model.named_parameters():
             if name == "pad_token":  # which the class does not initialize
                 nn.init.zeros_(parameter)
-        return Residuals(model) if "ControlNetModel" in class_name else model
+        return Residuals(model, return_dict=False) if RESIDUALS.search(class_name) else model
 
-    return Model("diffusers", name, build, batch, mse, options=shared(batch()))
+    return Model("diffusers", name, build, batch, mse, options=options_of(name, batch()))
 
 
 def predicts(name: str, build: Callable[[], nn.Module], inputs: Callable[[], dict[str, Any]], shape: Any) -> Model:
     """A model that is trained to predict something of this shape."""
     batch = lambda: inputs() | {"criterion.target": torch.randn(shape)}  # noqa: E731
-    return Model("diffusers", name, build, batch, mse, options=shared(batch()))
+    return Model("diffusers", name, build, batch, mse, options=options_of(name, batch()))
 
 
-def shared(batch: dict[str, Any]) -> dict[str, Any]:
+def options_of(name: str, batch: dict[str, Any]) -> dict[str, Any]:
     """What says that inputs without samples, such as positions, belong to every sample."""
+    if name in ONE_SAMPLE:
+        return {"num_microbatches": 1}
     names = [name for name, value in batch.items() if torch.is_tensor(value) and value.ndim and len(value) != SAMPLES]
     return {"batch_dims": dict.fromkeys(names)} if names else {}
 
@@ -179,21 +194,27 @@ def of_flux() -> dict[str, Tensor]:
 
 
 class Residuals(nn.Module):
-    """A ControlNet alone: its residuals, on which the loss is taken."""
+    """A ControlNet or an adapter alone: its residuals, on which the loss is taken."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, **options: Any) -> None:
         super().__init__()
-        self.net = net
+        self.net, self.options = net, options
 
     def forward(self, **inputs: Any) -> Tensor:
-        residuals: list[Tensor] = []
-        for value in self.net(**inputs, return_dict=False):
-            residuals += value if isinstance(value, (list, tuple)) else [value] if value is not None else []
+        residuals = tensors_of(self.net(**inputs, **self.options))
         return torch.stack([residual.flatten(1).mean(1) for residual in residuals], 1)
 
 
+def tensors_of(output: Any) -> list[Tensor]:
+    """All tensors of an output, in its order."""
+    if torch.is_tensor(output):
+        return [output]
+    items = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
+    return [tensor for item in items for tensor in tensors_of(item)]
+
+
 def controlnet(name: str, build: Callable[[], nn.Module], inputs: Callable[[], dict[str, Any]], count: int) -> Model:
-    return predicts(name, lambda: Residuals(build()), inputs, (4, count))
+    return predicts(name, lambda: Residuals(build(), return_dict=False), inputs, (4, count))
 
 
 def conditioned(inputs: Callable[[], dict[str, Any]], *shape: int) -> Callable[[], dict[str, Any]]:
@@ -300,6 +321,171 @@ def others() -> list[Model]:
                 "timesteps": torch.randint(1000, (4,)),
             },
             (4, 4, 32, 32),
+        ),
+    ]
+
+
+# Models that hold others, or share the modules of others.
+
+
+class OfFrames(nn.Module):
+    """A ControlNet of videos: the text is repeated for each frame, and the residuals are averaged over the frames."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = Residuals(net, return_dict=False)
+
+    def forward(self, sample: Tensor, encoder_hidden_states: Tensor, **inputs: Any) -> Tensor:
+        frames = sample.shape[2]
+        text = encoder_hidden_states.repeat_interleave(frames, 0)
+        residuals: Tensor = self.net(sample=sample, encoder_hidden_states=text, **inputs)
+        return residuals.unflatten(0, (-1, frames)).mean(1)
+
+
+def adapter() -> nn.Module:
+    return diffusers.T2IAdapter(channels=[8, 16, 16], num_res_blocks=1, downscale_factor=4)
+
+
+def small(name: str) -> Any:
+    """The class of a table's entry, made as there."""
+    class_name, config, _, _ = TABLE[name]
+    return getattr(diffusers, class_name)(**config)
+
+
+def inputs_of(name: str, *without: str) -> dict[str, Any]:
+    return {key: made(how) for key, how in TABLE[name][2].items() if key not in without}
+
+
+def twice(inputs: Callable[[], dict[str, Any]], *shape: int) -> Callable[[], dict[str, Any]]:
+    """The inputs of two ControlNets, each of which has a condition of its own."""
+    return lambda: (
+        inputs() | {"controlnet_cond": [torch.randn(4, *shape) for _ in range(2)]} | {"conditioning_scale": [1.0, 0.5]}
+    )
+
+
+def allegro() -> nn.Module:
+    """The autoencoder encodes in tiles only; here there is one tile, as large as the video."""
+    model: Any = diffusers.AutoencoderKLAllegro(
+        block_out_channels=(8, 8, 8, 8), latent_channels=4, layers_per_block=1, norm_num_groups=2, sample_size=16
+    )
+    model.enable_tiling()
+    model.kernel = model.stride = (8, 16, 16)
+    model.tile_overlap_t = model.tile_overlap_h = model.tile_overlap_w = 0
+    return model
+
+
+def of_z_image() -> nn.Module:
+    """A ControlNet that begins with the modules of the transformer which it is for."""
+    transformer = small("ZImageTransformer2DModel")
+    nn.init.zeros_(transformer.x_pad_token)  # which the class does not initialize
+    nn.init.zeros_(transformer.cap_pad_token)
+    net: Any = diffusers.ZImageControlNetModel(
+        control_layers_places=[0, 1, 2], control_in_dim=16, dim=16, n_refiner_layers=1, n_heads=1, n_kv_heads=2
+    )
+    net.gradient_checkpointing = False  # which its forward reads, and the class does not set
+    shared_with: nn.Module = diffusers.ZImageControlNetModel.from_transformer(net, transformer)
+    return shared_with
+
+
+def composed() -> list[Model]:
+    image = (3, 2 * SIZE, 2 * SIZE)
+    net = {"conditioning_embedding_out_channels": (8, 8)}
+    union = lambda: small("ControlNetUnionModel")  # noqa: E731
+    modes = lambda: {"controlnet_mode": [torch.zeros(4, dtype=torch.long), torch.ones(4, dtype=torch.long)]}  # noqa: E731
+    kinds = lambda: {"control_type": torch.ones(4, 6), "control_type_idx": [0, 1]}  # noqa: E731
+    return [
+        predicts("AutoencoderKLAllegro", allegro, lambda: {"sample": torch.randn(1, 3, 8, 16, 16)}, (1, 8, 3, 16, 16)),
+        predicts("T2IAdapter", lambda: Residuals(adapter()), lambda: {"x": torch.randn(4, *image)}, (4, 3)),
+        predicts(
+            "MultiAdapter",
+            lambda: Residuals(diffusers.MultiAdapter([adapter(), adapter()])),
+            lambda: {"xs": [torch.randn(4, *image) for _ in range(2)]},
+            (4, 3),
+        ),
+        predicts(
+            "SparseControlNetModel",
+            lambda: OfFrames(
+                diffusers.SparseControlNetModel(
+                    block_out_channels=(8, 8),
+                    layers_per_block=1,
+                    conditioning_channels=3,
+                    down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"),
+                    cross_attention_dim=8,
+                    conditioning_embedding_out_channels=(8, 8),
+                    norm_num_groups=1,
+                    attention_head_dim=2,
+                    motion_num_attention_heads=2,
+                    use_simplified_condition_embedding=False,
+                )
+            ),
+            lambda: {
+                "sample": torch.randn(4, 4, 2, SIZE, SIZE),
+                "timestep": torch.randint(1000, (4,)),
+                "encoder_hidden_states": torch.randn(4, TOKENS, 8),
+                "controlnet_cond": torch.randn(4, 3, 2, 2 * SIZE, 2 * SIZE),
+                "conditioning_mask": torch.ones(4, 1, 2, 2 * SIZE, 2 * SIZE),
+            },
+            (4, 5),
+        ),
+        predicts(
+            "ZImageControlNetModel",
+            lambda: Residuals(of_z_image()),
+            lambda: (
+                inputs_of("ZImageTransformer2DModel")
+                | {"control_context": [torch.randn(16, 1, 16, 16) for _ in range(4)]}
+            ),
+            (4, 3),
+        ),
+        controlnet(
+            "MultiControlNetModel",
+            lambda: diffusers.MultiControlNetModel([diffusers.ControlNetModel(**BLOCKS, **net) for _ in range(2)]),
+            twice(noisy, *image),
+            5,
+        ),
+        controlnet(
+            "ControlNetUnionModel of two conditions",
+            union,
+            lambda: noisy() | kinds() | {"controlnet_cond": [torch.randn(4, *image) for _ in range(2)]},
+            5,
+        ),
+        controlnet(
+            "MultiControlNetUnionModel",
+            lambda: MultiControlNetUnionModel([union(), union()]),
+            lambda: (
+                noisy()
+                | {"controlnet_cond": [[torch.randn(4, *image)] for _ in range(2)]}
+                | {"control_type": [torch.ones(4, 6) for _ in range(2)], "control_type_idx": [[0], [1]]}
+                | {"conditioning_scale": [1.0, 0.5]}
+            ),
+            5,
+        ),
+        controlnet(
+            "SD3MultiControlNetModel",
+            lambda: diffusers.SD3MultiControlNetModel([diffusers.SD3ControlNetModel(**SD3) for _ in range(2)]),
+            twice(of_sd3, 4, SIZE, SIZE),
+            4,
+        ),
+        controlnet(
+            "FluxMultiControlNetModel",
+            lambda: diffusers.FluxMultiControlNetModel(
+                [diffusers.FluxControlNetModel(**FLUX, guidance_embeds=True, num_mode=2) for _ in range(2)]
+            ),
+            twice(lambda: of_flux() | modes(), 16, 16),
+            4,
+        ),
+        controlnet(
+            "QwenImageMultiControlNetModel",
+            lambda: diffusers.QwenImageMultiControlNetModel([small("QwenImageControlNetModel")]),
+            twice(lambda: inputs_of("QwenImageControlNetModel", "controlnet_cond", "conditioning_scale"), 16, 16),
+            3,
+        ),
+        controlnet(
+            "HunyuanDiT2DMultiControlNetModel",
+            lambda: diffusers.HunyuanDiT2DMultiControlNetModel(
+                [small("HunyuanDiT2DControlNetModel") for _ in range(2)]
+            ),
+            twice(lambda: inputs_of("HunyuanDiT2DControlNetModel", "controlnet_cond"), 4, SIZE, SIZE),
+            3,
         ),
     ]
 
@@ -499,5 +685,29 @@ def trained() -> list[Model]:
     ]
 
 
-DRAWS = ("ConsistencyDecoderVAE",)  # noise of its own in the forward
-MODELS = [*(of_table(name) for name in TABLE if name not in DRAWS), *others(), *trained()]
+# Why a class has no entry.
+FLEX = "attends by FlexAttention, which has no backward on a CPU"
+APART = {
+    "AnyFlowFARTransformer3DModel": FLEX,
+    "ConsistencyDecoderVAE": "draws noise of its own in the forward",
+    "ControlNetXSAdapter": "cannot be called: UNetControlNetXSModel is made of it, which has an entry",
+    "Kandinsky6SRTransformer3DModel": FLEX,
+    "LTX2VideoDiffusionDecoderModel": FLEX,
+    "LegacyModelMixin": "the base of other classes, without a forward",
+    "MotionAdapter": "its forward does nothing: UNetMotionModel is made of it, which has an entry",
+    "WanAnimate2Transformer3DModel": FLEX,
+}
+MODELS = [*(of_table(name) for name in TABLE if name not in APART), *others(), *composed(), *trained()]
+
+
+def every() -> set[str]:
+    """The names of all models of diffusers.models."""
+    for module in pkgutil.walk_packages(diffusers.models.__path__, "diffusers.models."):
+        importlib.import_module(module.name)
+    return {kind.__name__ for kind in below(ModelMixin) if kind.__module__.startswith("diffusers.models.")}
+
+
+def below(kind: type) -> Iterator[type]:
+    for other in kind.__subclasses__():
+        yield other
+        yield from below(other)

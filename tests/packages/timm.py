@@ -236,3 +236,9 @@ MODELS = [
     idiom("features_only", features, images(64), squared),
     idiom("features_only resnet", lambda: timm.create_model("resnet18", features_only=True), images(64), squared),
 ]
+APART: dict[str, str] = {}  # why a file has no entry
+
+
+def every() -> set[str]:
+    """The names of all files of timm.models that have models."""
+    return set(timm.list_modules())
