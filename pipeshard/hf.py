@@ -41,7 +41,7 @@ VOCABULARIES = re.compile(r"vocab_size")
 
 # What `generate` passes to a forward, and reads of its output.
 CACHES = "past_key_values", "cache_params", "state", "mems", "past_buckets_states"
-USES_CACHE, LOGITS = "use_cache", "logits"
+USES_CACHE, LOGITS, DECODER_MASK = "use_cache", "logits", "decoder_attention_mask"
 GUESSING = "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"  # read logits of several positions
 
 ADAPTER_CONFIG = "adapter_config.json"  # in a folder that peft has saved

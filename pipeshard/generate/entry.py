@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.read import read_batch
 from pipeshard.errors import UsageError
-from pipeshard.hf import CACHES, USES_CACHE, is_encoder_decoder, is_mask, is_new, is_of_decoder
+from pipeshard.hf import CACHES, DECODER_MASK, MASK, USES_CACHE, is_encoder_decoder, is_new
 
 
 def entry_of(model: nn.Module, path: str, arguments: Mapping[str, Any]) -> Batch:
@@ -24,7 +24,17 @@ def entry_of(model: nn.Module, path: str, arguments: Mapping[str, Any]) -> Batch
 
     Raises BatchError without a tensor among them.
     """
-    return replace(Batch.of(arguments) if path else read_batch(model, arguments), entry=path)
+    return replace(Batch.of(arguments) if path else read_batch(model, arguments, lists=_Opened()), entry=path)
+
+
+class _Opened(dict[str, bool]):
+    """Of every list, that it has no entry a sample: what an encoder returns may have any number of entries."""
+
+    def __contains__(self, path: object) -> bool:
+        return True
+
+    def __getitem__(self, path: str) -> bool:
+        return False
 
 
 def key_of(entry: Batch) -> tuple[Any, ...]:
@@ -59,7 +69,7 @@ def twin(model: nn.Module, path: str, arguments: Mapping[str, Any], forward: Cal
     if new is None or len(kept) == len(arguments):  # nothing was kept of earlier positions
         return kept
     return {
-        name: _newest(value, new) if is_mask(name) and (not is_decoder or is_of_decoder(name, True)) else value
+        name: _newest(value, new) if name == (DECODER_MASK if is_decoder else MASK) else value
         for name, value in kept.items()
     }
 

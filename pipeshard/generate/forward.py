@@ -122,24 +122,29 @@ class Forward:
                 failure = str(error)
             finally:
                 enable_caches(cached)
-            self._compare(found, failure, path)
-            assert found is not None
+            found = self._agreed(found, failure, entry)
             flow, deltas = found.ways[0][0]
             self._ways[key_of(entry)] = Way(planner.routes(flow, True), deltas)
         return self._ways[key_of(entry)]
 
-    def _compare(self, found: FoundWays | None, failure: str, path: str) -> None:
-        """Raise TraceError on every rank of the pipeline where one has no way, or another one than the first."""
-        number = -1 if found is None else self.pipeline.planner.number(found)
+    def _agreed(self, found: FoundWays | None, failure: str, entry: Batch) -> FoundWays:
+        """The way that all ranks of the pipeline have found. Where they differ, ranks lend what decides, as in a step.
+        Raises TraceError on every rank where they still differ, or where one has none."""
+        grid, planner = self.pipeline.grid, self.pipeline.planner
+        number = -1 if found is None else planner.number(found)
         numbers = gather(torch.tensor([number]), self.group)[:, 0].tolist()
-        what = f"a call of {path or type(self.pipeline.model).__name__}"
+        what = f"a call of {entry.entry or type(self.pipeline.model).__name__}"
         if failure:
             raise TraceError(f"{what} cannot be made by several stages. {failure}")
-        if len(set(numbers)) > 1:
+        if len(set(numbers)) > 1 and grid.dp_size == 1 and -1 not in numbers:
+            found = planner.find_alike([[entry]], None, True, grid, found)
+        elif len(set(numbers)) > 1:
             raise TraceError(
                 f"{what} goes another way through the model on rank {self.pipeline.rank} than on others. Give all "
                 "ranks of a pipeline the same prompts and arguments, and the same seed (torch.manual_seed)"
             )
+        assert found is not None
+        return found
 
     def _run(self, batches: Sequence[Batch], ways: Sequence[Way]) -> Any:
         """The output for all microbatches, on the rank that has the last stage; None on others."""

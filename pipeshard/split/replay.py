@@ -34,6 +34,7 @@ from pipeshard.graph.unit_outputs import (
     run_collecting,
 )
 from pipeshard.graph.units import Handler
+from pipeshard.hf import is_cache
 from pipeshard.private import OF_COMPILER, disable_current_modes, tree_leaves, tree_tensors
 from pipeshard.split.route import Blank, Route, Step, recomputes_itself, run_again
 from pipeshard.split.zeros import Zeros
@@ -284,6 +285,8 @@ class Replay:
         if tree.is_leaf() and isinstance(result, Tensor):
             leaves = [result]
         else:
+            if run.listener is not None and isinstance(result, tuple):
+                result = tuple(None if is_cache(item) else item for item in result)  # as in the trace
             paths = [leaf.path for leaf in step.leaves if isinstance(leaf, Known)]
             known = {id(resolve_from(path, self.units[step.unit], arguments)): path for path in paths}
             leaves, structure = flattened(result, known)

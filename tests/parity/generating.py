@@ -33,8 +33,8 @@ def check_generation(entry: Entry) -> Verdict:
     """The tokens of every mode in which the unsplit model generates; every rank of the world calls it."""
     try:
         model = build(entry).eval()
-    except ImportError as error:
-        return Verdict("untrainable", reason=str(error))
+    except Exception as error:
+        return Verdict("untrainable", reason=f"{type(error).__name__}: {error}")
     data = {name: value for name, value in batch(entry, model).items() if "labels" not in name}
     prompts = {mode: padded(entry, data) if mode == "left-padded" else data for mode in MODES}
     alone = copy.deepcopy(model)
@@ -48,6 +48,8 @@ def check_generation(entry: Entry) -> Verdict:
             failure = failure or f"{mode}: {type(error).__name__}: {error}"
     if "greedy" not in expected:
         return Verdict("untrainable", reason=failure)
+    if draws(alone, data):
+        return Verdict("untrainable", reason="it draws random numbers in its forward, so that no two runs are alike")
     with_caches(model)
     sample = batch(entry, model)
     try:
@@ -66,6 +68,14 @@ def check_generation(entry: Entry) -> Verdict:
         same = same and all(map(torch.equal, scores(split), scores(unsplit)))
     unequal = max((float((a - b).abs().max()) for a, b in both_scores(split, unsplit)), default=0.0)
     return Verdict("bitwise" if same else "close", unequal, ", ".join(expected))
+
+
+def draws(model: Any, prompt: dict[str, Tensor]) -> bool:
+    """Whether its forward draws random numbers: noise in an encoder. A pipeline draws other ones than one process."""
+    torch.manual_seed(SEED)
+    before = torch.get_rng_state()
+    model.generate(**prompt, max_new_tokens=1, **GREEDY)
+    return not torch.equal(before, torch.get_rng_state())
 
 
 def generated(model: Any, prompt: dict[str, Tensor], options: dict[str, Any]) -> Any:
