@@ -54,6 +54,20 @@ class Entries:
             if path not in self._own:
                 self._set(path, told)
 
+    def adopt(self, other: "Entries") -> None:
+        """Take over what a forward has changed in a copy of the cache."""
+        for path, entry in _entries(other.cache):
+            if other._before.get(path, _NONE) != _signature(entry):
+                holder: Any = self.cache
+                for step in path[:-1]:
+                    holder = getattr(holder, step) if isinstance(step, str) else holder[step]
+                if isinstance(path[-1], str) and not isinstance(holder, dict):
+                    setattr(holder, path[-1], entry)
+                elif isinstance(holder, list) and path[-1] == len(holder):
+                    holder.append(entry)
+                else:
+                    holder[path[-1]] = entry
+
     def _set(self, path: Path, told: Any) -> None:
         holder, last = self.cache, path[-1]
         for step in path[:-1]:

@@ -28,6 +28,7 @@ from pipeshard.hf import LOGITS, disable_caches, enable_caches, is_cache, is_ids
 from pipeshard.split.route import Route
 
 MOST_DIMS = 8  # of a tensor that crosses a cut
+OF_GHOSTS = "meta", "'NoneType' object has no attribute"  # in errors of layers that find no states of others
 TOKENS = 256  # of a microbatch, at least: fewer take as long, since reading the weights takes the time
 
 
@@ -67,7 +68,7 @@ class Forward:
         way = self._way(path, arguments, forward)
         entry = pipeline.precision.of_batch(entry).to(pipeline.device)
         self._used: dict[int, Entries] = {}  # by id, in the order in which all ranks meet them
-        self._parts: dict[int, CacheParts] = {}  # by the ids of caches of single microbatches
+        self._parts: dict[int, CacheParts] = {}  # by the ids of caches of single microbatches, or stages
         self._meet((), entry.data)
         batches = self._microbatches(entry)
         ways = [self._way(path, batch.data, forward) for batch in batches]
@@ -78,7 +79,7 @@ class Forward:
         """The call cut along its samples, with a cache for each part."""
         rows, tokens = entry.rows, max((leaf.numel() for path, leaf in entry.tensors.items() if is_ids(path)), default=0)
         asked = min(self.num_microbatches or tokens // TOKENS, rows)
-        if asked <= 1:
+        if asked <= 1 or len(self.pipeline.stages) > 1:
             return [entry]
         try:
             batches = entry.split(asked)
@@ -152,14 +153,19 @@ class Forward:
         replay, placement = pipeline.policy.replay, pipeline.policy.placement
         passed: list[dict[Value, Tensor]] = [{} for _ in batches]  # what the stage before has left on this rank
         outputs: list[Any] = []
+        changed: list[tuple[Entries, Entries]] = []
         with replay.randomness.step(pipeline.seed, pipeline.steps):
             for k, stage in enumerate(pipeline.stages):
                 source = placement[stage.index - 1] if stage.index else pipeline.rank
                 destination = pipeline.rank if stage.is_last else placement[stage.index + 1]
+                copies = self._copies(batches[0].rows) if len(pipeline.stages) > 1 else []
                 for i, (batch, way) in enumerate(zip(batches, ways, strict=True)):
                     own_progress().start(f"stage {stage.index} of a forward that generates, microbatch {i}")
                     route = way.routes[k]
                     received = passed[i] if source == pipeline.rank else self._receive(route, source)
+                    if copies:
+                        parts = [self._parts[id(copy.cache)] for _, copy in copies]
+                        batch = replace(batch, leaves=tuple(_part_of(leaf, parts, 0) for leaf in batch.leaves))
                     replay.randomness.microbatch(i)
                     output, made = self._replayed(stage.index, route, way.deltas, received, batch)
                     passed[i] = {value: made[value].detach() for value in route.leaves.values}
@@ -167,24 +173,38 @@ class Forward:
                         self._send(list(passed[i].values()), destination)
                     elif stage.is_last:
                         outputs.append(output)
+                changed += copies
         self._finish_sending()
         replay.end()
+        for entries, copy in changed:
+            entries.adopt(copy)
         return self._joined(outputs, [batch.rows for batch in batches])
+
+    def _copies(self, rows: int) -> list[tuple[Entries, Entries]]:
+        """Each cache, and a copy for one of several stages of this rank: glue runs on each of them, and is to find the
+        lengths that it had before."""
+        copies = []
+        for entries in self._used.values():
+            parts = CacheParts(entries.cache, [rows])
+            self._parts[id(parts.parts[0])] = parts
+            copies.append((entries, Entries(parts.parts[0])))
+            copies[-1][1].begin()
+        return copies
 
     def _replayed(
         self, stage: int, route: Route, deltas: Sequence[int], received: Mapping[Value, Tensor], batch: Batch
     ) -> tuple[Any, dict[Value, Tensor]]:
         try:
             return self.pipeline.policy.replay.run(route, deltas, received, batch, self._meet)
-        except (RuntimeError, NotImplementedError) as error:
-            raise (_reads_ghost(stage, error) if "meta" in str(error) else error) from error
+        except (RuntimeError, NotImplementedError, AttributeError) as error:
+            if any(words in str(error) for words in OF_GHOSTS):
+                raise _reads_ghost(stage, error) from error
+            raise
 
     def _joined(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         """One output, of which the caches are whole."""
-        if len(sizes) == 1:
-            return next(iter(outputs), None)
         whole = {id(part): parts.cache for parts in self._parts.values() for part in parts.parts}
-        for parts in {id(parts): parts for parts in self._parts.values()}.values():
+        for parts in {id(parts): parts for parts in self._parts.values() if len(parts.parts) > 1}.values():
             parts.join()
         return joined(outputs, sizes, whole) if outputs else None
 

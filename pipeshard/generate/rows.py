@@ -20,7 +20,7 @@ class CacheParts:
 
     def __init__(self, cache: Any, sizes: Sequence[int]) -> None:
         self.cache, self.sizes = cache, sizes
-        self._given: dict[int, Tensor] = {}  # the views that parts begin with, by id
+        self._given: dict[int, tuple[Tensor, int]] = {}  # what parts begin with by id, and the version of a copy
         starts = [end - size for size, end in zip(sizes, accumulate(sizes))]
         self.parts = [self._cut(cache, start, size) for start, size in zip(starts, sizes)]
 
@@ -31,9 +31,11 @@ class CacheParts:
     def _cut(self, value: Any, start: int, size: int) -> Any:
         if isinstance(value, Tensor):
             if value.ndim == 0 or value.shape[0] != sum(self.sizes):
-                return value
+                counter = value.clone()  # which every part moves in place
+                self._given[id(counter)] = counter, counter._version
+                return counter
             view = value[start : start + size]
-            self._given[id(view)] = view
+            self._given[id(view)] = view, -1
             return view
         if isinstance(value, list | tuple):
             return type(value)(self._cut(item, start, size) for item in value)
@@ -49,8 +51,7 @@ class CacheParts:
         """What stands for these parts of `whole`, which is changed in its own place where it can be."""
         first = parts[0]
         if isinstance(first, Tensor):
-            is_same = all(id(part) in self._given for part in parts) or all(part is whole for part in parts)
-            return whole if is_same else joined(parts, self.sizes)
+            return whole if all(map(self._is_as_given, parts)) else joined(parts, self.sizes)
         if isinstance(first, list):
             mine = whole if isinstance(whole, list) else []
             items = [self._join(mine[k] if k < len(mine) else None, of_item) for k, of_item in enumerate(zip(*parts))]
@@ -70,6 +71,11 @@ class CacheParts:
             setattr(mine, name, self._join(vars(mine).get(name), [vars(part)[name] for part in parts]))
         return mine
 
+    def _is_as_given(self, part: Tensor) -> bool:
+        """Whether a layer has left this tensor, or changed it in the whole cache at once."""
+        _, version = self._given.get(id(part), (None, -2))
+        return version == -1 or version == part._version
+
 
 def _is_open(value: Any) -> bool:
     """Whether this is a cache, or what a cache has for one layer."""
@@ -84,7 +90,7 @@ def joined(parts: Sequence[Any], sizes: Sequence[int], whole: dict[int, Any] | N
         return whole[id(first)]
     if isinstance(first, Tensor):
         by_sample = all(part.ndim and part.shape[0] == size for part, size in zip(parts, sizes))
-        return torch.cat(list(parts)) if by_sample else first
+        return torch.cat(list(parts)) if by_sample and len(parts) > 1 else first
     if isinstance(first, dict):
         items = {key: joined([part[key] for part in parts], sizes, whole) for key in first}
         return type(first)(**items) if type(first) is not dict else items

@@ -1,0 +1,276 @@
+"""Tests of generate: the tokens of several stages are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from pipeshard import PipelinePlugin, initialize
+from pipeshard.errors import ConfigurationError, PipeshardError, TraceError
+from pipeshard.generate.cache import Entries
+from pipeshard.generate.generate import Generation
+from tests import zoo
+from tests.pool import Pool, WorkerError
+from tests.unsplit import Split
+
+pytestmark = pytest.mark.local
+
+NEW = 6
+GREEDY: dict[str, Any] = {"do_sample": False}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "sampled": {"do_sample": True, "top_k": 20},
+    "beams": {"num_beams": 3, "do_sample": False},
+    "several": {"do_sample": True, "num_return_sequences": 2},
+    "no cache": GREEDY | {"use_cache": False},
+    "static": GREEDY | {"cache_implementation": "static", "disable_compile": True},
+    "scores": GREEDY | {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True},
+}
+
+
+def prompts(name: str) -> dict[str, Tensor]:
+    """Three prompts of other lengths; those of a decoder begin with padding."""
+    data: dict[str, Tensor] = zoo.batch(name, rows=3, length=7)
+    if name != "t5":
+        data = zoo.left_padded(data)
+    return {key: data[key] for key in ("input_ids", "attention_mask") if key in data}
+
+
+def generated(model: Any, name: str, seed: int = 7, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    return model.generate(**prompts(name), max_new_tokens=NEW, min_new_tokens=NEW, **options)
+
+
+def content(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    return [output.sequences, *output.scores]
+
+
+def is_same(one: Any, other: Any, tolerance: float = 0.0) -> bool:
+    """Other sizes of a matrix product round otherwise, so the scores of microbatches may be off by a little."""
+    (tokens, *scores), (others, *other_scores) = content(one), content(other)
+    return torch.equal(tokens, others) and all(
+        torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(scores, other_scores, strict=True)
+    )
+
+
+def boosted(model: nn.Module, name: str, **options: Any) -> Any:
+    """The model over all ranks, in evaluation mode."""
+    data = zoo.batch(name, rows=4)
+    options = {"pp_size": dist.get_world_size(), "num_microbatches": 2, "verify": False} | options
+    engine = initialize(model, dry_run_input=data, **options)
+    assert engine.model is not None
+    return engine.model.eval()
+
+
+def as_alone(name: str, num_microbatches: int | None) -> list[str]:
+    """The modes in which what is generated differs from what one process generates."""
+    model = zoo.build(name)
+    alone = copy.deepcopy(model).eval()
+    expected = {mode: generated(alone, name, **options) for mode, options in MODES.items()}
+    split = boosted(model, name)
+    made = {
+        mode: generated(split, name, num_microbatches=num_microbatches, **options) for mode, options in MODES.items()
+    }
+    tolerance = 1e-4 if num_microbatches else 0.0
+    return [mode for mode in MODES if not is_same(made[mode], expected[mode], tolerance)]
+
+
+@pytest.mark.parametrize("num_microbatches", [None, 2])
+@pytest.mark.parametrize(("name", "p"), [("llama-tied", 2), ("t5", 2), ("llama-tied", 3), ("gemma2", 2)])
+def test_tokens_are_those_of_one_process(pool: Pool, name: str, p: int, num_microbatches: int | None) -> None:
+    """transformers' own pipeline generates other tokens for prompts that begin with padding, without an error."""
+    assert pool.run(as_alone, p, name, num_microbatches) == [[]] * p
+
+
+def states(name: str) -> tuple[list[bool], list[bool]]:
+    """Which layers' keys are in memory here, and which layers this stage holds."""
+    split = boosted(zoo.build(name), name)
+    cache = DynamicCache(config=split.config)
+    generated(split, name, past_key_values=cache, **GREEDY)
+    held = split.pipeline.policy.held_units
+    layers = [f"model.layers.{k}" in held for k in range(len(cache.layers))]
+    assert {layer.get_seq_length() for layer in cache.layers} == {prompts(name)["input_ids"].shape[1] + NEW - 1}
+    return [not layer.keys.is_meta for layer in cache.layers], layers
+
+
+def test_a_stage_keeps_the_states_of_its_own_layers(pool: Pool) -> None:
+    for in_memory, held in pool.run(states, 2, "llama-tied"):
+        assert in_memory == held
+
+
+def losses(generates: bool) -> list[float]:
+    data = zoo.batch("llama-tied", rows=4)
+    split = Split(zoo.build("llama-tied"), dist.get_world_size(), data, num_microbatches=2)
+    found = []
+    for _ in range(3):
+        found.append(float(split.backward(data)["loss"]))
+        split.optimizer.step()
+        split.optimizer.zero_grad()
+        if generates:
+            split.model.eval()
+            split.model.generate(**prompts("llama-tied"), max_new_tokens=3, do_sample=False)
+            split.model.train()
+    return found
+
+
+def test_training_goes_on_as_if_nothing_had_been_generated(pool: Pool) -> None:
+    assert pool.run(losses, 2, True) == pool.run(losses, 2, False)
+
+
+class Noting(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        pass
+
+
+def own_seeds() -> tuple[list[list[int]], list[int]]:
+    split = boosted(zoo.build("llama-tied"), "llama-tied")
+    streamer = Noting() if dist.get_rank() == 1 else None
+    one = {name: leaf[:1] for name, leaf in prompts("llama-tied").items()}
+    torch.manual_seed(7 + dist.get_rank())
+    made = split.generate(**one, max_new_tokens=NEW, do_sample=True, streamer=streamer)
+    return made.tolist(), [] if streamer is None else streamer.tokens
+
+
+def test_all_ranks_draw_the_tokens_of_the_first(pool: Pool) -> None:
+    """Each rank samples for itself: with generators of their own, stages would read other tokens."""
+    alone = zoo.build("llama-tied").eval()
+    one = {name: leaf[:1] for name, leaf in prompts("llama-tied").items()}
+    torch.manual_seed(7)
+    expected = alone.generate(**one, max_new_tokens=NEW, do_sample=True).tolist()
+    (first, _), (second, streamed) = pool.run(own_seeds, 2)
+    assert first == second == expected
+    assert streamed == expected[0]
+
+
+def with_options(options: dict[str, Any]) -> bool:
+    model = zoo.build("llama-tied")
+    data = zoo.batch("llama-tied", rows=4)
+    alone = copy.deepcopy(model).eval()
+    if options.get("precision"):
+        alone = alone.bfloat16()
+    expected = generated(alone, "llama-tied", **GREEDY)
+    split = boosted(model, "llama-tied", **({"pp_size": 2} | options))
+    assert data
+    return is_same(generated(split, "llama-tied", **GREEDY), expected)
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {"precision": "bf16"}),
+        (2, {"schedule": "interleaved", "num_model_chunks": 2}),
+        (2, {"schedule": "zbv"}),
+        (4, {"dp_size": 2}),
+        (1, {"pp_size": 1}),
+    ],
+    ids=str,
+)
+def test_generation_beside_other_options(pool: Pool, world: int, options: dict[str, Any]) -> None:
+    assert all(pool.run(with_options, world, options))
+
+
+@pytest.mark.processes
+def test_generation_with_slices(pool: Pool) -> None:
+    assert all(pool.run(with_options, 4, {"tp_size": 2}))
+
+
+def adapted() -> bool:
+    base = zoo.build("llama-tied")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config)
+    expected = generated(copy.deepcopy(model).eval(), "llama-tied", **GREEDY)
+    return is_same(generated(boosted(model, "llama-tied"), "llama-tied", **GREEDY), expected)
+
+
+def test_generation_with_adapters(pool: Pool) -> None:
+    assert pool.run(adapted, 2) == [True, True]
+
+
+def refused(options: dict[str, Any], asked: dict[str, Any]) -> str:
+    split = boosted(zoo.build("llama-tied"), "llama-tied", **options)
+    with pytest.raises(PipeshardError) as caught:
+        generated(split, "llama-tied", **asked)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.processes
+def test_sharded_parameters_are_refused(pool: Pool) -> None:
+    for message in pool.run(refused, 4, {"pp_size": 2, "fsdp": True}, {}):
+        assert message.startswith(f"{ConfigurationError.__name__}: a model with PipelinePlugin(fsdp=True) does not")
+
+
+class Summing(nn.Module):
+    """A layer that reads the keys of the layer before it."""
+
+    def __init__(self, layer: nn.Module, k: int) -> None:
+        super().__init__()
+        self.layer, self.k = layer, k
+
+    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if past_key_values is not None and self.k:
+            keys = past_key_values.layers[self.k - 1].keys
+            hidden_states = hidden_states + 0.1 * keys.mean()
+        return self.layer(hidden_states, past_key_values=past_key_values, **kwargs)
+
+
+@pytest.mark.processes
+def test_a_layer_that_reads_another_stage_s_states_is_refused(pool: Pool) -> None:
+    with pytest.raises(WorkerError, match=r"a layer of stage 1 reads what a layer of another stage has put into"):
+        pool.run(reading_others_raising, 2)
+
+
+def reading_others_raising() -> None:
+    model: Any = zoo.build("llama-tied")
+    for k, layer in enumerate(model.model.layers):
+        model.model.layers[k] = Summing(layer, k)
+    generated(boosted(model, "llama-tied"), "llama-tied", **GREEDY)
+
+
+def without_ghosts() -> list[str]:
+    with mock.patch.object(Entries, "update", lambda self, changes: None):
+        return as_alone("llama-tied", None)
+
+
+def without_generators() -> tuple[list[list[int]], list[int]]:
+    with mock.patch.object(Generation, "_share_generators", lambda self: None):
+        return own_seeds()
+
+
+@pytest.mark.processes
+def test_mutations_are_seen(pool: Pool) -> None:
+    """Lengths of other stages' layers that are missing, and a generator for each rank."""
+    try:
+        assert pool.run(without_ghosts, 2) != [[], []]
+    except WorkerError as error:
+        assert TraceError.__name__ in str(error) or "size" in str(error)
+    (first, _), (second, _) = pool.run(without_generators, 2)
+    assert first != second
+
+
+def plain_module() -> bool:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    plugin = PipelinePlugin(2, num_microbatches=1, dry_run_input=(torch.randn(2, 4),), verify=False)
+    split, *_ = plugin.configure(model, criterion=lambda output, batch: output.sum())
+    return hasattr(split, "generate")
+
+
+def test_a_model_that_does_not_generate_has_no_generate(pool: Pool) -> None:
+    assert pool.run(plain_module, 2) == [False, False]
