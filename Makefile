@@ -19,6 +19,8 @@
 # make parity   trains every architecture of transformers split and unsplit, and writes docs/parity.md; RESUME=1 goes on
 #               where an interrupted run ended; make parity-4.57 does the same with transformers 4.57.6;
 #               PRECISION=bf16, fp16 or autocast compares in 16 bits, and adds a column
+# make parity-generate compares what every architecture generates split and unsplit, and writes docs/parity-generate.md;
+#               RESUME=1 goes on where an interrupted run ended
 # make parity-packages does it with models of diffusers, timm, torchvision and 11 more packages, in an environment of its own,
 #               and writes docs/packages.md; RESUME=1 goes on
 # make soak     trains STEPS steps (2,000) of ragged batches with evaluations, saves and restarts beside them: nothing may grow,
@@ -74,7 +76,7 @@ PACKAGED := $(patsubst %,example-%,classify text_to_image)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 parity-packages bench curves targets trainer trainer-suite gpu-check docs release-check clean $(EXAMPLES) $(PACKAGED)
+.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 parity-packages parity-generate bench curves targets trainer trainer-suite gpu-check docs release-check clean $(EXAMPLES) $(PACKAGED)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -201,6 +203,9 @@ parity-4.57: $(OLD)/installed
 
 parity-packages: .venv-packages/installed
 	@.venv-packages/bin/python -W ignore -m tests.packages --output docs/packages.md $(if $(RESUME),--resume)
+
+parity-generate: setup
+	@$(BIN)/python -W ignore -m tests.parity.generating --output docs/parity-generate.md $(if $(RESUME),--resume)
 
 curves: setup
 	@$(BIN)/python -W ignore -m benchmarks.curves

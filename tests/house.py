@@ -23,7 +23,7 @@ LAYERS = (
     ("config",),
     ("engine",),
     ("checkpoint", "planner", "sampling"),
-    ("verify",),
+    ("verify", "generate"),
     ("boost", "compat", "dataloader"),
     ("plugin",),
     ("entry", "interop", "layers", "elastic", "launch", "trainer"),

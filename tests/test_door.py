@@ -67,7 +67,7 @@ def habits(folder: str) -> list[str]:
 
     attempts = [
         lambda: loss.backward(),
-        lambda: boosted.generate(data["input_ids"]),
+        lambda: boosted.unwrap().generate(data["input_ids"]),
         lambda: boosted.save_pretrained(folder),
         lambda: DistributedDataParallel(boosted),
         lambda: Accelerator(cpu=True).prepare(boosted),

@@ -147,8 +147,8 @@ def _ghost(told: Any, here: Any) -> Any:
         return restore(told["value"], get, {})
     if type(here).__name__ != told["kind"]:
         raise TraceError(
-            f"an entry of the cache is a {told['kind']} on the rank that fills it, and a {type(here).__name__} here. Let "
-            "all ranks make the cache alike, and before they generate"
+            f"an entry of the cache is a {told['kind']} on the rank that fills it, and a {type(here).__name__} here. "
+            "Make the cache alike on all ranks, before they generate"
         )
     ghost = copy.copy(here)
     for name, item in told["of"].items():

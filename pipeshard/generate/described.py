@@ -60,7 +60,7 @@ def restore(told: Any, get: Get, known: Mapping[str, Any]) -> Any:
         return kind(**{key: restore(item, get, known) for key, item in told["items"].items()})
     if "dict" in told:
         return {restore(key, get, known): restore(item, get, known) for key, item in told["dict"]}
-    items = [restore(item, get, known) for item in told.get("list", told.get("tuple", ()))]
+    items = [restore(item, get, known) for item in told["list" if "list" in told else "tuple"]]
     return items if "list" in told else tuple(items)
 
 

@@ -65,7 +65,6 @@ class Forward:
     def _make(self, path: str, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         pipeline = self.pipeline
         entry = entry_of(pipeline.model, path, arguments)
-        way = self._way(path, arguments, forward)
         entry = pipeline.precision.of_batch(entry).to(pipeline.device)
         self._used: dict[int, Entries] = {}  # by id, in the order in which all ranks meet them
         self._parts: dict[int, CacheParts] = {}  # by the ids of caches of single microbatches, or stages
@@ -77,7 +76,10 @@ class Forward:
 
     def _microbatches(self, entry: Batch) -> list[Batch]:
         """The call cut along its samples, with a cache for each part."""
-        rows, tokens = entry.rows, max((leaf.numel() for path, leaf in entry.tensors.items() if is_ids(path)), default=0)
+        rows, tokens = (
+            entry.rows,
+            max((leaf.numel() for path, leaf in entry.tensors.items() if is_ids(path)), default=0),
+        )
         asked = min(self.num_microbatches or tokens // TOKENS, rows)
         if asked <= 1 or len(self.pipeline.stages) > 1:
             return [entry]
@@ -298,8 +300,8 @@ class Forward:
 
 def _reads_ghost(stage: int, error: Exception) -> TraceError:
     return TraceError(
-        f"a layer of stage {stage} reads what a layer of another stage has put into the cache ({summary(error)}). Cut the "
-        "model elsewhere (the partition argument of PipelinePlugin), or generate without a cache (use_cache=False)"
+        f"a layer of stage {stage} reads what a layer of another stage has put into the cache ({summary(error)}). Cut "
+        "the model elsewhere (the partition argument of PipelinePlugin), or generate without a cache (use_cache=False)"
     )
 
 

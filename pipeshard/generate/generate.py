@@ -41,8 +41,8 @@ class Generation:
         pipeline = self.pipeline
         if pipeline.holdings.sharded is not None:
             raise ConfigurationError(
-                "a model with PipelinePlugin(fsdp=True) does not generate, since replicas would gather parameters for a "
-                "different number of tokens each. Generate with fsdp=False, or save the model and load it in one process"
+                "a model with PipelinePlugin(fsdp=True) does not generate, since replicas would gather parameters for "
+                "a different number of tokens each. Use fsdp=False, or save the model and load it in one process"
             )
         pipeline.refuse_blank()
         own_progress().model, own_progress().chunks = pipeline.model, pipeline.policy.chunks

@@ -53,17 +53,17 @@ class CacheParts:
         if isinstance(first, Tensor):
             return whole if all(map(self._is_as_given, parts)) else joined(parts, self.sizes)
         if isinstance(first, list):
-            mine = whole if isinstance(whole, list) else []
-            items = [self._join(mine[k] if k < len(mine) else None, of_item) for k, of_item in enumerate(zip(*parts))]
-            mine[:] = items
-            return mine
+            here = whole if isinstance(whole, list) else []
+            pairs = enumerate(zip(*parts))
+            here[:] = [self._join(here[k] if k < len(here) else None, of_item) for k, of_item in pairs]
+            return here
         if isinstance(first, tuple):
-            mine = whole if isinstance(whole, tuple) and len(whole) == len(first) else (None,) * len(first)
-            return tuple(self._join(one, of_item) for one, of_item in zip(mine, zip(*parts)))
+            before = whole if isinstance(whole, tuple) and len(whole) == len(first) else (None,) * len(first)
+            return tuple(self._join(one, of_item) for one, of_item in zip(before, zip(*parts)))
         if isinstance(first, dict):
-            mine = whole if isinstance(whole, dict) else {}
-            mine.update({key: self._join(mine.get(key), [part[key] for part in parts]) for key in first})
-            return mine
+            known = whole if isinstance(whole, dict) else {}
+            known.update({key: self._join(known.get(key), [part[key] for part in parts]) for key in first})
+            return known
         if not _is_open(first):
             return first
         mine = copy.copy(first) if whole is None else whole

@@ -208,7 +208,7 @@ class Replay:
         if unit not in self.held and repeat is None:
             raise UsageError(
                 f"unit {unit} is not on stage {self.stage}: a model split into stages cannot be called directly, "
-                "use booster.execute_pipeline(...), or, to generate, pipeshard.to_sequential(model, rank=0)"
+                "use booster.execute_pipeline(...), or, to generate, model.generate(...) of what boost returned"
             )
         repeat = repeat or Repeat()
         repeat.before()

@@ -111,7 +111,7 @@ def prove(
     optimizer's step, what is saved, and the unsplit model on the whole batch with itself on the microbatches. `note` is
     called now and then. In place of a `large` model, and of one that takes longer than `seconds`, a smaller copy is
     split. Where there is none, or it takes too long as well, only the outputs of a few samples are compared with those
-    of the same samples in microbatches. Each of the two may take `seconds`, or STEPS_MORE steps where these take longer.
+    of the same samples in microbatches. Each of the two may take `seconds`, or STEPS_MORE steps, if that is longer.
     """
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, seconds, note)
     kind, reason, refused, coupled = EXACT, "", False, False
