@@ -19,6 +19,9 @@ from pipeshard.errors import ConfigurationError, PipeshardError, TraceError
 from pipeshard.generate.cache import Entries
 from pipeshard.generate.generate import Generation
 from tests import zoo
+from tests.parity.entries import find
+from tests.parity.generating import GENERATING, check_generation, page
+from tests.parity.report import Row
 from tests.pool import Pool, WorkerError
 from tests.unsplit import Split
 
@@ -274,3 +277,27 @@ def plain_module() -> bool:
 
 def test_a_model_that_does_not_generate_has_no_generate(pool: Pool) -> None:
     assert pool.run(plain_module, 2) == [False, False]
+
+
+@pytest.mark.turns
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("causal-lm/mamba", "causal-lm/jamba", "causal-lm/gemma3_text", "causal-lm/qwen3_moe", "causal-lm/bloom"),
+        *("seq2seq-lm/bart", "seq2seq-lm/switch_transformers", "speech-seq2seq/whisper", "speech-seq2seq/granite_speech"),
+        *("image-text-to-text/llava", "image-text-to-text/idefics3", "image-text-to-text/qwen2_vl"),
+    ],
+)
+def test_architecture_generates(pool: Pool, name: str) -> None:
+    (entry,) = find(name)
+    assert {verdict.kind for verdict in pool.run(check_generation, 2, entry)} <= {"bitwise", "close"}
+
+
+def test_page_of_generation() -> None:
+    rows = [Row("causal-lm/a", p, "bitwise") for p in (2, 3)]
+    rows += [Row("causal-lm/b", 2, "refused", reason="TraceError: why"), Row("causal-lm/c", 2, "untrainable")]
+    text = page(rows, {"torch": "1"})
+    assert "Of 3 architectures in" in text and "2 generate unsplit. **1** of these (50.0%)" in text
+    assert "| causal-lm/b | 2 | refused | TraceError: why |" in text and "| causal-lm/c |" not in text
+    assert len(GENERATING) == 4

@@ -189,7 +189,7 @@ class _Proving:
         self.note()
 
     def _refuse_long(self, more: float = 0.0) -> None:
-        """Raise TooMuch if there is no time for so many seconds more."""
+        """Raise TooMuch unless there is time for so many seconds more."""
         if self.until is not None and self.elapsed + more > self.until:
             raise TooMuch(f"it takes longer than {self.seconds:g} s")
 

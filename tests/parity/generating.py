@@ -170,8 +170,7 @@ def page(rows: Sequence[Row], of: dict[str, str]) -> str:
         "# Parity of generation",
         "",
         f"Of {len(kinds)} architectures in {len(GENERATING)} tasks, {able} generate unsplit. **{equal}** of these "
-        f"({equal / max(able, 1):.1%}) generate the same tokens with p = {ps} stages. The others are refused, or listed "
-        "below.",
+        f"({equal / max(able, 1):.1%}) generate the same tokens with p = {ps} stages. The table below has the others.",
         "",
         f"Each is compared in {len(MODES)} modes where the unsplit model has them: {', '.join(MODES)}. Written by "
         f"`make parity-generate` with {', '.join(f'{name} {version}' for name, version in of.items())}.",
