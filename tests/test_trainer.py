@@ -226,8 +226,6 @@ def refused(folder: str, error: type[Exception], what: str, others: dict[str, An
 def all_refused(folder: str) -> None:
     for error, what, others, plugin in REFUSED:
         refused(folder, error, what, dict(others), plugin)
-    with launched(), pytest.raises(ConfigurationError, match=r"predict_with_generate=True.*generate with plain"):
-        trainer("seq2seq", folder, {"pp_size": 2}, predict_with_generate=True)
     with pytest.raises(ConfigurationError, match=r"has 2 ranks, but accelerate.*sees 1: start the script by torchrun"):
         trainer("causal", folder, {"pp_size": 2})
     forget()
@@ -327,6 +325,7 @@ def mutated(mutation: str, folder: str, plugin: dict[str, Any], **others: Any) -
         "`dataloader_num_workers`, `dataloader_prefetch_factor`",
         "callbacks on every rank, in Trainer's order",
         "`ignore_data_skip`",
+        "`predict_with_generate`",
     ],
 )
 def test_features_work(pool: Pool, name: str) -> None:

@@ -65,7 +65,7 @@ def test_replicas_gather_the_metrics(pool: Pool, tmp_path: Path) -> None:
 
 def test_other_trainers_are_refused_by_name() -> None:
     for name in ("GRPOTrainer", "RLOOTrainer", "KTOTrainer"):
-        with pytest.raises(ConfigurationError, match=f"{name} generates, or runs several models"):
+        with pytest.raises(ConfigurationError, match=f"{name} generates while it trains, or runs several models"):
             refuse_class(getattr(trl, name))
     refuse_class(type("Mine", (trl.SFTTrainer,), {}))
 

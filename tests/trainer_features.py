@@ -22,7 +22,7 @@ from pipeshard import PipelinePlugin
 from pipeshard.errors import PipeshardError
 from tests.house import ROOT
 from tests.pool import Pool
-from tests.trainers import TASKS, differences, first_class, launched, llama, logs, texts, trainer
+from tests.trainers import TASKS, differences, first_class, launched, llama, logs, pairs, texts, trainer
 
 PAGE = ROOT / "docs" / "trainer.md"
 BEGIN, END = "<!-- features -->\n", "<!-- end of features -->"
@@ -101,6 +101,13 @@ def two_sets(folder: str) -> dict[str, Any]:
 def predicted(made: Any) -> list[dict[str, Any]]:
     output = made.predict(texts(7, seed=8))
     return [{"sum": float(abs(output.predictions).sum()), "loss": output.metrics["test_loss"]}]
+
+
+def translated(made: Any) -> list[dict[str, Any]]:
+    made.compute_metrics = None
+    output = made.predict(pairs(7, seed=8), max_new_tokens=6, num_beams=2)
+    tokens = {f"token {k}": float(token) for k, token in enumerate(output.predictions.flatten())}
+    return [{"loss": output.metrics["test_loss"], **tokens}]
 
 
 def kept(made: Any) -> list[dict[str, Any]]:
@@ -253,7 +260,7 @@ FEATURES: dict[str, Feature] = {
     "`report_to` (by rank 0)": Feature({"report_to": ["tensorboard"]}, then=boarded),
     "`include_num_input_tokens_seen`": Feature({"include_num_input_tokens_seen": "non_padding"}),
     "`auto_find_batch_size`": Feature({"auto_find_batch_size": True}, refused=True),
-    "`predict_with_generate`": Feature({"predict_with_generate": True}, "seq2seq", refused=True),
+    "`predict_with_generate`": Feature({"predict_with_generate": True}, "seq2seq", then=translated),
     "`fp16_full_eval`, `bf16_full_eval`": Feature({"bf16_full_eval": True}, refused=True),
     '`debug="underflow_overflow"`': Feature({"debug": "underflow_overflow"}, refused=True),
     "`optim` that updates in backward (LOMO, layer-wise)": Feature({"optim": "lomo"}, refused=True),

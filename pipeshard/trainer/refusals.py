@@ -16,7 +16,6 @@ _DIVIDED = "the plugin divides what replicas keep: pass PipelinePlugin(zero_stag
 _FULL = "it would cast the stages' weights: evaluate with bf16=True or fp16=True, which casts what is computed"
 # Why what these arguments are set to is not for a pipeline.
 REFUSED = {
-    "predict_with_generate": "a pipeline does not generate: save the model, and generate with plain transformers",
     "deepspeed": _DIVIDED,
     "fsdp": _DIVIDED,
     "parallelism_config": "replicas and slices are those of PipelinePlugin(dp_size=..., tp_size=...)",
@@ -84,8 +83,8 @@ def refuse_class(kind: type) -> None:
     trl = [one.__name__ for one in kind.__mro__ if one.__module__.startswith("trl.") and "Trainer" in one.__name__]
     if trl and not set(trl) & set(OF_TRL):
         raise ConfigurationError(
-            f"{trl[0]} generates, or runs several models in one step, which is not known to a pipeline. Of TRL's "
-            f"trainers {', '.join(OF_TRL)} are"
+            f"{trl[0]} generates while it trains, or runs several models in one step, which no pipeline knows. "
+            f"Of TRL's trainers {', '.join(OF_TRL)} are"
         )
 
 

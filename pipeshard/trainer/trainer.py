@@ -241,8 +241,22 @@ class Loop(Trainer):
         self._own_stages()
         if is_first:
             self.model_preparation_time = round(time.time() - start, 4)
-        with self.accelerator.alone(), self._evaluated_together():
+        with self.accelerator.alone(), self._evaluated_together(), self._generated_together():
             return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    @contextmanager
+    def _generated_together(self) -> Iterator[None]:
+        """Inside, the model generates by its stages: a Seq2SeqTrainer asks the model itself to."""
+        stages = self._own_stages()
+        if not hasattr(stages.module, "generate"):
+            yield
+            return
+        own = vars(stages.module)
+        own["generate"] = stages.boosted.generation
+        try:
+            yield
+        finally:
+            del own["generate"]
 
     @contextmanager
     def _evaluated_together(self) -> Iterator[None]:
