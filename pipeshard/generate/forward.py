@@ -76,11 +76,8 @@ class Forward:
 
     def _microbatches(self, entry: Batch) -> list[Batch]:
         """The call cut along its samples, with a cache for each part."""
-        rows, tokens = (
-            entry.rows,
-            max((leaf.numel() for path, leaf in entry.tensors.items() if is_ids(path)), default=0),
-        )
-        asked = min(self.num_microbatches or tokens // TOKENS, rows)
+        tokens = max((leaf.numel() for path, leaf in entry.tensors.items() if is_ids(path)), default=0)
+        asked = min(self.num_microbatches or tokens // TOKENS, entry.rows)
         if asked <= 1 or len(self.pipeline.stages) > 1:
             return [entry]
         try:
@@ -115,8 +112,8 @@ class Forward:
         """How this call goes through the stages; traced where no call of this structure and these sizes was made."""
         model, planner = self.pipeline.model, self.pipeline.planner
         entry = entry_of(model, path, twin(model, path, arguments, forward))
-        if key_of(entry) not in self._ways:
-            entry = self.pipeline.precision.of_batch(entry)
+        key = key_of(entry)
+        if key not in self._ways:
             cached = disable_caches(model)
             found, failure = None, ""
             try:
@@ -127,8 +124,8 @@ class Forward:
                 enable_caches(cached)
             found = self._agreed(found, failure, entry)
             flow, deltas = found.ways[0][0]
-            self._ways[key_of(entry)] = Way(planner.routes(flow, True), deltas)
-        return self._ways[key_of(entry)]
+            self._ways[key] = Way(planner.routes(flow, True), deltas)
+        return self._ways[key]
 
     def _agreed(self, found: FoundWays | None, failure: str, entry: Batch) -> FoundWays:
         """The way that all ranks of the pipeline have found. Where they differ, ranks lend what decides, as in a step.
