@@ -38,7 +38,8 @@ from pipeshard.verify.whole import Coupled, WholeBatch, WholeFound, copied_micro
 logger = logging.getLogger("pipeshard")
 EXACT, PARTLY, DIFFERENT, UNPROVEN = "exact", "compared in part", "different", "unproven"
 ROWS, PARTS = 5, 2  # samples of a step, and the microbatches that they are cut into: they differ in size
-STEPS_MORE = 3  # of the unsplit model, which what stands for a proof that takes too long may take
+STEPS_OF_PROOF = 9  # of the unsplit model, which a proof takes after the first one
+STEPS_MORE = 5  # of the unsplit model, which what stands for a proof that takes too long may take
 SEED = 20261123
 BEGINS = {
     "forward": "All units return the same: it begins in what the model or the criterion does between or after them",
@@ -111,7 +112,8 @@ def prove(
     optimizer's step, what is saved, and the unsplit model on the whole batch with itself on the microbatches. `note` is
     called now and then. In place of a `large` model, and of one that takes longer than `seconds`, a smaller copy is
     split. Where there is none, or it takes too long as well, only the outputs of a few samples are compared with those
-    of the same samples in microbatches. Each of the two may take `seconds`, or STEPS_MORE steps, if that is longer.
+    of the same samples in microbatches. Each of the two may take `seconds`, or STEPS_MORE steps if these take longer.
+    Once something differs, the limit does not apply.
     """
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, seconds, note)
     kind, reason, refused, coupled = EXACT, "", False, False
@@ -198,6 +200,10 @@ class _Proving:
         if self.seconds is not None:
             self.until = self.elapsed + max(self.seconds, STEPS_MORE * self.step)
 
+    def _see_through(self) -> None:
+        """Take whatever time it takes from here on: something differs, and it is not known yet whether by rounding."""
+        self.until = None
+
     def run(self, large: Large | None) -> None:
         """Prove the split, then that microbatches are the batch; of that as much as there is time for."""
         if large is not None:
@@ -219,18 +225,19 @@ class _Proving:
 
     def _prove_smaller(self) -> bool:
         """Prove a smaller copy in place of a model that takes too long; whether there is one that does not."""
-        whole = self.given
+        whole, step = self.given, self.step
         self._allow_more()
         self.counts, self.is_whole = {}, False
         self.but.clear()
         self.moving.clear()
         try:
             if not self._take_smaller(math.inf):
+                self._refuse_long(STEPS_OF_PROOF * self.step)
                 self._compare_few_or_all()
                 return True
         except TooMuch:
             logger.debug("a smaller copy takes too long, too: %s", self.smaller)
-        self.given, self.smaller = whole, ""
+        self.given, self.smaller, self.step = whole, "", step
         return False
 
     def _drawn(self, own: Copies) -> Copies:
@@ -299,6 +306,7 @@ class _Proving:
         try:
             self._compare(None)
         except Different as difference:
+            self._see_through()
             try:
                 self._compare(torch.float64)
             except Different:
@@ -352,9 +360,8 @@ class _Proving:
         model, loss = self._unsplit()
         if not torch.isfinite(loss):
             raise Unproven(f"the unsplit model's loss is {float(loss)}")
-        took = time.perf_counter() - start
-        self.step = self.step or took
-        self._refuse_long(4 * took)
+        self.step = time.perf_counter() - start
+        self._refuse_long(4 * self.step)
         self.draws = before != generators(self.device)
         if self.draws:  # by torch.seed() or the clock, another number each time
             self.fickle = differing(model, self._unsplit()[0])
@@ -444,7 +451,7 @@ class _Proving:
         for now in steps:
             batch = self.rows(sample, now.step)
             self._compare_inputs(batch)
-            whole = WholeBatch(self._made, self.device, self.draws, self.tick)
+            whole = WholeBatch(self._made, self.device, self.draws, self.tick, self._see_through)
             try:
                 found = whole.compare(batch, now.weights, now.has_auxiliary, now.units)
             except (Coupled, Unproven):
@@ -465,7 +472,7 @@ class _Proving:
             return
         self.is_whole = True
         self._allow_more()
-        whole = WholeBatch(self._made, self.device, False, self.tick)
+        whole = WholeBatch(self._made, self.device, False, self.tick, self._see_through)
         try:
             self._note(whole.compare_outputs(self.rows(self._sample(), 0), self.m), "the outputs")
         except Coupled:

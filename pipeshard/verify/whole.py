@@ -68,10 +68,15 @@ class WholeFound:
 
 
 class WholeBatch:
-    """Compares copies that `make(dtype)` makes of the unsplit model; `draws` is whether it draws random numbers."""
+    """Compares copies that `make(dtype)` makes of the unsplit model; `draws` is whether it draws random numbers.
 
-    def __init__(self, make: Make, device: torch.device, draws: bool, note: Callable[[], None]) -> None:
-        self.make, self.device, self.draws, self.note = make, device, draws, note
+    `note` is called now and then, and `differs` when something seems to differ, before it is compared in other ways.
+    """
+
+    def __init__(
+        self, make: Make, device: torch.device, draws: bool, note: Callable[[], None], differs: Callable[[], None]
+    ) -> None:
+        self.make, self.device, self.draws, self.note, self.differs = make, device, draws, note, differs
         self.drew = self.drew_in_python = self.normalized = self.is_told = False
 
     def compare(self, batch: Batch, weights: Weights, has_auxiliary: bool, units: Sequence[str]) -> WholeFound:
@@ -169,6 +174,7 @@ class WholeBatch:
         why = self._unlike(whole, self._side(way, self.parts, self.weights, draws), way)
         if not why:
             return ""
+        self.differs()
         apart = replace(way, apart=True)
         if len(self.parts) < 2 or self._unlike(whole, self._side(apart, self.parts, self.weights, draws), apart):
             return why

@@ -31,6 +31,9 @@ ONE_SAMPLE = (  # whose forwards take a single sample, or one sequence that all 
     "AutoencoderKLHunyuanVideo15",
     "Cosmos3OmniTransformer",
 )
+CUTS = {  # where a model of one unit is cut in two, by the remedy of its refusal
+    "Kandinsky6SRLatentUpscalerBank": ("_models.0.x2_branch.adapter",)
+}
 
 
 def made(how: Any) -> Any:
@@ -65,8 +68,9 @@ def sample_of(output: Any) -> Tensor:
 
 
 def mse(output: Any, batch: Any) -> Tensor:
-    """That of the training scripts, against the noise or the velocity."""
-    return functional.mse_loss(sample_of(output).float(), batch["criterion.target"].float())
+    """That of the training scripts, against the noise or the velocity: in fp32 at least."""
+    predicted, target = sample_of(output), batch["criterion.target"]
+    return functional.mse_loss(predicted.to(torch.promote_types(predicted.dtype, torch.float32)), target)
 
 
 def of_table(name: str) -> Model:
@@ -83,7 +87,7 @@ def of_table(name: str) -> Model:
                 nn.init.zeros_(parameter)
         return Residuals(model, return_dict=False) if RESIDUALS.search(class_name) else model
 
-    return Model("diffusers", name, build, batch, mse, options=options_of(name, batch()))
+    return Model("diffusers", name, build, batch, mse, options=options_of(name, batch()), most=2 if name in CUTS else 3)
 
 
 def predicts(name: str, build: Callable[[], nn.Module], inputs: Callable[[], dict[str, Any]], shape: Any) -> Model:
@@ -96,6 +100,8 @@ def options_of(name: str, batch: dict[str, Any]) -> dict[str, Any]:
     """What says that inputs without samples, such as positions, belong to every sample."""
     if name in ONE_SAMPLE:
         return {"num_microbatches": 1}
+    if name in CUTS:
+        return {"partition": list(CUTS[name])}
     names = [name for name, value in batch.items() if torch.is_tensor(value) and value.ndim and len(value) != SAMPLES]
     return {"batch_dims": dict.fromkeys(names)} if names else {}
 
@@ -694,6 +700,7 @@ APART = {
     "Kandinsky6SRTransformer3DModel": FLEX,
     "LTX2VideoDiffusionDecoderModel": FLEX,
     "LegacyModelMixin": "the base of other classes, without a forward",
+    "MiniMaxMusic3ConditionEncoder": "has one layer, which cannot be split",
     "MotionAdapter": "its forward does nothing: UNetMotionModel is made of it, which has an entry",
     "WanAnimate2Transformer3DModel": FLEX,
 }

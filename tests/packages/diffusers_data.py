@@ -2681,12 +2681,6 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[int]]] = {
         },
         [4, 8, 16],
     ),
-    "MiniMaxMusic3ConditionEncoder": (
-        "MiniMaxMusic3ConditionEncoder",
-        {"condition_hidden_dim": 16, "num_condition_layers": 2, "out_dim": 16},
-        {"hidden_states": ("randn", [4, 5, 32])},
-        [4, 17, 16],
-    ),
     "MiniMaxMusic3RVQDepthDecoder": (
         "MiniMaxMusic3RVQDepthDecoder",
         {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 from unittest import mock
 
@@ -210,3 +211,74 @@ def test_known_are_the_classes_of_the_page() -> None:
     assert is_known(LlamaForCausalLM(config), None) and is_known(LlamaForSequenceClassification(config), None)
     assert not is_known(FirstAgain(config), None)
     assert not is_known(LlamaForTokenClassification(config), None)
+
+
+class Clock:
+    """Time that passes only where a model sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class SlowLayer(nn.Linear):
+    """Takes 0.1 s for a sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.1 * len(x))
+        return super().forward(x)
+
+
+class Slow(nn.Module):
+    """A model that takes long; `of_first` is whether the first sample's positions serve all of them."""
+
+    def __init__(self, of_first: bool = False, count: int = 12) -> None:
+        super().__init__()
+        self.of_first, self.places = of_first, nn.Embedding(9, 8)
+        self.layers, self.head = nn.ModuleList(SlowLayer(8, 8) for _ in range(count)), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, positions: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = x + self.places(positions[:1] if self.of_first else positions)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = self.head(x.mean(1))
+        return {"loss": F.cross_entropy(logits, y), "logits": logits}
+
+
+def proof_in_time(model: nn.Module, seconds: float) -> Proof:
+    """As by default at boost, where `seconds` are given to it."""
+    torch.manual_seed(0)
+    data = {"x": torch.randn(8, 4, 8), "positions": torch.randint(9, (8, 4)), "y": torch.arange(8) % 5}
+    config, clock = PipelineConfig(pp_size=2, num_microbatches=2), Clock()
+    with mock.patch("pipeshard.verify.proof.time", clock), mock.patch("time.sleep", clock.sleep):
+        return prove(config, CPU, model, None, None, read_batch(model, data), seconds)
+
+
+def test_slow_models_are_proven_on_copies() -> None:
+    """A warning took the place of the proof at boost where that took more than 5 s: a model that gives all samples the
+    first one's positions was trained as its microbatches alone."""
+    shorter = "4 of the 24 layers of layers"
+    proof = proof_in_time(Slow(count=24), 5.0)
+    assert (proof.kind, proof.smaller) == (EXACT, shorter) and proof.seconds < 5 * 12, proof  # a step takes 12 s
+    proof = proof_in_time(Slow(of_first=True, count=24), 5.0)
+    assert (proof.kind, proof.coupled, proof.smaller) == (DIFFERENT, True, shorter), proof
+    proof = proof_in_time(Slow(count=4), 60.0)
+    assert (proof.kind, proof.smaller) == (EXACT, ""), proof
+
+
+@pytest.mark.parametrize("count", [3, 6])
+@pytest.mark.parametrize("seconds", [2.0, 0.05])
+def test_outputs_of_slow_models_are_compared(seconds: float, count: int) -> None:
+    """No copy stands for a list of three layers, and that of six takes too long. The outputs were given the same few
+    seconds, and none where one step took longer: that passed for a model that does not run."""
+    step = 0.5 * count
+    proof = proof_in_time(Slow(count=count), seconds)
+    assert (proof.kind, proof.reason) == (UNPROVEN, f"it takes longer than {seconds:g} s"), proof
+    assert proof.seconds < 8 * step, proof
+    proof = proof_in_time(Slow(of_first=True, count=count), seconds)
+    assert proof.kind == DIFFERENT and proof.coupled and "outputs" in proof.reason, proof
