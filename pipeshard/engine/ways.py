@@ -31,7 +31,8 @@ SMALL_TENSOR = 2**16  # numbers in a tensor that is lent: sizes, ratios, thresho
 ROUNDS = 8  # units that depend on what was lent are visited another way, and may ask for more
 WAYS_REMEDY = (
     "A size, or a number that a unit returns, follows from the values of its parameters or buffers, which one stage "
-    "has. Let it follow from an attribute or the config (self.keep = 4), or return a tensor of a fixed size and a mask"
+    "has. Let it follow from an attribute or the config (self.keep = 4), return a tensor of a fixed size and a mask, "
+    "or cut elsewhere (partition=...), so that one stage has the unit and all that reads its result"
 )
 
 OF_GRADIENTS = (

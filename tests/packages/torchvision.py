@@ -126,6 +126,7 @@ def detector(name: str, build: Callable[[], nn.Module], **given: Any) -> Model:
 
 
 ONE = {"num_microbatches": 1}
+TOGETHER = ONE | {"partition": ["backbone.body.layer2"]}  # how many proposals there are goes over no cut
 MODELS = [
     classifier("convnext_tiny"),
     classifier("densenet121"),
@@ -159,6 +160,12 @@ MODELS = [
     Model("torchvision", "raft_small", lambda: models.optical_flow.raft_small(), flows, sequence_loss),
     detector("faster_rcnn", lambda: FasterRCNN(backbone(), 3, **SIZES, **ALL)),
     detector("faster_rcnn, one microbatch", lambda: FasterRCNN(backbone(), 3, **SIZES, **ALL), options=ONE),
+    detector(
+        "faster_rcnn, one microbatch, cut in the backbone",
+        lambda: FasterRCNN(backbone(), 3, **SIZES, **ALL),
+        options=TOGETHER,
+        most=2,
+    ),
     detector("mask_rcnn, one microbatch", lambda: MaskRCNN(backbone(), 3, **SIZES, **ALL), options=ONE),
     detector(
         "keypoint_rcnn, one microbatch",

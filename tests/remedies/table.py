@@ -321,7 +321,10 @@ REMEDIES = {
         ("the same from values that each forward",),
         "return a tensor of a fixed size and a mask",
         hunted_case("selected by activations"),
-        (Training(nets.Masked, {**UNVERIFIED, **ONE, "partition": [3, 3]}),),
+        (
+            Training(nets.Masked, {**UNVERIFIED, **ONE, "partition": [3, 3]}),
+            Training(values.Selected, {**UNVERIFIED, **ONE, "partition": [2, 4]}),
+        ),
     ),
     "a write by values": Remedy(
         ("layers that write in place",),
