@@ -113,11 +113,7 @@ def prove(
     called now and then. In place of a `large` model, and of one that takes longer than `seconds`, a smaller copy is
     split. Where there is none, or it takes too long as well, only the outputs of a few samples are compared with those
     of the same samples in microbatches. Each of the two may take `seconds`, or STEPS_MORE steps if these take longer.
-<<<<<<< HEAD
-    Once something differs, the limit does not apply.
-=======
     Once something differs, nothing limits the time.
->>>>>>> diffusers
     """
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, seconds, note)
     kind, reason, refused, coupled = EXACT, "", False, False
@@ -195,11 +191,7 @@ class _Proving:
         self.note()
 
     def _refuse_long(self, more: float = 0.0) -> None:
-<<<<<<< HEAD
-        """Raise TooMuch unless there is time for so many seconds more."""
-=======
         """Raise TooMuch if so many seconds more exceed the limit."""
->>>>>>> diffusers
         if self.until is not None and self.elapsed + more > self.until:
             raise TooMuch(f"it takes longer than {self.seconds:g} s")
 
