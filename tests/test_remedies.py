@@ -51,6 +51,7 @@ PAGES_ELSEWHERE = {  # clauses, rows and headings of the other pages whose remed
     ERRORS + "`RankError`": (
         "distributed/test_supervision.py::test_ranks_that_fail_leave_reports_that_tell_what_happened"
     ),
+    TROUBLES + "`model.unwrap().generate(...)` on a stage": "test_generate.py::test_tokens_are_those_of_one_process",
     TROUBLES + "build the model with other seeds": "test_loop.py::test_every_rank_takes_the_weights_of_the_first",
     TROUBLES + "`DistributedDataParallel(model)`": (
         "engine/test_wrapped_models.py::test_what_cannot_be_cut_is_refused_at_boost"

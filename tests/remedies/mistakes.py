@@ -156,17 +156,6 @@ def replace_a_layer(sides: Sides, folder: Path) -> None:
         sides.model.layers[1] = before
 
 
-def generate(sides: Sides, folder: Path) -> None:
-    sides.model.generate(torch.ones(1, 2))
-
-
-def whole(sides: Sides, folder: Path) -> None:
-    found = pipeshard.to_sequential(sides.engine.model, rank=0)
-    for name, value in found.state_dict().items() if found is not None else ():
-        if not torch.allclose(value, sides.unsplit.state_dict()[name], atol=1e-5):
-            sides.found.append(f"{name} of to_sequential")
-
-
 def halve(sides: Sides, folder: Path) -> None:
     (sides.engine.execute_pipeline(sides.own(sides.batches(0)))["loss"] / 2).backward()
 
@@ -287,9 +276,6 @@ MISTAKES = {
         (TROUBLES + "add adapters or replace layers",),
         "UsageError: .*put in modules, parameters and adapters before",
         replace_a_layer,
-    ),
-    "a generation": Mistake(
-        (TROUBLES + "`model.generate(...)` on a stage",), "AttributeError: .*generate", generate, whole
     ),
     "outputs on each rank": Mistake(
         (TROUBLES + "`AttributeError: 'NoneType'",), "no attribute 'logits'", read_outputs, step_at_once
