@@ -165,9 +165,14 @@ def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None, source: int | 
 def broadcast_bytes(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
     """Fill a contiguous tensor with that of global rank `source`; no backend knows every dtype."""
     if tensor.numel():
-        content = tensor.view(-1).view(torch.uint8)
+        content = as_bytes(tensor)
         group = group if tensor.is_cuda else control(group)
         own_progress().wait_in(group, broadcast(content, source, group))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, flat (uint8), as it travels."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def local(tensor: Tensor) -> Tensor:

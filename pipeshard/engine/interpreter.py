@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from pipeshard.distributed.collectives import as_bytes
 from pipeshard.distributed.p2p import P2P
 from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.stage import Stage
@@ -100,7 +101,7 @@ class Interpreter:
         specs = stage.entering if action.kind is Kind.RECV_F else stage.returning
         source = self.placement[action.partner.stage]
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in specs(action.microbatch)]
-        works = [self.p2p.receive(_bytes(tensor), source) for tensor in tensors]
+        works = [self.p2p.receive(as_bytes(tensor), source) for tensor in tensors]
         self._incoming[action] = tensors, works
 
     def _send(self, action: Action) -> None:
@@ -108,7 +109,7 @@ class Interpreter:
         compute = Kind.F if action.kind is Kind.SEND_F else Kind.B
         destination = self.placement[action.partner.stage]
         tensors = self._outgoing.pop(Action(compute, action.microbatch, action.stage), [])
-        self._sends.append(([self.p2p.send(_bytes(tensor), destination) for tensor in tensors], tensors, destination))
+        self._sends.append(([self.p2p.send(as_bytes(tensor), destination) for tensor in tensors], tensors, destination))
 
     def _release_sent(self) -> None:
         while self._sends and all(work.is_completed() for work in self._sends[0][0]):
@@ -124,7 +125,3 @@ class Interpreter:
     def _wait(self, work: dist.Work, other: int) -> None:
         assert self.p2p is not None
         own_progress().wait(work, (self.p2p.ranks[other],))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

@@ -58,38 +58,46 @@ class Entries:
         """Take over what a forward has changed in a copy of the cache."""
         for path, entry in _entries(other.cache):
             if other._before.get(path, _NONE) != _signature(entry):
-                holder: Any = self.cache
-                for step in path[:-1]:
-                    holder = getattr(holder, step) if isinstance(step, str) else holder[step]
-                if isinstance(path[-1], str) and not isinstance(holder, dict):
-                    setattr(holder, path[-1], entry)
-                elif isinstance(holder, list) and path[-1] == len(holder):
-                    holder.append(entry)
-                else:
-                    holder[path[-1]] = entry
+                _put_at(self._holder(path), path[-1], entry)
 
     def _set(self, path: Path, told: Any) -> None:
-        holder, last = self.cache, path[-1]
+        holder, last = self._holder(path), path[-1]
+        if isinstance(holder, list):
+            self._lengthen(holder, int(last))
+            here = holder[int(last)]
+        else:
+            here = holder.get(last) if isinstance(holder, dict) else getattr(holder, str(last), None)
+        _put_at(holder, last, _ghost(told, here))
+
+    def _holder(self, path: Path) -> Any:
+        """The list, the mapping or the object that has the entry of this path."""
+        holder = self.cache
         for step in path[:-1]:
             holder = getattr(holder, step) if isinstance(step, str) else holder[step]
-        if isinstance(last, str):
-            setattr(holder, last, _ghost(told, getattr(holder, last, None)))
-            return
-        if isinstance(holder, dict):
-            holder[last] = _ghost(told, holder.get(last))
-            return
-        while len(holder) <= last:  # a cache that grows with the layers that are called
-            if not holder:
-                raise TraceError(
-                    f"{type(self.cache).__name__} makes its entries in the layers alone, of which this rank has called "
-                    "none, so a pipeline cannot generate with it. Pass a cache that is made of the config "
-                    "(DynamicCache(config=model.config))"
-                )
-            holder.append(copy.copy(holder[0]))
-        holder[last] = _ghost(told, holder[last])
+        return holder
+
+    def _lengthen(self, entries: list[Any], last: int) -> None:
+        """Let a cache that grows with the layers that are called have an entry of this number."""
+        if not entries:
+            raise TraceError(
+                f"{type(self.cache).__name__} makes its entries in the layers alone, of which this rank has called "
+                "none, so a pipeline cannot generate with it. Pass a cache that is made of the config "
+                "(DynamicCache(config=model.config))"
+            )
+        while len(entries) <= last:
+            entries.append(copy.copy(entries[0]))
 
 
 _NONE = object()
+
+
+def _put_at(holder: Any, last: str | int, entry: Any) -> None:
+    if isinstance(holder, list) and last == len(holder):
+        holder.append(entry)
+    elif isinstance(holder, list | dict):
+        holder[last] = entry  # type: ignore[index]
+    else:
+        setattr(holder, str(last), entry)
 
 
 def _entries(cache: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:

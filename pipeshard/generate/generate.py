@@ -17,7 +17,7 @@ from pipeshard.distributed.progress import own_progress
 from pipeshard.engine.engine import Pipeline
 from pipeshard.errors import ConfigurationError
 from pipeshard.generate.forward import Forward
-from pipeshard.hf import GUESSING, enable_caches
+from pipeshard.hf import GUESSING, disable_caches, enable_caches
 
 
 class Generation:
@@ -56,8 +56,7 @@ class Generation:
                 kind: Any = type(pipeline.model)  # a Trainer may have this generation in the place of the model's own
                 return kind.generate(pipeline.model, *args, **kwargs)
         finally:
-            for config in pipeline.cached:
-                config.use_cache = False
+            disable_caches(pipeline.model)
             own_progress().in_flight = False
 
     def _share_generators(self) -> None:
