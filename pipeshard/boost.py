@@ -63,7 +63,7 @@ def boost_model(
     sample = find_sample(model, config.dry_run_input, dataloader, config.batch_dims or {}, size, grid.device)
     if fresh is not None:
         check_separable(fresh, model, config, grid)  # before the proof, which would find no more than that it differs
-    prove_at_boost(config, grid, model, optimizer, called, sample)
+    padding = prove_at_boost(config, grid, model, optimizer, called, sample)
     if optimizer is not None and grid.first and not config.lowers:
         _warn_of_16_bits(model)
 
@@ -71,6 +71,7 @@ def boost_model(
         return measured_costs(partition, model, flow, batch, config.cut, grid.device, grid.world, called)
 
     boosted = kind(model, Pipeline(config, grid, model, sample, called, costs))
+    boosted.pipeline.padding = padding
     boosted.generation = Generation(boosted.pipeline)
     if grid.first and grid.pp_size > 1:
         _warn_of_uneven(boosted.pipeline.policy)

@@ -12,9 +12,10 @@ import torch
 from pipeshard.batch.batch import check_declared
 from pipeshard.batch.criterion import Criterion
 from pipeshard.errors import ConfigurationError
-from pipeshard.schedule.given import Schedule, chunks_of, is_v, program_of
+from pipeshard.schedule.given import Schedule, chunks_of, is_v, name_of, program_of
 from pipeshard.schedule.passes import shorten_cooldown
 from pipeshard.schedule.program import Program
+from pipeshard.schedule.slices import SLICED, check_slices, sliced
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.materialize import refuse_compile_options
 from pipeshard.split.partition import Cuts
@@ -64,6 +65,9 @@ class PipelineConfig:
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1" or "zbv". With the last two, the weight gradients of linear
             and embedding layers are computed apart, while a stage would wait. Or a `pipeshard.schedule.Program`, or a
             function of (p, m, v) that returns one, which is run as it is, messages added.
+        num_slices: how many slices each microbatch is cut into along its sequence in training, so that stages need not
+            wait for whole microbatches of long sequences. For decoders of transformers that have a cache, with the
+            schedules "1f1b", "gpipe" and "zb-h1".
         num_model_chunks: v, the chunks of the model on each process, for "interleaved"; "zbv" always has two.
         p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
         partition: "auto" (by cost), "uniform", "parameters", "type:REGEX" (equally many units whose class matches),
@@ -147,6 +151,7 @@ class PipelineConfig:
     verify: bool | str = "auto"
     tp_plan: Mapping[str, str] | None = None
     deferred_batch_norm: bool = False
+    num_slices: int = 1
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -213,9 +218,13 @@ class PipelineConfig:
         """What the two arguments for recomputation ask for."""
         return Recompute.of(self.recompute, self.activation_checkpoint_interval, self.num_stages)
 
-    def program(self, num_microbatches: int = 1) -> Program:
+    def program(self, num_microbatches: int = 1, num_slices: int = 1) -> Program:
         """The program of a training step, without messages; ConfigurationError where the schedule has none for it."""
-        program = program_of(self.schedule, self.pp_size, num_microbatches, self.num_model_chunks)
+        if num_slices > 1:
+            program = sliced(str(self.schedule), self.pp_size, num_microbatches, num_slices)
+            check_slices(program, num_slices)
+        else:
+            program = program_of(self.schedule, self.pp_size, num_microbatches, self.num_model_chunks)
         self._refuse_split_backward(program)
         return shorten_cooldown(program) if self.defers and isinstance(self.schedule, str) else program
 
@@ -265,6 +274,7 @@ class PipelineConfig:
         self._check("loss_reduction", self.loss_reduction in REDUCTIONS, "'token', 'batch' or 'microbatch'")
         for name in ("num_microbatches", "microbatch_size"):
             self._check(name, getattr(self, name) is None or _is_positive(getattr(self, name)), POSITIVE)
+        self._check("num_slices", _is_positive(self.num_slices), POSITIVE)
         self._check("num_model_chunks", _is_positive(self.num_model_chunks), POSITIVE)
         is_policy = self.policy is None or (isinstance(self.policy, type) and issubclass(self.policy, Policy))
         self._check("policy", is_policy, "a subclass of pipeshard.Policy")
@@ -297,6 +307,21 @@ class PipelineConfig:
         self._settle(num_model_chunks=chunks_of(self.schedule, self.pp_size, self.num_model_chunks))
         if not isinstance(self.schedule, str):
             program_of(self.schedule, self.pp_size, self.num_microbatches or 1, self.num_model_chunks)
+        if self.num_slices > 1:
+            self._check_slices()
+
+    def _check_slices(self) -> None:
+        """What does not go with slices."""
+        if self.schedule not in SLICED:
+            raise ConfigurationError(
+                f"num_slices={self.num_slices} does not go with schedule={name_of(self.schedule)!r}, which has no "
+                f"program for slices. Use one of {', '.join(SLICED)}"
+            )
+        if self.compile:
+            raise ConfigurationError(
+                f"num_slices={self.num_slices} does not go with compile={self.compile!r}: a unit would be compiled "
+                "anew for each slice, whose cache has another length. Use one of the two"
+            )
 
     def _refuse_split_backward(self, program: Program) -> None:
         """What does not go with weight gradients that are computed apart."""

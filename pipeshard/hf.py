@@ -6,6 +6,7 @@ names alone, so they are here, all of them and nowhere else; no architecture is.
 with transformers and peft themselves: where a release renames something, these tests say so.
 """
 
+import inspect
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -75,6 +76,11 @@ def is_mask(path: str) -> bool:
 def is_of_decoder(path: str, encoder_decoder: bool) -> bool:
     """Whether the positions of a leaf are the decoder's, in a model that may have an encoder too."""
     return path.startswith("decoder_") or (encoder_decoder and path.endswith(LABELS))
+
+
+def is_of_encoder(path: str) -> bool:
+    """Whether a leaf is what an encoder has returned, or a mask for that."""
+    return path.startswith("encoder_")
 
 
 def counts_items(path: str) -> bool:
@@ -170,6 +176,11 @@ def is_cache(value: Any) -> bool:
 def is_output_class(kind: Any) -> bool:
     """Whether this is a class of what models of transformers return."""
     return isinstance(kind, type) and any(base.__name__ == "ModelOutput" for base in kind.__mro__)
+
+
+def has_parameter(model: nn.Module, name: str) -> bool:
+    """Whether the forward of the model, adapters aside, has an argument of this name."""
+    return name in inspect.signature(without_adapters(model)[1].forward).parameters
 
 
 def is_new(name: str, value: Any, is_decoder: bool) -> bool:

@@ -19,6 +19,7 @@ LAYERS = (
     ("schedule", "batch"),
     ("distributed",),
     ("graph",),
+    ("slices",),
     ("split",),
     ("config",),
     ("engine",),

@@ -20,7 +20,7 @@ from pipeshard.generate.cache import Entries
 from pipeshard.generate.generate import Generation
 from tests import zoo
 from tests.parity.entries import find
-from tests.parity.generating import GENERATING, check_generation, page
+from tests.parity.generating import PAGE, check_generation
 from tests.parity.report import Row
 from tests.pool import Pool, WorkerError
 from tests.unsplit import Split
@@ -297,7 +297,7 @@ def test_architecture_generates(pool: Pool, name: str) -> None:
 def test_page_of_generation() -> None:
     rows = [Row("causal-lm/a", p, "bitwise") for p in (2, 3)]
     rows += [Row("causal-lm/b", 2, "refused", reason="TraceError: why"), Row("causal-lm/c", 2, "untrainable")]
-    text = page(rows, {"torch": "1"})
+    text = PAGE.of(rows, {"torch": "1"})
     assert "Of 3 architectures in" in text and "2 generate unsplit. **1** of these (50.0%)" in text
     assert "| causal-lm/b | 2 | refused | TraceError: why |" in text and "| causal-lm/c |" not in text
-    assert len(GENERATING) == 4
+    assert len(PAGE.tasks) == 4

@@ -6,7 +6,7 @@ from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from pipeshard.engine.reader import News, Reader
 from pipeshard.engine.recording import Recording
 from pipeshard.engine.refusals import Places, refuse_compiled, refuse_criterion, refuse_recomputed
 from pipeshard.engine.running_state import Carry, deferred
+from pipeshard.engine.sliced import SlicedMicrobatch, SlicedStage
 from pipeshard.engine.stage import NaNCheck, Stage
 from pipeshard.engine.weight_grad import Deferral
 from pipeshard.errors import BatchError, TraceError, UsageError
@@ -42,12 +43,16 @@ from pipeshard.graph.trace import trace
 from pipeshard.graph.units import containers, find_units, paths_of
 from pipeshard.hf import disable_caches
 from pipeshard.schedule.program import Action, Kind, Program, forward_only
+from pipeshard.slices.cut import cut as cut_sequence
+from pipeshard.slices.cut import lengths, sequence_of
+from pipeshard.slices.refusals import attention_slope, refuse_cacheless, refuse_padding, refuse_unsliceable
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.materialize import compile_units, shard
 from pipeshard.split.partition import Cuts, is_profile, named_modules_of
 from pipeshard.split.policy import Policy, find_policy, refuse_backward_hooks
 from pipeshard.split.tensor_parallel import plan_of
 
+S = TypeVar("S", bound=Stage)
 TRAINED, UNPROVEN, UNSEEN, TRAINS = 1, 2, 4, 8  # news: bits of what ranks tell each other at the beginning of a step
 
 
@@ -95,6 +100,7 @@ class Pipeline:
         self.synchronizes = True  # not under no_sync
         # On a GPU nobody waits for a loss that was not asked for: the next step looks whether it was a number.
         self.looks_at_once = self.device.type == "cpu"
+        self.padding = ""  # how slices of samples with padding differ from whole ones
         self._unseen: Unseen | None = None
         self._parts: tuple[list[Batch], list[list[Batch]]] = [], []  # batches, and the microbatches of each
         self.last: Program | None = None  # what ran last
@@ -105,6 +111,9 @@ class Pipeline:
         partition, recompute, self.criterion = config.settled(getattr(model, "pipeline_hints", None), criterion)
         refuse_criterion(self.criterion, model)
         refuse_compiled(model, find_units(model, paths_of(model, named_modules_of(partition))))
+        if config.num_slices > 1:
+            refuse_unsliceable(model)
+            self.slope = attention_slope(model)
         self.cached = disable_caches(model)  # configs to be given their cache back
         self.reader = Reader(RowDims(model, config.batch_dims), lambda: self.config.cut, grid, self.precision)
         sample, flow = self._trace(sample, named_modules_of(partition))
@@ -180,21 +189,31 @@ class Pipeline:
         """This rank's stages, and what runs their actions and sends their messages."""
         self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
         self.carry = Carry(self.model)
-        self.stages = [
-            Stage(
-                self.policy.replay,
-                index,
-                index == len(self.policy.placement) - 1,
-                self.deferral,
-                around=self.precision.running,
-                finite=self.finite(index, self.policy.ownership.held_by_parts[index]),
-                carry=self.carry.around,
-            )
-            for index in self.policy.chunks
-        ]
+        head = len(self.policy.placement)  # the number of a stage behind the last one
+        self.stages = [self._stage(Stage, index, index == head - 1) for index in self.policy.chunks]
+        self.sliced = self._sliced_stages() if self.config.num_slices > 1 else []
         placement = self.policy.placement
         p2p = self.grid.p2p(self.config.p2p, placement)
         self.interpreter = Interpreter({stage.index: stage for stage in self.stages}, placement, p2p, self.device)
+
+    def _stage(self, kind: type[S], index: int, is_last: bool) -> S:
+        of_stage = self.policy.ownership.held_by_parts
+        return kind(
+            self.policy.replay,
+            index,
+            is_last,
+            self.deferral,
+            around=self.precision.running,
+            finite=self.finite(index, of_stage[index] if index < len(of_stage) else ()),
+            carry=self.carry.around,
+        )
+
+    def _sliced_stages(self) -> list[SlicedStage]:
+        """This rank's stages as they run slices, with the head behind the last one."""
+        stages = [self._stage(SlicedStage, index, False) for index in self.policy.chunks]
+        if self.stages[-1].is_last:
+            stages[-1].head = self._stage(Stage, len(self.policy.placement), True)
+        return stages
 
     @property
     def last_rank(self) -> int:
@@ -240,7 +259,7 @@ class Pipeline:
             if self._unseen is not None and self._unseen.is_nan is not None and bool(self._unseen.is_nan):
                 bits |= UNSEEN
             with suppress(Exception), self.precision.running():  # the step itself raises it, once ranks have agreed
-                found = self.planner.find(self._cut(batches), criterion)
+                found = self.planner.find(self._to_find(batches, train), criterion)
             ways = -1 if found is None else self.planner.number(found)
             return News(bits, ways, *self.gradients.updates.numbers)
 
@@ -266,10 +285,10 @@ class Pipeline:
         if agreed.news & TRAINED:
             found = None
             with suppress(Exception), self.precision.running():  # the step itself raises it, once ranks have agreed
-                found = self.planner.find(self._cut(batches), criterion)
+                found = self.planner.find(self._to_find(batches, train), criterion)
         if not agreed.alike or agreed.news & TRAINED:
             with self.precision.running():
-                cut = self._cut(batches)
+                cut = self._to_find(batches, train)
                 found = self.planner.find_alike(cut, criterion, outputs.needed, self.grid, found)
         if agreed.news & UNPROVEN:
             with self.precision.running(), self._tracing(batches, criterion, outputs):
@@ -300,6 +319,22 @@ class Pipeline:
             self._parts = list(batches), [batch.split(*self.config.cut) for batch in batches]
         return self._parts[1]
 
+    def _to_find(self, batches: Sequence[Batch], train: bool) -> list[list[Batch]]:
+        """What has to have a way through the stages: the microbatches, and behind them their slices, if there are
+        any."""
+        microbatches = self._cut(batches)
+        return microbatches + self._slices(microbatches) if train and self.config.num_slices > 1 else microbatches
+
+    def _slices(self, cut: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
+        """The slices of each microbatch, as many of each."""
+        microbatches = [batch for of_batch in cut for batch in of_batch]
+        totals = [sequence_of(batch) for batch in microbatches]
+        n = min(len(lengths(total, self.config.num_slices, self.slope)) for total in totals)
+        return [
+            cut_sequence(batch, lengths(total, n, self.slope))
+            for batch, total in zip(microbatches, totals, strict=True)
+        ]
+
     def _run(
         self,
         read: list[Batch],
@@ -314,6 +349,12 @@ class Pipeline:
             cut = self._cut(read)
             with self._tracing(read, criterion, outputs):
                 planned = self.planner.plan_each(cut, found, criterion, outputs.needed, *how)
+                sliced: list[list[SlicedMicrobatch]] = []
+                if train and self.config.num_slices > 1:
+                    refuse_cacheless(self.model)
+                    refuse_padding(self.model, read, self.padding)
+                    slices = self._slices(cut)
+                    sliced = self.planner.slice_each(cut, slices, found, planned, criterion, outputs.needed)
         self._parts = [], []
         flow = planned[-1][0].route.flow
         for microbatch in planned[-1]:
@@ -328,12 +369,17 @@ class Pipeline:
         if train:
             units, partition = self.policy.units, self.policy.partition
             refuse_backward_hooks(self.model, units, self.containers, flow, partition, outputs.needed)
-        self.last = program = self.program(len(planned[-1]), train)
+        num_slices = len(sliced[-1][0].slices) if sliced else 1
+        self.last = program = self.program(len(planned[-1]), num_slices, train)
         self.read = sum(batch.rows for batch in read), sum(batch.num_tokens for batch in read)
         self.ran = [Ran(microbatch.share, microbatch.summed, microbatch.route.flow) for microbatch in planned[-1]]
+        stages: Sequence[Stage] = self.sliced if sliced else self.stages
         for stage, microbatches in zip(self.stages, planned, strict=True):
-            stage.begin(microbatches, criterion, train, outputs, self.scale, program.splits(stage.index))
-        routes = [microbatch.route for microbatches in planned for microbatch in microbatches]
+            if not sliced:
+                stage.begin(microbatches, criterion, train, outputs, self.scale, program.splits(stage.index))
+        for slicing, of_stage in zip(self.sliced, sliced):
+            slicing.begin_sliced(of_stage, criterion, outputs, self.scale, program.splits(slicing.index))
+        routes = [microbatch.route for stage in stages for microbatch in stage.microbatches]
         self.carry.begin(routes)
         own_progress().in_flight = self.grid.size > 1
         if train:
@@ -341,7 +387,8 @@ class Pipeline:
         if train or self.holdings.sharded is not None:
             self.sync.begin()
         try:
-            with self._deferring(), self._norms(), self.precision.sharing_casts([r.flow for r in routes]):
+            self.interpreter.stages = {stage.index: stage for stage in stages}
+            with self._deferring(stages), self._norms(), self.precision.sharing_casts([r.flow for r in routes]):
                 reduces = train and self.synchronizes and self.sync.is_early
                 self.interpreter.run(program.ranks[self.rank], self.sync.stage_done if reduces else None)
         except Exception as error:
@@ -349,7 +396,7 @@ class Pipeline:
                 raise dependent from error
             raise
         finally:
-            for stage in self.stages:
+            for stage in stages:
                 stage.end()
             self.carry.end()
         self.steps += train
@@ -358,7 +405,7 @@ class Pipeline:
         if train or self.holdings.sharded is not None:
             self.sync.finish(train and self.synchronizes)
         own_progress().in_flight = False
-        end, source = self.stages[-1], self.last_rank  # the last stage is the last of its rank
+        end, source = stages[-1].end_of_loss, self.last_rank  # the last stage is the last of its rank
         loss = self._of_replicas(end)
         is_looked_at = wanted or (train and self.looks_at_once)
         total = share_scalar(loss, source, self.group, torch.device("cpu")) if is_looked_at else None
@@ -389,7 +436,8 @@ class Pipeline:
         if not isinstance(action, Action) or action.kind is not Kind.F or not is_of_model(error) or is_lost(error):
             return None
         owners = [(k, i) for k, parts in enumerate(cut) for i in range(len(parts))]
-        k, i = owners[action.microbatch]
+        program_size = self.last.num_microbatches if self.last is not None else len(owners)
+        k, i = owners[action.microbatch // (program_size // len(owners))]
         batch, parts = read[k], cut[k]
         place = [stage.index for stage in self.stages].index(action.stage)
 
@@ -433,10 +481,10 @@ class Pipeline:
         read = gather(torch.tensor(self.read), self.grid.world).sum(0) * self.grid.dp_size // self.grid.size
         return Recording.collect(self.last, timeline, self.steps - 1, self.group, self.device, read.tolist())
 
-    def _deferring(self) -> AbstractContextManager[None]:
+    def _deferring(self, stages: Sequence[Stage]) -> AbstractContextManager[None]:
         """Around a step's actions: layers leave their weight gradients to W. Where there is none, embeddings leave
         theirs to the end of each B."""
-        if any(stage.splits for stage in self.stages):
+        if any(stage.splits for stage in stages):
             return self.deferral.installed()
         lookups = self.config.defers and torch.is_grad_enabled()
         return self.deferral.installed(lookups=True) if lookups else nullcontext()
@@ -450,8 +498,8 @@ class Pipeline:
         held = {name: parameter for name, parameter in self.holdings.held.items() if name in names}
         return NaNCheck(stage, held, gradients=self.scaling is None) if self.config.check_finite else None
 
-    def _program(self, num_microbatches: int, train: bool) -> Program:
-        program = self.config.program(num_microbatches)
+    def _program(self, num_microbatches: int, num_slices: int, train: bool) -> Program:
+        program = self.config.program(num_microbatches, num_slices)
         return with_messages(program if train else forward_only(program), self.interpreter.p2p)
 
     def draw(self, names: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from pipeshard.engine.loss import EACH, SUM, LossRule, LossRules, ProvenRule, pr
 from pipeshard.engine.loss_sizes import Sizes
 from pipeshard.engine.loss_trial import Glue
 from pipeshard.engine.reader import digest
+from pipeshard.engine.sliced import SlicedMicrobatch, SlicedRoutes
 from pipeshard.engine.stage import Microbatch
 from pipeshard.engine.ways import (
     ROUNDS,
@@ -42,6 +43,7 @@ from pipeshard.graph.kinds import modes
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import Flags
 from pipeshard.graph.trace import trace
+from pipeshard.slices.cut import sequence_of
 from pipeshard.split.partition import boundaries
 from pipeshard.split.policy import Policy, refuse_hooks, refuse_unsplittable
 from pipeshard.split.route import Recompute, Route
@@ -79,6 +81,7 @@ class RouteCache:
         self._confirmed: dict[int, Dataflow] = {}
         self._seen: dict[int, Dataflow] = {}  # of which outputs were looked at
         self._routes: dict[tuple[int, Wanted], list[Route]] = {}
+        self._sliced: dict[tuple[int, Wanted], SlicedRoutes] = {}
         self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # of ways, by the id of the Dataflow and the sizes
         self._prints: dict[int, str] = {}  # of Dataflows, by their ids
         self._lent: Lent = {}  # while ranks trace once more
@@ -208,6 +211,7 @@ class RouteCache:
         for flows in self._flows.values():
             flows[:] = [flow for flow in flows if id(flow) not in gone]
         self._routes = {key: routes for key, routes in self._routes.items() if key[0] not in gone}
+        self._sliced = {key: routes for key, routes in self._sliced.items() if key[0] not in gone}
         self._prints = {key: of_flow for key, of_flow in self._prints.items() if key not in gone}
         self._numbers = {key: number for key, number in self._numbers.items() if key[0] not in gone}
 
@@ -258,6 +262,7 @@ class RouteCache:
         if sum(map(len, self._flows.values())) >= MOST_FLOWS:
             self._flows.clear()
             self._routes.clear()
+            self._sliced.clear()
             self._numbers.clear()
             self._prints.clear()
         self._flows.setdefault(mode, []).append(way[0])
@@ -324,6 +329,44 @@ class RouteCache:
             again = {s: self.recompute.calls(flow, stages, s, self.policy.units) for s in self.policy.chunks}
             self._routes[key] = [Route.of(flow, stages, s, crossing, outputs, again[s]) for s in self.policy.chunks]
         return self._routes[key]
+
+    def sliced_routes(self, flow: Dataflow, outputs: Wanted) -> SlicedRoutes:
+        """The routes of such microbatches where slices of them pass the stages, and the head is a stage behind."""
+        key = id(flow), outputs
+        if key not in self._sliced:
+            ordinary = self.routes(flow, outputs)  # which refuses what cannot be split
+            stages, head = self.policy.partition.of_calls(flow), len(self.policy.placement)
+            crossing = boundaries(flow, stages, head + 1, outputs)
+            again = [{k for k, step in enumerate(route.steps) if step.again} for route in ordinary]
+            chunks = zip(self.policy.chunks, again, strict=True)
+            of_chunks = [Route.of(flow, stages, s, crossing, outputs, recomputed) for s, recomputed in chunks]
+            self._sliced[key] = SlicedRoutes(of_chunks, Route.of(flow, stages, head, crossing, outputs))
+        return self._sliced[key]
+
+    def slice_each(
+        self,
+        cut: Sequence[Sequence[Batch]],
+        slices: Sequence[Sequence[Batch]],
+        found: FoundWays | None,
+        planned: Sequence[Sequence[Microbatch]],
+        criterion: Criterion | None,
+        outputs: Wanted,
+    ) -> list[list[SlicedMicrobatch]]:
+        """For each stage of this rank, the microbatches that `plan_each` has returned, cut into `slices`; `found` is
+        what `find` has returned for both."""
+        known = found.ways[len(cut) :] if found is not None else []
+        ways = known or [[self._find(part, criterion) for part in parts] for parts in slices]
+        batches = [batch for of_batch in cut for batch in of_batch]
+        device = self.policy.replay.device
+        made: list[list[SlicedMicrobatch]] = []
+        for place, microbatches in enumerate(planned):
+            made.append([])
+            for whole, batch, parts, of_parts in zip(microbatches, batches, slices, ways, strict=True):
+                sizes = [sequence_of(part) for part in parts]
+                flows = [*(flow for flow, _ in of_parts), whole.route.flow]
+                routes = [self.sliced_routes(flow, outputs) for flow in flows]
+                made[-1].append(SlicedMicrobatch.of(whole, batch, sizes, of_parts, routes, place, device))
+        return made
 
     def _refuse_released(self, flow: Dataflow, stages: Sequence[int], outputs: Wanted) -> None:
         """Glue may take another way with another batch, and read a parameter that its stage has released."""

@@ -28,7 +28,9 @@ from pipeshard.graph.foreign import foreign_error, kept, leaves_of
 from pipeshard.graph.preserve import preserving
 from pipeshard.graph.taint import Value, casting
 from pipeshard.private import foreach_norm, tree_tensors
-from pipeshard.split.replay import Replay
+from pipeshard.slices.cut import SliceCall
+from pipeshard.slices.states import Left
+from pipeshard.split.replay import Listener, Replay
 from pipeshard.split.route import Route
 
 
@@ -93,13 +95,15 @@ def _is_finite(tensor: Tensor) -> bool:
 @dataclass(frozen=True)
 class Microbatch:
     """One microbatch with its route through a stage. The batch's loss is the sum of those of the microbatches, each
-    times its `share`; `summed` says that they are the criterion's sums, without their counts."""
+    times its `share`; `summed` says that they are the criterion's sums, without their counts. `sliced` is what the
+    model is called with in the place of the batch, of which it is a slice."""
 
     batch: Batch
     route: Route
     deltas: tuple[int, ...]
     share: float
     summed: bool = False
+    sliced: SliceCall | None = None
 
     def shape(self, value: Value) -> tuple[tuple[int, ...], torch.dtype]:
         shape = self.route.sizes(self.deltas)[value.call][value.leaf]
@@ -111,12 +115,13 @@ class Microbatch:
 class Saved:
     """What a backward needs of its forward: the leaves that entered and are to get a gradient, `others` that are to get
     none, and where the graph of each value that left begins (None: it has no graph). The values themselves are freed
-    once they are sent."""
+    once they are sent. `carried` is what a slice has left to later ones."""
 
     entered: list[Tensor]
     others: list[tuple[Value, Tensor]]
     left: list[GradientEdge | None]
     loss: Tensor | None
+    carried: Sequence[Left] = ()
 
 
 FLOWS = 128  # of which is known what got gradients
@@ -128,8 +133,11 @@ class Stage:
 
     The last stage computes the loss: `loss` sums it over the microbatches, and `outputs` takes what is wanted of the
     model's outputs. Forwards run inside `around()` and `carry(route)`. Where `deferral` is installed, `backward` leaves
-    weight gradients to `weight` if it is split, and else those of large embeddings to its own end.
+    weight gradients to `weight` if it is split, and else those of large embeddings to its own end. `listener` is that
+    of calls with a cache.
     """
+
+    listener: Listener | None = None
 
     def __init__(
         self,
@@ -145,6 +153,11 @@ class Stage:
         self.around, self.finite, self.carry = around, finite, carry
         self._flows: dict[int, Dataflow] = {}
         self._before: set[Place] = set()  # what has got a gradient in an earlier step
+
+    @property
+    def end_of_loss(self) -> "Stage":
+        """What has the loss, if this is the last stage."""
+        return self
 
     def begin(
         self,
@@ -200,7 +213,8 @@ class Stage:
         with self.around(), self.carry(route), self.replay.following(route) as zeros:
             # Of a leaf autocast would keep what it cast it to: gradients would be summed there, in 16 bits.
             lent = {value: t.view_as(t) for value, t in received.items()} if casting() else received
-            output, made = self.replay.run(route, microbatch.deltas, lent, microbatch.batch)
+            called = microbatch.sliced or microbatch.batch
+            output, made = self.replay.run(route, microbatch.deltas, lent, called, self.listener)
             loss = self._loss(output, microbatch, received.values()) if self.is_last else None
             if zeros is not None and self.is_last:
                 zeros.refuse((loss, self.outputs.latest), "the loss, or an output that is asked for,")
@@ -236,6 +250,7 @@ class Stage:
             pairs = [(get_gradient_edge(saved.loss), torch.full_like(saved.loss, share * self.scale))]
         else:
             pairs = []
+        pairs += [(edge, grad) for edge, of_later in saved.carried if (grad := of_later()) is not None]
         self.pending[i] = self.deferral.begin(edge for edge, _ in pairs)
         if pairs:
             torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])

@@ -36,6 +36,7 @@ from pipeshard.graph.unit_outputs import (
 from pipeshard.graph.units import Handler
 from pipeshard.hf import is_cache
 from pipeshard.private import OF_COMPILER, disable_current_modes, tree_leaves, tree_tensors
+from pipeshard.slices.cut import SliceCall
 from pipeshard.split.route import Blank, Route, Step, recomputes_itself, run_again
 from pipeshard.split.zeros import Zeros
 
@@ -147,7 +148,7 @@ class Replay:
         route: Route,
         deltas: Sequence[int],
         received: Mapping[Value, Tensor],
-        batch: Batch,
+        batch: Batch | SliceCall,
         listener: Listener | None = None,
     ) -> tuple[Any, dict[Value, Tensor]]:
         """Run the model on a microbatch as this stage: its output (None before the last stage), what leaves."""

@@ -18,10 +18,11 @@ from pipeshard.config import PipelineConfig
 from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import NOW
-from pipeshard.errors import BatchError, VerificationError
-from pipeshard.hf import is_of_transformers, without_adapters
+from pipeshard.errors import BatchError, ConfigurationError, VerificationError
+from pipeshard.hf import is_of_transformers, padding_token, without_adapters
 from pipeshard.planner.memory import format_bytes
 from pipeshard.schedule.given import name_of
+from pipeshard.slices.cut import with_padding
 from pipeshard.verify.passed import passed
 from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Large, Proof, prove
 from pipeshard.verify.smaller import HOOK_TABLES
@@ -79,25 +80,27 @@ def prove_at_boost(
     optimizer: Optimizer | None,
     criterion: Criterion | None,
     sample: Batch,
-) -> None:
+) -> str:
     """Prove a model on the first rank, if `config.verify` asks for it; every rank calls it before it shards.
 
-    Raises VerificationError on all of them where the split model differs.
+    Returns how slices of samples with padding differ from whole samples, "" if they do not. Raises VerificationError
+    on all ranks where the split model differs, and ConfigurationError where slices could not be compared.
     """
     if grid.first and config.num_microbatches != 1 and config.has_exact_loss:
         _warn_of_batch_norms(model)
     alone, stages = standing_alone() is not None, config.num_stages
     auto = config.verify == "auto" and not alone
-    if not alone and (not config.verify or stages == 1):
-        return
-    known = auto and is_known(model, criterion, optimizer)
+    is_sliced = config.num_slices > 1
+    if not alone and (not config.verify or (stages == 1 and not is_sliced)):
+        return ""
+    known = auto and not is_sliced and is_known(model, criterion, optimizer)
     if int(gather(torch.tensor(int(known)), grid.world)[0]):  # a hook may be on one rank only
-        return
+        return ""
 
     of_world = replace(config, dp_size=grid.dp_size)
 
     def work(note: Callable[[], None]) -> Proof:
-        if stages == 1:
+        if stages == 1 and not is_sliced:
             return Proof(UNPROVEN, "there is one stage only: name another number by --pp")
         copies = _copies(config.pp_size, min(2, grid.dp_size))
         free = (SHARE if auto else 1.0) * _free(grid.device)
@@ -105,8 +108,13 @@ def prove_at_boost(
         why = "its weights are on meta" if on_meta else _too_large(model, free, copies)
         fits = not on_meta and not _too_large(model, free, FEW_COPIES)
         large = Large(why, min(free, LARGEST_PROOF) / copies, fits) if why else None
-        seconds = (SECONDS_OF_LARGE if large else SECONDS) if auto else None
-        return prove(of_world, grid.device, model, optimizer, criterion, sample, seconds, note, large)
+        seconds = (SECONDS_OF_LARGE if large or is_sliced else SECONDS) if auto else None
+        made = prove(of_world, grid.device, model, optimizer, criterion, sample, seconds, note, large)
+        if not is_sliced or made.kind not in (EXACT, PARTLY):
+            return made
+        padded = with_padding(sample, padding_token(model))
+        of_padded = prove(of_world, grid.device, model, optimizer, criterion, padded, seconds, note, large)
+        return replace(made, padding=of_padded.reason if of_padded.kind == DIFFERENT else "")
 
     proof = _on_first(grid, work)
     name = type(model).__name__ + (f" (a copy with {proof.smaller})" if proof.smaller else "")
@@ -121,6 +129,8 @@ def prove_at_boost(
             "comparison of its samples, a memory bank), or the dimension that is cut does not count the samples. "
             f"Pass {_remedies(sample)}"
         )
+    if is_sliced and proof.kind in (DIFFERENT, UNPROVEN):
+        _refuse_slices(config, name, proof)
     if proof.kind == DIFFERENT:
         raise VerificationError(
             f"{name} split into {config.pp_size} stages is not the model that it is unsplit, so it is "
@@ -129,6 +139,21 @@ def prove_at_boost(
         )
     if grid.first:
         _say(proof, name)
+    return proof.padding
+
+
+def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:
+    """Raise an error that speaks of slices, which are the likelier cause."""
+    if proof.kind == UNPROVEN:
+        raise ConfigurationError(
+            f"num_slices={config.num_slices}: whether {name} in slices trains as with whole sequences was not proven: "
+            f"{proof.reason}. Use num_slices=1; PipelinePlugin(verify=False) trains it all the same"
+        )
+    raise VerificationError(
+        f"num_slices={config.num_slices}: {name} in slices is not the model that it is with whole sequences, so it is "
+        f"not trained: {proof.reason}. Either a position depends on later ones, or the model's forward does not "
+        "continue exactly where its cache ends. Use num_slices=1; PipelinePlugin(verify=False) trains it all the same"
+    )
 
 
 def _warn_of_batch_norms(model: nn.Module) -> None:

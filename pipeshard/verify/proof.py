@@ -55,7 +55,8 @@ class Proof:
     `refused` is whether the reason is an error that training raises, too; `coupled` whether samples depend on each
     other, so that microbatches are not the batch. `moving` is what happens for each microbatch, as in gradient
     accumulation. `dependent`: a microbatch does not run by itself, for the reason that is given, and by the `cause`.
-    `smaller` is what is smaller in the copy that was proven in place of a large model.
+    `smaller` is what is smaller in the copy that was proven in place of a large model, `padding` how slices of samples
+    with padding differ.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Proof:
     dependent: bool = False
     cause: Exception | None = None
     smaller: str = ""
+    padding: str = ""
 
 
 @dataclass(frozen=True)
@@ -351,6 +353,8 @@ class _Proving:
             experts("eager")  # the grouped matrix product has no fp64
         for parameter in made.model.parameters():
             parameter.grad = None
+        if self.config.num_slices > 1:  # dropout draws other numbers for slices than for the whole sequence
+            made.model.eval()
         return made
 
     def _try(self) -> None:

@@ -17,10 +17,11 @@ from tests.parity.inputs import make_batch
 from tests.parity.tiny import OLD, SPECIAL, tiny
 
 
-def build(entry: Entry, seed: int = 0) -> nn.Module:
-    """The entry's model with random weights, the same for the same seed, in training mode without dropout."""
+def build(entry: Entry, seed: int = 0, **fields: Any) -> nn.Module:
+    """The entry's model with random weights, the same for the same seed, in training mode without dropout; `fields`
+    are more of its config's."""
     entry, config_class = _of_model(entry)
-    config = tiny(config_class, CONFIGS, **copy.deepcopy(config_fields(entry)))
+    config = tiny(config_class, CONFIGS, **copy.deepcopy(config_fields(entry)), **fields)
     if OLD and getattr(config, "pad_token_id", None) is None:  # which classifiers ask for
         config.pad_token_id = SPECIAL["pad_token_id"]
     model_class: Any = getattr(transformers, entry.class_name)

@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,9 +19,10 @@ import pipeshard
 from pipeshard.errors import PipeshardError
 from tests.parity.build import batch, build
 from tests.parity.check import Verdict
-from tests.parity.entries import Entry, all_entries, find
-from tests.parity.report import EXACT, FAILED, Row, short, worst
-from tests.parity.sweep import Rows, failure, sweep, versions
+from tests.parity.command import Page, run
+from tests.parity.entries import Entry
+from tests.parity.report import Row, worst
+from tests.parity.sweep import failure
 from tests.parity.tiny import FIRST_TEXT, SPECIAL, VOCABULARY
 from tests.pool import Pool, WorkerError
 
@@ -38,6 +36,24 @@ MODES: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 2, "do_sample": False},
     "scores": GREEDY | {"return_dict_in_generate": True, "output_scores": True},
 }
+PAGE = Page(
+    command="tests.parity.generating",
+    target="make parity-generate",
+    title="Parity of generation",
+    tasks=GENERATING,
+    text=(
+        f"Of {{entries}} architectures in {len(GENERATING)} tasks, {{able}} generate unsplit. **{{exact}}** of these "
+        "({share:.1%}) generate the same tokens with p = {ps} stages, each in the modes that the unsplit model has of "
+        f"{len(MODES)}: {', '.join(MODES)}. The table below has the others."
+    ),
+    meaning={
+        "bitwise": "tokens are equal, and scores to the bit",
+        "close": "tokens are equal, scores to rounding",
+        "refused": "pipeshard refuses with an error that says why",
+        "untrainable": "it does not generate unsplit, or not twice alike",
+        "wrong": "other tokens",
+    },
+)
 
 
 def check_generation(entry: Entry) -> Verdict:
@@ -135,13 +151,6 @@ def with_caches(model: nn.Module) -> None:
 
 
 WATCHDOG = 90.0  # seconds
-MEANING = {
-    "bitwise": "tokens are equal, and scores to the bit",
-    "close": "tokens are equal, scores to rounding",
-    "refused": "pipeshard refuses with an error that says why",
-    "untrainable": "it does not generate unsplit, or not twice alike",
-    "wrong": "other tokens",
-}
 
 
 def row_of(pool: Pool, entry: Entry, p: int) -> Row:
@@ -157,61 +166,5 @@ def row_of(pool: Pool, entry: Entry, p: int) -> Row:
     return Row(str(entry), p, kind, error, reason, round(time.monotonic() - started, 2))
 
 
-def page(rows: Sequence[Row], of: dict[str, str]) -> str:
-    """The page of these rows, with a table of what is not equal."""
-    by_entry: dict[str, list[Row]] = {}
-    for row in rows:
-        by_entry.setdefault(row.entry, []).append(row)
-    kinds = {entry: worst([row.kind for row in of_entry]) for entry, of_entry in by_entry.items()}
-    counts = Counter(kinds.values())
-    equal, able = sum(counts[kind] for kind in EXACT), len(kinds) - counts["untrainable"]
-    ps = ", ".join(map(str, sorted({row.p for row in rows})))
-    lines = [
-        "# Parity of generation",
-        "",
-        f"Of {len(kinds)} architectures in {len(GENERATING)} tasks, {able} generate unsplit. **{equal}** of these "
-        f"({equal / max(able, 1):.1%}) generate the same tokens with p = {ps} stages. The table below has the others.",
-        "",
-        f"Each is compared in {len(MODES)} modes where the unsplit model has them: {', '.join(MODES)}. Written by "
-        f"`make parity-generate` with {', '.join(f'{name} {version}' for name, version in of.items())}.",
-        "",
-        "| outcome | number | meaning |",
-        "|---|---|---|",
-        *(f"| {kind} | {counts[kind]} | {meaning} |" for kind, meaning in MEANING.items()),
-        "",
-        "| architecture | p | outcome | why |",
-        "|---|---|---|---|",
-    ]
-    for row in sorted(rows, key=lambda row: (row.entry, row.p)):
-        if row.kind not in EXACT and row.kind != "untrainable":
-            lines.append(f"| {row.entry} | {row.p} | {row.kind} | {short(row.reason)} |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.parity.generating", description=__doc__)
-    parser.add_argument("entries", nargs="*", help="model types, or task/model_type; all that generate by default")
-    parser.add_argument("--p", default="2,3", help="numbers of stages (default: %(default)s)")
-    parser.add_argument("--output", type=Path, metavar="FILE.md", help="the page")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that are there, and run the others")
-    arguments = parser.parse_args()
-    named = {entry for text in arguments.entries for entry in find(text)} or set(all_entries())
-    entries = [entry for entry in all_entries() if entry.task in GENERATING and entry in named]
-    ps = sorted(map(int, arguments.p.split(",")))
-    file = Path("outputs") / f"{arguments.output.stem}.jsonl" if arguments.output else None
-    rows = Rows(file, arguments.resume)
-    missing = rows.missing(entries, ps)
-
-    def save(row: Row) -> None:
-        rows.add(row)
-        sys.stderr.write(f"{row.kind} {row.entry} p={row.p} {'' if row.kind in EXACT else short(row.reason)}\n")
-
-    if any(missing.values()):
-        sweep(missing, save, row_of)
-    if arguments.output:
-        arguments.output.write_text(page(rows.rows, versions()))
-    return int(any(row.kind in FAILED for row in rows.rows))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(PAGE, row_of))

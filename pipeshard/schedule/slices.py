@@ -1,0 +1,62 @@
+"""Slices: a program for microbatches that are cut along the sequence, each into n slices.
+
+A slice needs what the slices before it have left in the cache, and its backward needs the gradients that the slices
+behind it have for that. So the forwards of a microbatch run from the first slice to the last, its backwards from the
+last to the first (Seq1F1B, Sun et al. 2024, arXiv:2406.03488). In a program, slice s of microbatch i has the number
+i * n + s.
+"""
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+
+from pipeshard.errors import ConfigurationError
+from pipeshard.schedule.program import Action, Kind, Program, make_program
+
+SLICED = ("1f1b", "gpipe", "zb-h1")  # schedules with one stage a rank
+
+
+def sliced(name: str, p: int, m: int, n: int) -> Program:
+    """Schedule `name` for m microbatches of n slices. 1F1B with p=2, m=2, n=2:
+
+    rank 0  F0 F1 F2 .. B1 F3 B0 .. B3 B2
+    rank 1  .. F0 F1 B1 F2 B0 F3 B3 B2 ..
+
+    It is the program of m * n microbatches with n - 1 forwards more before the first backward, as the last slice's
+    backward is the first one. Bubble (p-1)(F+B)/n, where F and B are those of a microbatch; rank r of 1F1B keeps
+    min(m * n, p - r + n - 1) slices. Raises ConfigurationError for a schedule with several stages a rank.
+    """
+    if name not in SLICED and n > 1:
+        raise ConfigurationError(f"schedule {name!r} has no program for slices: use one of {', '.join(SLICED)}")
+    whole = make_program(name, p, m * n)
+    forwards = list(range(m * n))
+    backwards = [i * n + s for i in range(m) for s in reversed(range(n))]
+
+    def rank(r: int, actions: tuple[Action, ...]) -> Iterator[Action]:
+        early = [Action(Kind.F, 0, r)] * (n - 1)
+        left: defaultdict[Kind, Iterator[int]] = defaultdict(lambda: iter(backwards), {Kind.F: iter(forwards)})
+        for kind, _, stage in itertools.chain(early, actions):
+            for number in itertools.islice(left[kind], 1):
+                yield Action(kind, number, stage)
+
+    ranks = tuple(tuple(rank(r, actions)) for r, actions in enumerate(whole.ranks))
+    return dataclasses.replace(whole, name=f"{name}, {n} slices" if n > 1 else name, ranks=ranks)
+
+
+def check_slices(program: Program, n: int) -> None:
+    """Raise ConfigurationError unless each rank has, for every microbatch of n slices, forwards from the first slice
+    to the last, then backwards from the last slice to the first."""
+    for rank, actions in enumerate(program.ranks):
+        order: defaultdict[tuple[int, int], list[tuple[Kind, int]]] = defaultdict(list)
+        for kind, number, stage in actions:
+            if kind in (Kind.F, Kind.B):
+                order[stage, number // n].append((kind, number % n))
+        wanted = [(Kind.F, s) for s in range(n)] + [(Kind.B, s) for s in reversed(range(n))]
+        for (stage, i), found in order.items():
+            if found != wanted:
+                text = " ".join(f"{kind}{s}" for kind, s in found)
+                raise ConfigurationError(
+                    f"{program.name}: rank {rank} runs the slices of microbatch {i} on stage {stage} in the order "
+                    f"{text}: forwards from the first to the last, then backwards from the last to the first"
+                )

@@ -1,0 +1,194 @@
+"""Cut: a microbatch along its sequence, and the results of its slices put together."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeshard.batch.batch import FOR_CRITERION, Batch
+from pipeshard.errors import BatchError
+from pipeshard.hf import (
+    CACHES,
+    IDS,
+    IGNORED,
+    MASK,
+    POSITIONS,
+    USES_CACHE,
+    has_parameter,
+    is_mask,
+    is_of_encoder,
+    is_target,
+    media_kind,
+    targets,
+)
+from pipeshard.slices.cache import cache_argument, cache_of
+from pipeshard.slices.states import Slice
+
+LEAST = 2  # positions of a slice: with one alone, layers with states compute by another algorithm
+
+
+def lengths(total: int, n: int, slope: float) -> list[int]:
+    """The positions of n slices of `total`, which take equally long where a position takes 1 + slope * its number:
+    later ones attend to more. Fewer slices for a short sequence."""
+    n = max(1, min(n, total // LEAST))
+
+    def work(end: float) -> float:
+        return end + slope * end * end / 2
+
+    def end_of(share: float) -> float:
+        wanted = share * work(total)
+        return wanted if not slope else (math.sqrt(1 + 2 * slope * wanted) - 1) / slope
+
+    ends = [0]
+    for k in range(1, n):
+        least, most = ends[-1] + LEAST, total - LEAST * (n - k)
+        ends.append(min(max(round(end_of(k / n)), least), most))
+    return [end - start for start, end in pairwise([*ends, total])]
+
+
+def sequence_of(batch: Batch) -> int:
+    """The positions of a batch. Raises BatchError for one without tokens, or embeddings, by name."""
+    for name in (IDS, "inputs_embeds"):
+        leaf = batch.tensors.get(name)
+        if leaf is not None and leaf.ndim > 1:
+            return leaf.shape[1 if leaf.is_floating_point() else -1]
+    raise BatchError(
+        f"num_slices: the batch has neither {IDS} nor inputs_embeds, only {list(batch.paths)}, so its sequence is not "
+        "known. Give the batch as a dict of the forward's arguments, or use num_slices=1"
+    )
+
+
+def cut(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """The batch cut along its sequence into slices of these sizes. Raises BatchError for a leaf of which it is not
+    clear how."""
+    total, ends = sequence_of(batch), list(accumulate(sizes))
+    for path in batch.paths:
+        if media_kind(path) is not None and not is_mask(path):
+            raise BatchError(f"num_slices: {path} has no positions to cut. Use num_slices=1 for batches with media")
+    _refuse_packed(batch)
+
+    def slice_of(start: int, end: int) -> Batch:
+        return batch.map(lambda path, leaf, dim: _narrowed(path, leaf, dim, total, start, end))
+
+    return [slice_of(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _narrowed(path: str, leaf: Tensor, row_dim: int | None, total: int, start: int, end: int) -> Tensor:
+    if is_of_encoder(path):
+        return leaf
+    dims = [dim for dim, size in enumerate(leaf.shape) if size == total and dim != row_dim]
+    if is_mask(path) and leaf.ndim == 4 and len(dims) == 2:
+        return leaf[:, :, start:end, start:end]
+    if leaf.ndim > 1 and len(dims) > 1 and 1 in dims:
+        dims = [1]
+    return leaf.narrow(dims[0], start, end - start) if len(dims) == 1 and leaf.ndim > 1 else leaf
+
+
+def _refuse_packed(batch: Batch) -> None:
+    """Several documents in a row are kept apart by their positions only where a forward has no cache."""
+    positions = batch.tensors.get(POSITIONS)
+    if positions is None or positions.is_meta or MASK in batch.tensors:
+        return
+    if bool((positions.diff(dim=-1) != 1).any()):
+        raise BatchError(
+            f"num_slices: {POSITIONS} begin anew within a sample, so it is several documents in a row. With a cache, "
+            "transformers attends across them. Give an attention_mask of four dimensions, or use num_slices=1"
+        )
+
+
+def with_padding(batch: Batch, token: int | None) -> Batch:
+    """The batch with padding in place of a quarter of the positions of every other sample, on the left of one and on
+    the right of the next, which no label counts."""
+    total = sequence_of(batch)
+    count = max(1, total // 4)
+    fillings = {IDS: token, MASK: 0, **dict.fromkeys(targets(batch.paths), IGNORED)}
+
+    def fill(path: str, leaf: Tensor, dim: int | None) -> Tensor:
+        filling = fillings.get(path)
+        if filling is None or leaf.ndim != 2 or leaf.shape[1] != total or dim != 0 or leaf.is_floating_point():
+            return leaf
+        filled = leaf.clone()
+        filled[0::4, :count] = filling
+        filled[2::4, total - count :] = filling
+        return filled
+
+    return batch.map(fill)
+
+
+@dataclass(frozen=True)
+class SliceCall:
+    """What the model is called with for one slice, on one stage: the arguments of the whole microbatch, of which the
+    slice has its positions, of masks all up to its end, and a cache."""
+
+    batch: Batch
+    now: Slice
+
+    def call(self, model: nn.Module) -> Any:
+        name = cache_argument(model)
+        assert name is not None
+        total, row_dims = self.now.total, dict(zip(self.batch.paths, self.batch.row_dims, strict=True))
+        has_keys = name == CACHES[0]  # or states, which do not look back at positions
+        arguments = {path: leaf for path, leaf in self.batch.data.items() if not _is_of_loss(path)}
+        for path, leaf in arguments.items():
+            arguments[path] = self._part(path, leaf, row_dims.get(path, 0), total, has_keys)
+        if has_parameter(model, USES_CACHE):
+            arguments[USES_CACHE] = True
+        arguments[name] = cache_of(model, self.now, any(map(is_of_encoder, arguments)))
+        return model(**arguments)
+
+    def _part(self, path: str, leaf: Any, row_dim: int | None, total: int, has_keys: bool) -> Any:
+        start, end = self.now.start, self.now.end
+        if isinstance(leaf, Mapping):
+            return {key: self._part(path, item, row_dim, total, has_keys) for key, item in leaf.items()}
+        if not isinstance(leaf, Tensor) or is_of_encoder(path):
+            return leaf
+        if is_mask(path) and leaf.ndim == 4:
+            return leaf[:, :, start:end, :end] if leaf.shape[-2] == total else leaf[..., :end]
+        if path == MASK and leaf.ndim == 2 and has_keys:
+            return leaf[:, :end]
+        return _narrowed(path, leaf, row_dim, total, start, end)
+
+
+def _is_of_loss(path: str) -> bool:
+    return is_target(path) or path.startswith(FOR_CRITERION)
+
+
+class Joint(NamedTuple):
+    """How the results of slices are one of the microbatch: they follow each other in `dim`, in which each has the
+    positions of all `rows` samples, sample by sample, where that is not None."""
+
+    dim: int
+    rows: int | None
+
+    @classmethod
+    def of(
+        cls, whole: Sequence[int], parts: Sequence[Sequence[int]], rows: int, sizes: Sequence[int]
+    ) -> "Joint | None":
+        """None where the shapes do not tell."""
+        if any(len(part) != len(whole) for part in parts):
+            return None
+        dims = [dim for dim, size in enumerate(whole) if any(part[dim] != size for part in parts)]
+        if len(dims) != 1:
+            return None
+        found = [part[dims[0]] for part in parts]
+        if found == list(sizes) and whole[dims[0]] == sum(sizes):
+            return cls(dims[0], None)
+        if found == [rows * size for size in sizes] and whole[dims[0]] == rows * sum(sizes):
+            return cls(dims[0], rows)
+        return None
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        if self.rows is None:
+            return torch.cat(list(parts), self.dim)
+        by_sample = [part.unflatten(self.dim, (self.rows, -1)) for part in parts]
+        return torch.cat(by_sample, self.dim + 1).flatten(self.dim, self.dim + 1)
+
+    def split(self, whole: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        if self.rows is None:
+            return list(whole.split(list(sizes), self.dim))
+        by_sample = whole.unflatten(self.dim, (self.rows, -1)).split(list(sizes), self.dim + 1)
+        return [part.flatten(self.dim, self.dim + 1) for part in by_sample]

@@ -1,0 +1,68 @@
+"""Refusals: models that cannot be cut along the sequence, by name, and what attention costs beside the rest."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from pipeshard.batch.batch import Batch
+from pipeshard.errors import BatchError, ConfigurationError
+from pipeshard.hf import (
+    CACHES,
+    IDS,
+    MASK,
+    config_of,
+    is_encoder_decoder,
+    padding_token,
+    recomputes,
+    text_config,
+    without_adapters,
+)
+from pipeshard.slices.cache import cache_argument, cache_of
+from pipeshard.slices.states import Slice
+
+
+def refuse_unsliceable(model: nn.Module) -> None:
+    """Raise ConfigurationError for a model whose forward cannot continue where an earlier one has ended."""
+    base = without_adapters(model)[1]
+    name = type(base).__name__
+    if config_of(base) is None or cache_argument(model) is None:
+        raise ConfigurationError(
+            f"num_slices: the forward of {name} takes no {' or '.join(CACHES[:2])}, so a slice cannot read what the "
+            "slices before it have computed. Use num_slices=1"
+        )
+    if is_encoder_decoder(base):
+        raise ConfigurationError(
+            f"num_slices: {name} has an encoder, which reads the whole sequence at once. Use num_slices=1"
+        )
+    cache_of(model, Slice(0, 1, 1, {}))
+
+
+def refuse_cacheless(model: nn.Module) -> None:
+    """Raise ConfigurationError for a model whose layers drop their cache while they recompute."""
+    if model.training and any(map(recomputes, model.modules())):
+        raise ConfigurationError(
+            f"num_slices: transformers' own gradient checkpointing calls the layers of {type(model).__name__} without "
+            "a cache. Use model.gradient_checkpointing_disable() and PipelinePlugin(recompute=True)"
+        )
+
+
+def refuse_padding(model: nn.Module, batches: Iterable[Batch], why: str) -> None:
+    """Raise BatchError for a batch with padding, if slices of such ones differ from whole samples; `why` says how."""
+    token = padding_token(model)
+    for tensors in (batch.tensors for batch in batches if why):
+        mask, ids = tensors.get(MASK), tensors.get(IDS)
+        is_padded = mask is not None and not bool(mask.all())
+        if is_padded or (mask is None and token is not None and ids is not None and bool((ids == token).any())):
+            raise BatchError(
+                f"num_slices: this batch has padding, and slices of {type(model).__name__} with padding do not train "
+                f"as whole sequences do: {why}. Use batches of samples of one length, or num_slices=1"
+            )
+
+
+def attention_slope(model: nn.Module) -> float:
+    """How much longer a position takes for each one before it, as a share of what the first one takes: scores and
+    sums of values, beside a product with every parameter."""
+    config = text_config(without_adapters(model)[1])
+    layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return 2 * layers * width / parameters if parameters and type(layers) is type(width) is int else 0.0

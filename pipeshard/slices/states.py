@@ -1,0 +1,122 @@
+"""States: what the slices of one microbatch have in a cache, on one rank, with the gradients that go back through it.
+
+    slice 0          slice 1              slice 2
+    append k0 ----.  append k1 ------.    append k2 ---.
+    reads  k0     '->reads  k0 k1    '--> reads k0 k1 k2       forwards, from the first to the last
+           ^                ^  ^                  ^  ^  ^
+           g0+              g0+ g1+               g0 g1 g2     backwards, from the last to the first
+
+Every slice has an autograd graph of its own. The gradients of k0 that slices 1 and 2 compute pile up in a buffer, and
+the backward of slice 0 begins with them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+
+class Left(NamedTuple):
+    """What a slice has left to later ones: where its graph begins, and what gives the gradient that these have for it,
+    None if they have none."""
+
+    edge: GradientEdge
+    gradient: Callable[[], Tensor | None]
+
+
+class Grown:
+    """A tensor that grows along one dimension from slice to slice, up to `length` positions; one buffer, never copied.
+
+    `append` writes the positions of a slice into it, and returns those from `first` on.
+    """
+
+    def __init__(self, like: Tensor, dim: int, length: int) -> None:
+        self.dim = dim % like.ndim
+        self.shape = (*like.shape[: self.dim], length, *like.shape[self.dim + 1 :])
+        self._values = torch.empty(self.shape, dtype=like.dtype, device=like.device)
+        self._gradient: Tensor | None = None
+
+    def append(self, new: Tensor, start: int, first: int) -> Tensor:
+        if new.requires_grad:
+            return _Append.apply(new, self, start, first)
+        return self.write(new, start, first)
+
+    def write(self, new: Tensor, start: int, first: int) -> Tensor:
+        """A view of what is there from `first` on. It has a version counter of its own (`data`): what later slices
+        write behind it is no change to what the graph of an earlier one has saved."""
+        end = start + new.shape[self.dim]
+        self._values.data.narrow(self.dim, start, end - start).copy_(new.detach())
+        return self._values.data.narrow(self.dim, first, end - first)
+
+    def add(self, gradient: Tensor, first: int) -> None:
+        """Add what a later slice has for the positions from `first` on; of 16 bits in fp32, like any sum."""
+        if self._gradient is None:
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            self._gradient = torch.zeros(self.shape, dtype=dtype, device=gradient.device)
+        self._gradient.narrow(self.dim, first, gradient.shape[self.dim]).add_(gradient)
+
+    def gradient(self, start: int, length: int) -> Tensor | None:
+        if self._gradient is None:
+            return None
+        return self._gradient.narrow(self.dim, start, length).to(self._values.dtype)
+
+
+class _Append(torch.autograd.Function):
+    """`Grown.write`, whose backward keeps the gradients of earlier slices' positions for them."""
+
+    @staticmethod
+    def forward(ctx: Any, new: Tensor, grown: Grown, start: int, first: int) -> Tensor:
+        ctx.grown, ctx.first, ctx.earlier, ctx.length = grown, first, start - first, new.shape[grown.dim]
+        return grown.write(new, start, first)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,), grown = gradients, ctx.grown
+        if ctx.earlier:
+            grown.add(gradient.narrow(grown.dim, 0, ctx.earlier), ctx.first)
+        return gradient.narrow(grown.dim, ctx.earlier, ctx.length), None, None, None
+
+
+class Handed(NamedTuple):
+    """A state that one slice has handed over to the next, of whose graph it is a leaf."""
+
+    leaf: Tensor
+
+
+class Slice:
+    """One slice of a microbatch: the positions from `start` to `end` of `total`, and the `states` that it shares with
+    the microbatch's other slices. `left` is what it has left to later ones, by name."""
+
+    def __init__(self, start: int, end: int, total: int, states: dict[Any, Any]) -> None:
+        self.start, self.end, self.total, self.states = start, end, total, states
+        self.left: dict[Any, Left] = {}
+        self._handed: set[Any] = set()
+
+    def grow(self, name: Any, new: Tensor, dim: int, window: int | None = None) -> Tensor:
+        """The positions of this slice behind those of earlier ones, of which the last `window - 1` are enough. A unit
+        that is recomputed writes the same ones again."""
+        if name not in self.states:
+            self.states[name] = Grown(new, dim, self.total)
+        grown: Grown = self.states[name]
+        if new.requires_grad and name not in self.left and self.end < self.total:
+            start, length = self.start, new.shape[grown.dim]
+            self.left[name] = Left(get_gradient_edge(new), lambda: grown.gradient(start, length))
+        return grown.append(new, self.start, 0 if window is None else max(0, self.start - window + 1))
+
+    def take(self, name: Any) -> Tensor | None:
+        """The state that the slice before this one has handed over: a leaf of this slice's graph. To be called before
+        this slice hands over its own."""
+        handed = self.states.get(name)
+        return None if handed is None else handed.leaf
+
+    def hand_over(self, name: Any, state: Tensor) -> None:
+        """Leave a whole state to the next slice. That of a unit that is recomputed has been handed over before."""
+        if name in self._handed or self.end == self.total:
+            return
+        self._handed.add(name)
+        leaf = state.detach().requires_grad_(state.requires_grad)
+        self.states[name] = Handed(leaf)
+        if state.requires_grad:
+            self.left[name] = Left(get_gradient_edge(state), lambda: leaf.grad)

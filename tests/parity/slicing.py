@@ -1,0 +1,107 @@
+"""Slicing: what one entry trains in slices of its sequence, compared with the same model unsplit.
+
+`python -m tests.parity.slicing` does so with all causal language models, or those named, and writes a page.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeshard import PipelinePlugin
+from pipeshard.batch.batch import Batch
+from pipeshard.batch.read import read_batch
+from pipeshard.hf import media_kind, padding_token
+from pipeshard.slices.cut import with_padding
+from pipeshard.verify.decide import alone
+from pipeshard.verify.proof import DIFFERENT, UNPROVEN, Proof, prove
+from tests.parity.build import batch, build
+from tests.parity.check import Verdict
+from tests.parity.command import Page, run
+from tests.parity.entries import Entry
+from tests.parity.inputs import make_batch
+from tests.parity.report import Row
+from tests.parity.sweep import UNTRAINABLE, failure
+from tests.pool import Pool, WorkerError
+
+SLICES, M = 3, 2
+PAGE = Page(
+    command="tests.parity.slicing",
+    target="make parity-slices",
+    title="Parity of slices",
+    tasks=("causal-lm",),
+    has_notes=True,
+    text=(
+        "Of {entries} causal language models, {able} train unsplit. **{exact}** of these ({share:.1%}) train as they "
+        f"do unsplit where each of {M} microbatches is cut into {SLICES} slices, with p = {{ps}} stages: loss, every "
+        "gradient, the norm, and the parameters after two steps. The table below has the others, and those that "
+        "refuse batches with padding. Models of images and sounds are trained on text alone, and encoders of one stack "
+        "(BERT) as decoders (is_decoder=True)."
+    ),
+    meaning={
+        "close": "the proof at boost finds no difference",
+        "refused": "booster.boost, or the first step, raises an error that says why",
+        "untrainable": "the model does not train unsplit",
+        "crash": "an error that is not pipeshard's",
+        "hang": "a rank waits for ever",
+    },
+)
+
+
+def check_slices(entry: Entry, p: int) -> Verdict:
+    """Two steps of p stages, all in this process, on batches without and with padding."""
+    try:
+        model = _built(entry)
+        data = batch(entry, model)
+        if any(map(media_kind, data)):
+            data = make_batch(entry.task, model)
+        unsplit = model(**data).loss
+    except Exception as error:
+        return Verdict("untrainable", reason=f"{type(error).__name__}: {error}")
+    if unsplit is None:
+        return Verdict("untrainable", reason="its forward gives no loss")
+    proof = _proof(model, read_batch(model, data), p)
+    if proof.kind in (UNPROVEN, DIFFERENT):
+        kind = "untrainable" if "the unsplit model" in proof.reason and proof.kind == UNPROVEN else "refused"
+        return Verdict(kind, reason=proof.reason)
+    sample = with_padding(read_batch(model, data), padding_token(model))
+    of_padded = _proof(model, sample, p)
+    if of_padded.kind == DIFFERENT:
+        return Verdict("close", reason=f"batches with padding are refused: {of_padded.reason}")
+    return Verdict("close", reason=of_padded.reason)
+
+
+def _built(entry: Entry) -> nn.Module:
+    """The model; one that may be an encoder is a decoder."""
+    model = build(entry)
+    config: Any = model.config
+    is_encoder = getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder
+    return build(entry, is_decoder=True) if is_encoder else model
+
+
+def _proof(model: nn.Module, sample: Batch, p: int) -> Proof:
+    with alone():
+        plugin = PipelinePlugin(p, num_microbatches=M, num_slices=SLICES, max_norm=0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return prove(plugin.config, plugin.device, model, optimizer, None, sample)
+
+
+def row_of(pool: Pool, entry: Entry, p: int, watchdog: float = 240.0) -> Row:
+    started = time.monotonic()
+    if str(entry) in UNTRAINABLE:
+        kind, reason = "untrainable", UNTRAINABLE[str(entry)]
+    else:
+        try:
+            (verdict,) = pool.run(check_slices, 1, entry, p, timeout=watchdog)
+            kind, reason = verdict.kind, verdict.reason
+        except WorkerError as error:
+            kind, _, reason = failure(str(error))
+    return Row(str(entry), p, kind, 0.0, reason, round(time.monotonic() - started, 2))
+
+
+if __name__ == "__main__":
+    sys.exit(run(PAGE, row_of, ranks=lambda p: 1))
