@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.speed.contender import ROOT
-from benchmarks.speed.parts import Effort, Part, guards, lengths, memory, overhead, partition, replay, work
+from benchmarks.speed.parts import Effort, Part, guards, lengths, memory, overhead, partition, replay, slices, work
 from benchmarks.speed.report import write
 from benchmarks.speed.section import Section
 
@@ -21,6 +21,7 @@ PARTS: dict[str, Part] = {
     "partition": partition.run,
     "replay": replay.run,
     "guards": guards.run,
+    "slices": slices.run,
 }
 FIGURES = ROOT / "outputs" / "benchmarks"
 

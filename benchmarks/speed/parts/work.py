@@ -32,6 +32,7 @@ def ours(schedule: str, **options: Any) -> Contender:
         options["num_model_chunks"] = chunks
     name = f"pipeshard {schedule}" + (" isend" if options.get("p2p") == "isend" else "")
     name += " " + compiled(options["compile"]) if options.get("compile") else ""
+    name += f", {options['num_slices']} slices" if options.get("num_slices") else ""
     return Contender(name, "pipeshard", {"schedule": schedule, "stages": 2 * chunks, **options})
 
 
