@@ -24,6 +24,7 @@ from pipeshard.errors import UsageError
 from pipeshard.generate.generate import Generation
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.planner.profile import measured_costs
+from pipeshard.slices.refusals import refuse_unsliceable
 from pipeshard.split.policy import Policy
 from pipeshard.split.ties import share_weights, tie_on_meta
 from pipeshard.verify.decide import prove_at_boost
@@ -63,6 +64,8 @@ def boost_model(
     sample = find_sample(model, config.dry_run_input, dataloader, config.batch_dims or {}, size, grid.device)
     if fresh is not None:
         check_separable(fresh, model, config, grid)  # before the proof, which would find no more than that it differs
+    if config.num_slices > 1:
+        refuse_unsliceable(model)
     padding = prove_at_boost(config, grid, model, optimizer, called, sample)
     if optimizer is not None and grid.first and not config.lowers:
         _warn_of_16_bits(model)

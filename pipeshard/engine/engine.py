@@ -45,7 +45,7 @@ from pipeshard.hf import disable_caches
 from pipeshard.schedule.program import Action, Kind, Program, forward_only
 from pipeshard.slices.cut import cut as cut_sequence
 from pipeshard.slices.cut import lengths, sequence_of
-from pipeshard.slices.refusals import attention_slope, refuse_cacheless, refuse_padding, refuse_unsliceable
+from pipeshard.slices.refusals import attention_slope, refuse_cacheless, refuse_padding
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.materialize import compile_units, shard
 from pipeshard.split.partition import Cuts, is_profile, named_modules_of
@@ -112,7 +112,6 @@ class Pipeline:
         refuse_criterion(self.criterion, model)
         refuse_compiled(model, find_units(model, paths_of(model, named_modules_of(partition))))
         if config.num_slices > 1:
-            refuse_unsliceable(model)
             self.slope = attention_slope(model)
         self.cached = disable_caches(model)  # configs to be given their cache back
         self.reader = Reader(RowDims(model, config.batch_dims), lambda: self.config.cut, grid, self.precision)

@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 )
 
 from pipeshard.errors import ConfigurationError
-from pipeshard.hf import CACHES, has_parameter, text_config, without_adapters
+from pipeshard.hf import CACHES, config_of, has_parameter, without_adapters
 from pipeshard.slices.states import Slice
 
 OF_LAYERS = CACHES[:2]  # caches that have an entry for each layer
@@ -33,9 +33,13 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False) -> Cache:
 
     Raises ConfigurationError for a layer that keeps something else than keys, values and states.
     """
-    cache = DynamicCache(config=text_config(without_adapters(model)[1]))
-    if cache.layer_class_to_replicate is not None:
-        cache.layer_class_to_replicate = lambda: Keys(now, len(cache.layers))
+    try:
+        cache = DynamicCache(config=config_of(without_adapters(model)[1]))
+    except AttributeError as error:
+        raise ConfigurationError(
+            f"num_slices: the config of {type(model).__name__} does not tell the layers of its cache ({error}). Use "
+            "num_slices=1"
+        ) from None
     for number, layer in enumerate(cache.layers):
         kind = KINDS.get(type(layer))
         if kind is None:
@@ -45,6 +49,8 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False) -> Cache:
             )
         if kind is not DummyLayer:
             cache.layers[number] = kind(now, number, layer)
+    if {*map(type, cache.layers)} <= {Keys}:  # a decoder may have more layers than its config says, which are alike
+        cache.layer_class_to_replicate = lambda: Keys(now, len(cache.layers))
     return EncoderDecoderCache(cache, DynamicCache()) if has_encoder else cache
 
 
