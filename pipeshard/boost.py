@@ -64,7 +64,7 @@ def boost_model(
     sample = find_sample(model, config.dry_run_input, dataloader, config.batch_dims or {}, size, grid.device)
     if fresh is not None:
         check_separable(fresh, model, config, grid)  # before the proof, which would find no more than that it differs
-    if config.num_slices > 1:
+    if config.has_slices:
         refuse_unsliceable(model)
     padding = prove_at_boost(config, grid, model, optimizer, called, sample)
     if optimizer is not None and grid.first and not config.lowers:

@@ -15,7 +15,7 @@ from pipeshard.errors import ConfigurationError
 from pipeshard.schedule.given import Schedule, chunks_of, is_v, name_of, program_of
 from pipeshard.schedule.passes import shorten_cooldown
 from pipeshard.schedule.program import Program
-from pipeshard.schedule.slices import SLICED, check_slices, sliced
+from pipeshard.schedule.slices import SLICED, check_slices, number_of_slices, sliced
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.materialize import refuse_compile_options
 from pipeshard.split.partition import Cuts
@@ -24,6 +24,7 @@ from pipeshard.split.route import Recompute
 
 REDUCTIONS = ("token", "batch", "microbatch")
 POSITIVE = "a positive integer"
+LEAST_OF_SLICE = 256  # positions, with num_slices="auto"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OF_ONE_RANK = ("dry_run_input", "timeout")  # arguments that may differ between ranks
 
@@ -66,8 +67,8 @@ class PipelineConfig:
             and embedding layers are computed apart, while a stage would wait. Or a `pipeshard.schedule.Program`, or a
             function of (p, m, v) that returns one, which is run as it is, messages added.
         num_slices: how many slices each microbatch is cut into along its sequence in training, so that stages need not
-            wait for whole microbatches of long sequences. For decoders of transformers that have a cache, with the
-            schedules "1f1b", "gpipe" and "zb-h1".
+            wait for whole microbatches of long sequences; "auto" makes slices of at least 256 positions while they
+            shorten the step. For decoders of transformers that have a cache, with "1f1b", "gpipe" or "zb-h1".
         num_model_chunks: v, the chunks of the model on each process, for "interleaved"; "zbv" always has two.
         p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
         partition: "auto" (by cost), "uniform", "parameters", "type:REGEX" (equally many units whose class matches),
@@ -151,7 +152,7 @@ class PipelineConfig:
     verify: bool | str = "auto"
     tp_plan: Mapping[str, str] | None = None
     deferred_batch_norm: bool = False
-    num_slices: int = 1
+    num_slices: int | str = 1
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -197,6 +198,17 @@ class PipelineConfig:
     def lowers(self) -> bool:
         """Whether parameters have 16 bits, with fp32 values beside them."""
         return self.precision != "fp32" and not self.autocast
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether microbatches are cut along the sequence."""
+        return self.num_slices != 1
+
+    def slices_of(self, totals: Sequence[int]) -> int:
+        """How many slices each of a step's microbatches of so many positions is to be cut into."""
+        if isinstance(self.num_slices, int):
+            return self.num_slices
+        return number_of_slices(str(self.schedule), self.pp_size, len(totals), min(totals) // LEAST_OF_SLICE)
 
     @property
     def compile_options(self) -> dict[str, Any]:
@@ -274,7 +286,8 @@ class PipelineConfig:
         self._check("loss_reduction", self.loss_reduction in REDUCTIONS, "'token', 'batch' or 'microbatch'")
         for name in ("num_microbatches", "microbatch_size"):
             self._check(name, getattr(self, name) is None or _is_positive(getattr(self, name)), POSITIVE)
-        self._check("num_slices", _is_positive(self.num_slices), POSITIVE)
+        is_number = _is_positive(self.num_slices)
+        self._check("num_slices", is_number or self.num_slices == "auto", f"'auto' or {POSITIVE}")
         self._check("num_model_chunks", _is_positive(self.num_model_chunks), POSITIVE)
         is_policy = self.policy is None or (isinstance(self.policy, type) and issubclass(self.policy, Policy))
         self._check("policy", is_policy, "a subclass of pipeshard.Policy")
@@ -307,19 +320,19 @@ class PipelineConfig:
         self._settle(num_model_chunks=chunks_of(self.schedule, self.pp_size, self.num_model_chunks))
         if not isinstance(self.schedule, str):
             program_of(self.schedule, self.pp_size, self.num_microbatches or 1, self.num_model_chunks)
-        if self.num_slices > 1:
+        if self.has_slices:
             self._check_slices()
 
     def _check_slices(self) -> None:
         """What does not go with slices."""
         if self.schedule not in SLICED:
             raise ConfigurationError(
-                f"num_slices={self.num_slices} does not go with schedule={name_of(self.schedule)!r}, which has no "
+                f"num_slices={self.num_slices!r} does not go with schedule={name_of(self.schedule)!r}, which has no "
                 f"program for slices. Use one of {', '.join(SLICED)}"
             )
         if self.compile:
             raise ConfigurationError(
-                f"num_slices={self.num_slices} does not go with compile={self.compile!r}: a unit would be compiled "
+                f"num_slices={self.num_slices!r} does not go with compile={self.compile!r}: a unit would be compiled "
                 "anew for each slice, whose cache has another length. Use one of the two"
             )
 

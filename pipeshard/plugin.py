@@ -107,7 +107,7 @@ class PipelinePlugin:
         verify: bool | str = "auto",
         tp_plan: Mapping[str, str] | None = None,
         deferred_batch_norm: bool = False,
-        num_slices: int = 1,
+        num_slices: int | str = 1,
         **foreign: Any,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name in PipelineConfig.__dataclass_fields__}

@@ -18,7 +18,7 @@ from pipeshard.errors import ConfigurationError, PipeshardError
 from pipeshard.schedule.given import check
 from pipeshard.schedule.program import Action, Kind, Program
 from pipeshard.schedule.simulate import simulate
-from pipeshard.schedule.slices import SLICED, check_slices, sliced
+from pipeshard.schedule.slices import SLICED, check_slices, number_of_slices, sliced
 from pipeshard.slices.cache import Keys
 from pipeshard.slices.cut import Joint, lengths
 from pipeshard.slices.states import Grown
@@ -42,7 +42,7 @@ def data_of(name: str, length: int, seed: int, *, is_padded: bool = False) -> di
     return zoo.left_padded(made) if is_padded else made
 
 
-def trained(name: str, m: int, n: int, **options: Any) -> list[str]:
+def trained(name: str, m: int, n: int | str, **options: Any) -> list[str]:
     """What differs from the unsplit model in three steps with other lengths, padding and labels."""
     model = zoo.build(name, torch.float64)
     unsplit = Unsplit(copy.deepcopy(model), max_norm=0.5)
@@ -246,7 +246,7 @@ def test_what_cannot_be_sliced_is_refused(pool: Pool, kind: str, says: str) -> N
 def test_schedules_without_slices_are_refused(schedule: str) -> None:
     chunks = {"num_model_chunks": 2} if schedule == "interleaved" else {}
     assert f"num_slices=2 does not go with schedule='{schedule}'" in refusal(num_slices=2, schedule=schedule, **chunks)
-    assert "num_slices must be a positive integer, got 0" in refusal(num_slices=0)
+    assert "num_slices must be 'auto' or a positive integer, got 0" in refusal(num_slices=0)
     assert "num_slices=2 does not go with compile=True" in refusal(num_slices=2, compile=True)
 
 
@@ -293,6 +293,36 @@ def test_idle_time_and_memory_of_slices() -> None:
         for n in (1, 2, 8, 16):
             assert simulate(sliced("1f1b", p, 1, n), 1 / n, 2 / n).bubble == pytest.approx((p - 1) / (n + p - 1))
     assert max(simulate(sliced("1f1b", 4, 8, 8)).peak_activations) == 4 + 8 - 1
+
+
+def test_auto_stops_where_more_slices_hardly_help() -> None:
+    assert number_of_slices("1f1b", 4, 64, 16) == 1 and number_of_slices("1f1b", 4, 8, 16) == 8
+    assert number_of_slices("1f1b", 2, 1, 16) == 16 and number_of_slices("1f1b", 2, 1, 3) == 2
+    assert number_of_slices("1f1b", 1, 4, 16) == 1
+    assert number_of_slices("zb-h1", 4, 1, 0) == 1
+
+
+def test_auto_in_training(pool: Pool) -> None:
+    with mock.patch("pipeshard.config.LEAST_OF_SLICE", 4):
+        assert pool.run(trained, 2, "llama", 1, "auto") == [[], []]
+
+
+def packed() -> list[str]:
+    """Two documents in a row, kept apart by a mask of four dimensions: the remedy for position_ids that begin anew."""
+    model = zoo.build("llama")
+    unsplit = Unsplit(copy.deepcopy(model))
+    data = data_of("llama", 12, 0)
+    document = torch.tensor([0] * 5 + [1] * 7)
+    visible = (document[:, None] == document[None]) & torch.ones(12, 12).tril().bool()
+    data["attention_mask"] = torch.where(visible, 0.0, torch.finfo(torch.float32).min).expand(4, 1, 12, 12).clone()
+    data["position_ids"] = torch.cat([torch.arange(5), torch.arange(7)]).expand(4, -1).clone()
+    split = Split(model, 2, data, num_microbatches=2, num_slices=3, verify=False)
+    reference = unsplit.backward_in_parts(data, num_microbatches=2)
+    return compared(split, unsplit, split.backward(data)["loss"], reference, 5 * ROUNDED)
+
+
+def test_documents_in_a_row_are_kept_apart_by_a_mask(pool: Pool) -> None:
+    assert pool.run(packed, 2) == [[], []]
 
 
 def test_backwards_from_the_first_slice_are_refused() -> None:

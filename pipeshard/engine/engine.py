@@ -111,7 +111,7 @@ class Pipeline:
         partition, recompute, self.criterion = config.settled(getattr(model, "pipeline_hints", None), criterion)
         refuse_criterion(self.criterion, model)
         refuse_compiled(model, find_units(model, paths_of(model, named_modules_of(partition))))
-        if config.num_slices > 1:
+        if config.has_slices:
             self.slope = attention_slope(model)
         self.cached = disable_caches(model)  # configs to be given their cache back
         self.reader = Reader(RowDims(model, config.batch_dims), lambda: self.config.cut, grid, self.precision)
@@ -190,7 +190,7 @@ class Pipeline:
         self.carry = Carry(self.model)
         head = len(self.policy.placement)  # the number of a stage behind the last one
         self.stages = [self._stage(Stage, index, index == head - 1) for index in self.policy.chunks]
-        self.sliced = self._sliced_stages() if self.config.num_slices > 1 else []
+        self.sliced = self._sliced_stages() if self.config.has_slices else []
         placement = self.policy.placement
         p2p = self.grid.p2p(self.config.p2p, placement)
         self.interpreter = Interpreter({stage.index: stage for stage in self.stages}, placement, p2p, self.device)
@@ -322,13 +322,16 @@ class Pipeline:
         """What has to have a way through the stages: the microbatches, and behind them their slices, if there are
         any."""
         microbatches = self._cut(batches)
-        return microbatches + self._slices(microbatches) if train and self.config.num_slices > 1 else microbatches
+        return microbatches + self._slices(microbatches) if train and self.config.has_slices else microbatches
 
     def _slices(self, cut: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
-        """The slices of each microbatch, as many of each."""
+        """The slices of each microbatch, as many of each; none where the whole is one."""
         microbatches = [batch for of_batch in cut for batch in of_batch]
         totals = [sequence_of(batch) for batch in microbatches]
-        n = min(len(lengths(total, self.config.num_slices, self.slope)) for total in totals)
+        wanted = self.config.slices_of(totals)
+        n = min(len(lengths(total, wanted, self.slope)) for total in totals)
+        if n == 1:
+            return []
         return [
             cut_sequence(batch, lengths(total, n, self.slope))
             for batch, total in zip(microbatches, totals, strict=True)
@@ -349,10 +352,10 @@ class Pipeline:
             with self._tracing(read, criterion, outputs):
                 planned = self.planner.plan_each(cut, found, criterion, outputs.needed, *how)
                 sliced: list[list[SlicedMicrobatch]] = []
-                if train and self.config.num_slices > 1:
+                slices = self._slices(cut) if train and self.config.has_slices else []
+                if slices:
                     refuse_cacheless(self.model)
                     refuse_padding(self.model, read, self.padding)
-                    slices = self._slices(cut)
                     sliced = self.planner.slice_each(cut, slices, found, planned, criterion, outputs.needed)
         self._parts = [], []
         flow = planned[-1][0].route.flow

@@ -10,10 +10,13 @@ import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import lru_cache
 
 from pipeshard.errors import ConfigurationError
 from pipeshard.schedule.program import Action, Kind, Program, make_program
+from pipeshard.schedule.simulate import simulate
 
+NEAR = 1.05  # times the shortest step: more slices than that takes are not worth their overhead
 SLICED = ("1f1b", "gpipe", "zb-h1")  # schedules with one stage a rank
 
 
@@ -42,6 +45,15 @@ def sliced(name: str, p: int, m: int, n: int) -> Program:
 
     ranks = tuple(tuple(rank(r, actions)) for r, actions in enumerate(whole.ranks))
     return dataclasses.replace(whole, name=f"{name}, {n} slices" if n > 1 else name, ranks=ranks)
+
+
+@lru_cache
+def number_of_slices(name: str, p: int, m: int, most: int) -> int:
+    """How many slices "auto" stands for: of 1, 2, 4, ... up to `most`, the fewest that are within 5 % of the shortest
+    step, if a backward takes twice as long as a forward."""
+    numbers = [2**k for k in range(max(1, most).bit_length())]
+    times = {n: simulate(sliced(name, p, m, n), 1 / n, 2 / n).makespan for n in numbers}
+    return next(n for n in numbers if times[n] <= NEAR * min(times.values()))
 
 
 def check_slices(program: Program, n: int) -> None:

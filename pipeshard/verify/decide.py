@@ -90,7 +90,7 @@ def prove_at_boost(
         _warn_of_batch_norms(model)
     alone, stages = standing_alone() is not None, config.num_stages
     auto = config.verify == "auto" and not alone
-    is_sliced = config.num_slices > 1
+    is_sliced = config.has_slices
     if not alone and (not config.verify or (stages == 1 and not is_sliced)):
         return ""
     known = auto and not is_sliced and is_known(model, criterion, optimizer)
@@ -146,12 +146,12 @@ def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:
     """Raise an error that speaks of slices, which are the likelier cause."""
     if proof.kind == UNPROVEN:
         raise ConfigurationError(
-            f"num_slices={config.num_slices}: whether {name} in slices trains as with whole sequences was not proven: "
-            f"{proof.reason}. Use num_slices=1; PipelinePlugin(verify=False) trains it all the same"
+            f"num_slices={config.num_slices!r}: whether {name} in slices trains as with whole sequences was not "
+            f"proven: {proof.reason}. Use num_slices=1; PipelinePlugin(verify=False) trains it all the same"
         )
     raise VerificationError(
-        f"num_slices={config.num_slices}: {name} in slices is not the model that it is with whole sequences, so it is "
-        f"not trained: {proof.reason}. Either a position depends on later ones, or the model's forward does not "
+        f"num_slices={config.num_slices!r}: {name} in slices is not the model that it is with whole sequences, so it "
+        f"is not trained: {proof.reason}. Either a position depends on later ones, or the model's forward does not "
         "continue exactly where its cache ends. Use num_slices=1; PipelinePlugin(verify=False) trains it all the same"
     )
 

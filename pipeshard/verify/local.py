@@ -20,6 +20,7 @@ from pipeshard.split.policy import Policy
 from pipeshard.verify.reference import Copies, Weights
 
 T = TypeVar("T")
+SLICES = 3  # that stand for "auto", also of the short samples of a proof
 
 
 class Different(Exception):
@@ -175,6 +176,7 @@ def as_proven(config: PipelineConfig, replicas: int) -> PipelineConfig:
         check_finite=False,
         deferred_batch_norm=False,
         verify=False,
+        num_slices=SLICES if config.num_slices == "auto" else config.num_slices,
     )
 
 

@@ -353,7 +353,7 @@ class _Proving:
             experts("eager")  # the grouped matrix product has no fp64
         for parameter in made.model.parameters():
             parameter.grad = None
-        if self.config.num_slices > 1:  # dropout draws other numbers for slices than for the whole sequence
+        if self.config.has_slices:  # dropout draws other numbers for slices than for the whole sequence
             made.model.eval()
         return made
 
