@@ -79,6 +79,7 @@ def main() -> None:
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that slice each stage.")
 @click.option("--recompute", is_flag=True, help="With activation recompute.")
 @click.option("--lora", metavar="RANK", type=click.IntRange(min=1), help="With adapters of this rank only.")
+@click.option("--slices", is_flag=True, help="Compare numbers of slices (num_slices), of 1F1B unless --schedule.")
 @click.option("--tflops", type=float, help="10^12 operations a second that a device sustains: times in seconds.")
 @click.option("--bandwidth", help="Between two ranks, a second, such as 50GB. [default: messages take no time]")
 @click.option("--draw", metavar="PATH", callback=_writable, help="Draw the simulated step (png, svg, pdf).")
@@ -105,6 +106,7 @@ def plan(
     tp: int,
     recompute: bool,
     lora: int | None,
+    slices: bool,
     tflops: float | None,
     bandwidth: str | None,
     draw: str | None,
@@ -124,7 +126,10 @@ def plan(
     with progress("building the model"):
         from pipeshard.planner.models import build, precision_of
         from pipeshard.planner.planner import plan as make_plan
+        from pipeshard.schedule.slices import refuse_unsliced
 
+        if slices:
+            refuse_unsliced(schedule or "1f1b")
         built = build(model, fields, dtype, recompute, lora or 0)
     with progress("planning"):
         made = make_plan(
@@ -134,7 +139,7 @@ def plan(
             num_microbatches=microbatches,
             microbatch_size=microbatch_size,
             seq_len=seq_len,
-            schedule=schedule,
+            schedule=schedule or ("1f1b" if slices else None),
             num_model_chunks=_chunks(schedule, chunks),
             partition=_partition(partition),
             device_memory=device_memory,
@@ -152,7 +157,7 @@ def plan(
     else:
         from pipeshard.commands import show
 
-        show(made)
+        show(made, slices=slices)
     if json_path and json_path != "-":
         Path(json_path).write_text(made.to_json() + "\n")
     if draw is not None:

@@ -37,14 +37,14 @@ from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Proof
 WIDTH = 80
 
 
-def show(plan: Plan, console: Console | None = None) -> None:
-    """Print it: the stages, the schedules, and what is recommended."""
+def show(plan: Plan, console: Console | None = None, slices: bool = False) -> None:
+    """Print it: the stages, the schedules, what is recommended, and if asked, what `slices` make of the step."""
     console = console or Console(width=WIDTH, highlight=False)
-    for part in render(plan):
+    for part in render(plan, slices):
         console.print(part)
 
 
-def render(plan: Plan) -> Iterator[RenderableType]:
+def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
     """The parts of the output, from top to bottom."""
     shapes = ", ".join(f"{path} {'×'.join(map(str, shape))}" for path, shape in plan.microbatch.items())
     limit = "" if plan.limit is None else f", {format_bytes(plan.limit)} for each rank"
@@ -56,6 +56,9 @@ def render(plan: Plan) -> Iterator[RenderableType]:
     yield _times(plan)
     yield Text()
     yield _schedules(plan)
+    if slices:
+        yield Text()
+        yield _slices(plan)
     yield Text(f"\n{plan.reason}", style="bold", justify="left", overflow="fold")
 
 
@@ -107,6 +110,17 @@ def _schedules(plan: Plan) -> Table:
     table.add_column("")
     for estimate in plan.schedules:
         table.add_row(*_line(plan, estimate))
+    return table
+
+
+def _slices(plan: Plan) -> Table:
+    table = _table(f"Slices (num_slices) of {plan.estimate.name}")
+    for name in ("slices", "step", "idle", "memory"):
+        table.add_column(name, justify="right")
+    for found in plan.in_slices():
+        in_seconds = plan.unit == "seconds"
+        time = f"{_digits(found.time)} s" if in_seconds else f"{found.time / plan.num_microbatches:.3f}"
+        table.add_row(str(found.n), time, f"{found.bubble:.1%}", format_bytes(found.peak))
     return table
 
 

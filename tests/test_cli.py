@@ -89,6 +89,14 @@ def test_slices_divide_what_a_rank_holds() -> None:
     assert result.exit_code == 1 and "tp_size=3 does not divide num_attention_heads=4" in result.output
 
 
+def test_numbers_of_slices_are_compared() -> None:
+    output = invoke(*MODEL, *SIZES, "--slices").output
+    assert "Slices (num_slices) of 1f1b" in output
+    rows = [line.split() for line in output.splitlines()]
+    idle = {row[0]: float(row[2].rstrip("%")) for row in rows if len(row) == 5 and row[0] in ("1", "16")}
+    assert idle["16"] < idle["1"] / 5
+
+
 def test_adapters_train_little_and_have_no_weight_gradients_of_the_rest() -> None:
     whole, adapted = (json.loads(invoke(*MODEL, *SIZES, "--json", "-", *o).output) for o in ([], ["--lora", "2"]))
     assert whole["parameters"] < adapted["parameters"] < 1.2 * whole["parameters"]
@@ -147,6 +155,7 @@ def test_what_does_not_fit_is_refused_and_recompute_counted() -> None:
         ([*MODEL, *SIZES, "--tflops", "-1"], "error: tflops must be a positive number, got -1.0"),
         ([*MODEL, *SIZES, "--tflops", "1", "--bandwidth", "wide"], "error: bandwidth='wide' is not a size"),
         ([*MODEL, *SIZES, "--bandwidth", "1GB"], "error: bandwidth needs times in seconds: give tflops, or a profile"),
+        ([*MODEL, *SIZES, "--slices", "--schedule", "zbv"], "error: schedule 'zbv' has no program for slices"),
         ([*MODEL, *SIZES, "--lora", "2", "--tp", "2"], "error: tp_size=2: adapters on sliced layers"),
     ],
 )

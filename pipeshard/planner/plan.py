@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.planner.memory import Memory, Training, tensor_bytes
@@ -125,6 +125,19 @@ class Estimate:
         return max(memory.total for memory in self.memory)
 
 
+class InSlices(NamedTuple):
+    """A schedule whose microbatches are cut into `n` slices that take equally long: the time of a step, the idle share
+    of all ranks' time, and the bytes of the rank that takes most."""
+
+    n: int
+    time: float
+    bubble: float
+    peak: int
+
+
+NUMBERS_OF_SLICES = 1, 2, 4, 8, 16
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a model would run on `pp_size` ranks; made by `pipeshard.plan`.
@@ -179,6 +192,20 @@ class Plan:
         config = self.training.config(self.schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
         costs = [(stage.forward, stage.backward, stage.weight) for stage in self.stages]
         return simulate_parts(config.program(self.num_microbatches), *zip(*costs, strict=True), latency=self.latency)
+
+    def in_slices(self) -> list[InSlices]:
+        """The plan's schedule with more and more slices. Raises ConfigurationError for one that has none."""
+        costs = list(zip(*((stage.forward, stage.backward, stage.weight) for stage in self.stages), strict=True))
+        config = self.training.config(self.schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
+        found = []
+        for n in NUMBERS_OF_SLICES:
+            program = config.program(self.num_microbatches, n)
+            shares = ([cost / n for cost in kind] for kind in costs)
+            simulation = simulate_parts(program, *shares, latency=self.latency)
+            alive = zip(self.stages, simulation.peak_activations, strict=True)
+            peak = max(s.memory.total - s.alive * s.kept + math.ceil(slices * s.kept / n) for s, slices in alive)
+            found.append(InSlices(n, simulation.makespan, simulation.bubble, peak))
+        return found
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Draw that into the file `path`, in the format that its suffix names (png, svg, pdf). Needs matplotlib."""

@@ -20,6 +20,12 @@ NEAR = 1.05  # times the shortest step: more slices than that takes are not wort
 SLICED = ("1f1b", "gpipe", "zb-h1")  # schedules with one stage a rank
 
 
+def refuse_unsliced(name: str) -> None:
+    """Raise ConfigurationError for a schedule that has no program for slices."""
+    if name not in SLICED:
+        raise ConfigurationError(f"schedule {name!r} has no program for slices: use one of {', '.join(SLICED)}")
+
+
 def sliced(name: str, p: int, m: int, n: int) -> Program:
     """Schedule `name` for m microbatches of n slices. 1F1B with p=2, m=2, n=2:
 
@@ -30,8 +36,8 @@ def sliced(name: str, p: int, m: int, n: int) -> Program:
     backward is the first one. Bubble (p-1)(F+B)/n, where F and B are those of a microbatch; rank r of 1F1B keeps
     min(m * n, p - r + n - 1) slices. Raises ConfigurationError for a schedule with several stages a rank.
     """
-    if name not in SLICED and n > 1:
-        raise ConfigurationError(f"schedule {name!r} has no program for slices: use one of {', '.join(SLICED)}")
+    if n > 1:
+        refuse_unsliced(name)
     whole = make_program(name, p, m * n)
     forwards = list(range(m * n))
     backwards = [i * n + s for i in range(m) for s in reversed(range(n))]
