@@ -114,7 +114,7 @@ def _schedules(plan: Plan) -> Table:
 
 
 def _slices(plan: Plan) -> Table:
-    table = _table(f"Slices (num_slices) of {plan.estimate.name}")
+    table = _table(f"Slices of {plan.estimate.name}")
     for name in ("slices", "step", "idle", "memory"):
         table.add_column(name, justify="right")
     for found in plan.in_slices():

@@ -91,10 +91,10 @@ def test_slices_divide_what_a_rank_holds() -> None:
 
 def test_numbers_of_slices_are_compared() -> None:
     output = invoke(*MODEL, *SIZES, "--slices").output
-    assert "Slices (num_slices) of 1f1b" in output
+    assert "Slices of 1f1b" in output
     rows = [line.split() for line in output.splitlines()]
     idle = {row[0]: float(row[2].rstrip("%")) for row in rows if len(row) == 5 and row[0] in ("1", "16")}
-    assert idle["16"] < idle["1"] / 5
+    assert idle["16"] < idle["1"] / 3
 
 
 def test_adapters_train_little_and_have_no_weight_gradients_of_the_rest() -> None:
