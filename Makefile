@@ -21,12 +21,14 @@
 #               PRECISION=bf16, fp16 or autocast compares in 16 bits, and adds a column
 # make parity-generate compares what every architecture generates split and unsplit, and writes docs/parity-generate.md;
 #               RESUME=1 goes on where an interrupted run ended
+# make parity-slices   trains every causal language model in slices of its sequence, and writes docs/parity-slices.md;
+#               RESUME=1 goes on where an interrupted run ended
 # make parity-packages does it with models of diffusers, timm, torchvision and 11 more packages, in an environment of its own,
 #               and writes docs/packages.md; RESUME=1 goes on
 # make soak     trains STEPS steps (2,000) of ragged batches with evaluations, saves and restarts beside them: nothing may grow,
 #               and the weights are to be those of an undisturbed run; draws docs/soak.svg
 # make bench    measures speed beside other pipelines (ROUNDS rounds; they get environments of their own) and memory, and
-#               writes docs/benchmarks.md; PART=work measures one part of: work overhead lengths memory partition replay guards
+#               writes docs/benchmarks.md; PART=work measures one part of: work overhead lengths memory partition replay guards slices
 # make targets trains GPT-2 and llama by torch's pipelining, DeepSpeed (in an environment of its own) and Booster, from the
 #               same stages, and compares the losses
 # make trainer tries 71 features of transformers' Trainer through two stages, against one process, and compares the
@@ -51,7 +53,7 @@ ROUNDS       ?= 9
 INPUTS       ?= 1000000
 JOBS         ?= 3
 DEVICE       ?= cuda
-PART         ?= work overhead lengths memory partition replay guards
+PART         ?= work overhead lengths memory partition replay guards slices
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -76,7 +78,7 @@ PACKAGED := $(patsubst %,example-%,classify text_to_image)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 parity-packages parity-generate bench curves targets trainer trainer-suite gpu-check docs release-check clean $(EXAMPLES) $(PACKAGED)
+.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 parity-packages parity-generate parity-slices bench curves targets trainer trainer-suite gpu-check docs release-check clean $(EXAMPLES) $(PACKAGED)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -203,6 +205,9 @@ parity-4.57: $(OLD)/installed
 
 parity-packages: .venv-packages/installed
 	@.venv-packages/bin/python -W ignore -m tests.packages --output docs/packages.md $(if $(RESUME),--resume)
+
+parity-slices: setup
+	@$(BIN)/python -W ignore -m tests.parity.slicing --output docs/parity-slices.md $(if $(RESUME),--resume)
 
 parity-generate: setup
 	@$(BIN)/python -W ignore -m tests.parity.generating --output docs/parity-generate.md $(if $(RESUME),--resume)

@@ -332,8 +332,8 @@ class PipelineConfig:
             )
         if self.compile:
             raise ConfigurationError(
-                f"num_slices={self.num_slices!r} does not go with compile={self.compile!r}: a unit would be compiled "
-                "anew for each slice, whose cache has another length. Use one of the two"
+                f"num_slices={self.num_slices!r} does not go with compile={self.compile!r}: each slice has a "
+                "cache of another length, for which a unit would be compiled again. Use one of the two"
             )
 
     def _refuse_split_backward(self, program: Program) -> None:

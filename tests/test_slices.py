@@ -233,7 +233,7 @@ def of_class(kind: str) -> str:
         ("encoder", "ConfigurationError: num_slices: T5ForConditionalGeneration has an encoder"),
         ("no cache", "ConfigurationError: num_slices: the forward of Sequential takes no past_key_values"),
         ("checkpointing", "ConfigurationError: num_slices: transformers' own gradient checkpointing"),
-        ("packed", "BatchError: num_slices: position_ids begin anew within a sample"),
+        ("packed", "BatchError: num_slices: position_ids begin again within a sample"),
     ],
 )
 def test_what_cannot_be_sliced_is_refused(pool: Pool, kind: str, says: str) -> None:

@@ -95,7 +95,7 @@ def _refuse_packed(batch: Batch) -> None:
         return
     if bool((positions.diff(dim=-1) != 1).any()):
         raise BatchError(
-            f"num_slices: {POSITIONS} begin anew within a sample, so it is several documents in a row. With a cache, "
+            f"num_slices: {POSITIONS} begin again within a sample, so it is several documents in a row. With a cache, "
             "transformers attends across them. Give an attention_mask of four dimensions, or use num_slices=1"
         )
 

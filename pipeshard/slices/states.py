@@ -6,8 +6,8 @@
            ^                ^  ^                  ^  ^  ^
            g0+              g0+ g1+               g0 g1 g2     backwards, from the last to the first
 
-Every slice has an autograd graph of its own. The gradients of k0 that slices 1 and 2 compute pile up in a buffer, and
-the backward of slice 0 begins with them.
+Every slice has an autograd graph of its own. A buffer sums the gradients of k0 that slices 1 and 2 compute, and the
+backward of slice 0 begins with them.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pipeshard.errors import TraceError
 
 
 class Left(NamedTuple):
@@ -44,8 +46,8 @@ class Grown:
         return self.write(new, start, first)
 
     def write(self, new: Tensor, start: int, first: int) -> Tensor:
-        """A view of what is there from `first` on. It has a version counter of its own (`data`): what later slices
-        write behind it is no change to what the graph of an earlier one has saved."""
+        """A view of what is there from `first` on. It has a version counter of its own (`data`), since what later slices
+        write behind it does not change what the graph of an earlier one has saved."""
         end = start + new.shape[self.dim]
         self._values.data.narrow(self.dim, start, end - start).copy_(new.detach())
         return self._values.data.narrow(self.dim, first, end - first)
@@ -97,12 +99,18 @@ class Slice:
     def grow(self, name: Any, new: Tensor, dim: int, window: int | None = None) -> Tensor:
         """The positions of this slice behind those of earlier ones, of which the last `window - 1` are enough. A unit
         that is recomputed writes the same ones again."""
+        count = new.shape[dim]
+        if count != self.end - self.start:
+            raise TraceError(
+                f"num_slices: layer {name[0]} puts {count} positions into its cache in a slice of "
+                f"{self.end - self.start}, so what it keeps is not by position. Use num_slices=1"
+            )
         if name not in self.states:
             self.states[name] = Grown(new, dim, self.total)
         grown: Grown = self.states[name]
         if new.requires_grad and name not in self.left and self.end < self.total:
-            start, length = self.start, new.shape[grown.dim]
-            self.left[name] = Left(get_gradient_edge(new), lambda: grown.gradient(start, length))
+            start = self.start
+            self.left[name] = Left(get_gradient_edge(new), lambda: grown.gradient(start, count))
         return grown.append(new, self.start, 0 if window is None else max(0, self.start - window + 1))
 
     def take(self, name: Any) -> Tensor | None:
