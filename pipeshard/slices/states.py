@@ -46,7 +46,7 @@ class Grown:
         return self.write(new, start, first)
 
     def write(self, new: Tensor, start: int, first: int) -> Tensor:
-        """A view of what is there from `first` on. It has a version counter of its own (`data`), since what later slices
+        """A view of what is there from `first` on. It has a version counter of its own (`data`), as what later slices
         write behind it does not change what the graph of an earlier one has saved."""
         end = start + new.shape[self.dim]
         self._values.data.narrow(self.dim, start, end - start).copy_(new.detach())
