@@ -9,7 +9,19 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.speed.contender import ROOT
-from benchmarks.speed.parts import Effort, Part, guards, lengths, memory, overhead, partition, replay, slices, work
+from benchmarks.speed.parts import (
+    Effort,
+    Part,
+    generation,
+    guards,
+    lengths,
+    memory,
+    overhead,
+    partition,
+    replay,
+    slices,
+    work,
+)
 from benchmarks.speed.report import write
 from benchmarks.speed.section import Section
 
@@ -22,6 +34,7 @@ PARTS: dict[str, Part] = {
     "replay": replay.run,
     "guards": guards.run,
     "slices": slices.run,
+    "generation": generation.run,
 }
 FIGURES = ROOT / "outputs" / "benchmarks"
 

@@ -1,0 +1,67 @@
+"""Generation: tokens a second with microbatches in flight together, and what a token costs."""
+
+import statistics
+
+from rich.progress import Progress
+
+from benchmarks.speed.contender import RANKS, Contender
+from benchmarks.speed.lanes import Lane, Outcome, Rounds, failures
+from benchmarks.speed.parts import Effort
+from benchmarks.speed.parts.overhead import against
+from benchmarks.speed.parts.work import batches, spread
+from benchmarks.speed.section import FAILED, Bar, Section, Table, milliseconds
+from benchmarks.speed.work import Work
+
+TEXT = """\
+The llama of the first part with a hidden size of 896 generates for 8 prompts by two stages. "In flight" are the
+microbatches of one forward that the stages work on together (`model.generate(..., num_microbatches=2)`), "one" makes
+them wait for each other. Prompts of 256 tokens that get 2 more are bound by computing; prompts of 8 that get 32 more by
+reading the weights for each token, where half of the samples take a stage as long as all of them. "One process" has the
+whole model and a core of its own. A token by stages costs the time of all stages and messages."""
+
+WORKS = {"long prompts": (256, 2), "single tokens": (8, 32)}
+FLIGHT, COST = 0.8 * RANKS, 1.15  # times the tokens a second of one in flight; times one process's time of a token
+ONE, TWO, ALONE = "one", "two in flight", "one process"
+
+
+def run(effort: Effort, progress: Progress) -> Section:
+    tables, bars, failed, raw = [], [], [], {}
+    for name, (length, new) in WORKS.items():
+        hidden, heads = (112, 7) if effort.quick else (896, 14)
+        work = Work(microbatch=4, microbatches=2, length=length, hidden=hidden, heads=heads)
+        contenders = [
+            Contender(ONE, "generating", {"new": new, "num_microbatches": 1}),
+            Contender(TWO, "generating", {"new": new, "num_microbatches": 2}),
+            Contender(ALONE, "generating", {"new": new, "alone": True}),
+        ]
+        lanes = [Lane(contender, lambda k: batches(k, 1)) for contender in contenders]
+        outcomes = Rounds(work, lanes, effort.rounds, progress).run()
+        rows = [_row(contender.name, outcomes, work.samples * new) for contender in contenders]
+        columns = ["microbatches", "ms", "quartiles", "tokens/s", "over one", "quartiles"]
+        tables.append(Table(f"{name}: 8 × {length}, {new} new tokens", columns, rows))
+        bars += _bars(name, outcomes, effort.quick)
+        failed += failures(lanes, outcomes)
+        raw[name] = {lane: vars(outcome) for lane, outcome in outcomes.items()}
+    return Section("Generation", TEXT, tables, bars, failed, raw)
+
+
+def _bars(name: str, outcomes: dict[str, Outcome], quick: bool) -> list[Bar]:
+    if name == "long prompts" and (ratios := against(TWO, ONE, outcomes)):
+        ratio = statistics.median(ratios)
+        text = f"{name}: two in flight are {ratio:.2f} times as fast as one, at least {FLIGHT:.1f}"
+        return [Bar(text, quick or ratio >= FLIGHT)]
+    if name == "single tokens" and (ratios := against(ALONE, ONE, outcomes)):
+        ratio = statistics.median(ratios)
+        text = f"{name}: a token takes {ratio:.2f} times what it takes one process, at most {COST}"
+        return [Bar(text, quick or ratio <= COST)]
+    return []
+
+
+def _row(name: str, outcomes: dict[str, Outcome], tokens: int) -> list[str]:
+    seconds = outcomes[name].seconds
+    if not seconds:
+        return [name, FAILED, "", "", "", ""]
+    low, middle, high = spread(seconds)
+    under, ratio, over = spread(against(name, ONE, outcomes) or [float("nan")])
+    times = [milliseconds(middle), f"{milliseconds(low)} to {milliseconds(high)}", f"{tokens / middle:.0f}"]
+    return [name, *times, f"{ratio:.2f}", f"{under:.2f} to {over:.2f}"]
