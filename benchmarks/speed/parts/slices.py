@@ -1,6 +1,8 @@
 """Slices: long samples cut along the sequence, beside the same schedule with whole ones."""
 
 import statistics
+from collections.abc import Sequence
+from typing import Any
 
 from rich.progress import Progress
 
@@ -21,14 +23,14 @@ share of a sample, by simulation, where a backward takes twice as long as a forw
 
 SLICES = 4, 8
 BARS = {(1, 8): 1.5, (2, 8): 1.3}  # by m and n: how many times as fast at least
-RANKS = 2
+RANKS, MANY = 2, 4  # microbatches, of which whole ones keep as many as there are ranks
 
 
 def run(effort: Effort, progress: Progress) -> Section:
-    tables, bars, failed, raw = [], [], [], {}
+    tables, bars, failed = [], [], []
+    raw: dict[str, Any] = {}
     for m in (1, 2):
-        length, hidden = (64, 112) if effort.quick else (2048, 448)
-        work = Work(microbatch=1, microbatches=m, length=length, hidden=hidden)
+        work = _work(m, effort.quick)
         whole, cut = ours("1f1b"), {n: ours("1f1b", num_slices=n) for n in SLICES}
         contenders = [whole, *cut.values(), UNSPLIT]
         lanes = [Lane(contender, lambda k: batches(k, 2)) for contender in contenders]
@@ -42,10 +44,38 @@ def run(effort: Effort, progress: Progress) -> Section:
                 text = f"m={m}: {n} slices are {ratio:.2f} times as fast as whole samples, at least {bar}"
                 bars.append(Bar(text, effort.quick or ratio >= bar))
         columns = ["contender", "ms/step", "quartiles", "faster", "quartiles", "limit"]
-        tables.append(Table(f"{work}, {length} tokens", columns, [[*row, "", ""][: len(columns)] for row in rows]))
+        tables.append(Table(f"{work}, {work.length} tokens", columns, [[*row, "", ""][: len(columns)] for row in rows]))
         failed += failures(lanes, outcomes)
         raw[f"m={m}"] = {name: vars(outcome) for name, outcome in outcomes.items()}
+    bars += _memory(raw, effort, progress)
     return Section("Long samples in slices", TEXT, tables, bars, failed, raw)
+
+
+def _memory(raw: dict[str, Any], effort: Effort, progress: Progress) -> list[Bar]:
+    """The microbatches of activations that the first rank keeps at a time with m=4 and slices. Whole ones keep two of
+    m=4 and one of m=1, which gives the size of one."""
+    work, n = _work(MANY, effort.quick), max(SLICES)
+    whole, cut = ours("1f1b"), ours("1f1b", num_slices=n)
+    lanes = [Lane(contender, lambda k: batches(k, 1)) for contender in (whole, cut)]
+    outcomes = Rounds(work, lanes, min(effort.rounds, 3), progress).run()
+    raw[f"m={MANY}"] = {name: vars(outcome) for name, outcome in outcomes.items()}
+    two, some = (_of_first(outcomes[contender.name].memory) for contender in (whole, cut))
+    one = _of_first(raw["m=1"][whole.name]["memory"])
+    if not one or not two or not some:
+        return []
+    kept, simulated = 1 + (some - one) / (two - one), max(simulate(sliced("1f1b", RANKS, MANY, n)).peak_activations) / n
+    text = (
+        f"m={MANY}: {n} slices keep {kept:.2f} microbatches of activations, within 1/4 of {simulated:.2f} as simulated"
+    )
+    return [Bar(text, effort.quick or abs(kept - simulated) <= 0.25)]
+
+
+def _of_first(memory: Sequence[Sequence[int]]) -> float:
+    return statistics.median(of_ranks[0] for of_ranks in memory) if memory else 0.0
+
+
+def _work(m: int, quick: bool) -> Work:
+    return Work(microbatch=1, microbatches=m, length=64 if quick else 2048, hidden=112 if quick else 448)
 
 
 def limit(m: int, n: int) -> float:
