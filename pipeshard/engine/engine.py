@@ -252,13 +252,14 @@ class Pipeline:
 
         def news(batches: Sequence[Batch]) -> News:
             nonlocal found
+            self.planner.look(criterion)
             unproven = exact and self.planner.any_unproven(batches, self.config.cut, criterion)
             trains = any(parameter.requires_grad for parameter in self.holdings.held.values())
             bits = TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven + TRAINS * trains
             if self._unseen is not None and self._unseen.is_nan is not None and bool(self._unseen.is_nan):
                 bits |= UNSEEN
             with suppress(Exception), self.precision.running():  # the step itself raises it, once ranks have agreed
-                found = self.planner.find(self._to_find(batches, train), criterion)
+                found = self.planner.find(self._to_find(batches, train), criterion, looks=False)
             ways = -1 if found is None else self.planner.number(found)
             return News(bits, ways, *self.gradients.updates.numbers)
 

@@ -90,7 +90,7 @@ class RouteCache:
 
     def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
         """Use a Dataflow that was traced already, with the model in the mode it is in."""
-        self._look(criterion)
+        self.look(criterion)
         if not flow.watched:
             self._flows.setdefault(self._mode(criterion), []).append(flow)
         self._watched |= flow.watched
@@ -100,7 +100,7 @@ class RouteCache:
         frozen = frozenset(name for name, parameter in self.model.named_parameters() if not is_trainable(parameter))
         self._training = self._frozen.setdefault(frozen, len(self._frozen))
 
-    def _look(self, criterion: Criterion | None) -> None:
+    def look(self, criterion: Criterion | None) -> None:
         """Note the state in which the model and the criterion are now."""
         self._state = self.flags.number(), 0
         if criterion is not None:
@@ -127,7 +127,7 @@ class RouteCache:
         is what `find` has returned for them."""
         weight *= 1.0 if self.weight is None else self.weight
         if found is None:
-            self._look(criterion)
+            self.look(criterion)
         else:
             self._state = found.state  # nothing of the user's has run since
         known = found.ways if found is not None else [None] * len(cut)
@@ -135,9 +135,11 @@ class RouteCache:
         stages = [[microbatch for plan in plans for microbatch in plan[k]] for k in range(len(plans[0]))]
         return [[replace(part, share=part.share * weight) for part in parts] for parts in stages]
 
-    def find(self, cut: Sequence[Sequence[Batch]], criterion: Criterion | None) -> FoundWays:
-        """The ways of microbatches, in the state in which the model and the criterion are now."""
-        self._look(criterion)
+    def find(self, cut: Sequence[Sequence[Batch]], criterion: Criterion | None, looks: bool = True) -> FoundWays:
+        """The ways of microbatches, in the state in which the model and the criterion are now; or were when `look` was
+        called, if this one `looks` not again."""
+        if looks:
+            self.look(criterion)
         return FoundWays(self._state, [[self._find(batch, criterion) for batch in batches] for batches in cut])
 
     def number(self, found: FoundWays) -> int:
@@ -230,7 +232,7 @@ class RouteCache:
         come before where it is `unproven`. Without it they make the mean of the microbatches' losses.
         """
         if ways is None:
-            self._look(criterion)
+            self.look(criterion)
             ways = [self._find(batch, criterion) for batch in batches]
         rule = self._rule(batches, criterion) if exact_loss else EACH
         shares = [1.0] * len(batches)  # of no use on other stages than the last one
@@ -379,15 +381,15 @@ class RouteCache:
                     "not hold it: pass dry_run_input=<a batch of this kind> to PipelinePlugin"
                 )
 
-    def unproven(self, batch: Batch, num_microbatches: int, criterion: Criterion | None) -> bool:
+    def _unproven(self, batch: Batch, num_microbatches: int, criterion: Criterion | None) -> bool:
         """Whether it is not known yet how the loss of this batch is made of those of its microbatches."""
         if num_microbatches == 1 and self.replicas is None:
             return False
-        self._look(criterion)
         return not self.rules.covers(self._kind(batch, criterion), batch, self._sizes(batch, num_microbatches))
 
     def any_unproven(self, batches: Sequence[Batch], cut: Cut, criterion: Criterion | None) -> bool:
-        return any(self.unproven(batch, len(split_sizes(batch.rows, *cut)), criterion) for batch in batches)
+        """Whether that is not known of one of these batches, in the state at which `look` has looked."""
+        return any(self._unproven(batch, len(split_sizes(batch.rows, *cut)), criterion) for batch in batches)
 
     def own(self, part: Tensor | None, loss: Tensor | None) -> Tensor | None:
         """The loss of this replica's outputs, of its `part` in the step's loss."""

@@ -282,6 +282,9 @@ class Replay:
             is_alike = kind.requires_grad or not result.requires_grad
             if is_alike:
                 return [result]  # as almost always, and at once
+        is_tuple = step.tensors and type(result) is tuple and len(result) == len(step.tensors)
+        if is_tuple and all(map(_is_like, result, step.tensors)):
+            return list(result)
         tree = step.parts[0].tree
         if tree.is_leaf() and isinstance(result, Tensor):
             leaves = [result]
@@ -367,6 +370,12 @@ class Replay:
             "with its forwards), or by what the batch holds. Turn layerdrop off, set a depth in an attribute of the "
             "model between steps, or pass dry_run_input=<a batch of this kind>"
         )
+
+
+def _is_like(leaf: Any, seen: TensorSpec) -> bool:
+    if not isinstance(leaf, Tensor) or leaf.dtype is not seen.dtype:
+        return False
+    return seen.requires_grad or not leaf.requires_grad
 
 
 def _versions(arguments: Any) -> dict[Tensor, int]:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -172,7 +173,7 @@ class Step:
     its spec or constant; else a constant, the Value that was received, or a Blank. `plain` is a replayed unit that
     nothing leaves but its result, one tensor. Of a held unit, `keeps` are the leaves that later stages or the boundary
     need, `modules` the ones inside it that make some of them, `places` where it leaves others; `again` is one that runs
-    again in its backward, and `tensor` what one returns that returns a tensor.
+    again in its backward, and `tensor` or `tensors` what one returns that returns a tensor, or a tuple of tensors.
     """
 
     unit: str
@@ -186,6 +187,7 @@ class Step:
     places: tuple[Source, ...] = ()
     again: bool = False
     tensor: TensorSpec | None = None
+    tensors: tuple[TensorSpec, ...] = ()
 
     @property
     def aside(self) -> bool:
@@ -253,6 +255,11 @@ class Route:
             whole=is_last and outputs is True,
         )
 
+    @cached_property
+    def reached(self) -> dict[tuple[int, Value], bool]:
+        """The places of what enters and is to get a gradient, if all of it gets one."""
+        return {(id(self.flow), value): True for value in self.enters.gradients}
+
     def sizes(self, deltas: Sequence[int]) -> list[list[Any]]:
         """For each unit call, the shapes of the tensors that leave it, and numbers that follow from the batch's sizes;
         None for a leaf that is a constant."""
@@ -293,7 +300,16 @@ def _held_step(flow: Dataflow, index: int, leaving: Container[Value], again: boo
         places=tuple(source for source in sources if source.place),
         again=again,
         tensor=call.leaves[0] if call.parts[0].tree.is_leaf() and isinstance(call.leaves[0], TensorSpec) else None,
+        tensors=_in_a_tuple(call),
     )
+
+
+def _in_a_tuple(call: Call) -> tuple[TensorSpec, ...]:
+    """What a unit returns that returns a tuple of tensors; else ()."""
+    tree = call.parts[0].tree
+    leaves = call.leaves[: tree.num_leaves]
+    is_tuple = tree.type is tuple and tree.num_children == tree.num_leaves
+    return leaves if is_tuple and all(isinstance(leaf, TensorSpec) for leaf in leaves) else ()
 
 
 def _replayed_step(flow: Dataflow, index: int, received: Container[Value]) -> Step:
