@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
@@ -24,13 +24,14 @@ from pipeshard.engine.loss_trial import (
     NORMAL,
     NOTHING,
     PROBABILITIES,
+    ROWS,
     SHORT,
-    SPAN,
     UNLABELLED,
     LossTrial,
     Measured,
     Samples,
 )
+from pipeshard.engine.loss_values import Range, ranges_of
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.shapes import TensorSpec
@@ -68,7 +69,7 @@ class LossRule:
 
     path: str | None = None
     shift: int = 0
-    ignore: int = IGNORED
+    ignore: float = IGNORED
     summed: bool = False
     each: bool = False
     adds: bool = False
@@ -102,7 +103,7 @@ class LossRule:
             return [microbatch.rows for microbatch in microbatches]
         leaves = [microbatch.by_sample(self.path) for microbatch in microbatches]
         leaves = [leaf[..., self.shift :] if leaf.ndim > 1 else leaf for leaf in leaves]
-        counts = [leaf.double().sum() if self.adds else leaf.ne(self.ignore).sum() for leaf in leaves]
+        counts = [leaf.double().sum() if self.adds else is_valid(leaf, self.ignore).sum() for leaf in leaves]
         return [float(count) for count in torch.stack(counts).tolist()]
 
     def holds(
@@ -116,6 +117,11 @@ class LossRule:
             return False
         counts = [part.denominator for part in (whole, *parts) if part.denominator is not None]
         return not self.counted or abs(counts[0] - sum(counts[1:])) <= 1e-5 * max(map(abs, counts))
+
+
+def is_valid(leaf: Tensor, ignore: float) -> Tensor:
+    """Where this leaf has another value than the one to `ignore`, which may be NaN."""
+    return leaf.isnan().logical_not() if math.isnan(ignore) else leaf.ne(ignore)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -134,15 +140,15 @@ class ProvenRule(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A rule, the ranges of integers (labels, masks) that it was proven for, and the sizes; None for all of them."""
+    """A rule, the ranges of values (labels, masks) that it was proven for, and the sizes; None for all of them."""
 
     rule: LossRule
-    ranges: dict[str, tuple[float, float]]
+    ranges: dict[str, Range]
     tried: Tried | None
 
     def covers_values(self, batch: Batch) -> bool:
-        pairs = ((self.ranges[path], now) for path, now in _ranges(batch, self.ranges).items())
-        return all(low <= now[0] and now[1] <= high for (low, high), now in pairs)
+        now = ranges_of(batch, self.ranges, floats=self.tried is not None)
+        return all(self.ranges[path].covers(of_batch) for path, of_batch in now.items())
 
 
 class LossRules:
@@ -168,13 +174,12 @@ class LossRules:
 
     def add(self, kind: Any, proven: ProvenRule, flow: Dataflow, batch: Batch) -> None:
         """What was proven before for other labels and sizes still holds if it is the same rule."""
-        now = _ranges(batch, read_by_loss(flow))
+        now = ranges_of(batch, read_by_loss(flow), floats=proven.until is not None)
         tried = None if proven.until is None else Tried()
         before = self._known.get(kind)
         if before is not None and before.rule == proven.rule:
             for path in now.keys() & before.ranges.keys():
-                low, high = before.ranges[path]
-                now[path] = min(now[path][0], low), max(now[path][1], high)
+                now[path] = now[path].joined(before.ranges[path])
             tried = before.tried if tried is not None and before.tried is not None else tried
         if tried is not None and proven.until is not None:
             tried.add(proven.until)
@@ -248,18 +253,6 @@ def prove_loss_rule(
     return ProvenRule(rule, search.until)
 
 
-def _ranges(batch: Batch, paths: Collection[str]) -> dict[str, tuple[float, float]]:
-    """For each of these leaves that is of integers, from which value to which one `Samples` draws; to infinity where
-    they are many."""
-    drawn: dict[str, tuple[float, float]] = {}
-    for path in sorted(paths):
-        leaf = batch.tensors.get(path)
-        if leaf is not None and not leaf.is_floating_point() and leaf.numel():
-            low, high = (int(extreme) for extreme in leaf.long().aminmax())
-            drawn[path] = (min(low, 1), float("inf")) if high >= SPAN else (min(low, 0), max(high, 1))
-    return drawn
-
-
 class _Search:
     """Tries the rules that one loss may follow."""
 
@@ -317,10 +310,14 @@ class _Search:
         ways = (False,) if kinds.isdisjoint(SHORT) else (True, False)
         return any(self._can_try_in(precise, source, side_outputs) for precise in ways)
 
+    def _samples(self, source: Batch, count: int = ROWS) -> Samples:
+        reads = self.read, self.flow.consulted
+        return Samples(self.model, self.batch, source, *reads, count=count, is_known=self.sizes is None)
+
     def _can_try_in(self, precise: bool, source: Batch, side_outputs: bool) -> bool:
         """The same, with 32 bits in the place of 16; or with 16 where glue takes no others, or rounds by itself."""
         try:
-            self.samples = Samples(self.model, self.batch, source, self.read, self.flow.consulted)
+            self.samples = self._samples(source)
             self.trial = LossTrial(self.model, self.flow, self.samples.few, self.criterion, side_outputs, precise)
         except (TraceError, ConfigurationError) as error:
             logger.debug("a trial of the loss failed: %s", error)
@@ -346,9 +343,10 @@ class _Search:
                 yield from (LossRule(path, shift, adds=True) for shift in (0, 1))
         if self.criterion is None and is_of_transformers(self.model):
             return
-        for path in floats:  # positions that are left out where a mask is 0, whatever it is elsewhere
+        for path in floats:  # positions that are left out where a mask is 0, or a target missing, whatever it is elsewhere
             if path in self.read:
-                yield from (LossRule(path, shift, 0) for shift in (0, 1))
+                ignored = dict.fromkeys([0, *self.samples.marks(path)])
+                yield from (LossRule(path, shift, ignore) for ignore in ignored for shift in (0, 1))
         for path in integers:  # positions that are left out by what is read there, not by their label
             if path in self.read and not is_target(path):
                 paddings = dict.fromkeys([padding_token(self.model) or 0, 0])
@@ -456,7 +454,7 @@ class _Search:
         key = id(source), rows
         try:
             if key not in self._sized:
-                samples = Samples(self.model, self.batch, source, self.read, self.flow.consulted, rows)
+                samples = self._samples(source, rows)
                 how = self.criterion, self.side_outputs, self.trial.precise
                 self._sized[key] = source, samples, LossTrial(self.model, self.flow, samples.few, *how)
         except Exception as error:  # the model's own, which may take no longer samples
