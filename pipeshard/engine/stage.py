@@ -236,6 +236,7 @@ class Stage:
             pairs = [(get_gradient_edge(saved.loss), torch.full_like(saved.loss, share * self.scale))]
         else:
             pairs = []
+        self.replay.repeats.stage = self.index
         self.pending[i] = self.deferral.begin(edge for edge, _ in pairs)
         if pairs:
             torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
