@@ -42,6 +42,7 @@ CUTS = 1, 2, 3  # after which of the samples they are cut in two
 HALVES = (2,)  # the same for a model that takes no single sample, as a batch norm in training does
 TELLING = 3  # how many trials a rule has to hold in that could have told it from another one
 CLOSE = {torch.float32: 4e-6, torch.float64: 1e-9}  # relative error of a sum; of other dtypes their precision
+CLOSE_SLOPES = 2e-3  # the same of a gradient, relative to its largest number
 FITS = 1.0, 4.0, 16.0  # how far unit results are moved towards a smaller loss, of the first part alone
 LEAST_DIFFERENCE = 1e-3  # how much the two parts' losses have to differ, relative to the larger one
 MOST_RULES = 128  # that are kept
@@ -118,6 +119,25 @@ class LossRule:
         counts = [part.denominator for part in (whole, *parts) if part.denominator is not None]
         return not self.counted or abs(counts[0] - sum(counts[1:])) <= 1e-5 * max(map(abs, counts))
 
+    def holds_for_slopes(self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch]) -> bool:
+        """The same for gradients by unit results; those that are not numbers tell nothing."""
+        shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
+        for k, slope in enumerate(whole.slopes):
+            made = _summed(parts, shares, k)
+            if slope is None or made is None:
+                continue
+            difference, steepest = float((made - slope).abs().max()), float(slope.abs().max())
+            if math.isfinite(difference) and difference > CLOSE_SLOPES * max(steepest, float(made.abs().max())):
+                return False
+        return True
+
+
+def _summed(parts: Sequence[Measured], shares: Sequence[float], leaf: int) -> Tensor | None:
+    """The gradient by one leaf of the sum of the parts' losses, each times its share."""
+    pairs = [(part.slopes[leaf], share) for part, share in zip(parts, shares, strict=True)]
+    slopes = [slope * share for slope, share in pairs if slope is not None]
+    return torch.stack(slopes).sum(0) if slopes else None
+
 
 def is_valid(leaf: Tensor, ignore: float) -> Tensor:
     """Where this leaf has another value than the one to `ignore`, which may be NaN."""
@@ -158,7 +178,7 @@ class LossRules:
         self._known: dict[Any, _Known] = {}
 
     def get(self, kind: Any) -> LossRule | None:
-        """That of batches of this kind."""
+        """That of batches of this kind, which has two parts: what they are, and the state of what the loss goes by."""
         return self._known[kind].rule if kind in self._known else None
 
     def covers(self, kind: Any, batch: Batch, sizes: Sizes) -> bool:
@@ -168,9 +188,11 @@ class LossRules:
             return False
         return known.covers_values(batch)
 
-    def covers_values(self, kind: Any, batch: Batch) -> bool:
-        """Whether the rule was proven for such labels as this batch has."""
-        return kind in self._known and self._known[kind].covers_values(batch)
+    def known(self, kind: Any, batch: Batch) -> LossRule | None:
+        """The rule that was proven for such labels as this batch has, in this state of the loss or in another one."""
+        alike = [self._known[kind]] if kind in self._known else []
+        alike += [known for other, known in reversed(self._known.items()) if other[0] == kind[0]]
+        return next((known.rule for known in alike if known.covers_values(batch)), None)
 
     def add(self, kind: Any, proven: ProvenRule, flow: Dataflow, batch: Batch) -> None:
         """What was proven before for other labels and sizes still holds if it is the same rule."""
@@ -379,7 +401,19 @@ class _Search:
             if telling >= self.samples.draws:
                 break
         is_of_few = telling >= TELLING and (self.kind != NORMAL or all(self._holds(rule, 0, fit) for fit in FITS))
-        return is_of_few and self._holds_at_sizes(rule)
+        return is_of_few and self._slopes_hold(rule) and self._holds_at_sizes(rule)
+
+    def _slopes_hold(self, rule: LossRule) -> bool:
+        """Whether the rule holds for gradients, as far as the loss has some: a loss over its own value, detached, is
+        always 1, and its gradient is divided by a mean over the whole batch."""
+        if self.sizes is None:
+            return True
+        for number in range(len(self.cuts)):
+            batch, at = self._drawn(rule, number), self.cuts[number % len(self.cuts)]
+            losses = self.trial.measure(batch, at, number, self.kind, sloping=True)
+            if losses is not None and not rule.holds_for_slopes(*losses, _cut(batch, at)):
+                return False
+        return True
 
     def _holds_at_sizes(self, rule: LossRule) -> bool:
         """Whether a rule that holds on a few samples does so at the batch's sizes: at those that end its range, or

@@ -338,11 +338,11 @@ class LossTrial:
         return losses[0] == losses[1]
 
     def measure(
-        self, batch: Batch, at: int, seed: int, kind: int = NORMAL, fit: float = 0.0
+        self, batch: Batch, at: int, seed: int, kind: int = NORMAL, fit: float = 0.0, sloping: bool = False
     ) -> tuple[Measured, list[Measured]] | None:
         """The loss of the batch, which is the samples with other values, and those of its first `at` samples and of the
         others; None if one has none, or does not take these values. What the first samples have of unit results is
-        moved by `fit` at most, to where their loss falls."""
+        moved by `fit` at most, to where their loss falls. With gradients by all unit results if it is `sloping`."""
         rows, draws = range(batch.rows), SharedDraws()
         results = self._random_results(seed, kind)
         try:
@@ -354,8 +354,9 @@ class LossTrial:
                 steepest = max([float(slope.abs().max()) for slope in slopes.values()], default=0.0) or 1.0
                 results = {key: t.detach() for key, t in results.items()}
                 results |= {key: results[key] - fit / steepest * slope for key, slope in slopes.items()}
-            whole = self._measure(batch, rows, results, draws)
-            parts = [self._measure(batch, part, results, draws) for part in (rows[:at], rows[at:])]
+            leaves = [t.requires_grad_() for t in results.values() if sloping and t.is_floating_point()]
+            whole = self._measure(batch, rows, results, draws, by=leaves)
+            parts = [self._measure(batch, part, results, draws, by=leaves) for part in (rows[:at], rows[at:])]
         except Exception as error:  # the model's own, or the criterion's, which may not take such labels
             logger.debug("a trial of the loss failed: %s: %s", type(error).__name__, error)
             self.failure = error

@@ -41,7 +41,12 @@ class Range(NamedTuple):
         has_nan = low != low
         if has_nan:
             low, high = _extremes(leaf[leaf.isnan().logical_not()])
-        return cls(-_outward(-low), _outward(high), has_nan)
+        return cls.of_numbers(low, high)._replace(has_nan=has_nan)
+
+    @classmethod
+    def of_numbers(cls, low: float, high: float) -> Self:
+        """That of numbers from `low` to `high`, or of a NaN."""
+        return cls(0.0, 0.0, True) if low != low else cls(-_outward(-low), _outward(high))
 
     def covers(self, other: "Range") -> bool:
         return self.low <= other.low and other.high <= self.high and self.has_nan >= other.has_nan

@@ -19,6 +19,7 @@ from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.loss import EACH, SUM, LossRule, LossRules, ProvenRule, prove_loss_rule
 from pipeshard.engine.loss_sizes import Sizes
+from pipeshard.engine.loss_state import LossState, of_batch
 from pipeshard.engine.loss_trial import Glue
 from pipeshard.engine.reader import digest
 from pipeshard.engine.stage import Microbatch
@@ -42,6 +43,7 @@ from pipeshard.graph.kinds import modes
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import Flags
 from pipeshard.graph.trace import trace
+from pipeshard.hf import is_of_transformers
 from pipeshard.split.partition import boundaries
 from pipeshard.split.policy import Policy, refuse_hooks, refuse_unsplittable
 from pipeshard.split.route import Recompute, Route
@@ -73,6 +75,8 @@ class RouteCache:
         self.weight = weight  # or: of this replica's loss in that of all, which have batches of their own
         self.flags, self.rules = Flags(policy.model), LossRules()
         self.flags_of: dict[Hashable, Flags] = {}  # those of criteria
+        self.loss_state = LossState(policy.model)
+        self._is_of_transformers = is_of_transformers(policy.model)
         self.is_last = policy.stage == policy.placement[-1]  # the loss is made on this rank
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
@@ -110,6 +114,7 @@ class RouteCache:
         """A step has been run since `plan`."""
         for flags in (self.flags, *self.flags_of.values()):
             flags.stepped()
+        self.loss_state.stepped()
 
     def plan_each(
         self,
@@ -374,7 +379,7 @@ class RouteCache:
             return
         (flow, _), proven = self._find(first, criterion), ProvenRule(SUM)
         if self.is_last and flow.loss is not None:
-            known = self.rules.get(kind) if self.rules.covers_values(kind, batch) else None
+            known = self.rules.known(kind, batch)
             batch = batch.to(self.policy.replay.device)
             proven = prove_loss_rule(self.model, flow, batch, criterion, sizes, known)
         self.rules.add(kind, proven, flow, batch)
@@ -396,9 +401,12 @@ class RouteCache:
         return rule
 
     def _kind(self, batch: Batch, criterion: Criterion | None) -> Any:
-        """What batches have in common whose losses follow one rule."""
-        others = (other for other in batch.others if not other[1].startswith(("int ", "float ")))  # numbers of items
-        return key_of(criterion), self._state, batch.paths, tuple(others)
+        """What batches have in common whose losses follow one rule. Of the numbers in a batch those of transformers'
+        own losses count items alone."""
+        others = tuple(other for other in batch.others if not other[1].startswith(("int ", "float ")))
+        is_known = criterion is None and self._is_of_transformers
+        beside = () if is_known else (self.loss_state.look(), of_batch(batch))
+        return (key_of(criterion), self._state, batch.paths, others), beside
 
     def _counts(self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None) -> list[float]:
         """What the criterion divides its sum by in each microbatch, which has to be known before the first backward."""
