@@ -243,6 +243,7 @@ def prove_loss_rule(
             if search.rule(side_outputs, known=known) is not None:
                 search.warn_of_untried()
                 return ProvenRule(known, search.until)
+        search.is_of_few = False  # the known rule held on a few samples of another batch
     rule, is_approximate = search.rule(), search.has_side_outputs
     if rule is None and search.has_side_outputs:
         rule, is_approximate = search.rule(side_outputs=True), False
@@ -253,7 +254,12 @@ def prove_loss_rule(
             "is not a mean or sum over samples or valid labels that could be proven on random values (does it weigh "
             "classes, compare samples with each other, or divide by something of its own?)"
         )
-        if search.failure is not None:
+        if flow.counts_results:
+            why = (
+                "is a pair of which the second number, by which the first is divided, depends on the model's output "
+                "(is it an accuracy or another metric? Then return the loss alone, and get metrics by return_outputs=fn)"
+            )
+        elif search.failure is not None:
             why = f"on a few samples ended in {type(search.failure).__name__}: {search.failure}"
         elif search.is_of_few:
             why = (
