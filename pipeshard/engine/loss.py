@@ -9,7 +9,7 @@ and a rule counts as found only if it holds in every trial. A loss that follows 
 import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ CUTS = 1, 2, 3  # after which of the samples they are cut in two
 HALVES = (2,)  # the same for a model that takes no single sample, as a batch norm in training does
 TELLING = 3  # how many trials a rule has to hold in that could have told it from another one
 CLOSE = {torch.float32: 4e-6, torch.float64: 1e-9}  # relative error of a sum; of other dtypes their precision
-CLOSE_SLOPES = 2e-3  # the same of a gradient, relative to its largest number
+CLOSE_SLOPES = 2e-2  # the same of a gradient, relative to its largest number: glue may round it to 16 bits
 FITS = 1.0, 4.0, 16.0  # how far unit results are moved towards a smaller loss, of the first part alone
 LEAST_DIFFERENCE = 1e-3  # how much the two parts' losses have to differ, relative to the larger one
 MOST_RULES = 128  # that are kept
@@ -122,12 +122,13 @@ class LossRule:
     def holds_for_slopes(self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch]) -> bool:
         """The same for gradients by unit results; those that are not numbers tell nothing."""
         shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
+        close = max(CLOSE_SLOPES, 8 * torch.finfo(whole.dtype).eps)
         for k, slope in enumerate(whole.slopes):
             made = _summed(parts, shares, k)
             if slope is None or made is None:
                 continue
             difference, steepest = float((made - slope).abs().max()), float(slope.abs().max())
-            if math.isfinite(difference) and difference > CLOSE_SLOPES * max(steepest, float(made.abs().max())):
+            if math.isfinite(difference) and difference > close * max(steepest, float(made.abs().max())):
                 return False
         return True
 
@@ -371,7 +372,9 @@ class _Search:
                 yield from (LossRule(path, shift, adds=True) for shift in (0, 1))
         if self.criterion is None and is_of_transformers(self.model):
             return
-        for path in floats:  # positions that are left out where a mask is 0, or a target missing, whatever it is elsewhere
+        for (
+            path
+        ) in floats:  # positions that are left out where a mask is 0, or a target missing, whatever it is elsewhere
             if path in self.read:
                 ignored = dict.fromkeys([0, *self.samples.marks(path)])
                 yield from (LossRule(path, shift, ignore) for ignore in ignored for shift in (0, 1))

@@ -45,7 +45,7 @@ class Samples:
 
     `read` are the paths of what the loss reads, `consulted` of what Python decides on. Integers are drawn from the
     values that the batch has, and those between if there are few; masks are drawn as masks; other floating-point
-    numbers are scaled, or drawn from those that the batch has and from what may mark a missing one. They are only
+    numbers are moved, or drawn from those that the batch has and from what may mark a missing one. They are only
     scaled if the loss `is_known`, as transformers' own are.
     """
 
@@ -114,7 +114,9 @@ class Samples:
             return _random_mask(leaf, generator)
         if values is None:
             return leaf * scale
-        return values.draw(leaf, number, generator) if number % 2 else values.filled(leaf, generator) * scale
+        if number % 2:
+            return values.draw(leaf, number, generator)
+        return values.moved(values.filled(leaf, generator), scale, up=number % 4 == 2)
 
     def with_invalid(self, batch: Batch, path: str, ignore: float, number: int) -> Batch:
         """The same with a random number of valid labels in each sample, two columns or more where there are three; of

@@ -76,6 +76,7 @@ class Values:
         numbers = leaf.detach().flatten()
         numbers = numbers[:: -(-len(numbers) // MOST_VALUES)]
         low, high = _extremes(leaf[leaf.isnan().logical_not()])
+        self.high = high
         self.has_nan = bool(leaf.isnan().any())
         self.marks = [math.nan] if self.has_nan else []
         if low < 0:
@@ -90,6 +91,10 @@ class Values:
     def filled(self, leaf: Tensor, generator: torch.Generator) -> Tensor:
         """The leaf with numbers in the places of NaNs."""
         return torch.where(leaf.isnan(), self._chosen(self.valid, leaf, generator), leaf) if self.has_nan else leaf
+
+    def moved(self, leaf: Tensor, scale: Tensor, up: bool) -> Tensor:
+        """The leaf times a scale from 0 to 1, or as much nearer to the highest number: a loss may go by a threshold."""
+        return self.high - (self.high - leaf) * scale if up else leaf * scale
 
     def draw(self, leaf: Tensor, number: int, generator: torch.Generator) -> Tensor:
         """Draw `number`: entries of such a leaf in another order, some of them marks, in each sample at least one not;
