@@ -258,7 +258,7 @@ def prove_loss_rule(
         if flow.counts_results:
             why = (
                 "is a pair of which the second number, by which the first is divided, depends on the model's output "
-                "(is it an accuracy or another metric? Then return the loss alone, and get metrics by return_outputs=fn)"
+                "(is it an accuracy or another metric? Then return the loss alone, and metrics by return_outputs=fn)"
             )
         elif search.failure is not None:
             why = f"on a few samples ended in {type(search.failure).__name__}: {search.failure}"
