@@ -76,6 +76,7 @@ class RouteCache:
         self.flags, self.rules = Flags(policy.model), LossRules()
         self.flags_of: dict[Hashable, Flags] = {}  # those of criteria
         self.loss_state = LossState(policy.model)
+        self._beside: tuple[Hashable, ...] | None = None  # what it has seen last
         self._is_of_transformers = is_of_transformers(policy.model)
         self.is_last = policy.stage == policy.placement[-1]  # the loss is made on this rank
         self._flows: dict[Any, list[Dataflow]] = {}
@@ -102,8 +103,10 @@ class RouteCache:
         self._training = self._frozen.setdefault(frozen, len(self._frozen))
 
     def _look(self, criterion: Criterion | None) -> None:
-        """Note the state in which the model and the criterion are now."""
+        """Note the state in which the model and the criterion are now, and what the loss goes by."""
         self._state = self.flags.number(), 0
+        is_known = criterion is None and self._is_of_transformers
+        self._beside = None if is_known else self.loss_state.look()
         if criterion is not None:
             if len(self.flags_of) >= MOST_FLOWS:
                 self.flags_of.clear()
@@ -404,8 +407,7 @@ class RouteCache:
         """What batches have in common whose losses follow one rule. Of the numbers in a batch those of transformers'
         own losses count items alone."""
         others = tuple(other for other in batch.others if not other[1].startswith(("int ", "float ")))
-        is_known = criterion is None and self._is_of_transformers
-        beside = () if is_known else (self.loss_state.look(), of_batch(batch))
+        beside = () if self._beside is None else (self._beside, of_batch(batch))
         return (key_of(criterion), self._state, batch.paths, others), beside
 
     def _counts(self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None) -> list[float]:
