@@ -78,6 +78,12 @@ def boost_model(
     boosted.generation = Generation(boosted.pipeline)
     if grid.first and grid.pp_size > 1:
         _warn_of_uneven(boosted.pipeline.policy)
+    if grid.first and boosted.pipeline.policy.flow.counts_results:
+        logger.warning(
+            "the criterion returns two numbers, and the second one is made of the model's output: pipeshard divides "
+            "the first by it, as by a count. If it is not a count (an accuracy, a metric), let the criterion return "
+            "the loss alone, and get metrics by execute_pipeline(..., return_outputs=fn)"
+        )
     GUARD.watch(boosted.pipeline.gradients)
     NORM_GUARD.watch(boosted.pipeline.gradients)
     grid.mesh.warm_up(grid.device)

@@ -29,7 +29,7 @@ def sum_and_count(
     """
     count: Tensor | float | None = None
     if criterion is None:
-        return own_loss(output), None
+        return _without_dimensions(own_loss(output)), None
     if (of_batch := getattr(criterion, "of_batch", None)) is None:
         loss = _loss_called(criterion, output, batch.for_criterion())
     elif (loss := of_batch(output, batch.data)) is None:
@@ -44,7 +44,12 @@ def sum_and_count(
             "lambda outputs, inputs: outputs.loss (which is None when the batch has no labels); it may return "
             "(sum, count), too, of which the batch's loss is the quotient of the sums"
         )
-    return loss, count
+    return _without_dimensions(loss), count
+
+
+def _without_dimensions(loss: Tensor | None) -> Tensor | None:
+    """A loss of shape (1,), which torch's own backward takes too, as a scalar."""
+    return loss.reshape(()) if loss is not None and loss.ndim and loss.numel() == 1 else loss
 
 
 def in_step(criterion: Criterion | None) -> Criterion | None:

@@ -9,12 +9,12 @@ and a rule counts as found only if it holds in every trial. A loss that follows 
 import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion
@@ -24,13 +24,14 @@ from pipeshard.engine.loss_trial import (
     NORMAL,
     NOTHING,
     PROBABILITIES,
+    ROWS,
     SHORT,
-    SPAN,
     UNLABELLED,
     LossTrial,
     Measured,
     Samples,
 )
+from pipeshard.engine.loss_values import Range, ranges_of
 from pipeshard.errors import ConfigurationError, TraceError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.shapes import TensorSpec
@@ -41,6 +42,7 @@ CUTS = 1, 2, 3  # after which of the samples they are cut in two
 HALVES = (2,)  # the same for a model that takes no single sample, as a batch norm in training does
 TELLING = 3  # how many trials a rule has to hold in that could have told it from another one
 CLOSE = {torch.float32: 4e-6, torch.float64: 1e-9}  # relative error of a sum; of other dtypes their precision
+CLOSE_SLOPES = 2e-2  # the same of a gradient, relative to its largest number: glue may round it to 16 bits
 FITS = 1.0, 4.0, 16.0  # how far unit results are moved towards a smaller loss, of the first part alone
 LEAST_DIFFERENCE = 1e-3  # how much the two parts' losses have to differ, relative to the larger one
 MOST_RULES = 128  # that are kept
@@ -68,7 +70,7 @@ class LossRule:
 
     path: str | None = None
     shift: int = 0
-    ignore: int = IGNORED
+    ignore: float = IGNORED
     summed: bool = False
     each: bool = False
     adds: bool = False
@@ -102,7 +104,7 @@ class LossRule:
             return [microbatch.rows for microbatch in microbatches]
         leaves = [microbatch.by_sample(self.path) for microbatch in microbatches]
         leaves = [leaf[..., self.shift :] if leaf.ndim > 1 else leaf for leaf in leaves]
-        counts = [leaf.double().sum() if self.adds else leaf.ne(self.ignore).sum() for leaf in leaves]
+        counts = [leaf.double().sum() if self.adds else is_valid(leaf, self.ignore).sum() for leaf in leaves]
         return [float(count) for count in torch.stack(counts).tolist()]
 
     def holds(
@@ -116,6 +118,31 @@ class LossRule:
             return False
         counts = [part.denominator for part in (whole, *parts) if part.denominator is not None]
         return not self.counted or abs(counts[0] - sum(counts[1:])) <= 1e-5 * max(map(abs, counts))
+
+    def holds_for_slopes(self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch]) -> bool:
+        """The same for gradients by unit results; those that are not numbers tell nothing."""
+        shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
+        close = max(CLOSE_SLOPES, 8 * torch.finfo(whole.dtype).eps)
+        for k, slope in enumerate(whole.slopes):
+            made = _summed(parts, shares, k)
+            if slope is None or made is None:
+                continue
+            difference, steepest = float((made - slope).abs().max()), float(slope.abs().max())
+            if math.isfinite(difference) and difference > close * max(steepest, float(made.abs().max())):
+                return False
+        return True
+
+
+def _summed(parts: Sequence[Measured], shares: Sequence[float], leaf: int) -> Tensor | None:
+    """The gradient by one leaf of the sum of the parts' losses, each times its share."""
+    pairs = [(part.slopes[leaf], share) for part, share in zip(parts, shares, strict=True)]
+    slopes = [slope * share for slope, share in pairs if slope is not None]
+    return torch.stack(slopes).sum(0) if slopes else None
+
+
+def is_valid(leaf: Tensor, ignore: float) -> Tensor:
+    """Where this leaf has another value than the one to `ignore`, which may be NaN."""
+    return leaf.isnan().logical_not() if math.isnan(ignore) else leaf.ne(ignore)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -134,15 +161,15 @@ class ProvenRule(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A rule, the ranges of integers (labels, masks) that it was proven for, and the sizes; None for all of them."""
+    """A rule, the ranges of values (labels, masks) that it was proven for, and the sizes; None for all of them."""
 
     rule: LossRule
-    ranges: dict[str, tuple[float, float]]
+    ranges: dict[str, Range]
     tried: Tried | None
 
     def covers_values(self, batch: Batch) -> bool:
-        pairs = ((self.ranges[path], now) for path, now in _ranges(batch, self.ranges).items())
-        return all(low <= now[0] and now[1] <= high for (low, high), now in pairs)
+        now = ranges_of(batch, self.ranges, floats=self.tried is not None)
+        return all(self.ranges[path].covers(of_batch) for path, of_batch in now.items())
 
 
 class LossRules:
@@ -152,7 +179,7 @@ class LossRules:
         self._known: dict[Any, _Known] = {}
 
     def get(self, kind: Any) -> LossRule | None:
-        """That of batches of this kind."""
+        """That of batches of this kind, which has two parts: what they are, and the state of what the loss goes by."""
         return self._known[kind].rule if kind in self._known else None
 
     def covers(self, kind: Any, batch: Batch, sizes: Sizes) -> bool:
@@ -162,19 +189,20 @@ class LossRules:
             return False
         return known.covers_values(batch)
 
-    def covers_values(self, kind: Any, batch: Batch) -> bool:
-        """Whether the rule was proven for such labels as this batch has."""
-        return kind in self._known and self._known[kind].covers_values(batch)
+    def known(self, kind: Any, batch: Batch) -> LossRule | None:
+        """The rule that was proven for such labels as this batch has, in this state of the loss or in another one."""
+        alike = [self._known[kind]] if kind in self._known else []
+        alike += [known for other, known in reversed(self._known.items()) if other[0] == kind[0]]
+        return next((known.rule for known in alike if known.covers_values(batch)), None)
 
     def add(self, kind: Any, proven: ProvenRule, flow: Dataflow, batch: Batch) -> None:
         """What was proven before for other labels and sizes still holds if it is the same rule."""
-        now = _ranges(batch, read_by_loss(flow))
+        now = ranges_of(batch, read_by_loss(flow), floats=proven.until is not None)
         tried = None if proven.until is None else Tried()
         before = self._known.get(kind)
         if before is not None and before.rule == proven.rule:
             for path in now.keys() & before.ranges.keys():
-                low, high = before.ranges[path]
-                now[path] = min(now[path][0], low), max(now[path][1], high)
+                now[path] = now[path].joined(before.ranges[path])
             tried = before.tried if tried is not None and before.tried is not None else tried
         if tried is not None and proven.until is not None:
             tried.add(proven.until)
@@ -216,6 +244,7 @@ def prove_loss_rule(
             if search.rule(side_outputs, known=known) is not None:
                 search.warn_of_untried()
                 return ProvenRule(known, search.until)
+        search.is_of_few = False  # the known rule held on a few samples of another batch
     rule, is_approximate = search.rule(), search.has_side_outputs
     if rule is None and search.has_side_outputs:
         rule, is_approximate = search.rule(side_outputs=True), False
@@ -226,7 +255,12 @@ def prove_loss_rule(
             "is not a mean or sum over samples or valid labels that could be proven on random values (does it weigh "
             "classes, compare samples with each other, or divide by something of its own?)"
         )
-        if search.failure is not None:
+        if flow.counts_results:
+            why = (
+                "is a pair of which the second number, by which the first is divided, depends on the model's output "
+                "(is it an accuracy or another metric? Then return the loss alone, and metrics by return_outputs=fn)"
+            )
+        elif search.failure is not None:
             why = f"on a few samples ended in {type(search.failure).__name__}: {search.failure}"
         elif search.is_of_few:
             why = (
@@ -246,18 +280,6 @@ def prove_loss_rule(
         )
     search.warn_of_untried()
     return ProvenRule(rule, search.until)
-
-
-def _ranges(batch: Batch, paths: Collection[str]) -> dict[str, tuple[float, float]]:
-    """For each of these leaves that is of integers, from which value to which one `Samples` draws; to infinity where
-    they are many."""
-    drawn: dict[str, tuple[float, float]] = {}
-    for path in sorted(paths):
-        leaf = batch.tensors.get(path)
-        if leaf is not None and not leaf.is_floating_point() and leaf.numel():
-            low, high = (int(extreme) for extreme in leaf.long().aminmax())
-            drawn[path] = (min(low, 1), float("inf")) if high >= SPAN else (min(low, 0), max(high, 1))
-    return drawn
 
 
 class _Search:
@@ -317,10 +339,14 @@ class _Search:
         ways = (False,) if kinds.isdisjoint(SHORT) else (True, False)
         return any(self._can_try_in(precise, source, side_outputs) for precise in ways)
 
+    def _samples(self, source: Batch, count: int = ROWS) -> Samples:
+        reads = self.read, self.flow.consulted
+        return Samples(self.model, self.batch, source, *reads, count=count, is_known=self.sizes is None)
+
     def _can_try_in(self, precise: bool, source: Batch, side_outputs: bool) -> bool:
         """The same, with 32 bits in the place of 16; or with 16 where glue takes no others, or rounds by itself."""
         try:
-            self.samples = Samples(self.model, self.batch, source, self.read, self.flow.consulted)
+            self.samples = self._samples(source)
             self.trial = LossTrial(self.model, self.flow, self.samples.few, self.criterion, side_outputs, precise)
         except (TraceError, ConfigurationError) as error:
             logger.debug("a trial of the loss failed: %s", error)
@@ -346,9 +372,12 @@ class _Search:
                 yield from (LossRule(path, shift, adds=True) for shift in (0, 1))
         if self.criterion is None and is_of_transformers(self.model):
             return
-        for path in floats:  # positions that are left out where a mask is 0, whatever it is elsewhere
+        for (
+            path
+        ) in floats:  # positions that are left out where a mask is 0, or a target missing, whatever it is elsewhere
             if path in self.read:
-                yield from (LossRule(path, shift, 0) for shift in (0, 1))
+                ignored = dict.fromkeys([0, *self.samples.marks(path)])
+                yield from (LossRule(path, shift, ignore) for ignore in ignored for shift in (0, 1))
         for path in integers:  # positions that are left out by what is read there, not by their label
             if path in self.read and not is_target(path):
                 paddings = dict.fromkeys([padding_token(self.model) or 0, 0])
@@ -381,7 +410,19 @@ class _Search:
             if telling >= self.samples.draws:
                 break
         is_of_few = telling >= TELLING and (self.kind != NORMAL or all(self._holds(rule, 0, fit) for fit in FITS))
-        return is_of_few and self._holds_at_sizes(rule)
+        return is_of_few and self._slopes_hold(rule) and self._holds_at_sizes(rule)
+
+    def _slopes_hold(self, rule: LossRule) -> bool:
+        """Whether the rule holds for gradients, as far as the loss has some: a loss over its own value, detached, is
+        always 1, and its gradient is divided by a mean over the whole batch."""
+        if self.sizes is None:
+            return True
+        for number in range(len(self.cuts)):
+            batch, at = self._drawn(rule, number), self.cuts[number % len(self.cuts)]
+            losses = self.trial.measure(batch, at, number, self.kind, sloping=True)
+            if losses is not None and not rule.holds_for_slopes(*losses, _cut(batch, at)):
+                return False
+        return True
 
     def _holds_at_sizes(self, rule: LossRule) -> bool:
         """Whether a rule that holds on a few samples does so at the batch's sizes: at those that end its range, or
@@ -456,7 +497,7 @@ class _Search:
         key = id(source), rows
         try:
             if key not in self._sized:
-                samples = Samples(self.model, self.batch, source, self.read, self.flow.consulted, rows)
+                samples = self._samples(source, rows)
                 how = self.criterion, self.side_outputs, self.trial.precise
                 self._sized[key] = source, samples, LossTrial(self.model, self.flow, samples.few, *how)
         except Exception as error:  # the model's own, which may take no longer samples

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.criterion import Criterion, sum_and_count
+from pipeshard.engine.loss_values import SPAN, Values
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.preserve import Before, preserving
 from pipeshard.graph.rng import Randomness, SharedDraws, part_of
@@ -31,7 +32,6 @@ from pipeshard.split.materialize import is_released
 
 logger = logging.getLogger("pipeshard")
 ROWS, LENGTH = 4, 8  # how many samples and positions are tried
-SPAN = 64  # values of a leaf of integers, up to which each is met
 UNLABELLED = 255  # what datasets for segmentation give pixels without a class
 EVERYTHING, READ, LABELS, NOTHING = range(4)  # how much of the batch is drawn
 NORMAL, PROBABILITIES = range(2)  # what unit results are drawn from; some losses take probabilities only
@@ -45,7 +45,8 @@ class Samples:
 
     `read` are the paths of what the loss reads, `consulted` of what Python decides on. Integers are drawn from the
     values that the batch has, and those between if there are few; masks are drawn as masks; other floating-point
-    numbers are scaled.
+    numbers are moved, or drawn from those that the batch has and from what may mark a missing one. They are only
+    scaled if the loss `is_known`, as transformers' own are.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Samples:
         read: Collection[str],
         consulted: Collection[str],
         count: int = ROWS,
+        is_known: bool = False,
     ) -> None:
         rows = source.rows
         self.few = source.take(torch.arange(count) * rows // count if rows >= count else torch.arange(count) % rows)
@@ -71,16 +73,18 @@ class Samples:
         }
         special = torch.tensor(special_tokens(model)).long()
         self.pools = {path: _pool(batch.tensors[path], special) for path in self.integers}
+        self.values = {path: Values(batch.tensors[path]) for path in self.floats if path in read and not is_known}
 
     @property
     def draws(self) -> int:
-        """How many are needed so that each value of a leaf of few is met."""
+        """How many are needed so that each value of a leaf of few is met, and each mark."""
         most = [
             -(-len(pool) // self.few.tensors[path].numel())
             for path, pool in self.pools.items()
             if path in self.drawn[READ] and len(pool) <= SPAN
         ]
-        return min(max([ROWS, *most]), SPAN // ROWS)
+        marks = [2 * len(values.drawn) for values in self.values.values()]
+        return min(max([ROWS, *most, *marks]), SPAN // ROWS)
 
     def draw(self, level: int, number: int, valid: bool = False) -> Batch:
         """Draw `number`: `level` says how much of the batch is drawn. Without negative integers if it is `valid`."""
@@ -90,9 +94,7 @@ class Samples:
             if path not in self.drawn[level]:
                 return leaf
             if leaf.is_floating_point():
-                scale = torch.rand(leaf.shape, generator=generator).mul_(0.8).add_(0.2).to(leaf)
-                is_mask = number % 2 and bool(((leaf == 0) | (leaf == 1)).all())
-                return _random_mask(leaf, generator) if is_mask else leaf * scale
+                return self._draw_floats(path, leaf, number, generator)
             if leaf.ndim > 1 and (leaf.dtype == torch.bool or self.pools[path].tolist() == [0, 1]):
                 return _random_mask(leaf, generator)
             pool = self.pools[path][self.pools[path] >= 0] if valid else self.pools[path]
@@ -100,7 +102,23 @@ class Samples:
 
         return self.few.map(redraw)
 
-    def with_invalid(self, batch: Batch, path: str, ignore: int, number: int) -> Batch:
+    def marks(self, path: str) -> list[float]:
+        """By what a leaf of floating-point numbers may say that a value is missing."""
+        return self.values[path].marks if path in self.values else []
+
+    def _draw_floats(self, path: str, leaf: Tensor, number: int, generator: torch.Generator) -> Tensor:
+        scale = torch.rand(leaf.shape, generator=generator).mul_(0.8).add_(0.2).to(leaf)
+        values = self.values.get(path)
+        is_mask = number % 2 and bool(((leaf == 0) | (leaf == 1)).all())
+        if is_mask:
+            return _random_mask(leaf, generator)
+        if values is None:
+            return leaf * scale
+        if number % 2:
+            return values.draw(leaf, number, generator)
+        return values.moved(values.filled(leaf, generator), scale, up=number % 4 == 2)
+
+    def with_invalid(self, batch: Batch, path: str, ignore: float, number: int) -> Batch:
         """The same with a random number of valid labels in each sample, two columns or more where there are three; of
         labels with one column all samples but one. Those of long samples are all over them every other time, fewer
         towards their ends: code that takes chunks of positions may take none without a label."""
@@ -111,8 +129,9 @@ class Samples:
             if name != path:
                 return leaf
             leaf = leaf.movedim(dim or 0, 0).clone()
-            valid = 1 if ignore < 0 or ignore == UNLABELLED else ignore + 1
-            leaf = torch.where(leaf < 0 if ignore < 0 else leaf == ignore, valid, leaf)
+            valid = ignore + 1 if ignore >= 0 and ignore != UNLABELLED else 1
+            is_invalid = leaf.isnan() if math.isnan(ignore) else leaf < 0 if ignore < 0 else leaf == ignore
+            leaf = torch.where(is_invalid, valid, leaf)
             if mask is not None and mask.shape == leaf.shape:
                 leaf = leaf.masked_fill(mask == 0, ignore)  # some losses leave padding out by the mask
             if leaf.ndim == 1 or leaf.shape[1] == 1:
@@ -321,11 +340,11 @@ class LossTrial:
         return losses[0] == losses[1]
 
     def measure(
-        self, batch: Batch, at: int, seed: int, kind: int = NORMAL, fit: float = 0.0
+        self, batch: Batch, at: int, seed: int, kind: int = NORMAL, fit: float = 0.0, sloping: bool = False
     ) -> tuple[Measured, list[Measured]] | None:
         """The loss of the batch, which is the samples with other values, and those of its first `at` samples and of the
         others; None if one has none, or does not take these values. What the first samples have of unit results is
-        moved by `fit` at most, to where their loss falls."""
+        moved by `fit` at most, to where their loss falls. With gradients by all unit results if it is `sloping`."""
         rows, draws = range(batch.rows), SharedDraws()
         results = self._random_results(seed, kind)
         try:
@@ -337,8 +356,9 @@ class LossTrial:
                 steepest = max([float(slope.abs().max()) for slope in slopes.values()], default=0.0) or 1.0
                 results = {key: t.detach() for key, t in results.items()}
                 results |= {key: results[key] - fit / steepest * slope for key, slope in slopes.items()}
-            whole = self._measure(batch, rows, results, draws)
-            parts = [self._measure(batch, part, results, draws) for part in (rows[:at], rows[at:])]
+            leaves = [t.requires_grad_() for t in results.values() if sloping and t.is_floating_point()]
+            whole = self._measure(batch, rows, results, draws, by=leaves)
+            parts = [self._measure(batch, part, results, draws, by=leaves) for part in (rows[:at], rows[at:])]
         except Exception as error:  # the model's own, or the criterion's, which may not take such labels
             logger.debug("a trial of the loss failed: %s: %s", type(error).__name__, error)
             self.failure = error

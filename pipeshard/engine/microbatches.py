@@ -19,6 +19,7 @@ from pipeshard.distributed.collectives import gather, gather_objects
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.loss import EACH, SUM, LossRule, LossRules, ProvenRule, prove_loss_rule
 from pipeshard.engine.loss_sizes import Sizes
+from pipeshard.engine.loss_state import LossState, of_batch
 from pipeshard.engine.loss_trial import Glue
 from pipeshard.engine.reader import digest
 from pipeshard.engine.sliced import SlicedMicrobatch, SlicedRoutes
@@ -43,6 +44,7 @@ from pipeshard.graph.kinds import modes
 from pipeshard.graph.shapes import is_trainable
 from pipeshard.graph.snapshot import Flags
 from pipeshard.graph.trace import trace
+from pipeshard.hf import is_of_transformers
 from pipeshard.slices.cut import sequence_of
 from pipeshard.split.partition import boundaries
 from pipeshard.split.policy import Policy, refuse_hooks, refuse_unsplittable
@@ -75,6 +77,9 @@ class RouteCache:
         self.weight = weight  # or: of this replica's loss in that of all, which have batches of their own
         self.flags, self.rules = Flags(policy.model), LossRules()
         self.flags_of: dict[Hashable, Flags] = {}  # those of criteria
+        self.loss_state = LossState(policy.model)
+        self._beside: tuple[Hashable, ...] | None = None  # what it has seen last
+        self._is_of_transformers = is_of_transformers(policy.model)
         self.is_last = policy.stage == policy.placement[-1]  # the loss is made on this rank
         self._flows: dict[Any, list[Dataflow]] = {}
         self._watched: frozenset[str] = frozenset()
@@ -101,8 +106,10 @@ class RouteCache:
         self._training = self._frozen.setdefault(frozen, len(self._frozen))
 
     def look(self, criterion: Criterion | None) -> None:
-        """Note the state in which the model and the criterion are now."""
+        """Note the state in which the model and the criterion are now, and what the loss goes by."""
         self._state = self.flags.number(), 0
+        is_known = criterion is None and self._is_of_transformers
+        self._beside = None if is_known else self.loss_state.look()
         if criterion is not None:
             if len(self.flags_of) >= MOST_FLOWS:
                 self.flags_of.clear()
@@ -113,6 +120,7 @@ class RouteCache:
         """A step has been run since `plan`."""
         for flags in (self.flags, *self.flags_of.values()):
             flags.stepped()
+        self.loss_state.stepped()
 
     def plan_each(
         self,
@@ -419,7 +427,7 @@ class RouteCache:
             return
         (flow, _), proven = self._find(first, criterion), ProvenRule(SUM)
         if self.is_last and flow.loss is not None:
-            known = self.rules.get(kind) if self.rules.covers_values(kind, batch) else None
+            known = self.rules.known(kind, batch)
             batch = batch.to(self.policy.replay.device)
             proven = prove_loss_rule(self.model, flow, batch, criterion, sizes, known)
         self.rules.add(kind, proven, flow, batch)
@@ -441,9 +449,11 @@ class RouteCache:
         return rule
 
     def _kind(self, batch: Batch, criterion: Criterion | None) -> Any:
-        """What batches have in common whose losses follow one rule."""
-        others = (other for other in batch.others if not other[1].startswith(("int ", "float ")))  # numbers of items
-        return key_of(criterion), self._state, batch.paths, tuple(others)
+        """What batches have in common whose losses follow one rule. Of the numbers in a batch those of transformers'
+        own losses count items alone."""
+        others = tuple(other for other in batch.others if not other[1].startswith(("int ", "float ")))
+        beside = () if self._beside is None else (self._beside, of_batch(batch))
+        return (key_of(criterion), self._state, batch.paths, others), beside
 
     def _counts(self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None) -> list[float]:
         """What the criterion divides its sum by in each microbatch, which has to be known before the first backward."""

@@ -83,10 +83,10 @@ class PipelineModel(nn.Module):
 
     def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
         nn.Module.__init__(self)  # not that of ColossalAI's ModelWrapper, which may come after this class
-        self.module = module
         self.pipeline, self.whole = pipeline, Whole.of(pipeline)
         self.generation: Any = None  # what all stages generate with
         self.checkpoint_io: Any = None  # that of the plugin, which knows of saves in the background
+        self.module = module  # the last one: from now on the model gets what is set here
         guard(self)
 
     @property
@@ -125,6 +125,22 @@ class PipelineModel(nn.Module):
             if name.startswith("__"):
                 raise
             return getattr(super().__getattr__("module"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What this class does not have itself is set on the model, where its forward reads it."""
+        module = self.__dict__.get("_modules", {}).get("module")
+        is_own = module is None or name in self.__dict__ or name in self._modules or hasattr(type(self), name)
+        if is_own:
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        is_own = name in self.__dict__ or name in self._modules
+        if is_own:
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, where this process has all of it (pp_size=1); its loss goes to `booster.backward`.

@@ -251,6 +251,7 @@ class Stage:
         else:
             pairs = []
         pairs += [(edge, grad) for edge, of_later in saved.carried if (grad := of_later()) is not None]
+        self.replay.repeats.stage = self.index
         self.pending[i] = self.deferral.begin(edge for edge, _ in pairs)
         if pairs:
             torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])

@@ -274,9 +274,10 @@ class _Linear(torch.autograd.Function):
         if grad is None:
             return None, None, None, None, None
         x, weight = ctx.saved_tensors
-        inputs, outputs = _rows(x), _rows(grad)
+        inputs, outputs = _rows(x).conj(), _rows(grad)  # conj() of real numbers is the tensor itself
         term = Product(inputs.t(), outputs) if ctx.is_conv else Product(outputs.t(), inputs)
-        dx = outputs.mm(weight.t() if ctx.is_conv else weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        factor = (weight.t() if ctx.is_conv else weight).conj()
+        dx = outputs.mm(factor).view(x.shape) if ctx.needs_input_grad[0] else None
         db = outputs.sum(0) if ctx.needs_input_grad[2] else None
         return dx, _weight_grad(ctx, term), db, None, None
 

@@ -123,6 +123,7 @@ class Dataflow:
     checkpoints run again in the backward pass, the first and the last of each. `valued` are the units that were visited
     with values, since they do not run by shape alone. `deciders` are modules without parameters that were running when
     glue decided, and could be units. `differentiated` are the values that get a gradient of the loss from glue.
+    `counts_results` is whether the criterion returns a pair whose second thing is made of unit results.
     """
 
     calls: tuple[Call, ...]
@@ -147,6 +148,7 @@ class Dataflow:
     has_branches: bool = False
     deciders: frozenset[str] = frozenset()
     differentiated: frozenset[Value] = frozenset()
+    counts_results: bool = False
 
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:

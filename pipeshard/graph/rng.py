@@ -169,34 +169,37 @@ class CheckpointSpans:
 @dataclass(slots=True)
 class Repeat:
     """What a second run of a call takes: what brings the generators to where they were before the first and after it,
-    and its result where another stage ran it."""
+    and its result where another stage ran it, which may be one of the same rank."""
 
     before: Callable[[], object] = tuple
     after: Callable[[], object] = tuple
+    is_answered: bool = False
     result: Any = None
 
 
 class Repeats:
     """Those of the calls that are made now. A checkpoint brings torch's generators back to where it began, and each
-    microbatch has come to a unit with them in another state, so that this tells which call is repeated."""
+    microbatch has come to a unit with them in another state, so that this tells which call of a `stage` is repeated:
+    several stages of a rank come to it with them in the same state."""
 
     def __init__(self, randomness: Randomness) -> None:
         self.randomness = randomness
-        self._kept: dict[tuple[str, bytes], Repeat] = {}
+        self.stage = 0  # the one that runs forward or backward now
+        self._kept: dict[tuple[int, str, bytes], Repeat] = {}
 
     def of(self, unit: str, reentrant: bool) -> Repeat:
         """That of a call of `unit` which is made now, to be filled. A `reentrant` checkpoint may be around it, too: it
         switches gradients off, and what is called from there on is on one stage."""
         repeat = Repeat()
         if own_checkpoint() is not None or (reentrant and not torch.is_grad_enabled()):
-            self._kept[unit, self.randomness.state()] = repeat
+            self._kept[self.stage, unit, self.randomness.state()] = repeat
             if len(self._kept) > MOST_REPEATS:
                 del self._kept[next(iter(self._kept))]
         return repeat
 
     def pop(self, unit: str) -> Repeat | None:
         """That of the call that is repeated now; None for a user's own call."""
-        return self._kept.pop((unit, self.randomness.state()), None)
+        return self._kept.pop((self.stage, unit, self.randomness.state()), None)
 
     def clear(self) -> None:
         self._kept.clear()

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from pipeshard.batch.batch import Batch
-from pipeshard.batch.criterion import Criterion, loss_of
+from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.batch.tree import flatten_with_names
 from pipeshard.errors import PipeshardError, TraceError, explained, summary
 from pipeshard.graph.dataflow import Call, Dataflow, Reads
@@ -68,7 +68,7 @@ class Tracer:
         self.device = next(device for device in devices if device.type != "meta")
         self.kinds = Kinds(self.units, self.device, device or self.device, meter, lent)
         self.apart = {id(module): name for name, module in modules_apart(model, self.units)}
-        self.python_random = False
+        self.python_random = self.counts_results = False
         self.reset: Callable[[], None] = lambda: None
         self.listen: Callable[[int | None, bool], None] = lambda call, is_through: None
         self.kept: Mapping[str, Sequence[Tensor]] = {}
@@ -162,7 +162,9 @@ class Tracer:
             ),
             but=(PipeshardError,),
         ):
-            return loss_of(output, self.criterion, batch)
+            loss, count = sum_and_count(output, self.criterion, batch)
+        self.counts_results = isinstance(count, Tensor) and bool(self._use([count]).values)
+        return loss if loss is None or count is None else loss / count
 
     def _refuse_foreign(self, loss: Tensor | None) -> None:
         """Refuse a criterion that trains what is not the model's: every rank traces it, so all of them raise."""
@@ -206,6 +208,7 @@ class Tracer:
             rewritten=rewritten,
             together=tuple(self.groups.spans),
             valued=frozenset(self.kinds.valued),
+            counts_results=self.counts_results,
         )
 
     def _answer(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

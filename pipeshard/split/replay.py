@@ -153,6 +153,7 @@ class Replay:
     ) -> tuple[Any, dict[Value, Tensor]]:
         """Run the model on a microbatch as this stage: its output (None before the last stage), what leaves."""
         self.active = run = Run(route, received, route.sizes(deltas), listener=listener)
+        self.repeats.stage = route.stage
         self.randomness.python = route.flow.python_random
         self.randomness.at(0)
         try:
@@ -188,6 +189,7 @@ class Replay:
             result = self._run_unit(step, run, original, args, kwargs, repeat)
         else:
             result = repeat.result = self._answer(step, run, run.sizes[number], args, kwargs)
+            repeat.is_answered = True
         if run.next == run.route.stop:
             raise StageDone
         if run.route.flow.glue_random:
@@ -213,7 +215,7 @@ class Replay:
             )
         repeat = repeat or Repeat()
         repeat.before()
-        result = original(*args, **kwargs) if unit in self.held else repeat.result
+        result = repeat.result if repeat.is_answered else original(*args, **kwargs)
         repeat.after()
         return result
 

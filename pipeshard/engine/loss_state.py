@@ -1,0 +1,86 @@
+"""Loss state: what a loss goes by beside its samples, which a user changes between steps.
+
+The rule of a loss was tried with one set of class weights, one mode, one coefficient. With others it may be another
+loss: weights of 1 that become unequal turn a mean over samples into a weighted one. So a rule counts as proven in one
+state of these tensors and numbers. A state has kinds of values in the place of most values, as coefficients that are
+annealed change in every step: whole numbers up to 64 count as they are, others by their sign and power of four, a
+tensor by its range and by whether all of it is one number.
+"""
+
+from collections.abc import Hashable, Iterator
+
+from torch import Tensor, nn
+
+from pipeshard.batch.batch import Batch
+from pipeshard.engine.loss_values import Range
+from pipeshard.graph.shapes import is_trainable
+from pipeshard.graph.units import find_units
+from pipeshard.split.materialize import is_released
+
+COUNTED = 64  # whole numbers up to this one count as they are
+MOST_ELEMENTS = 2**20  # of a tensor that is looked at
+
+
+class LossState:
+    """The state of the tensors that a model has outside of its units, as its user has left them: buffers, tensors in
+    attributes, frozen parameters. What forwards write does not count."""
+
+    def __init__(self, model: nn.Module) -> None:
+        of_units = {module for unit in find_units(model).values() for module in unit.modules()}
+        self._modules = [module for module in model.modules() if module not in of_units]
+        self._versions: list[tuple[Tensor, int]] | None = None
+        self._kinds: tuple[Hashable, ...] = ()
+
+    def look(self) -> tuple[Hashable, ...]:
+        """The state now."""
+        versions = self._look()
+        if self._versions is None or not _is_same(versions, self._versions):
+            self._versions, self._kinds = versions, tuple(kind_of(tensor) for tensor, _ in versions)
+        return self._kinds
+
+    def stepped(self) -> None:
+        """A step has been run since `look`: what has changed is a forward's doing."""
+        if self._versions is not None:
+            self._versions = self._look()
+
+    def _look(self) -> list[tuple[Tensor, int]]:
+        return [(tensor, tensor._version) for module in self._modules for tensor in _tensors(module)]
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    for value in (*module._buffers.values(), *module._parameters.values(), *module.__dict__.values()):
+        if isinstance(value, Tensor) and not (isinstance(value, nn.Parameter) and is_trainable(value)):
+            yield value
+
+
+def _is_same(now: list[tuple[Tensor, int]], then: list[tuple[Tensor, int]]) -> bool:
+    pairs = zip(now, then)
+    return len(now) == len(then) and all(a is b and version == before for (a, version), (b, before) in pairs)
+
+
+def of_batch(batch: Batch) -> tuple[Hashable, ...]:
+    """The kinds of the numbers in a batch, and of the small tensors that every microbatch gets whole."""
+    kinds: list[Hashable] = []
+    for leaf, dim in zip(batch.leaves, batch.row_dims, strict=True):
+        if isinstance(leaf, int | float):
+            kinds.append(_of_number(float(leaf)))
+        elif isinstance(leaf, Tensor) and dim is None and leaf.numel() <= COUNTED:
+            kinds.append(kind_of(leaf))
+    return tuple(kinds)
+
+
+def kind_of(tensor: Tensor) -> Hashable:
+    """Two tensors of one kind are taken to make the same rule."""
+    numbers = tensor.detach()
+    if is_released(tensor) or not 0 < numbers.numel() <= MOST_ELEMENTS or numbers.is_complex() or numbers.is_sparse:
+        return None
+    if numbers.numel() == 1:
+        return _of_number(float(numbers))
+    low, high = numbers.aminmax()
+    return Range.of_floats(numbers), bool(low == high)
+
+
+def _of_number(number: float) -> Hashable:
+    if number.is_integer() and abs(number) <= COUNTED:
+        return number
+    return Range.of_numbers(number, number)
