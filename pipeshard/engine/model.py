@@ -1,5 +1,6 @@
 """PipelineModel: what a model is to its user once it is boosted, on a stage or in one process."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -77,9 +78,35 @@ ASKED_BY = {
     "_is_accelerate_prepared": "accelerate (accelerator.prepare, or transformers' Trainer)",
 }
 
+OWN = frozenset({"module", "pipeline", "whole", "generation", "checkpoint_io"})  # attributes; all others are the model's
+# torch's methods of modules that the model itself answers, so that names, children, hooks and keys are its own.
+ANSWERED = """
+_apply add_module apply bfloat16 buffers children cpu cuda double eval float get_buffer get_extra_state get_parameter
+get_submodule half load_state_dict modules named_buffers named_children named_modules named_parameters parameters
+register_backward_hook register_buffer register_forward_hook register_forward_pre_hook register_full_backward_hook
+register_full_backward_pre_hook register_load_state_dict_post_hook register_load_state_dict_pre_hook register_module
+register_parameter register_state_dict_post_hook register_state_dict_pre_hook requires_grad_ set_extra_state
+set_submodule share_memory state_dict to to_empty train type zero_grad
+""".split()
+
+
+def _answered(name: str) -> Callable[..., Any]:
+    """The method of this name, called on the model itself; where that returns the model, it returns the boosted one."""
+
+    def call(self: "PipelineModel", *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        answer = getattr(module, name)(*args, **kwargs)
+        return self if answer is module else answer
+
+    call.__name__, call.__doc__ = name, getattr(nn.Module, name).__doc__
+    return call
+
 
 class PipelineModel(nn.Module):
-    """A boosted model: `unwrap()` is the model itself, of which this rank holds one stage."""
+    """A boosted model: `unwrap()` is the model itself, of which this rank holds one stage.
+
+    It has the attributes and methods of the model. What is set on it, is set on the model, whose forward reads it.
+    """
 
     def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
         nn.Module.__init__(self)  # not that of ColossalAI's ModelWrapper, which may come after this class
@@ -87,7 +114,7 @@ class PipelineModel(nn.Module):
         self.pipeline, self.whole = pipeline, Whole.of(pipeline)
         self.generation: Any = None  # what all stages generate with
         self.checkpoint_io: Any = None  # that of the plugin, which knows of saves in the background
-        guard(self)
+        guard(module)
 
     @property
     def training(self) -> bool:
@@ -110,6 +137,16 @@ class PipelineModel(nn.Module):
         """`generate` of transformers, by all stages together; only models that have one have this."""
         getattr(self.module, "generate")  # noqa: B009 - AttributeError
         return self.generation
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("_modules", {}).get("module")
+        if module is None or name in OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
 
     def __getattr__(self, name: str) -> Any:
         """What the model has: its config, `generate`, `gradient_checkpointing_enable`, ..."""
@@ -138,3 +175,7 @@ class PipelineModel(nn.Module):
             "be called: use booster.execute_pipeline(data_iter, model, criterion, optimizer, return_outputs=True), "
             "under torch.no_grad() for evaluation"
         )
+
+
+for _name in ANSWERED:
+    setattr(PipelineModel, _name, _answered(_name))
