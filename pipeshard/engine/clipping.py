@@ -95,6 +95,21 @@ class ModelGradients:
         self.norm, self._stepped = None, None
         self._rescale(self._scale)
 
+    def follow(self, adopts: bool) -> bool:
+        """Let parameters be what a loop has written to them or to what optimizers update; whether replicas are to
+        `share` it."""
+        return any([optimizer.follow(adopts) for optimizer in self.updates.in_use().values()])
+
+    def settle(self) -> None:
+        """Before parameters are read outside of a step: `follow` and `share`; all ranks call it."""
+        self.follow(adopts=False)
+        self.share()
+
+    def share(self) -> None:
+        """What replicas update, with ZeRO; all ranks call it."""
+        for optimizer in self.updates.in_use().values():
+            optimizer.share()
+
     def added(self) -> None:
         """Remember them, to notice what changes them before the optimizer does."""
         self.updates.added(self._holders)

@@ -62,6 +62,7 @@ class PipelineOptimizer(Optimizer):
         self.weights: dict[str, MasterWeight] = {}
         self.given: list[frozenset[str]] = []
         self.options: list[tuple[str, ...]] = []
+        self._watched: list[MasterWeight] = []
         self._narrow()
         self.is_stepping = False  # inside of the inner optimizer's step
         self._last_hook = optim.register_step_pre_hook(self._before_update)
@@ -157,6 +158,24 @@ class PipelineOptimizer(Optimizer):
                     for key, value in state.items()
                 }
         self.names |= {weight.master: weight.name for weight in updated.values()}
+        self._watch()
+
+    def _watch(self) -> None:
+        """Know the weights of which there are other values than those that a loop may write to."""
+        self._watched = [weight for weight in self.weights.values() if self.zero or weight.is_double]
+
+    def follow(self, adopts: bool) -> bool:
+        """Let what the model computes with and what is updated be the same again, where a loop has written to one of
+        them (`MasterWeight.follow`). Whether the replicas are to `share` it."""
+        followed = [weight.follow(adopts) for weight in self._watched]
+        return self.zero and any(followed)
+
+    def share(self) -> None:
+        """Give each replica the values of those that update them; all of them call it."""
+        if self.zero:
+            share_updates(self.weights.values(), self.grid.replicas)
+            for weight in self._watched:
+                weight.note()
 
     def _remember_groups(self, fresh: Mapping[Tensor, str]) -> None:
         for k, group in enumerate(self.optim.param_groups):
@@ -182,6 +201,7 @@ class PipelineOptimizer(Optimizer):
                 self.names[weight.master] = self.names.pop(before)
         for group in self.optim.param_groups if became else ():
             group["params"] = [became.get(parameter, parameter) for parameter in group["params"]]
+        self._watch()
         for before, master in became.items():
             if before in self.optim.state:
                 state = self.optim.state.pop(before)
@@ -242,6 +262,7 @@ class PipelineOptimizer(Optimizer):
         with together_in("optimizer.step") if self._meets else calling("optimizer.step"):
             self._narrow()
             self._complete()
+            self.follow(adopts=True)
             if closure is None:
                 return self._step(*args, **kwargs) if self._ready() else None
             if self.gradients.scaling is not None:
@@ -281,8 +302,7 @@ class PipelineOptimizer(Optimizer):
             weight.take_value()
         if self.finite is not None:
             self.finite.after_update()
-        if self.zero:
-            share_updates(self.weights.values(), self.grid.replicas)
+        self.share()
         return result
 
     def _before_update(self, *_: Any) -> None:

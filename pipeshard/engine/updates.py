@@ -36,13 +36,17 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class Grouped(Protocol):
-    """What Updates asks of a boosted optimizer: its groups, with the names of all that the user gave to each, on
-    whichever stage it is, and the options that each had then."""
+    """What is asked of a boosted optimizer: its groups, with the names of all that the user gave to each, on whichever
+    stage it is, the options that each had then, and to follow what a loop has written."""
 
     optim: Optimizer
     names: dict[Tensor, str]
     given: list[frozenset[str]]
     options: list[tuple[str, ...]]
+
+    def follow(self, adopts: bool) -> bool: ...
+
+    def share(self) -> None: ...
 
 
 class Told(NamedTuple):
