@@ -30,6 +30,27 @@ from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.private import global_step_pre_hooks
 
 
+# Attributes of a PipelineOptimizer itself, beside what its class has; all others are the inner optimizer's.
+OWN = frozenset(
+    {
+        "optim",
+        "gradients",
+        "finite",
+        "sync",
+        "grid",
+        "zero",
+        "names",
+        "weights",
+        "given",
+        "options",
+        "is_stepping",
+        "_backward",
+        "_last_hook",
+        "_watched",
+    }
+)
+
+
 class PipelineOptimizer(Optimizer):
     """Narrows the groups of `optim` to what this rank trains, now and whenever groups are added to either object.
 
@@ -75,6 +96,19 @@ class PipelineOptimizer(Optimizer):
             raise AttributeError(name)
         return getattr(self.optim, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Schedulers put a `step` of their own around that of this object."""
+        if name in OWN or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.optim, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self.optim, name)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
             "an optimizer of a boosted model is neither copied nor pickled, as it is a part of the whole: save it by "
@@ -85,9 +119,18 @@ class PipelineOptimizer(Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.optim.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = groups
+        self._narrow()
+
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self.optim.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optim.defaults = defaults
 
     @property
     def parameters(self) -> list[Tensor]:
