@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeshard.batch.batch import Batch
 from pipeshard.config import PRECISIONS
-from pipeshard.distributed.collectives import local, local_grad, slice_like
+from pipeshard.distributed.collectives import local, local_grad, set_local_grad, slice_like
 from pipeshard.errors import ConfigurationError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
@@ -70,6 +70,7 @@ class MasterWeight:
     ) -> None:
         self.name, self.parameter, self.holders, self.lowered = name, parameter, holders, lowered
         self.owner: int | None = None
+        self._lent: Tensor | None = None  # the gradient, as `master` was given it
         self.plain = full is None and not isinstance(parameter, DTensor)
         self.master: nn.Parameter = parameter
         if lowered:  # gradients are accumulated in the precision of the values, also of what is unfrozen later
@@ -118,6 +119,7 @@ class MasterWeight:
     def complete(self) -> None:
         """Get fp32 values from the parameter: it was frozen, so it has computed with these alone."""
         self.master, self.plain = nn.Parameter(local(self.parameter.detach()).float()), False
+        self._lent = None
         self.note()
 
     def leave(self) -> None:
@@ -125,10 +127,17 @@ class MasterWeight:
         self.master = self.parameter
         self.note()
 
-    def give_gradient(self) -> None:
+    def settle_gradient(self) -> None:
+        """Let the parameter have the gradient that a loop has put in the place of the lent one."""
+        if self.master is not self.parameter and self.master.grad is not self._lent:
+            set_local_grad(self.parameter, self.master.grad)
+            self._lent = self.master.grad
+
+    def lend_gradient(self) -> None:
+        """Let what is updated have the gradient of the parameter, too: a loop may change it in either place."""
         if self.master is not self.parameter:
             self.master.requires_grad_(self.parameter.requires_grad)
-            self.master.grad = local_grad(self.parameter)
+            self.master.grad = self._lent = local_grad(self.parameter)
 
     @torch.no_grad()
     def take_value(self) -> None:
@@ -151,7 +160,7 @@ class MasterWeight:
 
     def zero_grad(self, set_to_none: bool) -> None:
         if self.master is not self.parameter:
-            self.master.grad = None
+            self.master.grad = self._lent = None
         if set_to_none:
             self.parameter.grad = None
         elif self.parameter.grad is not None:

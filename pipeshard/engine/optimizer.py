@@ -327,7 +327,7 @@ class PipelineOptimizer(Optimizer):
             self.finite.before_update()
         ready = self.gradients.ready(self)
         for weight in self.weights.values() if ready else ():
-            weight.give_gradient()
+            weight.lend_gradient()
         return ready
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:

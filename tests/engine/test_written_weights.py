@@ -119,6 +119,38 @@ def test_what_is_written_in_16_bits_is_kept(pool: Pool) -> None:
     pool.run(exchanged, 2, timeout=120)
 
 
+def changes_gradients(how: str, through_groups: bool) -> list[Tensor]:
+    """The fp32 values after some steps in 16 bits, in which a loop has changed gradients in one place or the other."""
+    sides = Sides({"precision": "bf16", "max_norm": 0.2}, momentum)
+    for step in range(3):
+        for k in range(2):
+            sides.split_loss(sides.batches(2 * step + k))
+            for parameter in of_groups(sides.optimizer) if through_groups else trained(sides):
+                assert parameter.grad is not None
+                if how == "clamped":
+                    parameter.grad.clamp_(-1e-3, 1e-3)
+                elif how == "replaced":
+                    parameter.grad = parameter.grad.sign()
+                elif k == 0:
+                    parameter.grad = None
+        sides.optimizer.step()
+        sides.engine.model.zero_grad() if step % 2 else sides.optimizer.zero_grad()
+    return [value.detach().clone() for value in of_groups(sides.optimizer)]
+
+
+def places_of_gradients() -> None:
+    for how in ("clamped", "replaced", "dropped"):
+        in_groups, in_model = (changes_gradients(how, through_groups) for through_groups in (True, False))
+        assert all(map(torch.equal, in_groups, in_model)), how
+
+
+def test_gradients_are_changed_through_the_groups_as_through_the_model(pool: Pool) -> None:
+    """In 16 bits parameters in an optimizer's groups had no gradient before its step: a loop over the groups that
+    clamped gradients, or dropped them, changed nothing."""
+    for ranks in (1, 2):
+        pool.run(places_of_gradients, ranks, timeout=120)
+
+
 class Factored(torch.optim.SGD):
     """Has a factor of its own, which a loop anneals."""
 
