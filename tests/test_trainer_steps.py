@@ -81,7 +81,7 @@ def refused(folder: str) -> None:
                 pytest.raises(UsageError, match=rf"Pipelined{kind.__name__} has changed .* in training_step.*pre_opt"),
             ):
                 trainer("causal", folder, {"pp_size": 2}, gradient_accumulation_steps=2).train()
-        with pytest.raises(UsageError, match="has changed .* between the batches of a window"):
+        with pytest.raises(UsageError, match=r"has changed .* between the batches of a window"):
             trainer("causal", folder, {"pp_size": 2}, {"callbacks": [Decaying()]}).train()
 
 

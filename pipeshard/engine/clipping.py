@@ -92,7 +92,8 @@ class ModelGradients:
     def follow(self, adopts: bool) -> bool:
         """Let parameters be what a loop has written to them or to what optimizers update; whether replicas are to
         `share` it."""
-        return any([optimizer.follow(adopts) for optimizer in self.updates.in_use().values()])
+        followed = [optimizer.follow(adopts) for optimizer in self.updates.in_use().values()]
+        return any(followed)
 
     def settle(self) -> None:
         """Before parameters are read outside of a step: `follow` and `share`; all ranks call it."""

@@ -78,16 +78,11 @@ ASKED_BY = {
     "_is_accelerate_prepared": "accelerate (accelerator.prepare, or transformers' Trainer)",
 }
 
-OWN = frozenset({"module", "pipeline", "whole", "generation", "checkpoint_io"})  # attributes; all others are the model's
+OWN = frozenset({"module", "pipeline", "whole", "generation", "checkpoint_io"})  # attributes: others are the model's
+OWN_METHODS = ("forward", "compile", "extra_repr")
 # torch's methods of modules that the model itself answers, so that names, children, hooks and keys are its own.
-ANSWERED = """
-_apply add_module apply bfloat16 buffers children cpu cuda double eval float get_buffer get_extra_state get_parameter
-get_submodule half load_state_dict modules named_buffers named_children named_modules named_parameters parameters
-register_backward_hook register_buffer register_forward_hook register_forward_pre_hook register_full_backward_hook
-register_full_backward_pre_hook register_load_state_dict_post_hook register_load_state_dict_pre_hook register_module
-register_parameter register_state_dict_post_hook register_state_dict_pre_hook requires_grad_ set_extra_state
-set_submodule share_memory state_dict to to_empty train type zero_grad
-""".split()
+PUBLIC = [name for name, value in vars(nn.Module).items() if callable(value) and not name.startswith("_")]
+ANSWERED = ("_apply", *(name for name in PUBLIC if name not in OWN_METHODS))
 
 
 def _answered(name: str) -> Callable[..., Any]:

@@ -29,7 +29,6 @@ from pipeshard.engine.updates import UNCOMPARED
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.private import global_step_pre_hooks
 
-
 # Attributes of a PipelineOptimizer itself, beside what its class has; all others are the inner optimizer's.
 OWN = frozenset(
     {

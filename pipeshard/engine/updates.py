@@ -257,8 +257,7 @@ WARNED = (
 DRAWN = (
     "gradients were changed between execute_pipeline and the update on {}, and torch has drawn random numbers "
     "meanwhile. Each rank draws for the parameters that it holds, so they get other numbers than in one process. Draw "
-    "for each parameter from a generator of its own, torch.Generator().manual_seed(...), seeded by the parameter's name "
-    "and the step"
+    "for each parameter from a torch.Generator().manual_seed(...) of its own, seeded by its name and the step"
 )
 
 

@@ -59,7 +59,7 @@ def decays_through_groups(layout: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("layout", ["two stages", "ZeRO-1"])
 def test_what_is_written_to_an_optimizers_groups_is_seen_by_the_next_forward(pool: Pool, layout: str) -> None:
-    """With ZeRO one replica alone has a parameter in its groups: the others computed with the old one, and schedule-free
+    """With ZeRO one replica alone has a parameter in its groups: the others computed with the old one. Schedule-free
     optimizers were evaluated and trained at other points."""
     ranks = 2 * LAYOUTS[layout].get("dp_size", 1)
     assert pool.run(decays_through_groups, ranks, dict(LAYOUTS[layout]), timeout=120) == [[]] * ranks
