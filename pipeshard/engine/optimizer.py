@@ -115,7 +115,7 @@ class PipelineOptimizer(Optimizer):
         )
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.optim.param_groups
 
     @param_groups.setter
@@ -124,7 +124,7 @@ class PipelineOptimizer(Optimizer):
         self._narrow()
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         return self.optim.defaults
 
     @defaults.setter
