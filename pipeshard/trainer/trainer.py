@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import find_batch_size
 
@@ -214,8 +214,15 @@ class Loop(Trainer):
         try:
             return self._kept_or_stepped(inputs, num_items_in_batch)
         finally:
-            is_window = self.current_gradient_accumulation_steps > 1
-            self._left = Written(self._stages.boosted.pipeline.gradients.trainables()) if is_window else None
+            is_watched = self.current_gradient_accumulation_steps > 1 and self._may_write
+            self._left = Written(self._stages.boosted.pipeline.gradients.trainables()) if is_watched else None
+
+    @property
+    def _may_write(self) -> bool:
+        """Whether code of the user's runs between the batches of a window."""
+        steps = [kind for kind in type(self).__mro__ if kind is not Front and "training_step" in vars(kind)]
+        ends = [type(callback).on_substep_end for callback in self.callback_handler.callbacks]
+        return steps[0] is not Loop or any(end is not TrainerCallback.on_substep_end for end in ends)
 
     def refuse_written(self, when: str) -> None:
         """Raise UsageError if anything has written to what is trained since the latest batch of a window.
