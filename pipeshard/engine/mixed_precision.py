@@ -78,32 +78,20 @@ class MasterWeight:
         if not self.plain:
             value = local(parameter.detach()) if full is None else slice_like(full, parameter)
             self.master = nn.Parameter(value, requires_grad=parameter.requires_grad)
-        self.note()
 
     @property
     def is_double(self) -> bool:
         """Whether the values that an optimizer updates are others than those that the model computes with."""
         return self.master.dtype != self.parameter.dtype
 
-    def note(self) -> None:
-        """Parameter and fp32 values agree now."""
-        self._noted = self._state()
-
-    def _state(self) -> tuple[int, int, int, int]:
-        parameter, master = local(self.parameter), self.master
-        return parameter._version, parameter.data_ptr(), master._version, master.data_ptr()
-
     @torch.no_grad()
-    def follow(self, adopts: bool) -> bool:
-        """Let parameter and fp32 values be the same again where a loop has written to one of them; whether it has.
+    def follow(self, is_master_written: bool, adopts: bool) -> bool:
+        """Let parameter and fp32 values be the same again, as a loop has written to one of them; whether they are.
 
         The parameter follows its fp32 values at once. These follow the parameter where `adopts`, in the elements that
         differ: a parameter that was exchanged and put back leaves them as they are.
         """
-        now = self._state()
-        if now == self._noted:
-            return False
-        if self.is_double and now[2:] == self._noted[2:]:
+        if self.is_double and not is_master_written:
             if not adopts:
                 return False
             value = local(self.parameter)
@@ -120,12 +108,10 @@ class MasterWeight:
         """Get fp32 values from the parameter: it was frozen, so it has computed with these alone."""
         self.master, self.plain = nn.Parameter(local(self.parameter.detach()).float()), False
         self._lent = None
-        self.note()
 
     def leave(self) -> None:
         """Drop the fp32 values, which the owner alone has."""
         self.master = self.parameter
-        self.note()
 
     def settle_gradient(self) -> None:
         """Let the parameter have the gradient that a loop has put in the place of the lent one."""
@@ -144,7 +130,6 @@ class MasterWeight:
         """After an optimizer step; a shard shares its memory with the parameter."""
         if self.is_double:
             local(self.parameter).copy_(self.master)
-        self.note()
 
     @torch.no_grad()
     def set(self, value: Tensor) -> None:
@@ -156,7 +141,6 @@ class MasterWeight:
         """Load this rank's part of it."""
         for tensor in (self.parameter, self.master):
             local(tensor).copy_(part)
-        self.note()
 
     def zero_grad(self, set_to_none: bool) -> None:
         if self.master is not self.parameter:

@@ -8,6 +8,7 @@ updated.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -46,8 +47,13 @@ OWN = frozenset(
         "_backward",
         "_last_hook",
         "_watched",
+        "_tensors",
+        "_noted",
     }
 )
+
+
+VERSION = attrgetter("_version")  # of a tensor: how often it was written to
 
 
 class PipelineOptimizer(Optimizer):
@@ -83,6 +89,7 @@ class PipelineOptimizer(Optimizer):
         self.given: list[frozenset[str]] = []
         self.options: list[tuple[str, ...]] = []
         self._watched: list[MasterWeight] = []
+        self._tensors: list[Tensor] = []
         self._narrow()
         self.is_stepping = False  # inside of the inner optimizer's step
         self._last_hook = optim.register_step_pre_hook(self._before_update)
@@ -205,19 +212,40 @@ class PipelineOptimizer(Optimizer):
     def _watch(self) -> None:
         """Know the weights of which there are other values than those that a loop may write to."""
         self._watched = [weight for weight in self.weights.values() if self.zero or weight.is_double]
+        self._tensors = [tensor for w in self._watched for tensor in (local(w.parameter), w.master)]
+        self._note()
+
+    def _states(self) -> list[tuple[int, int]]:
+        return [*zip(map(VERSION, self._tensors), map(Tensor.data_ptr, self._tensors))]
+
+    def _note(self) -> None:
+        """Parameters and what is updated agree now."""
+        self._noted = self._states()
 
     def follow(self, adopts: bool) -> bool:
         """Let what the model computes with and what is updated be the same again, where a loop has written to one of
         them (`MasterWeight.follow`). Whether the replicas are to `share` it."""
-        followed = [weight.follow(adopts) for weight in self._watched]
+        now = self._states()
+        if now == self._noted:
+            return False
+        is_written = [one != other for one, other in zip(now, self._noted, strict=True)]
+        places = zip(self._watched, is_written[::2], is_written[1::2], strict=True)
+        followed = [
+            weight.follow(of_master, adopts) for weight, of_parameter, of_master in places if of_parameter or of_master
+        ]
+        if all(followed):
+            self._note()
         return self.zero and any(followed)
 
     def share(self) -> None:
         """Give each replica the values of those that update them; all of them call it."""
-        if self.zero:
-            share_updates(self.weights.values(), self.grid.replicas)
-            for weight in self._watched:
-                weight.note()
+        if not self.zero:
+            return
+        share_updates(self.weights.values(), self.grid.replicas)
+        states = self._states()
+        for k, weight in enumerate(self._watched):
+            if not weight.is_double:  # else it is this replica that updates it, and has received nothing
+                self._noted[2 * k : 2 * k + 2] = states[2 * k : 2 * k + 2]
 
     def _remember_groups(self, fresh: Mapping[Tensor, str]) -> None:
         for k, group in enumerate(self.optim.param_groups):
@@ -243,7 +271,8 @@ class PipelineOptimizer(Optimizer):
                 self.names[weight.master] = self.names.pop(before)
         for group in self.optim.param_groups if became else ():
             group["params"] = [became.get(parameter, parameter) for parameter in group["params"]]
-        self._watch()
+        if became:
+            self._watch()
         for before, master in became.items():
             if before in self.optim.state:
                 state = self.optim.state.pop(before)
@@ -302,9 +331,9 @@ class PipelineOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         with together_in("optimizer.step") if self._meets else calling("optimizer.step"):
+            self.follow(adopts=True)
             self._narrow()
             self._complete()
-            self.follow(adopts=True)
             if closure is None:
                 return self._step(*args, **kwargs) if self._ready() else None
             if self.gradients.scaling is not None:
@@ -345,6 +374,7 @@ class PipelineOptimizer(Optimizer):
         if self.finite is not None:
             self.finite.after_update()
         self.share()
+        self._note()
         return result
 
     def _before_update(self, *_: Any) -> None:

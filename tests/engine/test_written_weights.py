@@ -75,6 +75,7 @@ def clamps(layout: dict[str, Any], through_groups: bool) -> None:
         sides.optimizer.step()
         for parameter in of_groups(sides.optimizer) if through_groups else trained(sides):
             parameter.clamp_(-BOUND, BOUND)
+    pipeshard.to_sequential(sides.engine.model)
     sides.split_loss(sides.batches(3))
     sides.optimizer.step()
     for values in (trained(sides), of_groups(sides.optimizer)):
