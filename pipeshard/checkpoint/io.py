@@ -122,6 +122,7 @@ class PipelineCheckpointIO:
     def _leading(self, boosted: PipelineModel) -> Iterator[tuple[bool, dict[str, Tensor]]]:
         """What this stage saves, and whether it is for this rank to do: that of the first replica and slice does, for
         which all others wait, and then fail where it has failed."""
+        boosted.pipeline.gradients.settle()
         with together(self.grid.world):
             tensors = owned(boosted)
         with together(self.grid.world):

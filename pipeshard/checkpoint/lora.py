@@ -84,6 +84,7 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
     # peft keeps adapters of other names in folders
     mark = ADAPTER_CONFIG if first == "default" else f"{first}/{ADAPTER_CONFIG}"
     grid = model.pipeline.grid
+    model.pipeline.gradients.settle()
     state = nn.Module.state_dict(module)
     with together(grid.world):  # peft may ask the hub whether the vocabulary has grown: one rank alone does
         chosen = _saved(module, state) if grid.first else []

@@ -54,6 +54,7 @@ def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[in
 def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     """The state this rank holds. That of a shard is a DTensor as the parameter is; VALUE is where this is in 16
     bits."""
+    optimizer.follow(adopts=True)
     packed, weights = optimizer.optim.state_dict(), optimizer.weights
     names = {number: name for number, name, _ in numbered(optimizer, packed)}
     states = {name: dict(packed["state"].get(number, {})) for number, name in names.items()}

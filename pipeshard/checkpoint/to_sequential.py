@@ -47,6 +47,7 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
             f"to_sequential got a model of which {len(pipeline.blank)} parameters, {min(pipeline.blank)} the first, "
             "have no values yet: call booster.load_model(model, <folder>) before"
         )
+    pipeline.gradients.settle()
     copied: nn.Module | None = None
     failure = ""
     if rank is None or rank == pipeline.rank:

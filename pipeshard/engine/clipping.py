@@ -65,13 +65,6 @@ class ModelGradients:
         known = (self.names, *(optimizer.names for optimizer in self.updates.in_use().values()))
         return next((names[parameter] for names in known if parameter in names), None)
 
-    def is_early(self, parameter: Tensor, name: str) -> bool:
-        """Whether it stands for the model's parameter of this name, and does not have the gradient of that yet."""
-        weight = self.weights.get(name)
-        if weight is None or parameter is weight.parameter:
-            return False
-        return parameter is weight.master and parameter.grad is None and weight.parameter.grad is not None
-
     def trainables(self) -> list[Tensor]:
         """What this rank has gradients of: the model's parameters, and what optimizers update in their place."""
         masters = [weight.master for weight in self.weights.values()]
@@ -91,18 +84,43 @@ class ModelGradients:
 
     def add_to(self) -> None:
         """Gradients are about to be added: the norm is theirs no more, and all are to have one scale."""
+        self._settle()
         self.updates.judge()
         self.norm, self._stepped = None, None
         self._rescale(self._scale)
 
+    def follow(self, adopts: bool) -> bool:
+        """Let parameters be what a loop has written to them or to what optimizers update; whether replicas are to
+        `share` it."""
+        followed = [optimizer.follow(adopts) for optimizer in self.updates.in_use().values()]
+        return any(followed)
+
+    def settle(self) -> None:
+        """Before parameters are read outside of a step: `follow` and `share`; all ranks call it."""
+        self.follow(adopts=False)
+        self.share()
+
+    def share(self) -> None:
+        """What replicas update, with ZeRO; all ranks call it."""
+        for optimizer in self.updates.in_use().values():
+            optimizer.share()
+
     def added(self) -> None:
-        """Remember them, to notice what changes them before the optimizer does."""
+        """Lend them to what optimizers update, and remember them, to notice what changes them before an update."""
+        for weight in self.weights.values():
+            weight.lend_gradient()
         self.updates.added(self._holders)
+
+    def _settle(self) -> None:
+        """Parameters have the gradients that a loop has given to what optimizers update."""
+        for weight in self.weights.values():
+            weight.settle_gradient()
 
     def ready(self, optimizer: object) -> bool:
         """Clip and unscale, unless another optimizer's step has; False if this step is to be skipped."""
         if self._stepped is None or optimizer in self._stepped:
             self._stepped, self.overflow, self.norm = [], False, None
+            self._settle()
             self.updates.judge()
             if self.max_norm > 0:
                 self._refuse_untrained()
@@ -127,6 +145,7 @@ class ModelGradients:
 
     def total(self, norm_type: float) -> Tensor:
         """The norm over the whole model, on every rank; all of them call it."""
+        self._settle()
         return grad_norm(self._holders, self.grid.world, norm_type) / self._factor
 
     @property

@@ -53,7 +53,8 @@ from pipeshard.split.policy import Policy, find_policy, refuse_backward_hooks
 from pipeshard.split.tensor_parallel import plan_of
 
 S = TypeVar("S", bound=Stage)
-TRAINED, UNPROVEN, UNSEEN, TRAINS = 1, 2, 4, 8  # news: bits of what ranks tell each other at the beginning of a step
+# News: bits of what ranks tell each other at the beginning of a step.
+TRAINED, UNPROVEN, UNSEEN, TRAINS, WRITTEN = 1, 2, 4, 8, 16
 
 
 class Unseen(NamedTuple):
@@ -258,6 +259,7 @@ class Pipeline:
             bits = TRAINED * (trained != self.trained or bool(problems)) + UNPROVEN * unproven + TRAINS * trains
             if self._unseen is not None and self._unseen.is_nan is not None and bool(self._unseen.is_nan):
                 bits |= UNSEEN
+            bits |= WRITTEN * self.gradients.follow(adopts=train)
             with suppress(Exception), self.precision.running():  # the step itself raises it, once ranks have agreed
                 found = self.planner.find(self._to_find(batches, train), criterion, looks=False)
             ways = -1 if found is None else self.planner.number(found)
@@ -268,6 +270,8 @@ class Pipeline:
         batches, agreed = self.reader.next(data_iter, mode, news, num_batches)
         if not agreed.updated_alike:
             self.gradients.updates.compare()
+        if agreed.news & WRITTEN:
+            self.gradients.share()
         if agreed.news & TRAINED:
             if wrong := [problem for said in gather_objects(problems, self.grid.world) for problem in said]:
                 raise UsageError(wrong[0])

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeshard.batch.batch import Batch
 from pipeshard.config import PRECISIONS
-from pipeshard.distributed.collectives import local, local_grad, slice_like
+from pipeshard.distributed.collectives import local, local_grad, set_local_grad, slice_like
 from pipeshard.errors import ConfigurationError
 from pipeshard.ghost import Ghost
 from pipeshard.graph.dataflow import Dataflow
@@ -70,6 +70,7 @@ class MasterWeight:
     ) -> None:
         self.name, self.parameter, self.holders, self.lowered = name, parameter, holders, lowered
         self.owner: int | None = None
+        self._lent: Tensor | None = None  # the gradient, as `master` was given it
         self.plain = full is None and not isinstance(parameter, DTensor)
         self.master: nn.Parameter = parameter
         if lowered:  # gradients are accumulated in the precision of the values, also of what is unfrozen later
@@ -79,6 +80,26 @@ class MasterWeight:
             self.master = nn.Parameter(value, requires_grad=parameter.requires_grad)
 
     @property
+    def is_double(self) -> bool:
+        """Whether the values that an optimizer updates are others than those that the model computes with."""
+        return self.master.dtype != self.parameter.dtype
+
+    @torch.no_grad()
+    def follow(self, is_master_written: bool, adopts: bool) -> bool:
+        """Let parameter and fp32 values be the same again, as a loop has written to one of them; whether they are.
+
+        The parameter follows its fp32 values at once. These follow the parameter where `adopts`, in the elements that
+        differ: a parameter that was exchanged and put back leaves them as they are.
+        """
+        if self.is_double and not is_master_written:
+            if not adopts:
+                return False
+            value = local(self.parameter)
+            self.master.copy_(torch.where(value == self.master.to(value.dtype), self.master, value.to(self.master)))
+        self.take_value()
+        return True
+
+    @property
     def lacks_values(self) -> bool:
         """Whether there are no fp32 values here, since the parameter was frozen when it was cast."""
         return self.lowered and self.master.dtype is self.parameter.dtype
@@ -86,20 +107,28 @@ class MasterWeight:
     def complete(self) -> None:
         """Get fp32 values from the parameter: it was frozen, so it has computed with these alone."""
         self.master, self.plain = nn.Parameter(local(self.parameter.detach()).float()), False
+        self._lent = None
 
     def leave(self) -> None:
         """Drop the fp32 values, which the owner alone has."""
         self.master = self.parameter
 
-    def give_gradient(self) -> None:
+    def settle_gradient(self) -> None:
+        """Let the parameter have the gradient that a loop has put in the place of the lent one."""
+        if self.master is not self.parameter and self.master.grad is not self._lent:
+            set_local_grad(self.parameter, self.master.grad)
+            self._lent = self.master.grad
+
+    def lend_gradient(self) -> None:
+        """Let what is updated have the gradient of the parameter, too: a loop may change it in either place."""
         if self.master is not self.parameter:
             self.master.requires_grad_(self.parameter.requires_grad)
-            self.master.grad = local_grad(self.parameter)
+            self.master.grad = self._lent = local_grad(self.parameter)
 
     @torch.no_grad()
     def take_value(self) -> None:
         """After an optimizer step; a shard shares its memory with the parameter."""
-        if self.master.dtype != self.parameter.dtype:
+        if self.is_double:
             local(self.parameter).copy_(self.master)
 
     @torch.no_grad()
@@ -115,7 +144,7 @@ class MasterWeight:
 
     def zero_grad(self, set_to_none: bool) -> None:
         if self.master is not self.parameter:
-            self.master.grad = None
+            self.master.grad = self._lent = None
         if set_to_none:
             self.parameter.grad = None
         elif self.parameter.grad is not None:

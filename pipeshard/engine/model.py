@@ -1,5 +1,6 @@
 """PipelineModel: what a model is to its user once it is boosted, on a stage or in one process."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -77,17 +78,38 @@ ASKED_BY = {
     "_is_accelerate_prepared": "accelerate (accelerator.prepare, or transformers' Trainer)",
 }
 
+OWN = frozenset({"module", "pipeline", "whole", "generation", "checkpoint_io"})  # attributes: others are the model's
+OWN_METHODS = ("forward", "compile", "extra_repr")
+# torch's methods of modules that the model itself answers, so that names, children, hooks and keys are its own.
+PUBLIC = [name for name, value in vars(nn.Module).items() if callable(value) and not name.startswith("_")]
+ANSWERED = ("_apply", *(name for name in PUBLIC if name not in OWN_METHODS))
+
+
+def _answered(name: str) -> Callable[..., Any]:
+    """The method of this name, called on the model itself; where that returns the model, it returns the boosted one."""
+
+    def call(self: "PipelineModel", *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        answer = getattr(module, name)(*args, **kwargs)
+        return self if answer is module else answer
+
+    call.__name__, call.__doc__ = name, getattr(nn.Module, name).__doc__
+    return call
+
 
 class PipelineModel(nn.Module):
-    """A boosted model: `unwrap()` is the model itself, of which this rank holds one stage."""
+    """A boosted model: `unwrap()` is the model itself, of which this rank holds one stage.
+
+    It has the attributes and methods of the model. What is set on it, is set on the model, whose forward reads it.
+    """
 
     def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
         nn.Module.__init__(self)  # not that of ColossalAI's ModelWrapper, which may come after this class
+        self.module = module
         self.pipeline, self.whole = pipeline, Whole.of(pipeline)
         self.generation: Any = None  # what all stages generate with
         self.checkpoint_io: Any = None  # that of the plugin, which knows of saves in the background
-        self.module = module  # the last one: from now on the model gets what is set here
-        guard(self)
+        guard(module)
 
     @property
     def training(self) -> bool:
@@ -111,6 +133,16 @@ class PipelineModel(nn.Module):
         getattr(self.module, "generate")  # noqa: B009 - AttributeError
         return self.generation
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("_modules", {}).get("module")
+        if module is None or name in OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
     def __getattr__(self, name: str) -> Any:
         """What the model has: its config, `generate`, `gradient_checkpointing_enable`, ..."""
         if name in ASKED_BY:
@@ -126,22 +158,6 @@ class PipelineModel(nn.Module):
                 raise
             return getattr(super().__getattr__("module"), name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """What this class does not have itself is set on the model, where its forward reads it."""
-        module = self.__dict__.get("_modules", {}).get("module")
-        is_own = module is None or name in self.__dict__ or name in self._modules or hasattr(type(self), name)
-        if is_own:
-            super().__setattr__(name, value)
-        else:
-            setattr(module, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        is_own = name in self.__dict__ or name in self._modules
-        if is_own:
-            super().__delattr__(name)
-        else:
-            delattr(self.module, name)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, where this process has all of it (pp_size=1); its loss goes to `booster.backward`.
 
@@ -154,3 +170,7 @@ class PipelineModel(nn.Module):
             "be called: use booster.execute_pipeline(data_iter, model, criterion, optimizer, return_outputs=True), "
             "under torch.no_grad() for evaluation"
         )
+
+
+for _name in ANSWERED:
+    setattr(PipelineModel, _name, _answered(_name))

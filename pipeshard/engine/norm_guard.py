@@ -56,11 +56,6 @@ class NormGuard(Guard):
         """Raise UsageError for parameters that several stages hold."""
         for gradients in list(self._models):
             names = {p: name for p in parameters if (name := gradients.name_of(p)) is not None}
-            if early := next((name for p, name in names.items() if gradients.is_early(p, name)), None):
-                raise UsageError(
-                    f"torch.nn.utils.clip_grad_norm_ got the values of {early} that the optimizer updates, which have "
-                    f"no gradient before optimizer.step(). {REMEDY}"
-                )
             held = [p for p, name in names.items() if name in gradients.weights and p.grad is not None]
             elsewhere = [name for p, name in names.items() if isinstance(p, Ghost) and p.pipeshard_trainable]
             if held and elsewhere:

@@ -8,6 +8,7 @@ updated.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,6 +29,31 @@ from pipeshard.engine.step_guard import GUARD
 from pipeshard.engine.updates import UNCOMPARED
 from pipeshard.errors import ConfigurationError, PipeshardError, UsageError
 from pipeshard.private import global_step_pre_hooks
+
+# Attributes of a PipelineOptimizer itself, beside what its class has; all others are the inner optimizer's.
+OWN = frozenset(
+    {
+        "optim",
+        "gradients",
+        "finite",
+        "sync",
+        "grid",
+        "zero",
+        "names",
+        "weights",
+        "given",
+        "options",
+        "is_stepping",
+        "_backward",
+        "_last_hook",
+        "_watched",
+        "_tensors",
+        "_noted",
+    }
+)
+
+
+VERSION = attrgetter("_version")  # of a tensor: how often it was written to
 
 
 class PipelineOptimizer(Optimizer):
@@ -62,6 +88,8 @@ class PipelineOptimizer(Optimizer):
         self.weights: dict[str, MasterWeight] = {}
         self.given: list[frozenset[str]] = []
         self.options: list[tuple[str, ...]] = []
+        self._watched: list[MasterWeight] = []
+        self._tensors: list[Tensor] = []
         self._narrow()
         self.is_stepping = False  # inside of the inner optimizer's step
         self._last_hook = optim.register_step_pre_hook(self._before_update)
@@ -74,6 +102,19 @@ class PipelineOptimizer(Optimizer):
             raise AttributeError(name)
         return getattr(self.optim, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Schedulers put a `step` of their own around that of this object."""
+        if name in OWN or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.optim, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self.optim, name)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
             "an optimizer of a boosted model is neither copied nor pickled, as it is a part of the whole: save it by "
@@ -81,12 +122,21 @@ class PipelineOptimizer(Optimizer):
         )
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.optim.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = groups
+        self._narrow()
+
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         return self.optim.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optim.defaults = defaults
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -157,6 +207,45 @@ class PipelineOptimizer(Optimizer):
                     for key, value in state.items()
                 }
         self.names |= {weight.master: weight.name for weight in updated.values()}
+        self._watch()
+
+    def _watch(self) -> None:
+        """Know the weights of which there are other values than those that a loop may write to."""
+        self._watched = [weight for weight in self.weights.values() if self.zero or weight.is_double]
+        self._tensors = [tensor for w in self._watched for tensor in (local(w.parameter), w.master)]
+        self._note()
+
+    def _states(self) -> list[tuple[int, int]]:
+        return [*zip(map(VERSION, self._tensors), map(Tensor.data_ptr, self._tensors))]
+
+    def _note(self) -> None:
+        """Parameters and what is updated agree now."""
+        self._noted = self._states()
+
+    def follow(self, adopts: bool) -> bool:
+        """Let what the model computes with and what is updated be the same again, where a loop has written to one of
+        them (`MasterWeight.follow`). Whether the replicas are to `share` it."""
+        now = self._states()
+        if now == self._noted:
+            return False
+        is_written = [one != other for one, other in zip(now, self._noted, strict=True)]
+        places = zip(self._watched, is_written[::2], is_written[1::2], strict=True)
+        followed = [
+            weight.follow(of_master, adopts) for weight, of_parameter, of_master in places if of_parameter or of_master
+        ]
+        if all(followed):
+            self._note()
+        return self.zero and any(followed)
+
+    def share(self) -> None:
+        """Give each replica the values of those that update them; all of them call it."""
+        if not self.zero:
+            return
+        share_updates(self.weights.values(), self.grid.replicas)
+        states = self._states()
+        for k, weight in enumerate(self._watched):
+            if not weight.is_double:  # else it is this replica that updates it, and has received nothing
+                self._noted[2 * k : 2 * k + 2] = states[2 * k : 2 * k + 2]
 
     def _remember_groups(self, fresh: Mapping[Tensor, str]) -> None:
         for k, group in enumerate(self.optim.param_groups):
@@ -182,6 +271,8 @@ class PipelineOptimizer(Optimizer):
                 self.names[weight.master] = self.names.pop(before)
         for group in self.optim.param_groups if became else ():
             group["params"] = [became.get(parameter, parameter) for parameter in group["params"]]
+        if became:
+            self._watch()
         for before, master in became.items():
             if before in self.optim.state:
                 state = self.optim.state.pop(before)
@@ -240,6 +331,7 @@ class PipelineOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         with together_in("optimizer.step") if self._meets else calling("optimizer.step"):
+            self.follow(adopts=True)
             self._narrow()
             self._complete()
             if closure is None:
@@ -263,7 +355,7 @@ class PipelineOptimizer(Optimizer):
             self.finite.before_update()
         ready = self.gradients.ready(self)
         for weight in self.weights.values() if ready else ():
-            weight.give_gradient()
+            weight.lend_gradient()
         return ready
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
@@ -281,8 +373,8 @@ class PipelineOptimizer(Optimizer):
             weight.take_value()
         if self.finite is not None:
             self.finite.after_update()
-        if self.zero:
-            share_updates(self.weights.values(), self.grid.replicas)
+        self.share()
+        self._note()
         return result
 
     def _before_update(self, *_: Any) -> None:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from pipeshard.distributed.collectives import gather_objects, local
 from pipeshard.distributed.mesh import Grid
 from pipeshard.errors import UsageError
+from pipeshard.graph.rng import torch_states
 
 logger = logging.getLogger("pipeshard")
 
@@ -36,13 +37,17 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class Grouped(Protocol):
-    """What Updates asks of a boosted optimizer: its groups, with the names of all that the user gave to each, on
-    whichever stage it is, and the options that each had then."""
+    """What is asked of a boosted optimizer: its groups, with the names of all that the user gave to each, on whichever
+    stage it is, the options that each had then, and to follow what a loop has written."""
 
     optim: Optimizer
     names: dict[Tensor, str]
     given: list[frozenset[str]]
     options: list[tuple[str, ...]]
+
+    def follow(self, adopts: bool) -> bool: ...
+
+    def share(self) -> None: ...
 
 
 class Told(NamedTuple):
@@ -66,6 +71,12 @@ class Snapshot:
         dense = [p for p, (grad, _) in self._of.items() if not grad.is_sparse] if samples else []
         self._sampled = dense[:: -(-len(dense) // TENSORS)] if dense else []
         self._values = [_some(parameter).clone() for parameter in self._sampled]
+        self._generators = torch_states()
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether torch has drawn random numbers since."""
+        return not all(map(torch.equal, self._generators, torch_states()))
 
     @property
     def is_changed(self) -> bool:
@@ -168,6 +179,8 @@ class Updates:
             return
         self._samples = True
         factor = since.factor()
+        if factor is None and self.grid.pp_size > 1 and since.has_drawn:
+            raise UsageError(DRAWN.format(self.grid.named(self.grid.mesh.rank)))
         self._factor = None if factor is None or self._factor is None else self._factor * factor
 
     @property
@@ -239,6 +252,12 @@ WARNED = (
     "That is exact if the factors are constants of your own, and wrong if they are taken from a norm of the gradients, "
     "which on a rank is that of one stage: use PipelinePlugin(max_norm=...), optimizer.clip_grad_by_norm(max_norm) or "
     "optimizer.get_grad_norm()"
+)
+
+DRAWN = (
+    "gradients were changed between execute_pipeline and the update on {}, and torch has drawn random numbers "
+    "meanwhile. Each rank draws for the parameters that it holds, so they get other numbers than in one process. Draw "
+    "for each parameter from a torch.Generator().manual_seed(...) of its own, seeded by its name and the step"
 )
 
 

@@ -45,6 +45,7 @@ class Generation:
                 "a different number of tokens each. Use fsdp=False, or save the model and load it in one process"
             )
         pipeline.refuse_blank()
+        pipeline.gradients.settle()
         own_progress().model, own_progress().chunks = pipeline.model, pipeline.policy.chunks
         own_progress().in_flight = pipeline.grid.size > 1
         self._share_generators()

@@ -261,11 +261,6 @@ class Stages(StandIn):
     def eval(self) -> "Stages":
         return self.train(False)
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of the model in evaluation, of which other stages' have no values here. In training none: whoever
-        looks at gradients, or clips, would see those of one stage."""
-        return iter(()) if torch.is_grad_enabled() else self.module.parameters(recurse)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)

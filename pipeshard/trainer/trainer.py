@@ -10,7 +10,7 @@ its callbacks, logs, schedules and files stay Trainer's own. An accumulation win
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import find_batch_size
 
@@ -53,6 +53,26 @@ PRIVATE = (
 )
 
 
+class Written:
+    """Tells whether parameters or their gradients were written to, or replaced, since it was made."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._of = [(parameter, *self._state(parameter)) for parameter in parameters]
+
+    @property
+    def is_changed(self) -> bool:
+        return any(self._differs(*before) for before in self._of)
+
+    def _differs(self, parameter: Tensor, version: int, gradient: Tensor | None, of_gradient: int) -> bool:
+        now = self._state(parameter)
+        return now[0] != version or now[1] is not gradient or now[2] != of_gradient
+
+    @staticmethod
+    def _state(parameter: Tensor) -> tuple[int, Tensor | None, int]:
+        gradient = parameter.grad
+        return parameter._version, gradient, 0 if gradient is None else gradient._version
+
+
 class Loop(Trainer):
     """What of a Trainer's loop stages do."""
 
@@ -63,6 +83,7 @@ class Loop(Trainer):
     _loader: Any = None  # the last one made: its samples are what a model is traced with
     _random: dict[str, Any] | None = None  # a checkpoint's, until the loop is where it was
     _held: tuple[dict[str, Any], ...] = ()  # the batches of a window that is not complete yet
+    _left: Written | None = None  # what is trained, as the latest batch has left it
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -187,6 +208,36 @@ class Loop(Trainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep the batch until its window is complete, and then take one step with all of it."""
+        assert self._stages is not None
+        if self._held:
+            self.refuse_written("between the batches of a window")
+        try:
+            return self._kept_or_stepped(inputs, num_items_in_batch)
+        finally:
+            is_watched = self.current_gradient_accumulation_steps > 1 and self._may_write
+            self._left = Written(self._stages.boosted.pipeline.gradients.trainables()) if is_watched else None
+
+    @property
+    def _may_write(self) -> bool:
+        """Whether code of the user's runs between the batches of a window."""
+        steps = [kind for kind in type(self).__mro__ if kind is not Front and "training_step" in vars(kind)]
+        ends = [type(callback).on_substep_end for callback in self.callback_handler.callbacks]
+        return steps[0] is not Loop or any(end is not TrainerCallback.on_substep_end for end in ends)
+
+    def refuse_written(self, when: str) -> None:
+        """Raise UsageError if anything has written to what is trained since the latest batch of a window.
+
+        One process would have trained the next batches of the window with it.
+        """
+        if self._left is not None and self._left.is_changed:
+            raise UsageError(
+                f"{type(self).__name__} has changed gradients or parameters {when}, whose "
+                f"gradient_accumulation_steps={self.current_gradient_accumulation_steps} batches are one step of the "
+                "pipeline: change them once a step, in a callback's on_pre_optimizer_step (gradients) or on_step_end "
+                "(parameters), or pass gradient_accumulation_steps=1 and PipelinePlugin(num_microbatches=...)"
+            )
+
+    def _kept_or_stepped(self, inputs: Any, num_items_in_batch: Any) -> Tensor:
         assert self._stages is not None
         if self._objective is not None:
             self._objective.num_items = num_items_in_batch
@@ -365,6 +416,12 @@ class Front:
             )
         self.pipeline = pipeline
         super().__init__(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the user's class, which a window calls for each of its batches."""
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        self.refuse_written("in training_step, which is called for each batch of a window")  # type: ignore[attr-defined]
+        return loss
 
 
 def pipelined(trainer: type[Trainer]) -> Any:

@@ -48,7 +48,7 @@ def misused(folder: str) -> list[str]:
         refused(torch.optim.swa_utils.AveragedModel, model),
         refused(model.load_state_dict, whole),
         refused(model.model.load_state_dict, {key.removeprefix("model."): value for key, value in whole.items()}),
-        refused(boosted.load_state_dict, {f"module.{key}": value for key, value in whole.items()}),
+        refused(boosted.load_state_dict, whole),
         refused(model.half),
         refused(boosted.to, torch.float64),
         refused(model.share_memory),

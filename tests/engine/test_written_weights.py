@@ -1,0 +1,188 @@
+"""Written weights: what a loop writes to parameters, or to what an optimizer updates, is trained with from then on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pipeshard
+from pipeshard.split.materialize import is_released
+from tests.hunt.loops import LAYOUTS, Sides
+from tests.pool import Pool
+
+pytestmark = pytest.mark.local
+
+BOUND = 0.125  # a number that 16 bits have
+
+
+def momentum(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def of_groups(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def trained(sides: Sides) -> list[Any]:
+    return [parameter for _, parameter in sides.held() if not is_released(parameter)]
+
+
+@torch.no_grad()
+def decays_through_groups(layout: dict[str, Any]) -> list[str]:
+    """Before an evaluation, as optimizers without a schedule do, and after it again."""
+    sides = Sides(layout, momentum)
+    for step in range(3):
+        with torch.enable_grad():
+            sides.train(sides.batches(step))
+        sides.step()
+        for optimizer in (sides.reference, sides.optimizer):
+            for parameter in of_groups(optimizer):
+                parameter.mul_(0.8)
+        batches = sides.batches(20 + step)
+        with torch.enable_grad():
+            expected = sides.loss(batches)
+        sides.reference.zero_grad()
+        if abs(sides.split_loss(batches) - expected) > 1e-5 * abs(expected):
+            sides.found.append(f"evaluation after step {step}")
+    for optimizer in (sides.reference, sides.optimizer):
+        for parameter in of_groups(optimizer):
+            parameter.mul_(0.8)
+    whole = dict(pipeshard.to_sequential(sides.engine.model).named_parameters())
+    for name, parameter in sides.unsplit.named_parameters():
+        if not torch.allclose(whole[name], parameter, rtol=1e-4, atol=1e-5):
+            sides.found.append(f"{name} as it is saved")
+    return sides.done()
+
+
+@pytest.mark.parametrize("layout", ["two stages", "ZeRO-1"])
+def test_what_is_written_to_an_optimizers_groups_is_seen_by_the_next_forward(pool: Pool, layout: str) -> None:
+    """With ZeRO one replica alone has a parameter in its groups: the others computed with the old one. Schedule-free
+    optimizers were evaluated and trained at other points."""
+    ranks = 2 * LAYOUTS[layout].get("dp_size", 1)
+    assert pool.run(decays_through_groups, ranks, dict(LAYOUTS[layout]), timeout=120) == [[]] * ranks
+
+
+@torch.no_grad()
+def clamps(layout: dict[str, Any], through_groups: bool) -> None:
+    """In 16 bits, with a learning rate by which nothing leaves the bound again."""
+    sides = Sides({**layout, "precision": "bf16"}, lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
+    for step in range(2):
+        with torch.enable_grad():
+            sides.split_loss(sides.batches(step))
+        sides.optimizer.step()
+        for parameter in of_groups(sides.optimizer) if through_groups else trained(sides):
+            parameter.clamp_(-BOUND, BOUND)
+    pipeshard.to_sequential(sides.engine.model)
+    sides.split_loss(sides.batches(3))
+    sides.optimizer.step()
+    for values in (trained(sides), of_groups(sides.optimizer)):
+        largest = max(float(value.detach().abs().max()) for value in values)
+        assert largest == pytest.approx(BOUND, rel=1 / 128)  # what 16 bits round to it stays
+    for weight in sides.optimizer.weights.values():
+        assert torch.equal(weight.parameter, weight.master.to(weight.parameter.dtype))
+
+
+@torch.no_grad()
+def values_after(exchanges: bool) -> list[Tensor]:
+    """The fp32 values after some steps; beside them, other weights are evaluated and the former put back."""
+    sides = Sides({"precision": "bf16"}, momentum)
+    for step in range(4):
+        with torch.enable_grad():
+            sides.split_loss(sides.batches(step))
+        sides.optimizer.step()
+        sides.optimizer.zero_grad()
+        for parameter in trained(sides) if exchanges else ():
+            before = parameter.detach().clone()
+            parameter.mul_(0.5)
+            if step % 2:
+                parameter.copy_(before)
+            else:
+                parameter.data = before
+        sides.split_loss(sides.batches(9))
+    return [value.detach().clone() for value in of_groups(sides.optimizer)]
+
+
+def exchanged() -> None:
+    with_exchange, without = values_after(True), values_after(False)
+    assert without[0].dtype is torch.float32
+    assert all(map(torch.equal, with_exchange, without))
+
+
+def test_what_is_written_in_16_bits_is_kept(pool: Pool) -> None:
+    """The next update wrote the fp32 values over it: weights that a loop clamped or drew anew were what they had been.
+    What is exchanged for an evaluation and put back leaves the fp32 values to the last bit."""
+    for through_groups in (False, True):
+        pool.run(clamps, 2, {}, through_groups, timeout=120)
+    pool.run(clamps, 4, {"dp_size": 2, "zero_stage": 1}, False, timeout=120)
+    pool.run(exchanged, 2, timeout=120)
+
+
+def changes_gradients(how: str, through_groups: bool) -> list[Tensor]:
+    """The fp32 values after some steps in 16 bits, in which a loop has changed gradients in one place or the other."""
+    sides = Sides({"precision": "bf16", "max_norm": 0.2}, momentum)
+    for step in range(3):
+        for k in range(2):
+            sides.split_loss(sides.batches(2 * step + k))
+            for parameter in of_groups(sides.optimizer) if through_groups else trained(sides):
+                assert parameter.grad is not None
+                if how == "clamped":
+                    parameter.grad.clamp_(-1e-3, 1e-3)
+                elif how == "replaced":
+                    parameter.grad = parameter.grad.sign()
+                elif k == 0:
+                    parameter.grad = None
+        sides.optimizer.step()
+        sides.engine.model.zero_grad() if step % 2 else sides.optimizer.zero_grad()
+    return [value.detach().clone() for value in of_groups(sides.optimizer)]
+
+
+def places_of_gradients() -> None:
+    for how in ("clamped", "replaced", "dropped"):
+        in_groups, in_model = (changes_gradients(how, through_groups) for through_groups in (True, False))
+        assert all(map(torch.equal, in_groups, in_model)), how
+
+
+def test_gradients_are_changed_through_the_groups_as_through_the_model(pool: Pool) -> None:
+    """In 16 bits parameters in an optimizer's groups had no gradient before its step: a loop over the groups that
+    clamped gradients, or dropped them, changed nothing."""
+    for ranks in (1, 2):
+        pool.run(places_of_gradients, ranks, timeout=120)
+
+
+class Factored(torch.optim.SGD):
+    """Has a factor of its own, which a loop anneals."""
+
+    factor = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in of_groups(self):
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.1 * self.factor)
+
+
+def sets_attributes_of_optimizers() -> list[str]:
+    factored = Sides({}, lambda model: Factored(model.parameters(), lr=0.1))
+    fresh = Sides({}, momentum)
+    for step in range(4):
+        for optimizer in (factored.reference, factored.optimizer):
+            optimizer.factor = 1.0 / (1 + step)
+        for optimizer in (fresh.reference, fresh.optimizer):
+            if step == 2:
+                optimizer.state = type(optimizer.state)(dict)
+                optimizer.param_groups = [{**group, "lr": 0.02} for group in optimizer.param_groups]
+        for sides in (factored, fresh):
+            sides.train(sides.batches(step))
+            sides.step()
+    for optimizer in (factored.reference, factored.optimizer):
+        del optimizer.factor
+    return factored.done() + fresh.done()
+
+
+def test_what_is_set_on_a_boosted_optimizer_is_set_on_the_optimizer(pool: Pool) -> None:
+    """`optimizer.factor = 0.5` and `optimizer.state = defaultdict(dict)` went to the object around it, which nothing
+    read; `optimizer.param_groups = [...]` raised AttributeError."""
+    assert pool.run(sets_attributes_of_optimizers, 2, timeout=120) == [[], []]

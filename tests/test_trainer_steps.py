@@ -1,0 +1,107 @@
+"""Trainer steps: a training_step of one's own changes gradients and weights as in one process, or is refused."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
+
+from pipeshard.errors import UsageError
+from tests.pool import Pool
+from tests.trainers import TASKS, differences, launched, logs, trainer
+
+
+class Halving(Trainer):
+    """Halves the gradients of each batch."""
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(model, *args, **kwargs)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        return loss
+
+
+class Adversarial(Trainer):
+    """A second backward of each batch, with weights that are moved along their gradients."""
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(model, *args, **kwargs)
+        trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        moves = [0.01 * p.grad / (p.grad.norm() + 1e-9) for p in trained]
+        with torch.no_grad():
+            for parameter, move in zip(trained, moves, strict=True):
+                parameter.add_(move)
+        super().training_step(model, *args, **kwargs)
+        with torch.no_grad():
+            for parameter, move in zip(trained, moves, strict=True):
+                parameter.sub_(move)
+        return loss
+
+
+class Counting(Trainer):
+    """Changes nothing that is trained."""
+
+    steps = 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.steps += 1
+        loss: Tensor = super().training_step(*args, **kwargs)
+        return loss
+
+
+class Decaying(TrainerCallback):
+    """Shrinks the weights after each batch of a window but its last."""
+
+    def on_substep_end(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.mul_(0.9)
+
+
+def train(kind: type[Trainer], folder: str, plugin: dict[str, Any] | None = None, **others: Any) -> Any:
+    with launched() if plugin else nullcontext(), mock.patch.object(TASKS["causal"], "kind", kind):
+        made = trainer("causal", folder, plugin, max_steps=4, max_grad_norm=0.5, **others)
+        made.train()
+        return logs(made), getattr(made, "steps", 0)
+
+
+def refused(folder: str) -> None:
+    with launched():
+        for kind in (Halving, Adversarial):
+            with (
+                mock.patch.object(TASKS["causal"], "kind", kind),
+                pytest.raises(UsageError, match=rf"Pipelined{kind.__name__} has changed .* in training_step.*pre_opt"),
+            ):
+                trainer("causal", folder, {"pp_size": 2}, gradient_accumulation_steps=2).train()
+        with pytest.raises(UsageError, match=r"has changed .* between the batches of a window"):
+            trainer("causal", folder, {"pp_size": 2}, {"callbacks": [Decaying()]}).train()
+
+
+@pytest.mark.turns
+def test_a_training_step_of_ones_own_is_exact_where_a_step_has_one_batch(pool: Pool, tmp_path: Path) -> None:
+    """model.parameters() was empty there while gradients were enabled: gradients that a training_step halved in one
+    process stayed as they were in a pipeline."""
+    plugin = {"pp_size": 2, "num_microbatches": 2}
+    for kind in (Halving, Adversarial):
+        expected, _ = train(kind, str(tmp_path), gradient_accumulation_steps=1)
+        for found, _ in pool.run(train, 2, kind, str(tmp_path), plugin, gradient_accumulation_steps=1, timeout=120):
+            assert differences(found, expected, 3e-6) == []
+
+
+@pytest.mark.turns
+def test_what_changes_within_a_window_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """A window runs as one step, after its last batch: what was done after each batch of it was done once, or to
+    other weights than in one process."""
+    pool.run(refused, 2, str(tmp_path), timeout=120)
+    expected, steps = train(Counting, str(tmp_path))
+    for found, counted in pool.run(train, 2, Counting, str(tmp_path), {"pp_size": 2}, timeout=120):
+        assert differences(found, expected, 3e-6) == []
+        assert counted == steps == 12
