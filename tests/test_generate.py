@@ -10,8 +10,9 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
 from transformers.generation.streamers import BaseStreamer
 
 from pipeshard import PipelinePlugin, initialize
@@ -301,3 +302,22 @@ def test_page_of_generation() -> None:
     assert "Of 3 architectures in" in text and "2 generate unsplit. **1** of these (50.0%)" in text
     assert "| causal-lm/b | 2 | refused | TraceError: why |" in text and "| causal-lm/c |" not in text
     assert len(PAGE.tasks) == 4
+
+
+def written() -> list[Any]:
+    """transformers' own text-generation pipeline on a boosted model."""
+    words = Tokenizer(models.WordLevel({f"w{k}": k for k in range(zoo.VOCABULARY)}, unk_token="w1"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
+    model = zoo.build("llama")
+    unsplit = copy.deepcopy(model).eval()
+    made = [
+        pipeline("text-generation", model=each, tokenizer=tokenizer)("w5 w6 w7", max_new_tokens=4, do_sample=False)
+        for each in (unsplit, boosted(model, "llama"))
+    ]
+    return made
+
+
+def test_text_generation_pipeline_takes_a_boosted_model(pool: Pool) -> None:
+    for unsplit, split in pool.run(written, 2):
+        assert split == unsplit
