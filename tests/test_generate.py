@@ -311,11 +311,10 @@ def written() -> list[Any]:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
     model = zoo.build("llama")
     unsplit = copy.deepcopy(model).eval()
-    made = [
+    return [
         pipeline("text-generation", model=each, tokenizer=tokenizer)("w5 w6 w7", max_new_tokens=4, do_sample=False)
         for each in (unsplit, boosted(model, "llama"))
     ]
-    return made
 
 
 def test_text_generation_pipeline_takes_a_boosted_model(pool: Pool) -> None:
