@@ -20,13 +20,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from pipeshard.batch.batch import FOR_CRITERION
 from pipeshard.checkpoint.files import together
 from pipeshard.checkpoint.training_state import random_state, set_random_state
 from pipeshard.distributed.collectives import gather, gather_objects, share_value
 from pipeshard.engine.engine import Pipeline
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import TraceError, UsageError
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.private import tree_tensors
 from pipeshard.trainer.kept import KeptState
@@ -52,6 +53,10 @@ class Called(Exception):
         self.inputs = inputs
 
 
+class Resized(TraceError):
+    """The model was called with inputs of other sizes than it has got: a trace varies the sizes of each of them."""
+
+
 class Objective:
     """Calls `trainer.compute_loss`. `num_items` is what all batches of a window together are to be divided by."""
 
@@ -63,11 +68,13 @@ class Objective:
         self._random: dict[str, Any] = {}  # the generators' states, as compute_loss leaves them
         self._failure: UsageError | None = None
         self._is_stepping = False  # rather than tried
+        self._reached: tuple[int, ...] = ()  # the outputs that get a gradient from the loss, by their places
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Objective":
         """One that is tried only."""
         made = Objective(self.trainer)
         made.num_items, made.added = copy.deepcopy(self.num_items, memo), self.added
+        made._reached = self._reached
         return made
 
     @property
@@ -92,7 +99,7 @@ class Objective:
 
     def called_with(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """What the model is called with, and what of the batch the loss may read beside it, under names of its own."""
-        trainer = self.trainer
+        trainer, before = self.trainer, random_state()
         try:
             with self._undone():
                 trainer.compute_loss(Asking(trainer.model), dict(inputs), num_items_in_batch=self.num_items)
@@ -100,15 +107,31 @@ class Objective:
             self.added = frozenset(called.inputs.keys() - inputs.keys())
             beside = {FOR_CRITERION + name: inputs[name] for name in inputs.keys() - called.inputs.keys()}
             return {**called.inputs, **{name: beside[name] for name in sorted(beside)}}
+        finally:
+            set_random_state(before)
         raise UsageError(
             f"compute_loss of {type(trainer).__name__} has not called the model that it was given: let it call "
             "model(**inputs), and make the loss of what that returns"
         )
 
     def __call__(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """The loss, and nothing else: of a trace, or a trial."""
-        with self._muted(), self._undone(KeptState(self.trainer, copies=True)):
-            return self._loss(outputs, inputs)
+        """The loss, and nothing else: of a trace, or a trial.
+
+        If compute_loss makes the model's inputs of several tensors of the batch, a trace that varies sizes has inputs
+        that do not fit together. There a sum stands for the loss, of the outputs that the loss has reached before.
+        """
+        leaves = tree_tensors(outputs)
+        try:
+            with self._muted(), self._undone(KeptState(self.trainer, copies=True)):
+                loss = self._loss(outputs, inputs)
+        except Resized:
+            if not self._reached or self._reached[-1] >= len(leaves):
+                raise
+            return torch.stack([leaves[place].float().sum() for place in self._reached]).sum()
+        if self.added:
+            edges = _edges_of(loss)
+            self._reached = tuple(place for place, leaf in enumerate(leaves) if leaf.requires_grad and _edge(leaf) in edges)
+        return loss
 
     def in_step(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         """The same in a step, on the last stage, with all else that compute_loss does.
@@ -257,6 +280,8 @@ class Answer(Asking):
                 "collator make it what it is to be"
             )
         if other := [name for name in own & self.added if not _is_equal(inputs[name], self.inputs[name])]:
+            if any(_shape(inputs[name]) != _shape(self.inputs[name]) for name in other):
+                raise Resized(f"{', '.join(sorted(other))} of the batch do not fit what compute_loss makes of it")
             raise UsageError(
                 f"compute_loss gives the model another {', '.join(sorted(other))} than it did before the step, when "
                 "all batches of a window of gradient_accumulation_steps are looked at: let it depend on nothing that "
@@ -279,6 +304,27 @@ def _is_equal(given: Any, known: Any) -> bool:
     return given.is_meta or torch.equal(given.detach().to(known), known.detach())
 
 
+def _shape(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, Tensor) else None
+
+
+def _edge(tensor: Tensor) -> tuple[Node, int]:
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _edges_of(loss: Tensor) -> set[tuple[Node, int]]:
+    """The places in the graph of a loss to which its gradient gets."""
+    found = set[tuple[Node, int]]()
+    queue = [_edge(loss)] if loss.requires_grad else []
+    while queue:
+        edge = queue.pop()
+        if edge not in found:
+            found.add(edge)
+            queue += [(node, number) for node, number in edge[0].next_functions if node is not None]
+    return found
+
+
 def _is_same_state(one: Any, other: Any) -> bool:
     """Whether all generators are where they were."""
     if isinstance(one, Tensor):
@@ -298,12 +344,7 @@ class Preferences:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs |= dict(zip(inspect.signature(super().__init__).parameters, args))
-        given = kwargs.get("args")
-        if getattr(given, "sync_ref_model", False):
-            raise ConfigurationError(
-                "sync_ref_model=True would mix the parameters of two models, which are in parts here: leave it out"
-            )
-        if getattr(given, "precompute_ref_log_probs", False):
+        if getattr(kwargs.get("args"), "precompute_ref_log_probs", False):
             for name in ("train_dataset", "eval_dataset"):
                 kwargs[name] = self._on_disk(kwargs.get(name), Path(kwargs["args"].output_dir) / "datasets" / name)
         super().__init__(**kwargs)

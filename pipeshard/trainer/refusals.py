@@ -31,6 +31,9 @@ REFUSED = {
     "train_sampling_strategy": (
         "it deals batches out to processes, but the stages of a replica read the same: use group_by_length"
     ),
+    "use_vllm": "vLLM would have to be given weights that are in parts here: leave it out, and the stages generate",
+    "use_transformers_continuous_batching": "its cache is made for all layers of a model: leave it out",
+    "sync_ref_model": "it would mix the parameters of two models, which are in parts here: leave it out",
     "accelerator_config.dispatch_batches": "every rank reads for itself: leave it out",
 }
 # Which values of an argument are refused, where it is not all that are true.
@@ -75,7 +78,7 @@ def refuse_split(model: nn.Module, name: str) -> None:
         )
 
 
-OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
+OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")
 
 
 def refuse_class(kind: type) -> None:

@@ -108,6 +108,12 @@ class PipelineAccelerator(Accelerator):
 
         return self._of_replicas(gathered, tensor)
 
+    def gather_object(self, values: list[Any]) -> list[Any]:
+        """The entries of every replica's list."""
+        if self.num_processes == 1:
+            return values
+        return [entry for one in gather_objects(values, self.grid.replicas) for entry in one]
+
     def _of_replicas(self, combine: Callable[[Tensor], Tensor], tensor: Any) -> Any:
         if self.is_muted:
             return recursively_apply(_ones, tensor, error_on_other_type=True)
@@ -122,9 +128,8 @@ class PipelineAccelerator(Accelerator):
         try:
             recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
         except TypeError:
-            every = gather_objects(input_data, self.grid.replicas) if self.num_processes > 1 else [input_data]
             rest = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else -1
-            return [entry for one in every for entry in one][: rest if rest > 0 else None]
+            return list(self.gather_object(input_data))[: rest if rest > 0 else None]
         return super().gather_for_metrics(input_data)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
