@@ -68,13 +68,15 @@ class Objective:
         self._random: dict[str, Any] = {}  # the generators' states, as compute_loss leaves them
         self._failure: UsageError | None = None
         self._is_stepping = False  # rather than tried
-        self._reached: tuple[int, ...] = ()  # the outputs that get a gradient from the loss, by their places
+        # Of the last trial in which sizes fit together: the sizes, and which outputs get a gradient from the loss.
+        self._sizes: dict[str, torch.Size] = {}
+        self._reached: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Objective":
         """One that is tried only."""
         made = Objective(self.trainer)
         made.num_items, made.added = copy.deepcopy(self.num_items, memo), self.added
-        made._reached = self._reached
+        made._sizes, made._reached = dict(self._sizes), self._reached
         return made
 
     @property
@@ -118,20 +120,34 @@ class Objective:
         """The loss, and nothing else: of a trace, or a trial.
 
         If compute_loss makes the model's inputs of several tensors of the batch, a trace that varies sizes has inputs
-        that do not fit together. There a sum stands for the loss, of the outputs that the loss has reached before.
+        that do not fit together. There a sum of outputs stands for the loss.
         """
         leaves = tree_tensors(outputs)
         try:
             with self._muted(), self._undone(KeptState(self.trainer, copies=True)):
-                loss = self._loss(outputs, inputs)
+                loss = self._loss(outputs, inputs, is_trial=True)
         except Resized:
-            if not self._reached or self._reached[-1] >= len(leaves):
+            if not self._is_near(inputs):
                 raise
             return torch.stack([leaves[place].float().sum() for place in self._reached]).sum()
-        if self.added:
+        if self.added and loss.requires_grad:
             edges = _edges_of(loss)
-            self._reached = tuple(place for place, leaf in enumerate(leaves) if leaf.requires_grad and _edge(leaf) in edges)
+            self._reached = tuple(k for k, leaf in enumerate(leaves) if leaf.requires_grad and _edge(leaf) in edges)
+            self._sizes = self._sizes_of(inputs)
         return loss
+
+    def _sizes_of(self, inputs: Mapping[str, Any]) -> dict[str, torch.Size]:
+        given = {name: inputs[name] for name in self.added if name in inputs}
+        return {name: value.shape for name, value in given.items() if isinstance(value, Tensor)}
+
+    def _is_near(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether a trace has made these inputs of those whose sizes fitted together, and has not begun with short
+        ones, whose lengths may be alike by chance."""
+        sizes = self._sizes_of(inputs)
+        if sizes.keys() != self._sizes.keys() or not self._reached:
+            return False
+        pairs = [pair for name in sizes for pair in zip(sizes[name], self._sizes[name])]
+        return all(size >= before - 1 for size, before in pairs)
 
     def in_step(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         """The same in a step, on the last stage, with all else that compute_loss does.
@@ -188,9 +204,9 @@ class Objective:
         else:
             set_random_state(self._random)
 
-    def _loss(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
+    def _loss(self, outputs: Any, inputs: Mapping[str, Any], is_trial: bool = False) -> Tensor:
         trainer = self.trainer
-        answer = Answer(trainer.model, outputs, inputs, self.added)
+        answer = Answer(trainer.model, outputs, inputs, self.added, is_trial)
         given = {name: value for name, value in inputs.items() if name not in self.added and name != ITEMS}
         given = {name.removeprefix(FOR_CRITERION): value for name, value in given.items()}
         loss = trainer.compute_loss(answer, given, num_items_in_batch=self.num_items)
@@ -264,11 +280,15 @@ class Asking(StandIn):
 
 class Answer(Asking):
     """What the pipeline has computed of a batch, as a model that is called with it, once; also with what compute_loss
-    has `added` to the batch, which is made anew."""
+    has `added` to the batch, which is made anew. In a trial only its sizes are compared, as a trace would have to be
+    repeated for each batch if it depended on values."""
 
-    def __init__(self, model: nn.Module, outputs: Any, inputs: Mapping[str, Any], added: frozenset[str]) -> None:
+    def __init__(
+        self, model: nn.Module, outputs: Any, inputs: Mapping[str, Any], added: frozenset[str], is_trial: bool = False
+    ) -> None:
         super().__init__(model)
         self.outputs, self.inputs, self.added, self.was_called = outputs, inputs, added, False
+        self.is_trial = is_trial
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         if self.was_called:
@@ -279,11 +299,12 @@ class Answer(Asking):
                 f"compute_loss gives the model another {', '.join(sorted(other))} than the batch has: let the data "
                 "collator make it what it is to be"
             )
-        if other := [name for name in own & self.added if not _is_equal(inputs[name], self.inputs[name])]:
-            if any(_shape(inputs[name]) != _shape(self.inputs[name]) for name in other):
-                raise Resized(f"{', '.join(sorted(other))} of the batch do not fit what compute_loss makes of it")
+        anew = {name: (inputs[name], self.inputs[name]) for name in sorted(own & self.added)}
+        if self.is_trial and (other := [name for name, pair in anew.items() if not _is_same_size(*pair)]):
+            raise Resized(f"{', '.join(other)} of the batch do not fit what compute_loss makes of it")
+        if not self.is_trial and (other := [name for name, pair in anew.items() if not _is_equal(*pair)]):
             raise UsageError(
-                f"compute_loss gives the model another {', '.join(sorted(other))} than it did before the step, when "
+                f"compute_loss gives the model another {', '.join(other)} than it did before the step, when "
                 "all batches of a window of gradient_accumulation_steps are looked at: let it depend on nothing that "
                 "compute_loss changes, or draws, or let the data collator make it"
             )
@@ -296,16 +317,14 @@ def _is_given_value(given: Any, known: Any) -> bool:
 
 
 def _is_equal(given: Any, known: Any) -> bool:
-    """Whether a value that was made anew is the one that was made before; a trace shows no values."""
+    """Whether a value that was made anew is the one that was made before."""
     if not isinstance(given, Tensor) or not isinstance(known, Tensor):
         return _is_given_value(given, known) or not isinstance(given, PLAIN_VALUES)
-    if given.shape != known.shape:
-        return False
-    return given.is_meta or torch.equal(given.detach().to(known), known.detach())
+    return given.shape == known.shape and torch.equal(given.detach().to(known), known.detach())
 
 
-def _shape(value: Any) -> torch.Size | None:
-    return value.shape if isinstance(value, Tensor) else None
+def _is_same_size(given: Any, known: Any) -> bool:
+    return not isinstance(given, Tensor) or not isinstance(known, Tensor) or given.shape == known.shape
 
 
 def _edge(tensor: Tensor) -> tuple[Node, int]:
