@@ -68,6 +68,7 @@ class Objective:
         self._random: dict[str, Any] = {}  # the generators' states, as compute_loss leaves them
         self._failure: UsageError | None = None
         self._is_stepping = False  # rather than tried
+        self._calls = 0  # of compute_loss in this step, which are to come
         # Of the last trial in which sizes fit together: the sizes, and which outputs get a gradient from the loss.
         self._sizes: dict[str, torch.Size] = {}
         self._reached: tuple[int, ...] = ()
@@ -90,13 +91,17 @@ class Objective:
         self._random, self._failure = random_state(), None
 
     @contextmanager
-    def stepping(self, pipeline: Pipeline) -> Iterator[None]:
-        """Around the step of a window; at its end all ranks are told of it."""
-        self._is_stepping = True
+    def stepping(self, pipeline: Pipeline, calls: int) -> Iterator[None]:
+        """Around the step of a window, in which compute_loss is called so often; at its end all ranks are told of it.
+
+        Accelerate says of the last call alone that gradients are synchronized, as in one process.
+        """
+        accelerator = self.trainer.accelerator
+        self._is_stepping, self._calls = True, calls
         try:
             yield
         finally:
-            self._is_stepping = False
+            self._is_stepping, accelerator.is_last_call = False, True
         self._share(pipeline)
 
     def called_with(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,6 +163,8 @@ class Objective:
         if not self._is_stepping:
             return self(outputs, inputs)
         before = random_state()
+        self._calls -= 1
+        self.trainer.accelerator.is_last_call = self._calls == 0
         try:
             muted = self(outputs, inputs) if self.trainer.accelerator.num_processes > 1 else None
             set_random_state(self._random)

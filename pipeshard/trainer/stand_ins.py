@@ -47,6 +47,7 @@ class PipelineAccelerator(Accelerator):
     trainer: Boosts
     is_alone: bool
     is_muted: bool  # what is gathered is of no use, and not to be waited for: all of it is ones
+    is_last_call: bool  # of compute_loss in a step, which calls it for all batches of a window
 
     @classmethod
     def of(cls, accelerator: Accelerator, grid: Grid, trainer: Boosts) -> "PipelineAccelerator":
@@ -54,6 +55,7 @@ class PipelineAccelerator(Accelerator):
         new = cls.__new__(cls)
         new.__dict__.update(vars(accelerator))
         new.grid, new.trainer, new.is_alone, new.is_muted = grid, trainer, False, False
+        new.is_last_call = True
         new.scaler = None  # of the loss in fp16: the pipeline has one
         return new
 
@@ -73,6 +75,14 @@ class PipelineAccelerator(Accelerator):
     @property
     def process_index(self) -> int:
         return 0 if self.is_alone else self.grid.replica
+
+    @property
+    def sync_gradients(self) -> bool:
+        return self.is_last_call and bool(self.gradient_state.sync_gradients)
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state.sync_gradients = sync_gradients
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         prepared = tuple(map(self._prepared, args))

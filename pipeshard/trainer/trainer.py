@@ -23,6 +23,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import find_batch_size
 
+from pipeshard.batch.batch import split_sizes
 from pipeshard.batch.read import first_samples
 from pipeshard.checkpoint.training_state import random_state, set_random_state
 from pipeshard.engine.model import PipelineModel
@@ -203,7 +204,9 @@ class Loop(Trainer):
         if self._objective is None:
             return self._stages.step(window, None, weight).to(self.args.device)
         self._objective.begin()
-        with self._objective.stepping(self._stages.boosted.pipeline):
+        pipeline = self._stages.boosted.pipeline
+        parts = [split_sizes(find_batch_size(batch) or 1, *pipeline.config.cut) for batch in window]
+        with self._objective.stepping(pipeline, sum(map(len, parts))):
             loss = self._stages.step(window, self._objective, weight, self._objective.note)
         return loss.to(self.args.device)
 
