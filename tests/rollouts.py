@@ -62,6 +62,7 @@ class Kind:
     rewards: str = "vowels"
 
 
+EIGHT = {"per_device_train_batch_size": 8}
 TWO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 AGAIN = {"num_iterations": 2, **TWO}
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")

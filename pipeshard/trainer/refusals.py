@@ -82,12 +82,12 @@ OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrain
 
 
 def refuse_class(kind: type) -> None:
-    """Raise ConfigurationError for a Trainer of TRL that generates, or runs several models in a step."""
+    """Raise ConfigurationError for a Trainer of TRL that none of OF_TRL is, or that overrides one of them to do more."""
     trl = [one.__name__ for one in kind.__mro__ if one.__module__.startswith("trl.") and "Trainer" in one.__name__]
-    if trl and not set(trl) & set(OF_TRL):
+    if trl and trl[0] not in OF_TRL:
         raise ConfigurationError(
-            f"{trl[0]} generates while it trains, or runs several models in one step, which no pipeline knows. "
-            f"Of TRL's trainers {', '.join(OF_TRL)} are"
+            f"{trl[0]} runs several models in one step, or generates in a way that has not been compared with one "
+            f"process. Of TRL's trainers, {', '.join(OF_TRL)} work, and your own subclasses of them"
         )
 
 

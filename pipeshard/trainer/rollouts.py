@@ -30,11 +30,7 @@ GATHERS = ("gather", "gather_object")  # of accelerate.utils: functions that gat
 PRIVATE = ("_prepare_inputs", "_calculate_rewards", "_pending_metrics")
 # Attributes of these Trainers that are refused, and why.
 _OF_EVERY_RANK = "every rank would run it for itself, and ranks whose completions differ cannot train together"
-REFUSED = {
-    "rollout_func": _OF_EVERY_RANK,
-    "tools": _OF_EVERY_RANK,
-    "environment_factories": _OF_EVERY_RANK,
-}
+REFUSED = {"rollout_func": _OF_EVERY_RANK, "tools": _OF_EVERY_RANK, "environment_factories": _OF_EVERY_RANK}
 
 
 class Rollouts:

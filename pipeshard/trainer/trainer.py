@@ -43,8 +43,8 @@ from pipeshard.trainer.refusals import cut, refuse, refuse_class, refuse_split
 from pipeshard.trainer.rollouts import Rollouts
 from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages
 
-# The private names of transformers.Trainer that are overridden here; none is called. Nothing else of it is taken for
-# granted but what it documents.
+# The private names of transformers.Trainer that are overridden here, and _prepare_inputs, which is called. Nothing else
+# of it is taken for granted but what it documents.
 PRIVATE = (
     "_wrap_model",
     "_load_from_checkpoint",
@@ -52,6 +52,7 @@ PRIVATE = (
     "_save_optimizer_and_scheduler",
     "_load_best_model",
     "_load_rng_state",
+    "_prepare_inputs",
 )
 
 
