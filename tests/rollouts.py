@@ -1,4 +1,4 @@
-"""Rollouts: tiny runs of TRL's GRPOTrainer and RLOOTrainer, in one process and through a pipeline, on the same prompts."""
+"""Rollouts: tiny runs of TRL's GRPOTrainer and RLOOTrainer, in one process and through a pipeline."""
 
 from __future__ import annotations
 

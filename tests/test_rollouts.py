@@ -77,7 +77,7 @@ def rewarded_by_every_rank(folder: str, plugin: dict[str, Any]) -> Any:
 
 @pytest.mark.turns
 def test_rewards_of_every_rank_are_seen(pool: Pool, tmp_path: Any) -> None:
-    """A mutation: each rank computes rewards of its own, so that the stages have different advantages in their batch."""
+    """A mutation: each rank computes rewards of its own, so stages have different advantages."""
     rollouts.base(tmp_path)
     with pytest.raises(WorkerError, match="the stages of one pipeline must read the same batch"):
         pool.run(rewarded_by_every_rank, 2, str(tmp_path), {"pp_size": 2}, timeout=200)
@@ -141,7 +141,7 @@ def refused(folder: str) -> None:
 
 
 def test_what_ranks_cannot_do_together_is_refused_by_name(pool: Pool, tmp_path: Any) -> None:
-    """GRPOConfig lets 16 completions of a prompt be, since two processes of 8 have so many, but here they are stages."""
+    """GRPOConfig lets 16 completions of a prompt be, as two processes of 8 have so many, but here they are stages."""
     rollouts.base(tmp_path)
     pool.run(refused, 2, str(tmp_path), timeout=200)
 

@@ -82,7 +82,7 @@ OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrain
 
 
 def refuse_class(kind: type) -> None:
-    """Raise ConfigurationError for a Trainer of TRL that none of OF_TRL is, or that overrides one of them to do more."""
+    """Raise ConfigurationError for a Trainer of TRL other than OF_TRL, also if it overrides one of them."""
     trl = [one.__name__ for one in kind.__mro__ if one.__module__.startswith("trl.") and "Trainer" in one.__name__]
     if trl and trl[0] not in OF_TRL:
         raise ConfigurationError(
