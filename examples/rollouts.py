@@ -89,7 +89,7 @@ def toy() -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
 
     words = ["<pad>", "<end>", *LETTERS]
     made = Tokenizer(WordLevel({word: k for k, word in enumerate(words)}, unk_token="<end>"))
-    made.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    made.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<end>")
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=len(words), bos_token_id=None, eos_token_id=1, pad_token_id=0, **SIZES)
