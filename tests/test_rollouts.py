@@ -135,7 +135,7 @@ def refused(folder: str) -> None:
     with (
         launched(),
         mock.patch.dict(rollouts.KINDS["often"].given, {"rollout_func": dict}),
-        pytest.raises(ConfigurationError, match="refused rollout_func, since every rank would run it"),
+        pytest.raises(ConfigurationError, match="refused rollout_func, since every rank would call it"),
     ):
         make("often", folder, plugin)
 

@@ -28,9 +28,8 @@ logger = logging.getLogger("pipeshard")
 GATHERS = ("gather", "gather_object")  # of accelerate.utils: functions that gather from all processes
 # The private names of GRPOTrainer and RLOOTrainer that are overridden or read here.
 PRIVATE = ("_prepare_inputs", "_calculate_rewards", "_pending_metrics")
-# Attributes of these Trainers that are refused, and why.
-_OF_EVERY_RANK = "every rank would run it for itself, and ranks whose completions differ cannot train together"
-REFUSED = {"rollout_func": _OF_EVERY_RANK, "tools": _OF_EVERY_RANK, "environment_factories": _OF_EVERY_RANK}
+# Arguments of these Trainers that each rank would call for itself, by the attributes that have them.
+CALLED = {"rollout_func": "rollout_func", "tools": "tools", "environment_factories": "environment_factory"}
 
 
 class Rollouts:
@@ -49,9 +48,12 @@ class Rollouts:
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        for name, why in REFUSED.items():
-            if getattr(self, name, None):
-                raise ConfigurationError(f"{type(self).__name__} is refused {name}, since {why}. Leave it out")
+        for attribute, name in CALLED.items():
+            if getattr(self, attribute, None):
+                raise ConfigurationError(
+                    f"{type(self).__name__} is refused {name}, since every rank would call it for itself, and ranks "
+                    "whose completions differ cannot train together. Leave it out"
+                )
         self._count_replicas()
 
     def _count_replicas(self) -> None:
