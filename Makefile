@@ -1,6 +1,6 @@
 # make setup    creates .venv and installs everything into it (again when this file or pyproject.toml change)
 # make train    fine-tunes SmolLM2-135M through a pipeline of PP processes; make train STEPS=3 is the short form
-# make examples trains a BERT, adapters on SmolLM2-135M, a vision transformer, a T5, and in the environment of
+# make examples trains a BERT, adapters on SmolLM2-135M, a vision transformer, a T5, a llama by GRPO, and in the environment of
 #               parity-packages a model of timm and a Flux, each until it has learnt its task;
 #               make examples STEPS=3 is the short form, make example-classify runs one
 # make test     ruff, mypy, pytest; JOBS tests (3) at a time, of which some do nothing but wait. It runs one in three of the
@@ -32,7 +32,7 @@
 #               slices generation
 # make targets trains GPT-2 and llama by torch's pipelining, DeepSpeed (in an environment of its own) and Booster, from the
 #               same stages, and compares the losses
-# make trainer tries 71 features of transformers' Trainer through two stages, against one process, and compares the
+# make trainer tries 72 features of transformers' Trainer through two stages, against one process, and compares the
 #               losses of 50 steps of seven kinds of training; writes the tables in docs/trainer.md
 # make trainer-suite TRANSFORMERS=<checkout> runs transformers' own tests/trainer with one and two stages, and writes the
 #               counts in docs/trainer.md; the checkout is one of huggingface/transformers, and no test of it is copied here
@@ -74,7 +74,7 @@ PACKAGES := timm==1.0.31 diffusers==0.42.1 sentence-transformers==6.2.0 open_cli
   segmentation-models-pytorch==0.6.0 x-transformers==2.31.10 vit-pytorch==1.26.11 torch_geometric==2.8.1 fair-esm==2.0.0 \
   speechbrain==1.1.2 pytorch-metric-learning==2.9.0
 
-EXAMPLES := $(patsubst %,example-%,pairs lora digits strings)
+EXAMPLES := $(patsubst %,example-%,pairs lora digits strings rollouts)
 # These need packages of an environment of its own.
 PACKAGED := $(patsubst %,example-%,classify text_to_image)
 

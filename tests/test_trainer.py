@@ -260,9 +260,10 @@ def test_private_names_of_trainer_mean_what_is_assumed() -> None:
         "_save_optimizer_and_scheduler": ("output_dir", ["self._save_optimizer_and_scheduler(output_dir)"]),
         "_load_best_model": ("", ["self._load_best_model()"]),
         "_load_rng_state": ("checkpoint", ["self._load_rng_state(resume_from_checkpoint)"]),
+        "_prepare_inputs": ("inputs", ["inputs = self._prepare_inputs(inputs)"]),
     }
     calls["_wrap_model"][1].append("model = self._wrap_model(self.model, training=False")
-    assert sorted(calls) == sorted(PRIVATE) and len(PRIVATE) <= 6
+    assert sorted(calls) == sorted(PRIVATE) and len(PRIVATE) <= 7
     for name, (parameters, uses) in calls.items():
         assert ", ".join([*inspect.signature(getattr(Trainer, name)).parameters][1:]) == parameters
         assert all(use in source for use in uses), name

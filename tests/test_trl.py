@@ -64,14 +64,21 @@ def test_replicas_gather_the_metrics(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_other_trainers_are_refused_by_name() -> None:
-    for name in ("GRPOTrainer", "RLOOTrainer", "KTOTrainer"):
-        with pytest.raises(ConfigurationError, match=f"{name} generates while it trains, or runs several models"):
-            refuse_class(getattr(trl, name))
-    refuse_class(type("Mine", (trl.SFTTrainer,), {}))
+    for kind in (trl.KTOTrainer, trl.DistillationTrainer):
+        with pytest.raises(ConfigurationError, match=f"{kind.__name__} runs several models in one step, or generates"):
+            refuse_class(kind)
+    for base in (trl.SFTTrainer, trl.GRPOTrainer, trl.RLOOTrainer):
+        refuse_class(type("Mine", (base,), {}))
+
+
+def test_a_trainer_of_trl_that_overrides_another_one_is_refused() -> None:
+    """GKDTrainer is an SFTTrainer that generates, and runs a teacher."""
+    with pytest.raises(ConfigurationError, match="GKDTrainer runs several models in one step, or generates"):
+        refuse_class(type("GKDTrainer", (trl.SFTTrainer,), {"__module__": "trl.experimental.gkd.gkd_trainer"}))
 
 
 def synced(folder: str) -> None:
-    with pytest.raises(ConfigurationError, match="sync_ref_model=True would mix"):
+    with pytest.raises(ConfigurationError, match="sync_ref_model=True, since it would mix"):
         run("dpo", folder, {"pp_size": 2}, sync_ref_model=True)
 
 

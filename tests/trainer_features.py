@@ -41,6 +41,7 @@ class Feature:
     task: str = "plain"
     more: Callable[[str], dict[str, Any]] = nothing
     then: Callable[[Any], list[dict[str, Any]]] | None = None  # with the Trainer, after training
+    logged: Callable[[str, dict[str, Any] | None], list[dict[str, Any]]] | None = None  # in place of all of this
     close: float = 1e-6
     plugin: dict[str, Any] = field(default_factory=dict)
     ranks: int = 2
@@ -134,6 +135,16 @@ def boarded(made: Any) -> list[dict[str, Any]]:
 
 def events(made: Any) -> list[dict[str, Any]]:
     return [{f"{k} {name}": 1.0 for k, name in enumerate(EVENTS.seen) if name != "on_init_end"}]
+
+
+def rolled_out(folder: str, plugin: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The logs of TRL's two trainers that generate what they train on."""
+    from tests import rollouts
+
+    if plugin is None:
+        rollouts.base(folder)
+    every = [entry for kind in ("whole", "rloo-lora") for entry in rollouts.run(kind, folder, plugin)[0]]
+    return [{name: value + 1.0 for name, value in entry.items()} for entry in every]
 
 
 def searched(made: Any) -> list[dict[str, Any]]:
@@ -261,6 +272,7 @@ FEATURES: dict[str, Feature] = {
     "`include_num_input_tokens_seen`": Feature({"include_num_input_tokens_seen": "non_padding"}),
     "`auto_find_batch_size`": Feature({"auto_find_batch_size": True}, refused=True),
     "`predict_with_generate`": Feature({"predict_with_generate": True}, "seq2seq", then=translated),
+    "`GRPOTrainer` and `RLOOTrainer` of TRL: stages generate": Feature(logged=rolled_out, close=2e-6),
     "`fp16_full_eval`, `bf16_full_eval`": Feature({"bf16_full_eval": True}, refused=True),
     '`debug="underflow_overflow"`': Feature({"debug": "underflow_overflow"}, refused=True),
     "`optim` that updates in backward (LOMO, layer-wise)": Feature({"optim": "lomo"}, refused=True),
@@ -272,6 +284,8 @@ def attempt(name: str, folder: str, plugin: dict[str, Any] | None = None) -> lis
     """What is logged with a feature, or what is said where it is refused."""
     feature = FEATURES[name]
     split = plugin is not None
+    if feature.logged is not None:
+        return feature.logged(folder, plugin)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have workers
     arguments = {"max_steps": 4, **feature.arguments}
     if not split and feature.window:

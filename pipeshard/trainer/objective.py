@@ -20,13 +20,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from pipeshard.batch.batch import FOR_CRITERION
 from pipeshard.checkpoint.files import together
 from pipeshard.checkpoint.training_state import random_state, set_random_state
 from pipeshard.distributed.collectives import gather, gather_objects, share_value
 from pipeshard.engine.engine import Pipeline
-from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.errors import TraceError, UsageError
 from pipeshard.plugin import PipelinePlugin
 from pipeshard.private import tree_tensors
 from pipeshard.trainer.kept import KeptState
@@ -52,6 +53,10 @@ class Called(Exception):
         self.inputs = inputs
 
 
+class Resized(TraceError):
+    """The model was called with inputs of other sizes than it has got: a trace varies the sizes of each of them."""
+
+
 class Objective:
     """Calls `trainer.compute_loss`. `num_items` is what all batches of a window together are to be divided by."""
 
@@ -63,11 +68,16 @@ class Objective:
         self._random: dict[str, Any] = {}  # the generators' states, as compute_loss leaves them
         self._failure: UsageError | None = None
         self._is_stepping = False  # rather than tried
+        self._calls = 0  # of compute_loss in this step, which are to come
+        # Of the last trial in which sizes fit together: the sizes, and which outputs get a gradient from the loss.
+        self._sizes: dict[str, torch.Size] = {}
+        self._reached: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Objective":
         """One that is tried only."""
         made = Objective(self.trainer)
         made.num_items, made.added = copy.deepcopy(self.num_items, memo), self.added
+        made._sizes, made._reached = dict(self._sizes), self._reached
         return made
 
     @property
@@ -81,18 +91,22 @@ class Objective:
         self._random, self._failure = random_state(), None
 
     @contextmanager
-    def stepping(self, pipeline: Pipeline) -> Iterator[None]:
-        """Around the step of a window; at its end all ranks are told of it."""
-        self._is_stepping = True
+    def stepping(self, pipeline: Pipeline, calls: int) -> Iterator[None]:
+        """Around the step of a window, in which compute_loss is called so often; at its end all ranks are told of it.
+
+        Accelerate says of the last call alone that gradients are synchronized, as in one process.
+        """
+        accelerator = self.trainer.accelerator
+        self._is_stepping, self._calls = True, calls
         try:
             yield
         finally:
-            self._is_stepping = False
+            self._is_stepping, accelerator.is_last_call = False, True
         self._share(pipeline)
 
     def called_with(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """What the model is called with, and what of the batch the loss may read beside it, under names of its own."""
-        trainer = self.trainer
+        trainer, before = self.trainer, random_state()
         try:
             with self._undone():
                 trainer.compute_loss(Asking(trainer.model), dict(inputs), num_items_in_batch=self.num_items)
@@ -100,15 +114,45 @@ class Objective:
             self.added = frozenset(called.inputs.keys() - inputs.keys())
             beside = {FOR_CRITERION + name: inputs[name] for name in inputs.keys() - called.inputs.keys()}
             return {**called.inputs, **{name: beside[name] for name in sorted(beside)}}
+        finally:
+            set_random_state(before)
         raise UsageError(
             f"compute_loss of {type(trainer).__name__} has not called the model that it was given: let it call "
             "model(**inputs), and make the loss of what that returns"
         )
 
     def __call__(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """The loss, and nothing else: of a trace, or a trial."""
-        with self._muted(), self._undone(KeptState(self.trainer, copies=True)):
-            return self._loss(outputs, inputs)
+        """The loss, and nothing else: of a trace, or a trial.
+
+        If compute_loss makes the model's inputs of several tensors of the batch, a trace that varies sizes has inputs
+        that do not fit together. There a sum of outputs stands for the loss.
+        """
+        leaves = tree_tensors(outputs)
+        try:
+            with self._muted(), self._undone(KeptState(self.trainer, copies=True)):
+                loss = self._loss(outputs, inputs, is_trial=True)
+        except Resized:
+            if not self._is_near(inputs):
+                raise
+            return torch.stack([leaves[place].float().sum() for place in self._reached]).sum()
+        if self.added and loss.requires_grad:
+            edges = _edges_of(loss)
+            self._reached = tuple(k for k, leaf in enumerate(leaves) if leaf.requires_grad and _edge(leaf) in edges)
+            self._sizes = self._sizes_of(inputs)
+        return loss
+
+    def _sizes_of(self, inputs: Mapping[str, Any]) -> dict[str, torch.Size]:
+        given = {name: inputs[name] for name in self.added if name in inputs}
+        return {name: value.shape for name, value in given.items() if isinstance(value, Tensor)}
+
+    def _is_near(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether a trace has made these inputs of those whose sizes fitted together, and has not begun with short
+        ones, whose lengths may be alike by chance."""
+        sizes = self._sizes_of(inputs)
+        if sizes.keys() != self._sizes.keys() or not self._reached:
+            return False
+        pairs = [pair for name in sizes for pair in zip(sizes[name], self._sizes[name])]
+        return all(size >= before - 1 for size, before in pairs)
 
     def in_step(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         """The same in a step, on the last stage, with all else that compute_loss does.
@@ -119,6 +163,8 @@ class Objective:
         if not self._is_stepping:
             return self(outputs, inputs)
         before = random_state()
+        self._calls -= 1
+        self.trainer.accelerator.is_last_call = self._calls == 0
         try:
             muted = self(outputs, inputs) if self.trainer.accelerator.num_processes > 1 else None
             set_random_state(self._random)
@@ -165,9 +211,9 @@ class Objective:
         else:
             set_random_state(self._random)
 
-    def _loss(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
+    def _loss(self, outputs: Any, inputs: Mapping[str, Any], is_trial: bool = False) -> Tensor:
         trainer = self.trainer
-        answer = Answer(trainer.model, outputs, inputs, self.added)
+        answer = Answer(trainer.model, outputs, inputs, self.added, is_trial)
         given = {name: value for name, value in inputs.items() if name not in self.added and name != ITEMS}
         given = {name.removeprefix(FOR_CRITERION): value for name, value in given.items()}
         loss = trainer.compute_loss(answer, given, num_items_in_batch=self.num_items)
@@ -241,11 +287,15 @@ class Asking(StandIn):
 
 class Answer(Asking):
     """What the pipeline has computed of a batch, as a model that is called with it, once; also with what compute_loss
-    has `added` to the batch, which is made anew."""
+    has `added` to the batch, which is made anew. In a trial only its sizes are compared, as a trace would have to be
+    repeated for each batch if it depended on values."""
 
-    def __init__(self, model: nn.Module, outputs: Any, inputs: Mapping[str, Any], added: frozenset[str]) -> None:
+    def __init__(
+        self, model: nn.Module, outputs: Any, inputs: Mapping[str, Any], added: frozenset[str], is_trial: bool = False
+    ) -> None:
         super().__init__(model)
         self.outputs, self.inputs, self.added, self.was_called = outputs, inputs, added, False
+        self.is_trial = is_trial
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         if self.was_called:
@@ -256,9 +306,12 @@ class Answer(Asking):
                 f"compute_loss gives the model another {', '.join(sorted(other))} than the batch has: let the data "
                 "collator make it what it is to be"
             )
-        if other := [name for name in own & self.added if not _is_equal(inputs[name], self.inputs[name])]:
+        anew = {name: (inputs[name], self.inputs[name]) for name in sorted(own & self.added)}
+        if self.is_trial and (other := [name for name, pair in anew.items() if not _is_same_size(*pair)]):
+            raise Resized(f"{', '.join(other)} of the batch do not fit what compute_loss makes of it")
+        if not self.is_trial and (other := [name for name, pair in anew.items() if not _is_equal(*pair)]):
             raise UsageError(
-                f"compute_loss gives the model another {', '.join(sorted(other))} than it did before the step, when "
+                f"compute_loss gives the model another {', '.join(other)} than it did before the step, when "
                 "all batches of a window of gradient_accumulation_steps are looked at: let it depend on nothing that "
                 "compute_loss changes, or draws, or let the data collator make it"
             )
@@ -271,12 +324,31 @@ def _is_given_value(given: Any, known: Any) -> bool:
 
 
 def _is_equal(given: Any, known: Any) -> bool:
-    """Whether a value that was made anew is the one that was made before; a trace shows no values."""
+    """Whether a value that was made anew is the one that was made before."""
     if not isinstance(given, Tensor) or not isinstance(known, Tensor):
         return _is_given_value(given, known) or not isinstance(given, PLAIN_VALUES)
-    if given.shape != known.shape:
-        return False
-    return given.is_meta or torch.equal(given.detach().to(known), known.detach())
+    return given.shape == known.shape and torch.equal(given.detach().to(known), known.detach())
+
+
+def _is_same_size(given: Any, known: Any) -> bool:
+    return not isinstance(given, Tensor) or not isinstance(known, Tensor) or given.shape == known.shape
+
+
+def _edge(tensor: Tensor) -> tuple[Node, int]:
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _edges_of(loss: Tensor) -> set[tuple[Node, int]]:
+    """The places in the graph of a loss to which its gradient gets."""
+    found = set[tuple[Node, int]]()
+    queue = [_edge(loss)] if loss.requires_grad else []
+    while queue:
+        edge = queue.pop()
+        if edge not in found:
+            found.add(edge)
+            queue += [(node, number) for node, number in edge[0].next_functions if node is not None]
+    return found
 
 
 def _is_same_state(one: Any, other: Any) -> bool:
@@ -298,12 +370,7 @@ class Preferences:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs |= dict(zip(inspect.signature(super().__init__).parameters, args))
-        given = kwargs.get("args")
-        if getattr(given, "sync_ref_model", False):
-            raise ConfigurationError(
-                "sync_ref_model=True would mix the parameters of two models, which are in parts here: leave it out"
-            )
-        if getattr(given, "precompute_ref_log_probs", False):
+        if getattr(kwargs.get("args"), "precompute_ref_log_probs", False):
             for name in ("train_dataset", "eval_dataset"):
                 kwargs[name] = self._on_disk(kwargs.get(name), Path(kwargs["args"].output_dir) / "datasets" / name)
         super().__init__(**kwargs)

@@ -31,6 +31,9 @@ REFUSED = {
     "train_sampling_strategy": (
         "it deals batches out to processes, but the stages of a replica read the same: use group_by_length"
     ),
+    "use_vllm": "vLLM would have to be given weights that are in parts here: leave it out, and the stages generate",
+    "use_transformers_continuous_batching": "its cache is made for all layers of a model: leave it out",
+    "sync_ref_model": "it would mix the parameters of two models, which are in parts here: leave it out",
     "accelerator_config.dispatch_batches": "every rank reads for itself: leave it out",
 }
 # Which values of an argument are refused, where it is not all that are true.
@@ -75,16 +78,16 @@ def refuse_split(model: nn.Module, name: str) -> None:
         )
 
 
-OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
+OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")
 
 
 def refuse_class(kind: type) -> None:
-    """Raise ConfigurationError for a Trainer of TRL that generates, or runs several models in a step."""
+    """Raise ConfigurationError for a Trainer of TRL other than OF_TRL, also if it overrides one of them."""
     trl = [one.__name__ for one in kind.__mro__ if one.__module__.startswith("trl.") and "Trainer" in one.__name__]
-    if trl and not set(trl) & set(OF_TRL):
+    if trl and trl[0] not in OF_TRL:
         raise ConfigurationError(
-            f"{trl[0]} generates while it trains, or runs several models in one step, which no pipeline knows. "
-            f"Of TRL's trainers {', '.join(OF_TRL)} are"
+            f"{trl[0]} runs several models in one step, or generates in a way that has not been compared with one "
+            f"process. Of TRL's trainers, {', '.join(OF_TRL)} work, and your own subclasses of them"
         )
 
 

@@ -47,6 +47,7 @@ class PipelineAccelerator(Accelerator):
     trainer: Boosts
     is_alone: bool
     is_muted: bool  # what is gathered is of no use, and not to be waited for: all of it is ones
+    is_last_call: bool  # of compute_loss in a step, which calls it for all batches of a window
 
     @classmethod
     def of(cls, accelerator: Accelerator, grid: Grid, trainer: Boosts) -> "PipelineAccelerator":
@@ -54,6 +55,7 @@ class PipelineAccelerator(Accelerator):
         new = cls.__new__(cls)
         new.__dict__.update(vars(accelerator))
         new.grid, new.trainer, new.is_alone, new.is_muted = grid, trainer, False, False
+        new.is_last_call = True
         new.scaler = None  # of the loss in fp16: the pipeline has one
         return new
 
@@ -73,6 +75,14 @@ class PipelineAccelerator(Accelerator):
     @property
     def process_index(self) -> int:
         return 0 if self.is_alone else self.grid.replica
+
+    @property
+    def sync_gradients(self) -> bool:
+        return self.is_last_call and bool(self.gradient_state.sync_gradients)
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state.sync_gradients = sync_gradients
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         prepared = tuple(map(self._prepared, args))
@@ -108,6 +118,12 @@ class PipelineAccelerator(Accelerator):
 
         return self._of_replicas(gathered, tensor)
 
+    def gather_object(self, values: list[Any]) -> list[Any]:
+        """The entries of every replica's list."""
+        if self.num_processes == 1:
+            return values
+        return [entry for one in gather_objects(values, self.grid.replicas) for entry in one]
+
     def _of_replicas(self, combine: Callable[[Tensor], Tensor], tensor: Any) -> Any:
         if self.is_muted:
             return recursively_apply(_ones, tensor, error_on_other_type=True)
@@ -122,9 +138,8 @@ class PipelineAccelerator(Accelerator):
         try:
             recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
         except TypeError:
-            every = gather_objects(input_data, self.grid.replicas) if self.num_processes > 1 else [input_data]
             rest = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else -1
-            return [entry for one in every for entry in one][: rest if rest > 0 else None]
+            return list(self.gather_object(input_data))[: rest if rest > 0 else None]
         return super().gather_for_metrics(input_data)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:

@@ -23,6 +23,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import find_batch_size
 
+from pipeshard.batch.batch import split_sizes
 from pipeshard.batch.read import first_samples
 from pipeshard.checkpoint.training_state import random_state, set_random_state
 from pipeshard.engine.model import PipelineModel
@@ -39,10 +40,11 @@ from pipeshard.trainer.checkpoint import (
 )
 from pipeshard.trainer.objective import ITEMS, Objective, Preferences, evaluated_together
 from pipeshard.trainer.refusals import cut, refuse, refuse_class, refuse_split
+from pipeshard.trainer.rollouts import Rollouts
 from pipeshard.trainer.stand_ins import REPLICAS, PipelineAccelerator, Stages
 
-# The private names of transformers.Trainer that are overridden here; none is called. Nothing else of it is taken for
-# granted but what it documents.
+# The private names of transformers.Trainer that are overridden here, and _prepare_inputs, which is called. Nothing else
+# of it is taken for granted but what it documents.
 PRIVATE = (
     "_wrap_model",
     "_load_from_checkpoint",
@@ -50,6 +52,7 @@ PRIVATE = (
     "_save_optimizer_and_scheduler",
     "_load_best_model",
     "_load_rng_state",
+    "_prepare_inputs",
 )
 
 
@@ -111,7 +114,7 @@ class Loop(Trainer):
         return stages
 
     def _own_stages(self) -> Stages:
-        if self._stages is None or self._stages.module is not self.model:
+        if self._stages is None or (self.model is not self._stages.module and self.model is not self._stages):
             self._objective = Objective(self) if self._makes_loss() else None
             if self._objective is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
                 self._objective.num_items = torch.tensor(1)  # while it is traced
@@ -239,21 +242,23 @@ class Loop(Trainer):
 
     def _kept_or_stepped(self, inputs: Any, num_items_in_batch: Any) -> Tensor:
         assert self._stages is not None
+        self._stages.train()
+        inputs = self._prepare_inputs(inputs)
         if self._objective is not None:
             self._objective.num_items = num_items_in_batch
-            if not self._held:
-                self._objective.begin()
         self._held += (self._given(inputs, num_items_in_batch),)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        self._stages.train()
         if callable(getattr(self.optimizer, "train", None)):  # optimizers without a schedule
             self.optimizer.train()
         window, self._held = self._held, ()
         weight = self._weight(num_items_in_batch)
         if self._objective is None:
             return self._stages.step(window, None, weight).to(self.args.device)
-        with self._objective.stepping(self._stages.boosted.pipeline):
+        self._objective.begin()
+        pipeline = self._stages.boosted.pipeline
+        parts = [split_sizes(find_batch_size(batch) or 1, *pipeline.config.cut) for batch in window]
+        with self._objective.stepping(pipeline, sum(map(len, parts))):
             loss = self._stages.step(window, self._objective, weight, self._objective.note)
         return loss.to(self.args.device)
 
@@ -303,11 +308,15 @@ class Loop(Trainer):
             yield
             return
         own = vars(stages.module)
+        before = own.get("generate")
         own["generate"] = stages.boosted.generation
         try:
             yield
         finally:
-            del own["generate"]
+            if before is None:
+                del own["generate"]
+            else:
+                own["generate"] = before
 
     @contextmanager
     def _evaluated_together(self) -> Iterator[None]:
@@ -431,7 +440,11 @@ def pipelined(trainer: type[Trainer]) -> Any:
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise ConfigurationError(f"pipelined takes a subclass of transformers.Trainer, got {trainer!r}")
-    fronts = (Front, Preferences) if hasattr(trainer, "compute_ref_log_probs") else (Front,)
+    fronts: tuple[type, ...] = (Front,)
+    if hasattr(trainer, "compute_ref_log_probs"):
+        fronts = (Front, Preferences)
+    elif hasattr(trainer, "_calculate_rewards"):
+        fronts = (Front, Rollouts)
     bases = (*fronts, Loop) if trainer is Trainer else (*fronts, trainer, Loop)
     return type(f"Pipelined{trainer.__name__}", bases, {"__doc__": trainer.__doc__, "__module__": __name__})
 

@@ -1,0 +1,165 @@
+"""Rollouts: a Trainer that generates the completions that it trains on, as TRL's GRPOTrainer and RLOOTrainer do.
+
+TRL's own code generates, scores and buffers completions, on every rank. Four things differ from one process, and are
+overridden here: the model that it calls is the stages of all ranks, the processes that it gathers from are replicas,
+the size of a generation batch counts replicas, and rewards are computed once per replica.
+"""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import accelerate.utils
+import torch
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+
+from pipeshard.checkpoint.training_state import random_state, set_random_state
+from pipeshard.distributed.collectives import share_value
+from pipeshard.distributed.progress import own_progress
+from pipeshard.errors import ConfigurationError, UsageError, summary
+from pipeshard.plugin import PipelinePlugin
+from pipeshard.trainer.stand_ins import PipelineAccelerator
+
+logger = logging.getLogger("pipeshard")
+
+GATHERS = ("gather", "gather_object")  # of accelerate.utils: functions that gather from all processes
+# The private names of GRPOTrainer and RLOOTrainer that are overridden or read here.
+PRIVATE = ("_prepare_inputs", "_calculate_rewards", "_pending_metrics")
+# Arguments of these Trainers that each rank would call for itself, by the attributes that have them.
+CALLED = {"rollout_func": "rollout_func", "tools": "tools", "environment_factories": "environment_factory"}
+
+
+class Rollouts:
+    """Above a GRPOTrainer or RLOOTrainer. Its `reward_funcs` run on the first rank of each replica."""
+
+    args: Any
+    model: Any
+    accelerator: PipelineAccelerator
+    pipeline: PipelinePlugin
+    reward_funcs: list[Any]
+    _pending_metrics: dict[str, list[Any]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        set_seed(self.args.seed + self.accelerator.process_index)  # TRL has added the rank, but stages draw alike
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        for attribute, name in CALLED.items():
+            if getattr(self, attribute, None):
+                raise ConfigurationError(
+                    f"{type(self).__name__} is refused {name}, since every rank would call it for itself, and ranks "
+                    "whose completions differ cannot train together. Leave it out"
+                )
+        self._count_replicas()
+
+    def _count_replicas(self) -> None:
+        """Set the size of a generation batch, which TRL has computed from the number of processes."""
+        args, replicas, counted = self.args, self.pipeline.grid.dp_size, self.args.generation_batch_size
+        args.generation_batch_size = args.per_device_train_batch_size * replicas * args.steps_per_generation
+        told = (
+            f"{args.generation_batch_size} = per_device_train_batch_size ({args.per_device_train_batch_size}) * "
+            f"steps_per_generation ({args.steps_per_generation}) * replicas ({replicas})"
+        )
+        if args.generation_batch_size % args.num_generations:
+            raise ConfigurationError(
+                f"the generation batch size {told} is not a multiple of num_generations={args.num_generations}: stages "
+                "of a pipeline are not counted as processes. Choose a multiple"
+            )
+        evaluated, each = args.per_device_eval_batch_size, args.num_generations_eval or args.num_generations
+        if args.do_eval and args.eval_strategy != "no" and evaluated % each:
+            raise ConfigurationError(
+                f"per_device_eval_batch_size={evaluated} is not a multiple of the {each} generations per prompt: "
+                "stages of a pipeline are not counted as processes. Choose a multiple"
+            )
+        if self.pipeline.grid.first and counted != args.generation_batch_size:
+            logger.warning(
+                "the generation batch size is %s; TRL has counted %d, with stages as processes. If you have set "
+                "generation_batch_size, set steps_per_generation instead",
+                told,
+                counted,
+            )
+
+    def boosted_model(self, model: Any) -> Any:
+        """The stages of a model. A reward model stays whole, on the rank that computes rewards."""
+        if any(model is one for one in self.reward_funcs):
+            assert isinstance(model, nn.Module)
+            return model.to(self.args.device) if self._computes_rewards else model
+        return super().boosted_model(model)  # type: ignore[misc]
+
+    @property
+    def _computes_rewards(self) -> bool:
+        grid = self.pipeline.grid
+        return grid.stage == grid.slice == 0
+
+    def _boosted(self, model: nn.Module, objective: Any) -> Any:
+        """The stages of a model. The loss is of completions, so it is traced when stages have generated the first."""
+        return super()._boosted(model, None)  # type: ignore[misc]
+
+    def _sample(self) -> None:
+        """None: the data has prompts, and the model is called with completions."""
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """What TRL makes of a batch of prompts, or has buffered; every rank calls it."""
+        stages, module = self._own_stages(), self.model  # type: ignore[attr-defined]
+        self.model = stages
+        try:
+            with self._generated_together(), gathered_from_replicas(self.accelerator, type(self)):  # type: ignore[attr-defined]
+                return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        finally:
+            self.model = module
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The rewards of all replicas' completions. A reward function may draw numbers or keep a state, so the first
+        rank of a replica calls it, and the others get its results."""
+        rewards, failure = torch.empty(0), ""
+        error: Exception | None = None
+        if self._computes_rewards:
+            try:
+                rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+            except Exception as raised:  # whatever it is, the other ranks must not wait for this one
+                error, failure = raised, summary(raised)
+        metrics = {name: [float(value) for value in values] for name, values in self._pending_metrics.items()}
+        shared = self._of_replica((rewards, metrics, random_state(), failure))
+        rewards, metrics, random, failure = shared
+        if failure:
+            raise error or UsageError(f"the rank that computes rewards failed: {failure}")
+        if not self._computes_rewards:
+            self._pending_metrics.clear()
+            self._pending_metrics.update(metrics)
+            set_random_state(random)
+        return rewards.to(self.accelerator.device)
+
+    def _of_replica(self, value: Any) -> Any:
+        """What the first rank of this rank's replica has."""
+        grid = self.pipeline.grid
+        own_progress().start("the rewards, which the first rank of the replica computes")
+        for group in (grid.stages, grid.slices):
+            if group.size() > 1:
+                value = share_value(value, torch.distributed.get_process_group_ranks(group)[0], group)
+        return value
+
+
+@contextmanager
+def gathered_from_replicas(accelerator: PipelineAccelerator, kind: type) -> Iterator[None]:
+    """Inside, the modules of the class `kind` and its bases gather from replicas with accelerate's functions.
+
+    A PipelineAccelerator does so itself, but accelerate.utils has functions that know of processes alone.
+    """
+    modules = {one.__module__: sys.modules[one.__module__] for one in kind.__mro__}
+    replaced = [
+        (module, name)
+        for module in modules.values()
+        for name in GATHERS
+        if vars(module).get(name) is getattr(accelerate.utils, name)
+    ]
+    for module, name in replaced:
+        setattr(module, name, getattr(accelerator, name))
+    try:
+        yield
+    finally:
+        for module, name in replaced:
+            setattr(module, name, getattr(accelerate.utils, name))
