@@ -271,6 +271,29 @@ def slices_in_another_order() -> Any:
     return mock.patch.object(Joint, "join", lambda self, parts: join(self, [*reversed(parts)]))
 
 
+def buffers_of_a_step() -> int:
+    """The most microbatches of which the first stage has keys at a time."""
+    model = zoo.build("llama")
+    data = data_of("llama", 12, 0)
+    split = Split(model, 2, data, num_microbatches=4, num_slices=2, verify=False)
+    (stage,) = split.model.pipeline.sliced
+    counts = []
+    backward = type(stage).backward
+
+    def counted(self: Any, i: int, returning: Any) -> Any:
+        counts.append(sum(bool(m.slices[0].sliced.now.states) for m in self.whole))
+        return backward(self, i, returning)
+
+    with mock.patch.object(type(stage), "backward", counted):
+        split.backward(data)
+    return max(counts)
+
+
+def test_keys_are_released_after_the_backward_of_a_microbatch(pool: Pool) -> None:
+    """Keys of all microbatches were kept to the end of the step, which with many takes more than slices save."""
+    assert max(pool.run(buffers_of_a_step, 2)) <= 2
+
+
 @pytest.mark.parametrize("mutation", [no_gradients_of_keys, lengths_of_another_layer, slices_in_another_order])
 def test_a_mutation_is_seen(pool: Pool, mutation: Callable[[], Any]) -> None:
     assert any(pool.run(mutated, 2, mutation))

@@ -154,7 +154,11 @@ class SlicedStage(Stage):
             if s == self.n - 1:
                 self.returned[number] = self._split(number, self.head.backward(number, ()))
             returning = self.returned[number].pop()
-        return super().backward(i, returning)
+        sent = super().backward(i, returning)
+        call = self.microbatches[i].sliced
+        assert call is not None
+        call.now.release()
+        return sent
 
     def _split(self, number: int, gradients: Sequence[Tensor]) -> list[list[Tensor]]:
         """The gradients of what the head took, slice by slice."""

@@ -149,9 +149,9 @@ class Tracer:
         raise TraceError(
             f"unit {call.unit} ({type(self.units[call.unit]).__name__}) returns a PackedSequence, whose lengths "
             f"{type(self.model).__name__} reads outside of the unit, where other stages do not have them "
-            f"({summary(error)}). Call pack_padded_sequence, {call.unit} and pad_packed_sequence in the "
-            "forward of one module of your own, which takes and returns padded tensors, and put that into the "
-            "nn.ModuleList"
+            f"({summary(error)}). Call pack_padded_sequence, {call.unit} and pad_packed_sequence(..., "
+            "total_length=x.shape[1]) in the forward of one module of your own, which takes and returns padded "
+            "tensors, and put that into the nn.ModuleList"
         ) from error
 
     def _loss(self, output: Any, batch: Batch) -> Tensor | None:

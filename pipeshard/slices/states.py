@@ -113,6 +113,12 @@ class Slice:
             self.left[name] = Left(get_gradient_edge(new), lambda: grown.gradient(start, count))
         return grown.append(new, self.start, 0 if window is None else max(0, self.start - window + 1))
 
+    def release(self) -> None:
+        """Its backward is done: nobody needs what it has left any more, nor, after the first slice's, the states."""
+        self.left.clear()
+        if self.start == 0:
+            self.states.clear()
+
     def take(self, name: Any) -> Tensor | None:
         """The state that the slice before this one has handed over: a leaf of this slice's graph. To be called before
         this slice hands over its own."""
