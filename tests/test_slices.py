@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,8 +24,9 @@ from pipeshard.slices.cache import Keys
 from pipeshard.slices.cut import Joint, lengths
 from pipeshard.slices.states import Grown
 from tests import zoo
+from tests.parity.command import outcomes
 from tests.parity.entries import find
-from tests.parity.report import Row
+from tests.parity.report import Row, markdown
 from tests.parity.slicing import PAGE
 from tests.parity.slicing import check_slices as check_architecture
 from tests.pool import Pool
@@ -361,7 +363,12 @@ def test_lengths_take_equally_long() -> None:
     assert lengths(5, 8, 0.0) == [2, 3] and lengths(1, 8, 0.0) == [1]
 
 
-def test_page_of_slices() -> None:
+def test_page_of_slices(tmp_path: Path) -> None:
     rows = [Row("causal-lm/a", 2, "close"), Row("causal-lm/b", 2, "close", reason="batches with padding are refused")]
     text = PAGE.of(rows, {"torch": "1"})
     assert "**2** of these (100.0%)" in text and "| causal-lm/b | 2 | close | batches with" in text
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.of([*rows, Row("causal-lm/c", 2, "refused", reason="why")], {}))
+    assert outcomes(page) == {"causal-lm/a": "yes", "causal-lm/b": "yes", "causal-lm/c": "refused"}
+    whole = markdown([Row("causal-lm/a", 2, "bitwise")], {}, page, sides={"slices": outcomes(page)})
+    assert "| a | bitwise | 0 |  | yes |" in whole

@@ -12,12 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import pipeshard.verify
 from tests.covering import sample
 from tests.parity.check import PRECISIONS
+from tests.parity.command import outcomes
 from tests.parity.entries import Entry, all_entries, find
 from tests.parity.report import EXACT, Row, Totals, chart_path, draw, markdown, passed, results, short
 from tests.parity.sweep import WATCHDOG, Rows, row_of, sweep, versions
 from tests.pool import Pool
 
 INTERRUPTED = 130
+PAGES = {"generates": "generate", "slices": "slices"}  # columns, by the ends of the names of pages that have them
 PASSED = Path(pipeshard.verify.__path__[0]) / "passed.json"
 
 
@@ -47,7 +49,9 @@ def main() -> int:
         there = {name: rows_of(output, name) for name in PRECISIONS}
         others = {name: Rows(own, resume=True).rows for name, own in there.items() if own.exists()}
         others[arguments.precision] = final
-        output.write_text(markdown(others.pop("fp32"), versions(), output, others))
+        pages = {name: output.with_name(f"{output.stem}-{page}.md") for name, page in PAGES.items()}
+        sides = {name: outcomes(page) for name, page in pages.items()}
+        output.write_text(markdown(others.pop("fp32"), versions(), output, others, sides))
         if arguments.precision == "fp32":
             draw(final, chart_path(output))
             if wanted == {str(entry) for entry in all_entries()}:

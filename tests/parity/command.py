@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +58,23 @@ class Page:
             is_shown = row.kind not in EXACT or (self.has_notes and row.reason)
             if is_shown and row.kind != "untrainable":
                 lines.append(f"| {row.entry} | {row.p} | {row.kind} | {short(row.reason)} |")
+        alike = sorted(entry for entry, kind in kinds.items() if kind in EXACT)
+        lines += ["", f"{SAME}{', '.join(alike)}."]
         return "\n".join(lines) + "\n"
+
+
+SAME = "As unsplit: "  # begins the line of all entries that are exact
+OTHER = re.compile(r"^\| (\S+/\S+) \| \d+ \| (\w+) \|", re.MULTILINE)
+
+
+def outcomes(page: Path) -> dict[str, str]:
+    """What a page says of each entry: "yes", or how it is not."""
+    text = page.read_text() if page.exists() else ""
+    found = dict(OTHER.findall(text))
+    for line in text.splitlines():
+        if line.startswith(SAME):
+            found |= dict.fromkeys(line.removeprefix(SAME).rstrip(".").split(", "), "yes")
+    return found
 
 
 def run(page: Page, row_of: Callable[..., Row], ranks: Callable[[int], int] = lambda p: p) -> int:

@@ -147,8 +147,10 @@ def markdown(
     versions: Mapping[str, str],
     path: Path,
     others: Mapping[str, Sequence[Row]] = MappingProxyType({}),
+    sides: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> str:
-    """The report, to be written to `path`, beside its chart of the same name; `others` are rows in 16 bits."""
+    """The report, to be written to `path`, beside its chart of the same name; `others` are rows in 16 bits, `sides`
+    columns with what other pages say of an entry."""
     found = results(rows)
     low = {name: {(r.task, r.model_type): r for r in results(own)} for name, own in others.items()}
     totals = Totals.of(found)
@@ -180,8 +182,16 @@ def markdown(
     for task in TASKS:
         own = [result for result in found if result.task == task]
         if own:
-            cells = [[r.model_type, r.kind, error_of(r), r.note, *_in_each(low, task, r.model_type)] for r in own]
-            head = ["architecture", "verdict", "largest error", "note", *low]
+            shown = {name: of for name, of in sides.items() if any(f"{task}/{r.model_type}" in of for r in own)}
+            cells = [
+                [
+                    *(r.model_type, r.kind, error_of(r), r.note),
+                    *_in_each(low, task, r.model_type),
+                    *(of.get(f"{task}/{r.model_type}", "") for of in shown.values()),
+                ]
+                for r in own
+            ]
+            head = ["architecture", "verdict", "largest error", "note", *low, *shown]
             lines += ["", f"## {task}", "", *table(head, cells)]
     return "\n".join(lines) + "\n"
 
