@@ -244,6 +244,26 @@ def test_noise_that_is_drawn_in_turn_is_refused(pool: Pool) -> None:
     assert pool.run(noisy_by_name, 2, timeout=120) == [[], []]
 
 
+def skipping(to_none: bool) -> list[str]:
+    """A loop that drops the gradients of a batch, and draws the order of the next ones."""
+    sides = Sides({}, sgd)
+    for step in range(4):
+        sides.train(sides.batches(step))
+        if step % 2:
+            for each in (sides.unsplit, sides.model):
+                each.zero_grad(set_to_none=to_none)
+            torch.randperm(4)
+            sides.train(sides.batches(step + 4))
+        sides.step()
+    return sides.done()
+
+
+def test_gradients_that_are_dropped_are_no_noise(pool: Pool) -> None:
+    """zero_grad before an update, and a shuffle after it, were refused as noise."""
+    for to_none in (False, True):
+        assert pool.run(skipping, 2, to_none, timeout=120) == [[], []]
+
+
 def handmade(in_hook: bool) -> int:
     """The number of updates before a loop with a norm of its own is refused."""
     sides = Sides({}, sgd)

@@ -82,6 +82,14 @@ class Snapshot:
     def is_changed(self) -> bool:
         return any(p.grad is not grad or grad._version != version for p, (grad, version) in self._of.items())
 
+    @property
+    def is_written(self) -> bool:
+        """Whether a gradient is there that was changed, and is not zero: zero_grad writes no numbers of its own."""
+        return any(
+            p.grad is not None and (p.grad is not grad or grad._version != version) and bool(p.grad.any())
+            for p, (grad, version) in self._of.items()
+        )
+
     def factor(self) -> float | None:
         """The factor by which all gradients have been multiplied since; None if they were changed otherwise."""
         if not self.is_changed:
@@ -179,7 +187,7 @@ class Updates:
             return
         self._samples = True
         factor = since.factor()
-        if factor is None and self.grid.pp_size > 1 and since.has_drawn:
+        if factor is None and self.grid.pp_size > 1 and since.has_drawn and since.is_written:
             raise UsageError(DRAWN.format(self.grid.named(self.grid.mesh.rank)))
         self._factor = None if factor is None or self._factor is None else self._factor * factor
 

@@ -25,7 +25,8 @@ from pipeshard.trainer.stand_ins import PipelineAccelerator
 
 logger = logging.getLogger("pipeshard")
 
-GATHERS = ("gather", "gather_object")  # of accelerate.utils: functions that gather from all processes
+# Functions of accelerate.utils that gather from all processes, and what gathers from replicas in their place.
+GATHERS = {"gather": "gather", "gather_object": "gather_entries"}
 # The private names of GRPOTrainer and RLOOTrainer that are overridden or read here.
 PRIVATE = ("_prepare_inputs", "_calculate_rewards", "_pending_metrics")
 # Arguments of these Trainers that each rank would call for itself, by the attributes that have them.
@@ -157,7 +158,7 @@ def gathered_from_replicas(accelerator: PipelineAccelerator, kind: type) -> Iter
         if vars(module).get(name) is getattr(accelerate.utils, name)
     ]
     for module, name in replaced:
-        setattr(module, name, getattr(accelerator, name))
+        setattr(module, name, getattr(accelerator, GATHERS[name]))
     try:
         yield
     finally:

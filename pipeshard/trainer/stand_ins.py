@@ -118,7 +118,7 @@ class PipelineAccelerator(Accelerator):
 
         return self._of_replicas(gathered, tensor)
 
-    def gather_object(self, values: list[Any]) -> list[Any]:
+    def gather_entries(self, values: list[Any]) -> list[Any]:
         """The entries of every replica's list."""
         if self.num_processes == 1:
             return values
@@ -139,7 +139,7 @@ class PipelineAccelerator(Accelerator):
             recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
         except TypeError:
             rest = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else -1
-            return list(self.gather_object(input_data))[: rest if rest > 0 else None]
+            return list(self.gather_entries(input_data))[: rest if rest > 0 else None]
         return super().gather_for_metrics(input_data)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:

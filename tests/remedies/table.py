@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeshard.split.materialize import is_released
+from tests.hunt import marks, values
 from tests.hunt import nets as hunted
-from tests.hunt import values
 from tests.hunt.cases import CASES
 from tests.hunt.nets import Logits, Net, V, data
 from tests.remedies import nets
@@ -159,6 +159,22 @@ def above_half_sum(model: nn.Module) -> Any:
     return criterion
 
 
+def sure(model: nn.Module) -> Any:
+    return marks.confident
+
+
+def sure_sum(model: nn.Module) -> Any:
+    def criterion(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        is_sure = (batch["confidence"] > 0.5).float()
+        return (F.cross_entropy(output, batch["labels"], reduction="none") * is_sure).sum(), is_sure.sum()
+
+    return criterion
+
+
+def confidences() -> Any:
+    return marks.labelled(confidence=lambda seed: torch.rand(7, generator=torch.Generator().manual_seed(seed)))
+
+
 class LogitsOfMasked(Logits):
     def forward(self, ids: Tensor, labels: Tensor, mask: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         return super().forward(ids, labels)
@@ -261,6 +277,15 @@ REMEDIES = {
         "Pass num_microbatches=1 to train on whole batches, or loss_reduction='microbatch'",
         Training(nets.Centred),
         (Training(nets.Centred, ONE), Training(nets.Centred, TWICE, parts=2)),
+    ),
+    "sure pseudo-labels": Remedy(
+        ("a mean over what is above a threshold",),
+        r"return \(sum, count\) from the criterion",
+        Training(marks.Body, criterion=sure, batches=confidences),
+        (
+            Training(marks.Body, criterion=sure_sum, batches=confidences),
+            Training(marks.Body, ONE, criterion=sure, batches=confidences),
+        ),
     ),
     "time-first data": Remedy(
         ("layers that mix samples",),
