@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM, RobertaConfig, RobertaForCausalLM
 
+from pipeshard.batch.batch import Batch
 from pipeshard.errors import ConfigurationError, PipeshardError
 from pipeshard.schedule.given import check
 from pipeshard.schedule.program import Action, Kind, Program
 from pipeshard.schedule.simulate import simulate
 from pipeshard.schedule.slices import SLICED, check_slices, number_of_slices, sliced
 from pipeshard.slices.cache import Keys
-from pipeshard.slices.cut import Joint, lengths
+from pipeshard.slices.cut import Joint, lengths, shortened
 from pipeshard.slices.states import Grown
 from tests import zoo
 from tests.parity.command import outcomes
@@ -354,6 +355,17 @@ def test_backwards_from_the_first_slice_are_refused() -> None:
     ranks = (tuple(Action(kind, i, 0) for kind in (Kind.F, Kind.B) for i in range(2)),)
     with pytest.raises(ConfigurationError, match="runs the slices of microbatch 0 on stage 0 in the order F0 F1 B0 B1"):
         check_slices(Program("ascending", 2, (0,), ranks), 2)
+
+
+def test_a_long_sample_is_proven_where_it_has_labels() -> None:
+    ids = torch.arange(40).expand(2, -1)
+    labels = torch.full_like(ids, -100)
+    labels[:, 25:31] = 1
+    sample = Batch.of({"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}, "input_ids")
+    short = shortened(sample, 10).tensors
+    assert short["input_ids"][0].tolist() == [*range(20, 30)] and int(short["labels"].ne(-100).sum()) == 10
+    assert short["attention_mask"].shape == (2, 10)
+    assert shortened(sample, 40) is sample
 
 
 def test_lengths_take_equally_long() -> None:

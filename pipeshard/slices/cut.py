@@ -100,6 +100,24 @@ def _refuse_packed(batch: Batch) -> None:
         )
 
 
+def shortened(batch: Batch, most: int) -> Batch:
+    """At most so many positions of a batch, where it has most labels."""
+    total = sequence_of(batch)
+    if total <= most:
+        return batch
+    starts = range(0, total - most + 1, most)
+    wanted = [
+        leaf for path, leaf in batch.tensors.items() if path in targets(batch.paths) and leaf.shape[1:2] == (total,)
+    ]
+
+    def labels_from(start: int) -> int:
+        return sum(int(leaf[:, start : start + most].ne(IGNORED).sum()) for leaf in wanted)
+
+    start = max(starts, key=labels_from)
+    sizes = [size for size in (start, most, total - start - most) if size]
+    return cut(batch, sizes)[1 if start else 0]
+
+
 def with_padding(batch: Batch, token: int | None) -> Batch:
     """The batch with padding in place of a quarter of the positions of every other sample, on the left of one and on
     the right of the next, which no label counts."""

@@ -22,13 +22,14 @@ from pipeshard.errors import BatchError, ConfigurationError, VerificationError
 from pipeshard.hf import is_of_transformers, padding_token, without_adapters
 from pipeshard.planner.memory import format_bytes
 from pipeshard.schedule.given import name_of
-from pipeshard.slices.cut import with_padding
+from pipeshard.slices.cut import shortened, with_padding
 from pipeshard.verify.passed import passed
 from pipeshard.verify.proof import DIFFERENT, EXACT, PARTLY, UNPROVEN, Large, Proof, prove
 from pipeshard.verify.smaller import HOOK_TABLES
 from pipeshard.verify.whole import is_batch_norm
 
 logger = logging.getLogger("pipeshard")
+POSITIONS = 128  # of a sample that is proven in slices: long ones would take long
 SECONDS = 5.0  # that "auto" may take
 SECONDS_OF_LARGE = 60.0  # where a smaller copy stands for a large model
 LARGEST_PROOF = 4 * 2**30  # bytes that a proof of a smaller copy takes at most
@@ -109,10 +110,11 @@ def prove_at_boost(
         fits = not on_meta and not _too_large(model, free, FEW_COPIES)
         large = Large(why, min(free, LARGEST_PROOF) / copies, fits) if why else None
         seconds = (SECONDS_OF_LARGE if large or is_sliced else SECONDS) if auto else None
-        made = prove(of_world, grid.device, model, optimizer, criterion, sample, seconds, note, large)
+        proven = shortened(sample, POSITIONS) if is_sliced else sample
+        made = prove(of_world, grid.device, model, optimizer, criterion, proven, seconds, note, large)
         if not is_sliced or made.kind not in (EXACT, PARTLY):
             return made
-        padded = with_padding(sample, padding_token(model))
+        padded = with_padding(proven, padding_token(model))
         of_padded = prove(of_world, grid.device, model, optimizer, criterion, padded, seconds, note, large)
         return replace(made, padding=of_padded.reason if of_padded.kind == DIFFERENT else "")
 
