@@ -89,7 +89,7 @@ def _joint(value: Value, head: Microbatch, slices: Sequence[Microbatch], rows: i
         unit = head.route.flow.calls[value.call].unit
         raise ConfigurationError(
             f"num_slices: the loss needs result {value.leaf} of unit {unit}, which has shape {whole} for the whole "
-            f"sequence and {', '.join(map(str, parts))} for its slices: that is not one piece for each. {OTHER}"
+            f"sequence and {', '.join(map(str, parts))} for its slices, which cannot be put together. {OTHER}"
         )
     return joint
 
