@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,10 +20,10 @@ from tests.parity.build import batch, build
 from tests.parity.check import Verdict
 from tests.parity.command import Page, run
 from tests.parity.entries import Entry
-from tests.parity.report import Row, worst
-from tests.parity.sweep import failure
+from tests.parity.report import Row
+from tests.parity.sweep import judged
 from tests.parity.tiny import FIRST_TEXT, SPECIAL, VOCABULARY
-from tests.pool import Pool, WorkerError
+from tests.pool import Pool
 
 GENERATING = ("causal-lm", "seq2seq-lm", "image-text-to-text", "speech-seq2seq")  # tasks of models that generate
 NEW, PADDED, SEED = 5, 3, 11
@@ -155,15 +154,7 @@ WATCHDOG = 90.0  # seconds
 
 def row_of(pool: Pool, entry: Entry, p: int) -> Row:
     """What comes of the entry on p ranks."""
-    started = time.monotonic()
-    try:
-        verdicts = pool.run(check_generation, p, entry, timeout=WATCHDOG)
-        kind = worst([verdict.kind for verdict in verdicts])
-        reason = next(verdict.reason for verdict in verdicts if verdict.kind == kind)
-        error = max(verdict.error for verdict in verdicts)
-    except WorkerError as failed:
-        kind, error, reason = failure(str(failed))
-    return Row(str(entry), p, kind, error, reason, round(time.monotonic() - started, 2))
+    return judged(entry, p, lambda: pool.run(check_generation, p, entry, timeout=WATCHDOG))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,18 +15,21 @@ from torch import nn
 from pipeshard import PipelinePlugin
 from pipeshard.batch.batch import Batch
 from pipeshard.batch.read import read_batch
+from pipeshard.errors import ConfigurationError
 from pipeshard.hf import media_kind, padding_token
 from pipeshard.slices.cut import with_padding
+from pipeshard.slices.refusals import refuse_unsliceable
 from pipeshard.verify.decide import alone
 from pipeshard.verify.proof import DIFFERENT, UNPROVEN, Proof, prove
 from tests.parity.build import batch, build
 from tests.parity.check import Verdict
 from tests.parity.command import Page, run
 from tests.parity.entries import Entry
+from tests.parity.fixes import UNTRAINABLE
 from tests.parity.inputs import make_batch
 from tests.parity.report import Row
-from tests.parity.sweep import UNTRAINABLE, failure
-from tests.pool import Pool, WorkerError
+from tests.parity.sweep import judged, untrainable
+from tests.pool import Pool
 
 SLICES, M = 3, 2
 PAGE = Page(
@@ -64,6 +67,10 @@ def check_slices(entry: Entry, p: int) -> Verdict:
         return Verdict("untrainable", reason=f"{type(error).__name__}: {error}")
     if unsplit is None:
         return Verdict("untrainable", reason="its forward gives no loss")
+    try:
+        refuse_unsliceable(model)
+    except ConfigurationError as error:
+        return Verdict("refused", reason=f"{type(error).__name__}: {error}")
     proof = _proof(model, read_batch(model, data), p)
     if proof.kind in (UNPROVEN, DIFFERENT):
         kind = "untrainable" if "the unsplit model" in proof.reason and proof.kind == UNPROVEN else "refused"
@@ -90,17 +97,14 @@ def _proof(model: nn.Module, sample: Batch, p: int) -> Proof:
     return prove(plugin.config, plugin.device, model, optimizer, None, sample)
 
 
-def row_of(pool: Pool, entry: Entry, p: int, watchdog: float = 240.0) -> Row:
-    started = time.monotonic()
-    if str(entry) in UNTRAINABLE:
-        kind, reason = "untrainable", UNTRAINABLE[str(entry)]
-    else:
-        try:
-            (verdict,) = pool.run(check_slices, 1, entry, p, timeout=watchdog)
-            kind, reason = verdict.kind, verdict.reason
-        except WorkerError as error:
-            kind, _, reason = failure(str(error))
-    return Row(str(entry), p, kind, 0.0, reason, round(time.monotonic() - started, 2))
+WATCHDOG = 240.0  # seconds
+
+
+def row_of(pool: Pool, entry: Entry, p: int) -> Row:
+    """What comes of the entry in p stages."""
+    is_able = str(entry) not in UNTRAINABLE
+    run_it = partial(pool.run, check_slices, 1, entry, p, timeout=WATCHDOG)
+    return judged(entry, p, run_it if is_able else lambda: [untrainable(entry)])
 
 
 if __name__ == "__main__":

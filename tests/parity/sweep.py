@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 import psutil
 
-from tests.parity.check import check
+from tests.parity.check import Verdict, check
 from tests.parity.entries import Entry
 from tests.parity.fixes import UNTRAINABLE
 from tests.parity.prove import prove
@@ -73,24 +73,32 @@ def row_of(
     pool: Pool, entry: Entry, p: int, watchdog: float = WATCHDOG, verify: bool = False, precision: str = "fp32"
 ) -> Row:
     """What comes of the entry on p ranks: the worst of their verdicts, or how they failed."""
-    started = time.monotonic()
-    kind, error, reason = _outcome(pool, entry, p, watchdog, verify, precision)
-    return Row(str(entry), p, kind, error, reason, round(time.monotonic() - started, 2))
 
-
-def _outcome(pool: Pool, entry: Entry, p: int, watchdog: float, verify: bool, precision: str) -> tuple[str, float, str]:
-    if str(entry) in UNTRAINABLE:
-        return "untrainable", 0.0, UNTRAINABLE[str(entry)]
-    try:
+    def verdicts() -> list[Verdict]:
         if verify:
-            verdicts = pool.run(prove, 1, entry, p, timeout=watchdog)
-        else:
-            verdicts = pool.run(check, p, entry, precision, timeout=watchdog)
-    except WorkerError as error:
-        return failure(str(error))
-    kind = worst([verdict.kind for verdict in verdicts])
-    reason = next(verdict.reason for verdict in verdicts if verdict.kind == kind)
-    return kind, max(verdict.error for verdict in verdicts), reason
+            return pool.run(prove, 1, entry, p, timeout=watchdog)
+        return pool.run(check, p, entry, precision, timeout=watchdog)
+
+    return judged(entry, p, verdicts if str(entry) not in UNTRAINABLE else lambda: [untrainable(entry)])
+
+
+def untrainable(entry: Entry) -> Verdict:
+    """That of an entry which cannot be trained here."""
+    return Verdict("untrainable", reason=UNTRAINABLE[str(entry)])
+
+
+def judged(entry: Entry, p: int, verdicts: Callable[[], Sequence[Verdict]]) -> Row:
+    """The row of an entry: the worst verdict of its ranks, or how they failed."""
+    started = time.monotonic()
+    try:
+        found = verdicts()
+    except WorkerError as failed:
+        kind, error, reason = failure(str(failed))
+    else:
+        kind = worst([verdict.kind for verdict in found])
+        reason = next(verdict.reason for verdict in found if verdict.kind == kind)
+        error = max(verdict.error for verdict in found)
+    return Row(str(entry), p, kind, error, reason, round(time.monotonic() - started, 2))
 
 
 def failure(message: str) -> tuple[str, float, str]:
