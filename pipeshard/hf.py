@@ -9,6 +9,7 @@ with transformers and peft themselves: where a release renames something, these 
 import inspect
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -180,7 +181,14 @@ def is_output_class(kind: Any) -> bool:
 
 def has_parameter(model: nn.Module, name: str) -> bool:
     """Whether the forward of the model, adapters aside, has an argument of this name."""
-    return name in inspect.signature(without_adapters(model)[1].forward).parameters
+    forward: Any = without_adapters(model)[1].forward
+    return name in _parameters(getattr(forward, "__func__", forward))
+
+
+@lru_cache
+def _parameters(function: Any) -> frozenset[str]:
+    """The names of a function's arguments, looked up once: each slice of each step asks."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 def is_new(name: str, value: Any, is_decoder: bool) -> bool:

@@ -81,12 +81,6 @@ class _Append(torch.autograd.Function):
         return gradient.narrow(grown.dim, ctx.earlier, ctx.length), None, None, None
 
 
-class Handed(NamedTuple):
-    """A state that one slice has handed over to the next, of whose graph it is a leaf."""
-
-    leaf: Tensor
-
-
 class Slice:
     """One slice of a microbatch: the positions from `start` to `end` of `total`, and the `states` that it shares with
     the microbatch's other slices. `left` is what it has left to later ones, by name."""
@@ -122,8 +116,7 @@ class Slice:
     def take(self, name: Any) -> Tensor | None:
         """The state that the slice before this one has handed over: a leaf of this slice's graph. To be called before
         this slice hands over its own."""
-        handed = self.states.get(name)
-        return None if handed is None else handed.leaf
+        return self.states.get(name)
 
     def hand_over(self, name: Any, state: Tensor) -> None:
         """Leave a whole state to the next slice. That of a unit that is recomputed has been handed over before."""
@@ -131,6 +124,6 @@ class Slice:
             return
         self._handed.add(name)
         leaf = state.detach().requires_grad_(state.requires_grad)
-        self.states[name] = Handed(leaf)
+        self.states[name] = leaf
         if state.requires_grad:
             self.left[name] = Left(get_gradient_edge(state), lambda: leaf.grad)
