@@ -266,15 +266,9 @@ class Glue:
                     return result((*flow.occurrences[index], k), TensorSpec(spec.at(deltas), spec.dtype))
                 return spec.at(deltas) if isinstance(spec, Count) else spec
 
-            parts, leaves, start = [], [], 0
-            for part in call.parts:
-                numbers = range(start, start + part.tree.num_leaves)
-                start = numbers.stop
-                counts = part.source.by_hook and not any(isinstance(call.leaves[k], TensorSpec) for k in numbers)
-                if not counts:  # what hooks inside a unit count is of runs of that unit
-                    parts.append(part)
-                    leaves += [made(k, call.leaves[k]) for k in numbers]
-            return answer(self.units[unit], tuple(parts), leaves, arguments)
+            answered = list(call.answered)
+            leaves = [made(k, call.leaves[k]) for _, numbers in answered for k in numbers]
+            return answer(self.units[unit], tuple(part for part, _ in answered), leaves, arguments)
 
         with ExitStack() as stack:
             self.before = stack.enter_context(preserving(self.model, self.criterion, before=self.before))

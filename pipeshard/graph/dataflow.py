@@ -74,6 +74,17 @@ class Call:
     is_cut: bool = False
 
     @property
+    def answered(self) -> Iterator[tuple[Part, range]]:
+        """The parts that are repeated in a run without the unit, each with the numbers of its leaves. What hooks inside
+        a unit count is of runs of that unit."""
+        start = 0
+        for part in self.parts:
+            numbers = range(start, start + part.tree.num_leaves)
+            start = numbers.stop
+            if not part.source.by_hook or any(isinstance(self.leaves[k], TensorSpec) for k in numbers):
+                yield part, numbers
+
+    @property
     def moves(self) -> bool:
         """Whether it leaves something at a place: in a buffer, an attribute, an object that it is given."""
         return any(part.source.place for part in self.parts)

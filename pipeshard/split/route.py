@@ -317,14 +317,11 @@ def _replayed_step(flow: Dataflow, index: int, received: Container[Value]) -> St
     parts: list[Part] = []
     leaves: list[Any] = []
     numbers: list[int] = []
-    start, call = 0, flow.calls[index]
-    for part in call.parts:
-        values = [Value(index, start + k) for k in range(part.tree.num_leaves)]
-        start += part.tree.num_leaves
+    call = flow.calls[index]
+    for part, places in call.answered:
+        values = [Value(index, k) for k in places]
         if part.source.how == "written" and values[0] not in received:
             continue
-        if part.source.by_hook and not any(isinstance(call.leaves[value.leaf], TensorSpec) for value in values):
-            continue  # what hooks inside a unit count is of the runs that there are here
         parts.append(part)
         for value in values:
             leaf = call.leaves[value.leaf]
