@@ -52,7 +52,6 @@ OWN = frozenset(
     }
 )
 
-
 VERSION = attrgetter("_version")  # of a tensor: how often it was written to
 
 

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -79,16 +79,18 @@ class Snapshot:
         return not all(map(torch.equal, self._generators, torch_states()))
 
     @property
+    def _changed(self) -> Iterator[Tensor]:
+        """The parameters whose gradients were replaced or written to."""
+        return (p for p, (grad, version) in self._of.items() if p.grad is not grad or grad._version != version)
+
+    @property
     def is_changed(self) -> bool:
-        return any(p.grad is not grad or grad._version != version for p, (grad, version) in self._of.items())
+        return next(self._changed, None) is not None
 
     @property
     def is_written(self) -> bool:
         """Whether a gradient is there that was changed, and is not zero: zero_grad writes no numbers of its own."""
-        return any(
-            p.grad is not None and (p.grad is not grad or grad._version != version) and bool(p.grad.any())
-            for p, (grad, version) in self._of.items()
-        )
+        return any(p.grad is not None and bool(p.grad.any()) for p in self._changed)
 
     def factor(self) -> float | None:
         """The factor by which all gradients have been multiplied since; None if they were changed otherwise."""
