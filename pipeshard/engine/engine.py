@@ -104,6 +104,7 @@ class Pipeline:
         self.padding = ""  # how slices of samples with padding differ from whole ones
         self._unseen: Unseen | None = None
         self._parts: tuple[list[Batch], list[list[Batch]]] = [], []  # batches, and the microbatches of each
+        self._slices: tuple[list[list[Batch]], list[list[Batch]]] = [], []  # those, and the slices of each microbatch
         self.last: Program | None = None  # what ran last
         self.read = 0, 0  # the samples and tokens that it read
         self.ran: list[Ran] = []  # its microbatches
@@ -327,11 +328,16 @@ class Pipeline:
         """What has to have a way through the stages: the microbatches, and behind them their slices, if there are
         any."""
         microbatches = self._cut(batches)
-        return microbatches + self._slices(microbatches) if train and self.config.has_slices else microbatches
+        return microbatches + self._cut_slices(microbatches) if train else microbatches
 
-    def _slices(self, cut: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
-        """The slices of each microbatch, as many of each; none where the whole is one."""
-        microbatches = [batch for of_batch in cut for batch in of_batch]
+    def _cut_slices(self, cut: list[list[Batch]]) -> list[list[Batch]]:
+        """The slices of each microbatch, as many of each; none where the whole is one. The same ones as long as the
+        microbatches are."""
+        if self.config.has_slices and self._slices[0] is not cut:
+            self._slices = cut, self._sliced_alike([batch for of_batch in cut for batch in of_batch])
+        return self._slices[1]
+
+    def _sliced_alike(self, microbatches: Sequence[Batch]) -> list[list[Batch]]:
         totals = [sequence_of(batch) for batch in microbatches]
         wanted = self.config.slices_of(totals)
         n = min(len(lengths(total, wanted, self.slope)) for total in totals)
@@ -357,12 +363,12 @@ class Pipeline:
             with self._tracing(read, criterion, outputs):
                 planned = self.planner.plan_each(cut, found, criterion, outputs.needed, *how)
                 sliced: list[list[SlicedMicrobatch]] = []
-                slices = self._slices(cut) if train and self.config.has_slices else []
+                slices = self._cut_slices(cut) if train else []
                 if slices:
                     refuse_cacheless(self.model)
                     refuse_padding(self.model, read, self.padding)
                     sliced = self.planner.slice_each(cut, slices, found, planned, criterion, outputs.needed)
-        self._parts = [], []
+        self._parts, self._slices = ([], []), ([], [])
         flow = planned[-1][0].route.flow
         for microbatch in planned[-1]:
             outputs.check(microbatch.route.flow, len(planned[-1]) > 1)
@@ -381,11 +387,12 @@ class Pipeline:
         self.read = sum(batch.rows for batch in read), sum(batch.num_tokens for batch in read)
         self.ran = [Ran(microbatch.share, microbatch.summed, microbatch.route.flow) for microbatch in planned[-1]]
         stages: Sequence[Stage] = self.sliced if sliced else self.stages
-        for stage, microbatches in zip(self.stages, planned, strict=True):
-            if not sliced:
+        if sliced:
+            for slicing, of_stage in zip(self.sliced, sliced, strict=True):
+                slicing.begin_sliced(of_stage, criterion, outputs, self.scale, program.splits(slicing.index))
+        else:
+            for stage, microbatches in zip(self.stages, planned, strict=True):
                 stage.begin(microbatches, criterion, train, outputs, self.scale, program.splits(stage.index))
-        for slicing, of_stage in zip(self.sliced, sliced):
-            slicing.begin_sliced(of_stage, criterion, outputs, self.scale, program.splits(slicing.index))
         routes = [microbatch.route for stage in stages for microbatch in stage.microbatches]
         self.carry.begin(routes)
         own_progress().in_flight = self.grid.size > 1

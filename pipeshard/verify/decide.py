@@ -99,6 +99,7 @@ def prove_at_boost(
         return ""
 
     of_world = replace(config, dp_size=grid.dp_size)
+    proven = shortened(sample, POSITIONS) if is_sliced else sample  # on all ranks, which raise what it raises
 
     def work(note: Callable[[], None]) -> Proof:
         if stages == 1 and not is_sliced:
@@ -110,7 +111,6 @@ def prove_at_boost(
         fits = not on_meta and not _too_large(model, free, FEW_COPIES)
         large = Large(why, min(free, LARGEST_PROOF) / copies, fits) if why else None
         seconds = (SECONDS_OF_LARGE if large or is_sliced else SECONDS) if auto else None
-        proven = shortened(sample, POSITIONS) if is_sliced else sample
         made = prove(of_world, grid.device, model, optimizer, criterion, proven, seconds, note, large)
         if not is_sliced or made.kind not in (EXACT, PARTLY):
             return made
