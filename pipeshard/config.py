@@ -13,7 +13,7 @@ from pipeshard.batch.batch import check_declared
 from pipeshard.batch.criterion import Criterion
 from pipeshard.errors import ConfigurationError
 from pipeshard.schedule.given import Schedule, chunks_of, is_v, name_of, program_of
-from pipeshard.schedule.passes import shorten_cooldown
+from pipeshard.schedule.passes import shorten_cooldown, split_backwards
 from pipeshard.schedule.program import Program
 from pipeshard.schedule.slices import SLICED, check_slices, number_of_slices, sliced
 from pipeshard.split.initialize import InitWeights
@@ -238,7 +238,9 @@ class PipelineConfig:
         else:
             program = program_of(self.schedule, self.pp_size, num_microbatches, self.num_model_chunks)
         self._refuse_split_backward(program)
-        return shorten_cooldown(program) if self.defers and isinstance(self.schedule, str) else program
+        if not self.defers or not isinstance(self.schedule, str):
+            return program
+        return split_backwards(program) if num_slices > 1 else shorten_cooldown(program)
 
     def settled(self, hints: PipelineHints | None, criterion: Criterion | None) -> Settled:
         """These arguments and the user's criterion, with the model's hints where they leave something open.

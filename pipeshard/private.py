@@ -48,6 +48,8 @@ profiler_is_enabled = torch._C._autograd._profiler_enabled
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 will_execute = torch._C._will_engine_execute_node
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
+flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class DispatchMode(TorchDispatchMode):

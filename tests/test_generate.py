@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
+from transformers import DynamicCache, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList, pipeline
 from transformers.generation.streamers import BaseStreamer
 
 from pipeshard import PipelinePlugin, initialize
@@ -111,6 +112,52 @@ def states(name: str) -> tuple[list[bool], list[bool]]:
 def test_a_stage_keeps_the_states_of_its_own_layers(pool: Pool) -> None:
     for in_memory, held in pool.run(states, 2, "llama-tied"):
         assert in_memory == held
+
+
+def in_memory() -> int:
+    """The bytes of all tensors that this process has, each storage once."""
+    gc.collect()
+    found = {}
+    for each in gc.get_objects():
+        if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu" and each.layout is torch.strided:
+            found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+class Peak(StoppingCriteria):
+    """Stops nothing, and notes the most memory there is between two tokens."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        self.bytes = max(self.bytes, in_memory())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def memory() -> tuple[int, int]:
+    """The most bytes while a stage generates beyond what there was before, and those of its weights and cache."""
+    before = in_memory()
+    ids = torch.randint(4, 90, (4, 384))
+    split = boosted(zoo.build("llama-tied"), "llama-tied")
+    cache, peak = DynamicCache(config=split.config), Peak()
+    split.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=4,
+        stopping_criteria=StoppingCriteriaList([peak]),
+        past_key_values=cache,
+        **GREEDY,
+    )
+    own = [each for layer in cache.layers for each in (layer.keys, layer.values) if not each.is_meta]
+    weights = [each for each in (*split.parameters(), *split.buffers()) if not each.is_meta]
+    return peak.bytes - before, sum(each.nbytes for each in {id(each): each for each in (*own, *weights)}.values())
+
+
+@pytest.mark.processes
+def test_a_rank_that_generates_has_its_weights_and_cache_in_memory(pool: Pool) -> None:
+    for most, own in pool.run(memory, 2):
+        assert abs(most - own) <= 0.05 * own, (most, own)
 
 
 def losses(generates: bool) -> list[float]:

@@ -153,6 +153,17 @@ def test_trees_come_back() -> None:
     assert private.tree_map_only(int, lambda x: -x, tree) == {"a": [-1, (-2, None)], "b": -3}
 
 
+def test_flash_on_the_cpu_gives_the_logsumexp_that_its_backward_takes() -> None:
+    query, key, value, gradient = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(4))
+    output, total = private.flash_on_cpu(query, key, value, 0.0, True, scale=0.5)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.5)
+    scores = (query @ key.mT * 0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    assert torch.allclose(output, expected) and torch.allclose(total, scores.logsumexp(-1), atol=1e-6)
+    made = private.flash_on_cpu_backward(gradient, query, key, value, output, total, 0.0, True, scale=0.5)
+    wanted = torch.autograd.grad(expected, (query, key, value), gradient)
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(made, wanted, strict=True))
+
+
 def test_all_at_once_is_each_by_itself() -> None:
     tensors = [torch.arange(3.0), torch.ones(2)]
     assert [float(norm) for norm in private.foreach_norm(tensors)] == [float(tensor.norm()) for tensor in tensors]

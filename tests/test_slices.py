@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM, RobertaConfig, RobertaForCausalLM
 
 from pipeshard.batch.batch import Batch
@@ -21,6 +22,7 @@ from pipeshard.schedule.given import check
 from pipeshard.schedule.program import Action, Kind, Program
 from pipeshard.schedule.simulate import simulate
 from pipeshard.schedule.slices import SLICED, check_slices, number_of_slices, sliced
+from pipeshard.slices.attention import Attention
 from pipeshard.slices.cache import Keys
 from pipeshard.slices.cut import Joint, lengths, shortened
 from pipeshard.slices.states import Grown
@@ -295,6 +297,56 @@ def buffers_of_a_step() -> int:
 def test_keys_are_released_after_the_backward_of_a_microbatch(pool: Pool) -> None:
     """Keys of all microbatches were kept to the end of the step, which with many takes more than slices save."""
     assert max(pool.run(buffers_of_a_step, 2)) <= 2
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_attention_of_a_slice_is_that_by_a_mask(groups: int, dtype: torch.dtype) -> None:
+    start, end = 5, 12
+    torch.manual_seed(0)
+    query, weights = (torch.randn(2, 4, end - start, 8, dtype=dtype) for _ in range(2))
+    key, value = (torch.randn(2, 4 // groups, end, 8, dtype=dtype) for _ in range(2))
+    whole = [each.requires_grad_() for each in (query, key, value)]
+    mask = torch.ones(end - start, end, dtype=torch.bool).tril(start)
+    expected = functional.scaled_dot_product_attention(*whole, attn_mask=mask, scale=0.3, enable_gqa=groups > 1)
+    grown = [Grown(each, 2, end) for each in (key, value)]
+    own = [query, *(each.detach()[:, :, start:].clone().requires_grad_() for each in (key, value))]
+    for into, each, new in zip(grown, (key, value), own[1:], strict=True):
+        into.write(each[:, :, :start], 0, 0)
+        into.write(new, start, 0)
+    output = Attention.apply(*own, *grown, start, 0.3)
+    of_query, *of_own = torch.autograd.grad((output * weights).sum(), own)
+    wanted = torch.autograd.grad((expected * weights).sum(), whole)
+    joined = [torch.cat([into.gradient(0, start), new], 2) for into, new in zip(grown, of_own, strict=True)]
+    found, expected = [output, of_query, *joined], [expected, *wanted]
+    close = 8 * torch.finfo(dtype).eps
+    for one, other in zip(found, expected, strict=True):
+        assert float((one - other).detach().norm() / other.detach().norm()) < close
+
+
+def saved_bytes(n: int) -> int:
+    """What autograd keeps for the backward of a step, each storage once, but for parameters."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, vocab_size=32, num_key_value_heads=2)
+    data = {"input_ids": torch.arange(512).remainder(32)[None], "labels": torch.arange(512).remainder(32)[None]}
+    split = Split(LlamaForCausalLM(config), 1, data, num_microbatches=1, num_slices=n, verify=False)
+    own = {parameter.untyped_storage().data_ptr() for parameter in split.model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        split.backward(data)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def test_slices_keep_what_a_whole_microbatch_keeps(pool: Pool) -> None:
+    """Each layer kept a mask of its own, and keys once for each head of the query: half of the length's square."""
+    ((whole,), (sliced_,)) = (pool.run(saved_bytes, 1, n) for n in (1, 8))
+    assert sliced_ <= 1.02 * whole
 
 
 @pytest.mark.parametrize("mutation", [no_gradients_of_keys, lengths_of_another_layer, slices_in_another_order])

@@ -89,17 +89,27 @@ def shorten_cooldown(program: Program) -> Program:
     more microbatches of activations. It is the start of what a zero bubble schedule does (Qi et al. 2023,
     arXiv:2401.10241); Megatron-LM does it for the weight of the head alone.
     """
-    ranks = (tuple(_with_weights(program, actions)) for actions in program.ranks)
+    ranks = (tuple(_with_weights(actions, after=_last_forward(actions), sent=program)) for actions in program.ranks)
     return dataclasses.replace(program, ranks=tuple(ranks))
 
 
-def _with_weights(program: Program, actions: Sequence[Action]) -> Iterator[Action]:
-    forwards_left = sum(action.kind is Kind.F for action in actions)
+def split_backwards(program: Program) -> Program:
+    """`program` with each whole B split in B and W right after it. For many small backwards: a W adds to the gradient
+    of a weight in the product itself, where a whole B writes the product into memory first."""
+    return dataclasses.replace(program, ranks=tuple(tuple(_with_weights(actions)) for actions in program.ranks))
+
+
+def _last_forward(actions: Sequence[Action]) -> int:
+    return max((k for k, action in enumerate(actions) if action.kind is Kind.F), default=-1)
+
+
+def _with_weights(actions: Sequence[Action], after: int = -1, sent: Program | None = None) -> Iterator[Action]:
+    """These actions with W right after each whole B behind number `after`, or of those alone whose gradient crosses
+    ranks in the program `sent`."""
     split = {action[1:] for action in actions if action.kind is Kind.W}
-    for action in actions:
+    for k, action in enumerate(actions):
         kind, i, stage = action
         yield action
-        forwards_left -= kind is Kind.F
-        sends = kind is Kind.B and program.crosses(Kind.SEND_B, stage)
-        if sends and not forwards_left and (i, stage) not in split:
+        is_whole = kind is Kind.B and (i, stage) not in split
+        if is_whole and k > after and (sent is None or sent.crosses(Kind.SEND_B, stage)):
             yield Action(Kind.W, i, stage)

@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 
 from pipeshard.errors import ConfigurationError
 from pipeshard.hf import CACHES, config_of, has_parameter, without_adapters
+from pipeshard.slices.attention import FRESH, Fresh, register
 from pipeshard.slices.states import Slice
 
 OF_LAYERS = CACHES[:2]  # caches that have an entry for each layer
@@ -33,6 +34,7 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False) -> Cache:
 
     Raises ConfigurationError for a layer that keeps something else than keys, values and states.
     """
+    register()
     try:
         cache = DynamicCache(config=config_of(without_adapters(model)[1]))
     except AttributeError as error:
@@ -64,8 +66,12 @@ class Keys(DynamicLayer):
         self.now, self.number, self.is_updated = now, number, False
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys = self.now.grow((self.number, "keys"), key_states, -2, self.window)
-        self.values = self.now.grow((self.number, "values"), value_states, -2, self.window)
+        names = (self.number, "keys"), (self.number, "values")
+        self.keys = self.now.grow(names[0], key_states, -2, self.window)
+        self.values = self.now.grow(names[1], value_states, -2, self.window)
+        if self.window is None:
+            grown = self.now.states[names[0]], self.now.states[names[1]]
+            setattr(self.keys, FRESH, Fresh(self.now, key_states, value_states, *grown))
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = self.is_updated = True
         return self.keys, self.values

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipeshard.errors import TraceError
 
@@ -49,15 +50,23 @@ class Grown:
         """A view of what is there from `first` on. It has a version counter of its own (`data`), as what later slices
         write behind it does not change what the graph of an earlier one has saved."""
         end = start + new.shape[self.dim]
-        self._values.data.narrow(self.dim, start, end - start).copy_(new.detach())
-        return self._values.data.narrow(self.dim, first, end - first)
+        self.part(start, end).copy_(new.detach())
+        return self.part(first, end)
+
+    def part(self, start: int, end: int) -> Tensor:
+        """What slices have written from one position to another."""
+        return self._values.data.narrow(self.dim, start, end - start)
 
     def add(self, gradient: Tensor, first: int) -> None:
         """Add what a later slice has for the positions from `first` on; of 16 bits in fp32, like any sum."""
-        if self._gradient is None:
-            dtype = torch.promote_types(gradient.dtype, torch.float32)
-            self._gradient = torch.zeros(self.shape, dtype=dtype, device=gradient.device)
-        self._gradient.narrow(self.dim, first, gradient.shape[self.dim]).add_(gradient)
+        count = gradient.shape[self.dim]
+        if self._gradient is not None:
+            self._gradient.narrow(self.dim, first, count).add_(gradient)
+            return
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        self._gradient = torch.empty(self.shape, dtype=dtype, device=gradient.device)
+        self._gradient.narrow(self.dim, 0, first).zero_()
+        self._gradient.narrow(self.dim, first, count).copy_(gradient)
 
     def gradient(self, start: int, length: int) -> Tensor | None:
         if self._gradient is None:
@@ -89,6 +98,16 @@ class Slice:
         self.start, self.end, self.total, self.states = start, end, total, states
         self.left: dict[Any, Left] = {}
         self._handed: set[Any] = set()
+        self._causal = WeakTensorKeyDictionary()  # of masks, whether they are
+
+    def is_causal(self, mask: Tensor) -> bool:
+        """Whether a mask lets each position of this slice attend to itself and all before it, and to nothing else."""
+        if mask not in self._causal:
+            shape = (self.end - self.start, self.end)
+            is_like = mask.dtype is torch.bool and tuple(mask.shape[-2:]) == shape
+            wanted = torch.ones(shape, dtype=torch.bool, device=mask.device).tril(self.start) if is_like else mask
+            self._causal[mask] = is_like and bool((mask == wanted).all())
+        return bool(self._causal[mask])
 
     def grow(self, name: Any, new: Tensor, dim: int, window: int | None = None) -> Tensor:
         """The positions of this slice behind those of earlier ones, of which the last `window - 1` are enough. A unit

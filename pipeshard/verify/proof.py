@@ -106,9 +106,10 @@ def prove(
     seconds: float | None = None,
     note: Callable[[], None] = lambda: None,
     large: Large | None = None,
+    steps: int = 2,
 ) -> Proof:
-    """Two training steps of a model that is yet to be boosted, split and unsplit, on different samples; nothing of the
-    user's changes.
+    """Some training `steps` of a model that is yet to be boosted, split and unsplit, on different samples; nothing of
+    the user's changes.
 
     Compared are loss, gradients (None, too), outputs, buffers, what forwards leave on modules, parameters after the
     optimizer's step, what is saved, and the unsplit model on the whole batch with itself on the microbatches. `note` is
@@ -117,7 +118,7 @@ def prove(
     of the same samples in microbatches. Each of the two may take `seconds`, or STEPS_MORE steps if these take longer.
     Once something differs, nothing limits the time.
     """
-    proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, seconds, note)
+    proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, seconds, note, steps)
     kind, reason, refused, coupled = EXACT, "", False, False
     cause: BaseException | None = None
     with undisturbed(device):
@@ -170,8 +171,9 @@ class _Proving:
         device: torch.device,
         seconds: float | None,
         note: Callable[[], None],
+        steps: int,
     ) -> None:
-        self.start = time.perf_counter()
+        self.start, self.steps = time.perf_counter(), steps
         self.config, self.given, self.device, self.seconds, self.note = config, given, device, seconds, note
         self.until = seconds
         self.step = 0.0  # seconds that a step of the unsplit model takes
@@ -336,7 +338,7 @@ class _Proving:
     def rows(self, batch: Batch, step: int) -> Batch:
         """The samples of a step: the first ones, then the last ones, backwards."""
         order = range(batch.rows)
-        return batch.take(torch.tensor((order[::-1] if step else order)[: self.count]))
+        return batch.take(torch.tensor((order[::-1] if step % 2 else order)[: self.count]))
 
     def part(self, step: int, batch: Batch, replica: int) -> Batch:
         """The samples of one replica, which has m of the step's microbatches."""
@@ -407,7 +409,7 @@ class _Proving:
         self.cut.clear()
         split, references = self._sides(dtype, self.replicas)
         optimizers = self._optimizers(split, references[0])
-        for step in (0, 1):
+        for step in range(self.steps):
             at, during = (SEED, step), f"in step {step + 1}"
             loss, outputs = split.step(partial(self.part, step), self.m, step > 0, at)
             expected, made = self._unsplit_step(split, references, step)

@@ -13,15 +13,16 @@ from benchmarks.speed.section import FAILED, Bar, Section, Table, milliseconds
 from benchmarks.speed.work import Work
 
 TEXT = """\
-The llama of the first part with a hidden size of 896 generates for 8 prompts by two stages. "In flight" are the
-microbatches of one forward that the stages work on together (`model.generate(..., num_microbatches=2)`), "one" makes
-them wait for each other. Prompts of 256 tokens that get 2 more are bound by computing; prompts of 8 that get 32 more by
-reading the weights for each token, where half of the samples take a stage as long as all of them. "One process" has the
-whole model and a core of its own. A token by stages costs the time of all stages and messages."""
+The llama of the first part with a hidden size of 896 generates for 8 prompts by two stages. "One" has one microbatch
+in flight (`model.generate(..., num_microbatches=1)`), so that a stage waits while the other works. "Default" cuts a
+forward into parts of at least 256 tokens: prompts of 256 tokens that get 2 more, which computing bounds, into 8
+parts, for which simulation gives 1.78 times the speed; prompts of 8 that get 32 more, which reading the weights
+bounds, not at all. "Two" cuts these too. "One process" has the whole model and a core of its own. A token by stages
+costs the time of all stages and messages."""
 
 WORKS = {"long prompts": (256, 2), "single tokens": (8, 32)}
 FLIGHT, COST = 0.8 * RANKS, 1.15  # times the tokens a second of one in flight; times one process's time of a token
-ONE, TWO, ALONE = "one", "two in flight", "one process"
+ONE, DEFAULT, TWO, ALONE = "one", "default", "two", "one process"
 
 
 def run(effort: Effort, progress: Progress) -> Section:
@@ -31,6 +32,7 @@ def run(effort: Effort, progress: Progress) -> Section:
         work = Work(microbatch=4, microbatches=2, length=length, hidden=hidden, heads=heads)
         contenders = [
             Contender(ONE, "generating", {"new": new, "num_microbatches": 1}),
+            Contender(DEFAULT, "generating", {"new": new}),
             Contender(TWO, "generating", {"new": new, "num_microbatches": 2}),
             Contender(ALONE, "generating", {"new": new, "alone": True}),
         ]
@@ -46,9 +48,9 @@ def run(effort: Effort, progress: Progress) -> Section:
 
 
 def _bars(name: str, outcomes: dict[str, Outcome], quick: bool) -> list[Bar]:
-    if name == "long prompts" and (ratios := against(TWO, ONE, outcomes)):
+    if name == "long prompts" and (ratios := against(DEFAULT, ONE, outcomes)):
         ratio = statistics.median(ratios)
-        text = f"{name}: two in flight are {ratio:.2f} times as fast as one, at least {FLIGHT:.1f}"
+        text = f"{name}: parts in flight are {ratio:.2f} times as fast as one, at least {FLIGHT:.1f}"
         return [Bar(text, quick or ratio >= FLIGHT)]
     if name == "single tokens" and (ratios := against(ALONE, ONE, outcomes)):
         ratio = statistics.median(ratios)

@@ -1,28 +1,33 @@
 """Slices: long samples cut along the sequence, beside the same schedule with whole ones."""
 
 import statistics
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.progress import Progress
 
 from benchmarks.speed.lanes import Lane, Outcome, Rounds, failures
 from benchmarks.speed.parts import Effort
+from benchmarks.speed.parts.memory import PROMPT, peaks
 from benchmarks.speed.parts.overhead import against
-from benchmarks.speed.parts.work import UNSPLIT, batches, ours, spread
+from benchmarks.speed.parts.work import LIMIT, TORCH, UNSPLIT, batches, ours, spread
 from benchmarks.speed.section import FAILED, Bar, Section, Table, milliseconds
 from benchmarks.speed.work import Work
-from pipeshard.schedule import simulate
+from pipeshard.schedule import one_f_one_b, shorten_cooldown, simulate, simulate_parts
+from pipeshard.schedule.passes import split_backwards
 from pipeshard.schedule.slices import sliced
 
 TEXT = """\
-The llama of the first part, m samples of 2,048 tokens a step, one in each microbatch. With `num_slices=n` each is cut
-into n slices, so that the stages need not wait for whole samples. "Faster" is the time of 1F1B with whole samples over
-that with slices in the same round, median and quartiles; "limit" is what it would be if slices cost no more than their
-share of a sample, by simulation, where a backward takes twice as long as a forward."""
+A llama of a hidden size of 896 and 4 layers, m samples of 2,048 tokens a step, one in each microbatch. With
+`num_slices=n` each is cut into n slices, so that the stages need not wait for whole samples. "Faster" is the time of
+1F1B with whole samples over that of the contender in the same round, median and quartiles: of torch's, which takes no
+fewer microbatches than stages, and for m = 1, where the stages work one after the other, of one process. "Limit" is
+what it would be if slices cost no more than their share of a sample, by simulation, where F, B and W take the same
+time. pipeshard's 1F1B splits its last backwards (`shorten_cooldown`). Slices cost more than their share: a matrix
+product of 256 rows takes longer a row than one of 2,048, and each slice's Python takes its time."""
 
 SLICES = 4, 8
-BARS = {(1, 8): 1.5, (2, 8): 1.3}  # by m and n: how many times as fast at least
+BARS = {(1, 8): 1.5, (2, 8): 1.3}  # by m and n: how many times as fast as 1F1B at least
 RANKS, MANY = 2, 4  # microbatches, of which whole ones keep as many as there are ranks
 
 
@@ -31,64 +36,77 @@ def run(effort: Effort, progress: Progress) -> Section:
     raw: dict[str, Any] = {}
     for m in (1, 2):
         work = _work(m, effort.quick)
-        whole, cut = ours("1f1b", verify=False), {n: ours("1f1b", num_slices=n, verify=False) for n in SLICES}
-        contenders = [whole, *cut.values(), UNSPLIT]
+        cut = {n: ours("1f1b", num_slices=n, verify=False) for n in SLICES}
+        plain, whole = (UNSPLIT if m < RANKS else TORCH), ours("1f1b", verify=False)
+        contenders = [plain, whole, *cut.values()]
+        limits = {contender.name: limit(m, n) for n, contender in {1: whole, **cut}.items()}
         lanes = [Lane(contender, lambda k: batches(k, 2)) for contender in contenders]
         outcomes = Rounds(work, lanes, effort.rounds, progress).run()
-        rows = [_row(contender.name, outcomes, whole.name) for contender in contenders]
+        rows = [[*_row(each.name, plain.name, outcomes), _number(limits.get(each.name))] for each in contenders]
+        columns = ["contender", "ms/step", "quartiles", "faster", "quartiles", "limit"]
+        tables.append(Table(f"{work}, {work.length} tokens", columns, rows))
         for n, contender in cut.items():
-            rows[1 + SLICES.index(n)].append(f"{limit(m, n):.2f}")
-            ratios = against(contender.name, whole.name, outcomes)
+            ratios = against(contender.name, plain.name, outcomes)
             if ratios and (m, n) in BARS:
                 ratio, bar = statistics.median(ratios), BARS[m, n]
-                text = f"m={m}: {n} slices are {ratio:.2f} times as fast as whole samples, at least {bar}"
+                text = f"m={m}: {n} slices are {ratio:.2f} times as fast as 1F1B, at least {bar}"
                 bars.append(Bar(text, effort.quick or ratio >= bar))
-        columns = ["contender", "ms/step", "quartiles", "faster", "quartiles", "limit"]
-        tables.append(Table(f"{work}, {work.length} tokens", columns, [[*row, "", ""][: len(columns)] for row in rows]))
         failed += failures(lanes, outcomes)
         raw[f"m={m}"] = {name: vars(outcome) for name, outcome in outcomes.items()}
-    bars += _memory(raw, effort, progress)
-    return Section("Long samples in slices", TEXT, tables, bars, failed, raw)
+    of_memory, more, outcomes = _memory(effort, progress)
+    raw["memory"] = {name: vars(outcome) for name, outcome in outcomes.items()}
+    return Section("Long samples in slices", TEXT, [*tables, *of_memory], [*bars, *more], failed, raw)
 
 
-def _memory(raw: dict[str, Any], effort: Effort, progress: Progress) -> list[Bar]:
-    """The microbatches of activations that the first rank keeps at a time with m=4 and slices. Whole ones keep two of
-    m=4 and one of m=1, which gives the size of one."""
-    work, n = _work(MANY, effort.quick), max(SLICES)
-    whole, cut = ours("1f1b", verify=False), ours("1f1b", num_slices=n, verify=False)
-    lanes = [Lane(contender, lambda k: batches(k, 1)) for contender in (whole, cut)]
+def _memory(effort: Effort, progress: Progress) -> tuple[list[Table], list[Bar], dict[str, Outcome]]:
+    """The most activations of the first rank, in those that a whole microbatch leaves behind."""
+    work, n = Work(hidden=128, heads=4, vocabulary=256, length=2048, microbatch=1, microbatches=MANY), max(SLICES)
+    contenders = {k: ours("1f1b", num_slices=k, verify=False) for k in (1, n)}
+    lanes = [
+        Lane(replace(contender, variables=PROMPT), lambda k: batches(k, 1))
+        for contender in (*contenders.values(), LIMIT)
+    ]
     outcomes = Rounds(work, lanes, min(effort.rounds, 3), progress).run()
-    raw[f"m={MANY}"] = {name: vars(outcome) for name, outcome in outcomes.items()}
-    two, some = (_of_first(outcomes[contender.name].memory) for contender in (whole, cut))
-    one = _of_first(raw["m=1"][whole.name]["memory"])
-    if not one or not two or not some:
-        return []
-    kept, simulated = 1 + (some - one) / (two - one), max(simulate(sliced("1f1b", RANKS, MANY, n)).peak_activations) / n
-    text = (
-        f"m={MANY}: {n} slices keep {kept:.2f} microbatches of activations, within 1/4 of {simulated:.2f} as simulated"
-    )
-    return [Bar(text, effort.quick or abs(kept - simulated) <= 0.25)]
-
-
-def _of_first(memory: Sequence[Sequence[int]]) -> float:
-    return statistics.median(of_ranks[0] for of_ranks in memory) if memory else 0.0
+    if not all(outcomes[lane.name].memory for lane in lanes):
+        return [], [], outcomes
+    one = sum(outcomes[LIMIT.name].reports[-1][0]["activation"])
+    rows, bars = [], []
+    for k, contender in contenders.items():
+        kept = peaks(outcomes[contender.name])[0] / one
+        simulated = simulate(sliced("1f1b", RANKS, MANY, k)).peak_activations[0] / k
+        rows.append([contender.name, f"{kept:.2f}", f"{simulated:.2f}"])
+        if k > 1:
+            text = f"{k} slices keep {kept:.2f} microbatches of activations, within 1/4 of {simulated:.2f}"
+            bars.append(Bar(text, abs(kept - simulated) <= 0.25))
+    title = f"memory of rank 0, {work}, {work.length} tokens"
+    return [Table(title, ["contender", "peak in activations", "simulated"], rows)], bars, outcomes
 
 
 def _work(m: int, quick: bool) -> Work:
-    return Work(microbatch=1, microbatches=m, length=64 if quick else 2048, hidden=112 if quick else 448)
+    if quick:
+        return Work(microbatch=1, microbatches=m, length=64, hidden=112)
+    return Work(microbatch=1, microbatches=m, length=2048, hidden=896, heads=14, layers=4)
 
 
 def limit(m: int, n: int) -> float:
-    """How many times as fast the program of n slices is, if each takes the n-th part of a microbatch."""
-    whole = simulate(sliced("1f1b", RANKS, m, 1), 1.0, 2.0)
-    return whole.makespan / simulate(sliced("1f1b", RANKS, m, n), 1.0 / n, 2.0 / n).makespan
+    """How many times as fast as 1F1B the program of n slices is, if each takes the n-th part of a microbatch."""
+    cut = split_backwards(sliced("1f1b", RANKS, m, n)) if n > 1 else shorten_cooldown(one_f_one_b(RANKS, m))
+    whole, part = [1.0] * RANKS, [1.0 / n] * RANKS
+    return (
+        simulate_parts(one_f_one_b(RANKS, m), whole, whole, whole).makespan
+        / simulate_parts(cut, part, part, part).makespan
+    )
 
 
-def _row(name: str, outcomes: dict[str, Outcome], whole: str) -> list[str]:
+def _row(name: str, plain: str, outcomes: dict[str, Outcome]) -> list[str]:
     seconds = outcomes[name].seconds
     if not seconds:
         return [name, FAILED, "", "", ""]
     low, middle, high = spread(seconds)
-    under, ratio, over = spread(against(name, whole, outcomes) or [float("nan")])
+    under, ratio, over = spread(against(name, plain, outcomes) or [float("nan")])
     times = [milliseconds(middle), f"{milliseconds(low)} to {milliseconds(high)}"]
     return [name, *times, f"{ratio:.2f}", f"{under:.2f} to {over:.2f}"]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,127 @@
+"""Attention: that of a slice's positions to all before them, with no mask in memory.
+
+    positions      earlier slices    this slice
+    of the query   all of them       those before it
+                   flash(q, k0)      flash(q, k1, causal)      one softmax over both, by their logsumexp
+
+torch's scaled_dot_product_attention takes `is_causal` for sequences of one length alone. For a slice transformers makes
+a mask, of which the kernel keeps a copy in floating point for each layer until the backward: half of the square of the
+length. The gradients of both parts follow from the output and the logsumexp of the whole (Dao et al. 2022,
+arXiv:2205.14135).
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.bias import causal_lower_right
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from pipeshard.private import flash_on_cpu, flash_on_cpu_backward
+from pipeshard.slices.states import Grown, Slice
+
+SDPA = "sdpa"
+FRESH = "pipeshard_fresh"  # the attribute of keys that a cache for slices returns
+
+
+class Fresh(NamedTuple):
+    """Keys and values (b, h, s, d) of a slice, and what they were written into, behind those of earlier slices."""
+
+    now: Slice
+    key: Tensor
+    value: Tensor
+    keys: Grown
+    values: Grown
+
+
+@cache
+def register() -> None:
+    """Let models whose attention is "sdpa" attend so to keys that have the attribute FRESH."""
+    plain = ALL_ATTENTION_FUNCTIONS[SDPA]
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kw: Any
+    ) -> Any:
+        fresh: Fresh | None = getattr(key, FRESH, None)
+        if fresh is None or not _can(fresh.now, query, key, value, mask, args, kw):
+            return plain(module, query, key, value, mask, *args, **kw)
+        scale = kw.get("scaling")
+        if key.device.type == "cpu":
+            attended = Attention.apply(query, fresh.key, fresh.value, fresh.keys, fresh.values, fresh.now.start, scale)
+        else:
+            bias = causal_lower_right(query.shape[-2], key.shape[-2])
+            attended = nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=bias, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            )
+        return attended.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(SDPA, attention)
+
+
+def _can(now: Slice, query: Tensor, key: Tensor, value: Tensor, mask: Any, args: Any, kw: dict[str, Any]) -> bool:
+    """Whether this is attention to all positions before, and nothing else."""
+    if args or kw.get("dropout") or any(kw.get(name) is not None for name in ("position_bias", "softcap", "cache")):
+        return False
+    is_plain = query.shape[-1] == value.shape[-1] and query.dtype == key.dtype == value.dtype
+    is_whole = key.shape[-2] == now.end and query.shape[-2] == now.end - now.start
+    if not is_plain or not is_whole or now.start == 0 or torch.is_autocast_enabled(query.device.type):
+        return False
+    return isinstance(mask, Tensor) and now.is_causal(mask)
+
+
+class Attention(torch.autograd.Function):
+    """Of queries (b, h, s, d) from position `start` on to keys and values (b, h or a part of it, s, d), and to those
+    of earlier slices, of which the gradients are added up for them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, keys: Grown, values: Grown, start: int, scale: float | None
+    ) -> Tensor:
+        ctx.keys, ctx.values, ctx.start, ctx.scale = keys, values, start, scale
+        outputs, sums = [], []
+        for k, v, is_causal in _parts(query, keys, values, start):
+            output, of_exp = flash_on_cpu(query, k, v, 0.0, is_causal, scale=scale)
+            outputs.append(output)
+            sums.append(of_exp)
+        total = torch.logaddexp(*sums)
+        first, second = (torch.exp(of_exp - total)[..., None] for of_exp in sums)
+        output = (outputs[0] * first + outputs[1] * second).to(query.dtype)
+        ctx.save_for_backward(query, output, total)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, output, total = ctx.saved_tensors
+        keys, values, start = ctx.keys, ctx.values, ctx.start
+        made = [
+            flash_on_cpu_backward(gradient, query, k, v, output, total, 0.0, is_causal, scale=ctx.scale)
+            for k, v, is_causal in _parts(query, keys, values, start)
+        ]
+        (of_query, *of_earlier), (of_own_query, *of_own) = made
+        for grown, each in zip((keys, values), of_earlier, strict=True):
+            grown.add(_of_groups(each, grown), 0)
+        of_own = [_of_groups(each, grown) for grown, each in zip((keys, values), of_own, strict=True)]
+        return of_query.add_(of_own_query), *of_own, None, None, None, None
+
+
+def _parts(query: Tensor, keys: Grown, values: Grown, start: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Keys and values before the slice, and those of it, for every head of the query; whether the part is causal."""
+    end = start + query.shape[-2]
+    for part, is_causal in (((0, start), False), ((start, end), True)):
+        k, v = keys.part(*part), values.part(*part)
+        groups = query.shape[1] // k.shape[1]
+        yield _for_groups(k, groups), _for_groups(v, groups), is_causal
+
+
+def _for_groups(tensor: Tensor, groups: int) -> Tensor:
+    return tensor.repeat_interleave(groups, 1) if groups > 1 else tensor
+
+
+def _of_groups(gradient: Tensor, grown: Grown) -> Tensor:
+    """The gradient of what was repeated for several heads."""
+    heads = grown.shape[1]
+    return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2)
