@@ -18,7 +18,13 @@ from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.norm_guard import GUARD as NORM_GUARD
 from pipeshard.engine.optimizer import PipelineOptimizer, replace_parameters
-from pipeshard.engine.refusals import check_separable, plain, refuse_blank_adapters, refuse_criterion
+from pipeshard.engine.refusals import (
+    check_separable,
+    plain,
+    refuse_blank_adapters,
+    refuse_criterion,
+    refuse_lowered_begin,
+)
 from pipeshard.engine.step_guard import GUARD
 from pipeshard.errors import UsageError
 from pipeshard.generate.generate import Generation
@@ -54,6 +60,7 @@ def boost_model(
     # One of the outputs alone is for the script to call, as ColossalAI's scripts do, or for execute_pipeline.
     called = None if criterion is not None and takes_outputs_alone(criterion) else criterion
     refuse_blank_adapters(model)
+    refuse_lowered_begin(model, config)
     for became in (tie_on_meta(model), share_weights(model, config.shared_weights, warns=grid.first)):
         if optimizer is not None:
             replace_parameters(optimizer, became)

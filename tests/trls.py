@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +12,7 @@ import peft
 import torch
 import transformers
 import trl
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -56,8 +58,20 @@ def scorer() -> nn.Module:
     return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**zoo.TINY, num_labels=1))
 
 
-def adapters() -> Any:
-    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+def adapters(**fields: Any) -> Any:
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, **fields)
+
+
+def of_a_folder() -> dict[str, Any]:
+    """A model that stages load, and adapters of which some begin with what is loaded."""
+    model = zoo.build("llama")
+    if torch.distributed.is_initialized():
+        folder = tempfile.mkdtemp()
+        model.config.save_pretrained(folder)  # the model's own is of the first rank alone
+        save_file(model.state_dict(), f"{folder}/model.safetensors", metadata={"format": "pt"})
+        model = PipelinePlugin.from_pretrained(type(model), folder)
+    torch.manual_seed(5)
+    return {"model": model, "peft_config": adapters(use_dora=True, modules_to_save=["lm_head"])}
 
 
 # For each kind: the Trainer, its arguments beside the usual ones, and what it is given.
@@ -65,6 +79,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "packing": ("SFT", {"packing": True, "max_length": 16}, dict),
     "completion": ("SFT", {}, dict),
     "lora": ("SFT", {}, lambda: {"peft_config": adapters()}),
+    "lora of a folder": ("SFT", {}, of_a_folder),
     "reward": ("Reward", {}, lambda: {"model": scorer()}),
     "dpo": ("DPO", {}, lambda: {"ref_model": zoo.build("llama", seed=1)}),
     "dpo-lora": ("DPO", {}, lambda: {"peft_config": adapters()}),

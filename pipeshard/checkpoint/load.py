@@ -18,6 +18,8 @@ from pipeshard.checkpoint.safetensors_files import Source
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import CheckpointError, listed, summary
+from pipeshard.hf import without_adapters
+from pipeshard.split.adapters import base_names, begin_with_weights
 from pipeshard.split.ties import first_names
 
 try:
@@ -134,32 +136,47 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
 
     Every rank checks names and shapes of the whole model, so all raise CheckpointError alike: shapes always, with
     `strict` also what is missing or unexpected. Nothing is changed then. With `draw_missing`, what is missing is drawn
-    by the plugin's `init_weights`, with a warning, as `from_pretrained` does.
+    by the plugin's `init_weights`, with a warning, as `from_pretrained` does; a model with adapters then takes the
+    weights of the model inside.
     """
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):
-        source = Source(path, model)
-        plan = _Plan(model, source, pipeline.holdings)
+        source = Source(path, without_adapters(model)[1] if draw_missing else model)
+        plan = _Plan(model, source, pipeline.holdings, of_base=draw_missing)
         plan.refuse(lists=strict and not draw_missing)
     with together(pipeline.grid.world):
         plan.fill(show=pipeline.grid.first)
-    pipeline.blank -= plan.given
+    pipeline.blank -= {full for name in plan.given for full in plan.targets.get(name, ())}
     if draw_missing:
         _draw(boosted, plan)
+        begin_with_weights(model, lambda name, value: pipeline.holdings.weights[name].set(value))
     if plan.conversion.transforms:
-        model._weight_conversions = plan.conversion.transforms  # type: ignore[assignment]
+        plan.model._weight_conversions = plan.conversion.transforms  # type: ignore[assignment]
     return source.bytes_read
 
 
 class _Plan:
-    """What of a checkpoint becomes what of the whole model, known without reading it."""
+    """What of a checkpoint becomes what of the whole model, known without reading it. With `of_base` names are those
+    of the model inside, where there are adapters.
 
-    def __init__(self, model: nn.Module, source: Source, holdings: HeldParameters) -> None:
-        self.model, self.source, self.holdings = model, source, holdings
+    Attributes:
+        targets: the full names of what a (first) name stands for; several for a module that has a copy.
+    """
+
+    def __init__(self, model: nn.Module, source: Source, holdings: HeldParameters, of_base: bool) -> None:
+        self.whole, self.source, self.holdings = model, source, holdings
+        self.model = without_adapters(model)[1] if of_base else model
         state = model.state_dict(keep_vars=True)  # Ghosts have shapes
-        self.shapes = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
-        self.first = first_names(model)
-        self.conversion = Conversion(model, source.shapes, self.shapes)
+        names = dict(zip(state, state)) if self.model is model else base_names(model)
+        self.shapes = {
+            name: tuple(state[full].shape) for full, name in names.items() if isinstance(state.get(full), Tensor)
+        }
+        self.first, self.targets = dict[str, str](), dict[str, dict[str, None]]()
+        for full, first in ({full: full for full in names} | first_names(model)).items():
+            if full in names:
+                self.first.setdefault(names[full], names[first])
+                self.targets.setdefault(names[first], {})[first] = None
+        self.conversion = Conversion(self.model, source.shapes, self.shapes)
         self.problems: list[str] = []
         self.makes: dict[str, Piece] = {}  # the piece that gives a tensor, by its first name
         for piece in self.conversion.pieces.values():
@@ -169,14 +186,14 @@ class _Plan:
                     continue
                 if shape != self.shapes[name]:
                     self.problems.append(f"{name} has shape {shape}, the model {self.shapes[name]}")
-                first = self.first.get(name, name)
+                first = self.first[name]
                 if first not in self.makes or name == first:  # of a tie's two tensors the first counts
                     self.makes[first] = piece
         self.given = set(self.makes)
-        optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or []
+        optional = getattr(self.model, "_keys_to_ignore_on_load_missing", None) or []
         self.missing = [
             name
-            for name in dict.fromkeys(self.first.get(name, name) for name in self.shapes)
+            for name in dict.fromkeys(self.first[name] for name in self.shapes)
             if name not in self.given and not any(re.search(pattern, name) for pattern in optional)
         ]
 
@@ -201,29 +218,35 @@ class _Plan:
     def fill(self, show: bool) -> None:
         """Read what this stage holds, one piece at a time."""
         pieces = self._of_stage()
-        total = sum(tensor.nbytes for _, tensors in pieces for tensor in tensors.values())
+        total = sum(
+            tensor.nbytes for _, of_names in pieces for tensors in of_names.values() for tensor in tensors.values()
+        )
         disable = None if show else True
         with tqdm(total=total, desc="loading stage 0", unit="B", unit_scale=True, disable=disable) as bar:
-            for piece, tensors in pieces:
+            for piece, of_names in pieces:
                 try:
                     made = piece.convert(self.model, self.source.read)
                 except OSError as error:
                     key = piece.sources[0][0]
                     raise CheckpointError(f"{self.source.path}: {key} cannot be read: {error}") from error
                 for name in list(made):
-                    first = self.first.get(name, name)
-                    if first in tensors:
-                        self._assign(first, tensors[first], made.pop(name))
-                        bar.update(tensors[first].nbytes)
+                    bar.update(self._take(of_names.get(self.first.get(name, name), {}), made.pop(name)))
 
-    def _of_stage(self) -> list[tuple[Piece, dict[str, Tensor]]]:
-        """The pieces that this stage needs, in the order of the files, and its tensors that each fills."""
-        own: dict[str, Tensor] = {**self.holdings.held, **dict(self.model.named_buffers())}
-        needed: dict[str, tuple[Piece, dict[str, Tensor]]] = {}
-        for first, piece in self.makes.items():
-            if first in own:
-                needed.setdefault(piece.target, (piece, {}))[1][first] = own[first]
-        by_key = {piece.sources[0][0]: (piece, tensors) for piece, tensors in needed.values()}
+    def _take(self, tensors: Mapping[str, Tensor], value: Tensor) -> int:
+        """Give each of these tensors the value; returns their bytes."""
+        for k, (full, tensor) in enumerate(tensors.items()):
+            self._assign(full, tensor, value.clone() if k else value)
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def _of_stage(self) -> list[tuple[Piece, dict[str, dict[str, Tensor]]]]:
+        """The pieces that this stage needs, in the order of the files, and its tensors that each fills, by the name
+        that the piece has for them."""
+        own: dict[str, Tensor] = {**self.holdings.held, **dict(self.whole.named_buffers())}
+        needed: dict[str, tuple[Piece, dict[str, dict[str, Tensor]]]] = {}
+        for name, piece in self.makes.items():
+            if here := {full: own[full] for full in self.targets[name] if full in own}:
+                needed.setdefault(piece.target, (piece, {}))[1][name] = here
+        by_key = {piece.sources[0][0]: (piece, of_names) for piece, of_names in needed.values()}
         return [by_key[key] for key in self.source.ordered(by_key)]
 
     @torch.no_grad()
@@ -243,8 +266,8 @@ class _Plan:
 def _draw(boosted: PipelineModel, plan: _Plan) -> None:
     """Draw what the checkpoint lacks, and say so."""
     pipeline, model = boosted.pipeline, boosted.unwrap()
-    lost = [name for name in plan.missing if name in pipeline.blank]
-    pipeline.draw(lost)
+    lost = [name for name in plan.missing if pipeline.blank.intersection(plan.targets[name])]
+    pipeline.draw([full for name in lost for full in plan.targets[name]])
     unused = plan.conversion.unexpected
     for names, what in (
         (lost, "lacks, so that they are drawn at random: train them before use"),

@@ -16,6 +16,7 @@ from pipeshard.engine.engine import Pipeline
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError, explained, listed, summary
 from pipeshard.hf import ADAPTER_CONFIG
+from pipeshard.split.adapters import is_blank, put_adapters, stand_ins
 from pipeshard.split.ties import first_names
 
 
@@ -24,10 +25,12 @@ def enable_lora(
 ) -> PeftModel:
     """`model`, not boosted yet, with new adapters of `lora_config`, or with those of `pretrained_dir` to train on.
 
-    New adapters are drawn from torch's generator, whose seed has to be the same on every rank.
+    New adapters are drawn from torch's generator, whose seed has to be the same on every rank. The model may be on meta
+    (`PipelinePlugin.from_pretrained`): adapters get the values that they would get on the loaded model, and what they
+    compute from weights (DoRA, PiSSA, OLoRA) each stage computes once it has loaded its own.
 
     Raises UsageError for a model that is boosted or has adapters, ConfigurationError for quantization and for a
-    configuration that does not fit the model, CheckpointError for a folder that does not.
+    configuration that does not fit the model, or a model on meta, CheckpointError for a folder that does not.
     """
     if isinstance(model, PipelineModel):
         raise UsageError("the model is boosted already: call booster.enable_lora(model, ...) before booster.boost")
@@ -48,7 +51,9 @@ def enable_lora(
             f"peft cannot put adapters of this lora_config on {type(model).__name__}: {summary(error)}"
         )
     ):
-        return get_peft_model(model, lora_config)
+        return (
+            put_adapters(model, lora_config, get_peft_model) if is_blank(model) else get_peft_model(model, lora_config)
+        )
 
 
 def _with_adapter_of(folder: str, model: nn.Module) -> PeftModel:
@@ -61,7 +66,7 @@ def _with_adapter_of(folder: str, model: nn.Module) -> PeftModel:
     ):
         if path.is_dir():
             check_adapter(path, model)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), stand_ins(model):
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return PeftModel.from_pretrained(model, str(path), is_trainable=True, torch_device="cpu")
 

@@ -29,6 +29,7 @@ from pipeshard.distributed.mesh import Grid
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.graph.units import containers
 from pipeshard.hf import recomputes
+from pipeshard.split.adapters import BEGINNING, base_names
 
 logger = logging.getLogger("pipeshard")
 # What each does belongs around the pipeline: under it, it would talk to ranks that have other stages.
@@ -87,13 +88,26 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
 
 
 def refuse_blank_adapters(model: nn.Module) -> None:
-    """Refuse a PeftModel on meta: what adapters begin with is peft's to say, and may depend on the model's weights."""
-    blank = [name for name, p in model.named_parameters() if p.is_meta] if isinstance(model, PeftModel) else []
+    """Refuse adapters on meta: peft has drawn them, and what it drew is lost."""
+    if not isinstance(model, PeftModel):
+        return
+    known = base_names(model)
+    blank = [name for name, p in model.named_parameters() if p.is_meta and name not in known]
     if blank:
         raise ConfigurationError(
-            f"{len(blank)} parameters of this {type(model).__name__} are on meta, {blank[0]} the first, but adapters "
-            "begin with values that peft gives them where the model has its own: build or load the model with its "
-            "weights before booster.enable_lora, and leave low_cpu_mem_usage out"
+            f"{len(blank)} parameters of adapters are on meta, {blank[0]} the first, so the values that peft gave "
+            "them are lost. Put adapters on a model on meta by booster.enable_lora(model, lora_config=...), which "
+            "keeps them on the CPU, or load the model with its weights, and leave low_cpu_mem_usage out"
+        )
+
+
+def refuse_lowered_begin(model: nn.Module, config: PipelineConfig) -> None:
+    """Refuse adapters that are computed from loaded weights where these are not whole and as they were loaded."""
+    if getattr(model, BEGINNING, None) and (config.lowers or config.fsdp or config.tp_size > 1):
+        raise ConfigurationError(
+            "DoRA, PiSSA and OLoRA begin with what is computed from the loaded weights, and with precision, fsdp or "
+            "tp_size these are cast or sharded before they are loaded. Load the model with its weights before "
+            "booster.enable_lora, or leave these arguments out"
         )
 
 

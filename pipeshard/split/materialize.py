@@ -16,6 +16,7 @@ from torch import nn
 from pipeshard.errors import ConfigurationError, explained, summary
 from pipeshard.ghost import Ghost, guard, inside_pipeshard
 from pipeshard.graph.units import CutPoint, intercept
+from pipeshard.split.adapters import begin
 from pipeshard.split.initialize import InitWeights, blank_buffers, build, give, initialize, skeletons
 from pipeshard.split.policy import Policy
 from pipeshard.split.ties import names_of, put_parameter
@@ -38,6 +39,8 @@ def shard(
     fresh = [name for name in unbuilt if model.get_parameter(name).is_meta]
     buffers = allocate(model, fresh, device)
     initialize(model, unbuilt if callable(init_weights) else fresh, buffers, init_weights, seed)
+    if init_weights:
+        begin(model)
     for tensor in (*model.parameters(), *model.buffers()):
         if not is_released(tensor):
             tensor.data = tensor.data.to(device)

@@ -25,11 +25,13 @@ from transformers.trainer_pt_utils import find_batch_size
 
 from pipeshard.batch.batch import split_sizes
 from pipeshard.batch.read import first_samples
+from pipeshard.checkpoint.io import io_of
 from pipeshard.checkpoint.training_state import random_state, set_random_state
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.plugin import PipelinePlugin
+from pipeshard.split.adapters import is_blank, put_adapters
 from pipeshard.trainer.checkpoint import (
     load_checkpoint_weights,
     load_state,
@@ -148,7 +150,7 @@ class Loop(Trainer):
             self.pipeline.config = config
         boosted.pipeline.criterion = None  # which belongs to training alone
         if folder := getattr(model, "_pretrained", None):
-            load_checkpoint_weights(boosted, Path(folder))
+            io_of(boosted).load_model(boosted, folder)
         return Stages(self.pipeline, model, boosted)
 
     def _sample(self) -> Any:
@@ -424,7 +426,17 @@ class Front:
                 f"{type(self).__name__} boosts the model itself: pass the model as it was before booster.boost"
             )
         self.pipeline = pipeline
-        super().__init__(*args, **kwargs)
+        config = kwargs.get("peft_config")
+        if config is None or not isinstance(model, nn.Module) or not is_blank(model):
+            super().__init__(*args, **kwargs)
+            return
+        begin = super().__init__  # of TRL's trainers, which put adapters on the model
+
+        def put(_: nn.Module, config: Any) -> Any:
+            begin(*args, **kwargs | {"peft_config": config})
+            return self.model  # type: ignore[attr-defined]
+
+        put_adapters(model, config, put)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """That of the user's class, which a window calls for each of its batches."""

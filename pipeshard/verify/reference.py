@@ -19,6 +19,7 @@ from pipeshard.batch.criterion import Criterion, sum_and_count
 from pipeshard.graph.rng import Randomness, python_state
 from pipeshard.hf import disable_caches
 from pipeshard.private import tree_map_only
+from pipeshard.split.adapters import begin
 from pipeshard.split.initialize import InitWeights, build, initialize, skeletons
 from pipeshard.split.materialize import allocate
 
@@ -61,6 +62,7 @@ class Copies:
             build(module, seed)
         names = [name for name, parameter in made.model.named_parameters() if parameter.is_meta]
         initialize(made.model, names, allocate(made.model, names, device), rule or True, seed)
+        begin(made.model)
         return made
 
     def foreign(self) -> list[nn.Parameter]:

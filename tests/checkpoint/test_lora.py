@@ -400,7 +400,88 @@ def on_meta(where: str) -> None:
 @pytest.mark.parametrize("where", ["all", "adapters"])
 def test_adapters_on_meta_are_refused(pool: Pool, where: str) -> None:
     for message in pool.run_expecting(ConfigurationError, on_meta, 2, where):
-        assert "are on meta" in message and "weights before booster.enable_lora" in message
+        assert "are on meta" in message and "by booster.enable_lora(model, lora_config=...)" in message
+
+
+# Models on meta
+
+
+BLANK: dict[str, dict[str, Any]] = {
+    "random": {"target_modules": ATTENTION, "init_lora_weights": False},
+    "gaussian": {"target_modules": ATTENTION, "init_lora_weights": "gaussian", "use_rslora": True},
+    "dora": {"target_modules": ATTENTION, "init_lora_weights": False, "use_dora": True},
+    "pissa": {"target_modules": ATTENTION, "init_lora_weights": "pissa"},
+    "olora": {"target_modules": "all-linear", "init_lora_weights": "olora"},
+    "copied head": {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]},
+}
+
+
+def of_folder(folder: Path, case: str) -> list[str]:
+    """What differs, in three steps, from the model that one process loads before it gets its adapters."""
+    fields = {"r": 4, "lora_alpha": 8, **BLANK[case]}
+    torch.manual_seed(3)
+    unsplit = Unsplit(get_peft_model(zoo.build("llama"), LoraConfig(**fields)), max_norm=0.5)
+    state = torch.get_rng_state()
+    model: Any = PipelinePlugin.from_pretrained(transformers.LlamaForCausalLM, folder).train()
+    zoo.build("llama")  # which seeds the generator, as above
+    model = booster().enable_lora(model, lora_config=LoraConfig(**fields))
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.peft_config["default"].init_lora_weights == fields.get("init_lora_weights", True)
+    split = Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=2, max_norm=0.5)
+    found = [f"begins {error:.1e} off"] if (error := parameter_error(split, unsplit.model)) else []
+    for seed in range(3):
+        found += differences(split, unsplit, zoo.batch("llama", seed=seed), 1e-6 if seed == 0 else 1e-4)
+        unsplit.step()
+        split.step()
+    return found if parameter_error(split, unsplit.model) < 1e-5 else [*found, "parameters differ"]
+
+
+@pytest.mark.parametrize(("case", "p"), covering(list(BLANK), [2, 3], strength=1))
+def test_adapters_of_a_model_on_meta_are_those_of_the_loaded_one(pool: Pool, tmp_path: Path, case: str, p: int) -> None:
+    """Every process had to load the whole model for its adapters, eight times 141 GB for 70 B on a host."""
+    zoo.build("llama").save_pretrained(tmp_path)
+    assert pool.run(of_folder, p, tmp_path, case) == [[]] * p
+
+
+def saved_adapters(folder: Path) -> list[str]:
+    """What differs from one process where a model on meta gets adapters that were saved."""
+    unsplit = Unsplit(PeftModel.from_pretrained(zoo.build("llama"), folder / "adapters", is_trainable=True))
+    model: Any = PipelinePlugin.from_pretrained(transformers.LlamaForCausalLM, folder / "whole").train()
+    model = booster().enable_lora(model, pretrained_dir=str(folder / "adapters"))
+    split = Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=2)
+    return differences(split, unsplit, zoo.batch("llama"))
+
+
+def test_saved_adapters_on_a_model_on_meta(pool: Pool, tmp_path: Path) -> None:
+    model = zoo.build("llama")
+    model.save_pretrained(tmp_path / "whole")
+    get_peft_model(model, config("dora")).save_pretrained(tmp_path / "adapters")
+    assert pool.run(saved_adapters, 2, tmp_path) == [[], []]
+
+
+def on_a_blank(fields: dict[str, Any], **arguments: Any) -> None:
+    with torch.device("meta"):
+        model = zoo.build("llama")
+    kind = PromptTuningConfig if "num_virtual_tokens" in fields else LoraConfig
+    model = PipelinePlugin(2, num_microbatches=2).enable_lora(model, lora_config=kind(task_type="CAUSAL_LM", **fields))
+    Split(model, dist.get_world_size(), zoo.batch("llama"), num_microbatches=2, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments", "says"),
+    [
+        ({"init_lora_weights": "pissa_niter_4"}, {}, "'pissa_niter_4' is not computed for a model on meta"),
+        ({"num_virtual_tokens": 3}, {}, "adapters of the kind PROMPT_TUNING"),
+        ({"trainable_token_indices": [3]}, {}, "begin with rows of the embedding"),
+        ({"use_dora": True}, {"precision": "bf16"}, "these are cast or sharded before they are loaded"),
+    ],
+)
+def test_adapters_that_need_more_than_their_layer_are_refused(
+    pool: Pool, fields: dict[str, Any], arguments: dict[str, Any], says: str
+) -> None:
+    targets = {} if "num_virtual_tokens" in fields else {"target_modules": ATTENTION}
+    for message in pool.run_expecting(ConfigurationError, on_a_blank, 2, targets | fields, **arguments):
+        assert says in message
 
 
 def frozen() -> None:

@@ -1,0 +1,167 @@
+"""Adapters: those of peft on a model whose own weights are on meta until each stage has loaded what it holds.
+
+base weights    meta ---- stand-ins ---- meta ---------------- loaded, stage by stage
+adapters                  drawn by peft, on the CPU ---------- DoRA, PiSSA, OLoRA: computed from a layer's weights
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import Tensor, nn
+
+from pipeshard.errors import ConfigurationError
+from pipeshard.hf import without_adapters
+from pipeshard.split.initialize import give
+
+KINDS = ("LORA", "IA3")  # of adapters that need nothing of the model but shapes, or the weights of one layer
+OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # by `init_lora_weights`
+    "pissa": lambda layer, adapter: layer.pissa_init(adapter, "pissa"),
+    "olora": lambda layer, adapter: layer.olora_init(adapter),
+}
+OF_SHAPES = (True, False, "gaussian", "orthogonal")
+BEGINNING = "pipeshard_begins"  # the attribute with the adapters that are computed once the weights are there
+WITH_WEIGHTS = "Load the model with its weights before booster.enable_lora"
+
+
+def is_blank(model: nn.Module) -> bool:
+    """Whether the model has parameters on meta."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], PeftModel]) -> PeftModel:
+    """What `put` (peft's `get_peft_model`) makes of a model on meta: adapters with the values that they would get on
+    the loaded model, around weights on meta.
+
+    Raises ConfigurationError for adapters that begin with more than the weights of their own layer.
+    """
+    refuse_far(config)
+    how, by_weights = getattr(config, "init_lora_weights", True), needs_weights(config)
+    drawn = copy(config)
+    if isinstance(how, str) and how not in OF_SHAPES:
+        drawn.init_lora_weights = False  # peft draws no more for these
+    with stand_ins(model):
+        made = put(model, drawn)
+    for wrapper in filter(lambda module: isinstance(module, ModulesToSaveWrapper), made.modules()):
+        for parameter in wrapper.get_submodule("modules_to_save").parameters():
+            give(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+    for each in made.peft_config.values():
+        if by_weights:
+            each.init_lora_weights = how
+    setattr(made, BEGINNING, frozenset(made.peft_config) if by_weights else frozenset())
+    return made
+
+
+@contextmanager
+def stand_ins(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters on meta are zeros on the CPU that take the memory of one number: peft puts adapters on the
+    device of the weights, and draws none on meta."""
+    blank = [parameter for parameter in model.parameters() if parameter.is_meta]
+    for parameter in blank:
+        give(parameter, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
+    try:
+        yield
+    finally:
+        for parameter in blank:
+            give(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+
+
+def refuse_far(config: Any) -> None:
+    """Raise ConfigurationError for adapters that begin with values of several layers, of data, or of single rows."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    how = getattr(config, "init_lora_weights", True)
+    is_known = how in OF_SHAPES or (isinstance(how, str) and how.lower() in OF_ONE_LAYER)
+    if kind not in KINDS:
+        raise ConfigurationError(
+            f"the model is on meta, and peft needs its weights for adapters of the kind {kind}. {WITH_WEIGHTS}"
+        )
+    if not is_known:
+        raise ConfigurationError(
+            f"init_lora_weights={how!r} is not computed for a model on meta. {WITH_WEIGHTS}, or use True, False, "
+            "'gaussian', 'orthogonal', 'olora' or 'pissa'"
+        )
+    if getattr(config, "trainable_token_indices", None):
+        raise ConfigurationError(
+            f"trainable_token_indices begin with rows of the embedding, and the model is on meta. {WITH_WEIGHTS}"
+        )
+
+
+def needs_weights(config: Any) -> bool:
+    """Whether adapters begin with what is computed from the weights of their own layer."""
+    how = getattr(config, "init_lora_weights", True)
+    return bool(getattr(config, "use_dora", False)) or (isinstance(how, str) and how.lower() in OF_ONE_LAYER)
+
+
+def begin(model: nn.Module) -> None:
+    """Give copies that are trained (`modules_to_save`) the drawn weights of the original, then `begin_with_weights`."""
+    if getattr(model, BEGINNING, None) is None:
+        return
+    wrappers: list[Any] = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    for wrapper in wrappers:
+        for made in wrapper.modules_to_save.values():
+            for parameter, original in zip(made.parameters(), wrapper.original_module.parameters(), strict=True):
+                if not original.is_meta and type(original) is nn.Parameter:
+                    parameter.data.copy_(original.data)
+    begin_with_weights(model, lambda name, value: model.get_parameter(name).data.copy_(value))
+
+
+def begin_with_weights(model: nn.Module, set_value: Callable[[str, Tensor], Any]) -> None:
+    """Compute what adapters begin with in the layers whose weights are here; `set_value` takes the full name of a
+    parameter, and its value."""
+    adapters = getattr(model, BEGINNING, None)
+    if not adapters or not isinstance(model, PeftModel):
+        return
+    layers: list[tuple[str, Any]] = [pair for pair in model.named_modules() if isinstance(pair[1], LoraLayer)]
+    for path, layer in layers:
+        if all(type(p) is nn.Parameter and not p.is_meta for p in layer.parameters()):
+            for adapter in adapters & layer.scaling.keys():
+                for name, value in _computed(layer, adapter, model.peft_config[adapter]).items():
+                    set_value(f"{path}.{name}", value)
+
+
+def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
+    """The values that peft gives the parameters of a layer; the layer is as it was."""
+    before, vectors = dict(layer.named_parameters()), dict(layer.lora_magnitude_vector.items())
+    values = {name: parameter.data for name, parameter in before.items()}
+    how = config.init_lora_weights
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            if isinstance(how, str) and how.lower() in OF_ONE_LAYER:
+                OF_ONE_LAYER[how.lower()](layer, adapter)
+            if adapter in layer.lora_variant:
+                layer.lora_variant[adapter].init(layer, adapter_name=adapter, config=config)
+        made = {name: parameter.data for name, parameter in layer.named_parameters()}
+    finally:
+        layer.lora_magnitude_vector.update(vectors)
+        for name, parameter in before.items():
+            parameter.data = values[name]
+    return {name: value for name, value in made.items() if value.data_ptr() != values[name].data_ptr()}
+
+
+def base_names(model: nn.Module) -> dict[str, str]:
+    """What the architecture calls each tensor of a model with adapters, by its full name: copies that are trained
+    (`modules_to_save`) have the name of the original, adapters are left out. All tensors of any other model."""
+    prefix, base = without_adapters(model)
+    return dict(_named(base, prefix, ""))
+
+
+def _named(module: nn.Module, full: str, plain: str) -> Iterator[tuple[str, str]]:
+    if isinstance(module, BaseTunerLayer):
+        yield from _named(module.get_submodule("base_layer"), f"{full}base_layer.", plain)
+        return
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        yield from _named(module.original_module, f"{full}original_module.", plain)
+        copies = module.modules_to_save.items() if isinstance(module, ModulesToSaveWrapper) else ()
+        for adapter, made in copies:
+            yield from _named(made, f"{full}modules_to_save.{adapter}.", plain)
+        return
+    for name in (*module._parameters, *module._buffers):
+        yield full + name, plain + name
+    for name, child in module.named_children():
+        yield from _named(child, f"{full}{name}.", f"{plain}{name}.")
