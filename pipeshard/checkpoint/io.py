@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipeshard.checkpoint.files import Save, new_file, together, writes
 from pipeshard.checkpoint.load import load_weights
 from pipeshard.checkpoint.lora import save_lora
+from pipeshard.checkpoint.merging import merged
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.checkpoint.safetensors_files import PICKLED
 from pipeshard.checkpoint.save import FileSave, FolderSave, owned
@@ -53,6 +54,7 @@ class PipelineCheckpointIO:
         size_per_shard: int = SHARD,
         use_safetensors: bool = False,
         use_async: bool = False,
+        merge: bool = False,
     ) -> None:
         """Write the folder `checkpoint` (`shard=True`: shards of at most `size_per_shard` MB, their index, the configs;
         `AutoModel.from_pretrained(checkpoint)` reads it) or one file: what `torch.save` writes, where it is called .pt,
@@ -60,18 +62,24 @@ class PipelineCheckpointIO:
 
         With `use_async=True` a copy of the weights is written while training goes on; the next save waits for it, and
         so does the end of the process. An error in it is raised by the next save.
+
+        `merge=True` writes the folder of a model with adapters as plain transformers reads it, with the active ones
+        merged into the weights, each stage its own.
         """
         boosted = boosted_model(model)
         self.wait()
-        if isinstance(boosted.unwrap(), PeftModel):
+        has_adapters = isinstance(boosted.unwrap(), PeftModel)
+        if merge and not (has_adapters and shard):
+            raise CheckpointError("merge=True writes a folder (shard=True) of a model with adapters")
+        if has_adapters and not merge:
             raise CheckpointError(
                 "this model has adapters, which plain transformers would not read with its weights: save them by "
                 "booster.save_lora_as_pretrained, all that training needs by pipeshard.save_training_state, or the "
-                "merged model by pipeshard.to_sequential(model, rank=0).merge_and_unload().save_pretrained(folder)"
+                "merged model by booster.checkpoint_io.save_model(model, folder, shard=True, merge=True)"
             )
         _refuse_prefix(prefix)
         if shard:
-            self.save_folder(boosted, Path(checkpoint), size_per_shard, use_async)
+            self.save_folder(boosted, Path(checkpoint), size_per_shard, use_async, merge)
             return
         if (suffix := Path(checkpoint).suffix) in PICKLED and use_safetensors:
             raise CheckpointError(
@@ -81,12 +89,19 @@ class PipelineCheckpointIO:
         self._save(boosted, use_async, lambda tensors: FileSave.plan(boosted, tensors, Path(checkpoint), use_async))
 
     @together_in("save_model")
-    def save_folder(self, model: nn.Module, folder: Path, size_per_shard: int = SHARD, use_async: bool = False) -> None:
+    def save_folder(
+        self, model: nn.Module, folder: Path, size_per_shard: int = SHARD, use_async: bool = False, merge: bool = False
+    ) -> None:
         """`save_model` with `shard=True`, also of a model with adapters, which `load_model` reads."""
         boosted = boosted_model(model)
-        self._save(
-            boosted, use_async, lambda tensors: FolderSave.plan(boosted, tensors, folder, size_per_shard, use_async)
-        )
+
+        def plan(tensors: dict[str, Tensor]) -> FolderSave:
+            if merge:
+                with together(boosted.pipeline.group):
+                    tensors = merged(boosted.unwrap(), tensors)
+            return FolderSave.plan(boosted, tensors, folder, size_per_shard, use_async, of_base=merge)
+
+        self._save(boosted, use_async, plan)
 
     def planned(self, model: nn.Module, folder: Path) -> FolderSave | None:
         """A save of the folder from copies, for `write` and `commit`; None where that is not for this rank to do."""

@@ -24,7 +24,7 @@ from pipeshard.checkpoint.safetensors_files import INDICES, PICKLED, WEIGHTS, jo
 from pipeshard.distributed.collectives import gather_objects, whole
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
-from pipeshard.hf import enable_caches
+from pipeshard.hf import enable_caches, without_adapters
 from pipeshard.split.ties import first_names, names_of
 
 SINGLE, INDEX = WEIGHTS[0], INDICES[0]
@@ -66,10 +66,18 @@ class FolderSave(Save):
 
     @classmethod
     def plan(
-        cls, boosted: PipelineModel, tensors: dict[str, Tensor], folder: Path, size_per_shard: int, snapshot: bool
+        cls,
+        boosted: PipelineModel,
+        tensors: dict[str, Tensor],
+        folder: Path,
+        size_per_shard: int,
+        snapshot: bool,
+        of_base: bool = False,
     ) -> "FolderSave":
-        """By the ranks of one pipeline, of the `tensors` that each of them owns."""
+        """By the ranks of one pipeline, of the `tensors` that each of them owns; `of_base`: as the model inside, where
+        there are adapters, has them."""
         pipeline, module = boosted.pipeline, boosted.unwrap()
+        module = without_adapters(module)[1] if of_base else module
         with together(pipeline.group):
             if folder.is_file():
                 raise CheckpointError(f"{folder} is a file, but shard=True writes a folder")

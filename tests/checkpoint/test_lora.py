@@ -403,6 +403,57 @@ def test_adapters_on_meta_are_refused(pool: Pool, where: str) -> None:
         assert "are on meta" in message and "by booster.enable_lora(model, lora_config=...)" in message
 
 
+# Merged
+
+
+def merged_as_one(case: str, folder: Path) -> list[str]:
+    """The tensors of a merged folder that are not those of `merge_and_unload().save_pretrained` in one process."""
+    model, data = adapted(case)
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    split.backward(data)
+    split.step()
+    split.booster.checkpoint_io.save_model(split.model, str(folder / "split"), shard=True, merge=True)
+    assert not differences(split, Unsplit(gathered(split)), data)  # nothing has changed
+    whole = to_sequential(split.model, rank=0)
+    if whole is None:
+        return []
+    whole.merge_and_unload(safe_merge=True).save_pretrained(folder / "one")
+    found, wanted = (
+        {name: value for file in (folder / which).glob("*.safetensors") for name, value in load_file(file).items()}
+        for which in ("split", "one")
+    )
+    configs = [json.loads((folder / which / "config.json").read_text()) for which in ("split", "one")]
+    assert configs[0]["architectures"] == configs[1]["architectures"]
+    wrong = [name for name in found.keys() & wanted.keys() if not torch.equal(found[name], wanted[name])]
+    return [*wrong, *(found.keys() ^ wanted.keys())]
+
+
+def gathered(split: Split) -> nn.Module:
+    """The whole model on every rank."""
+    made = [to_sequential(split.model, rank=rank) for rank in range(dist.get_world_size())]
+    return next(model for model in made if model is not None)
+
+
+MERGED = ["llama", "all-linear", "dora", "copied head", "gpt2", "gemma2", "experts", "t5", "bert", "vit", "ia3"]
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("case", MERGED)
+def test_merged_weights_are_saved_stage_by_stage(pool: Pool, tmp_path: Path, case: str) -> None:
+    assert pool.run(merged_as_one, 2, case, tmp_path) == [[], []]
+
+
+def merging(case: str, folder: Path) -> None:
+    model, data = adapted(case)
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    split.booster.checkpoint_io.save_model(split.model, str(folder), shard=True, merge=True)
+
+
+def test_a_tied_weight_is_not_merged(pool: Pool, tmp_path: Path) -> None:
+    for message in pool.run_expecting(CheckpointError, merging, 2, "head", tmp_path):
+        assert "is tied to another weight" in message and "merge_and_unload" in message
+
+
 # Models on meta
 
 

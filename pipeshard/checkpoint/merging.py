@@ -1,0 +1,65 @@
+"""Merging: the weights that a model has once its adapters are part of them, stage by stage."""
+
+import copy
+from typing import Any
+
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from pipeshard.errors import CheckpointError, explained, summary
+from pipeshard.split.adapters import base_names
+from pipeshard.split.ties import names_of
+
+WHOLE = "of what pipeshard.to_sequential(model, rank=0) returns there"
+
+
+def merged(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of the `tensors` that a stage owns, by full names, what they are once the active adapters are merged, by the
+    names of the model inside. The model itself stays as it is.
+
+    Raises CheckpointError for adapters that are no part of a weight, or part of one that is tied.
+    """
+    assert isinstance(module, PeftModel)
+    if any(config.is_prompt_learning for config in module.peft_config.values()):
+        raise CheckpointError(f"merge=True: prompts are not part of the weights. Call save_pretrained {WHOLE}")
+    tied = {name for names in names_of(module).values() if len(names) > 1 for name in names}
+    made = dict(tensors)
+    for path, layer in _layers(module).items():
+        weights = _of_base(layer, path)
+        if shared := sorted(tied.intersection(weights)):
+            raise CheckpointError(
+                f"merge=True: an adapter would change {shared[0]}, which is tied to another weight. Call "
+                f"merge_and_unload {WHOLE}"
+            )
+        if own := tensors.keys() & weights.keys():
+            values = _merged(layer, path)
+            made |= {name: values[name] for name in own}
+    return {plain: made[full] for full, plain in base_names(module).items() if full in made}
+
+
+def _layers(module: nn.Module) -> dict[str, Any]:
+    """The layers with adapters by their paths; of one inside another the outer one."""
+    layers = {f"{path}.": layer for path, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)}
+    return {path: layer for path, layer in layers.items() if not path.endswith("base_layer.")}
+
+
+def _of_base(layer: Any, path: str) -> dict[str, nn.Parameter]:
+    """The parameters of the layer that was there before the adapters, by full names."""
+    while isinstance(layer, BaseTunerLayer):
+        layer, path = _inside(layer), f"{path}base_layer."
+    return {f"{path}{name}": parameter for name, parameter in layer.named_parameters()}
+
+
+def _merged(layer: Any, path: str) -> dict[str, Tensor]:
+    """These parameters as peft merges them in a copy of the layer."""
+    with explained(lambda error: CheckpointError(f"merge=True: {path[:-1]} cannot be merged: {summary(error)}")):
+        inner = made = copy.deepcopy(layer)
+        while isinstance(inner, BaseTunerLayer):
+            inner.merge(safe_merge=True)
+            inner = _inside(inner)
+    return {name: parameter.detach() for name, parameter in _of_base(made, path).items()}
+
+
+def _inside(layer: Any) -> Any:
+    return layer.base_layer
