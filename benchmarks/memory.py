@@ -1,4 +1,5 @@
-"""Memory: the most that a rank takes over what it holds, while a model is materialized, saved and loaded.
+"""Memory: the most that a rank takes over what it holds, while a model is materialized, saved and loaded, and gets
+adapters.
 
 `python -m benchmarks.memory [--p 2 4]` builds a llama of 1.1 billion parameters on meta and prints, for each phase, the
 peak of the resident memory above what the imports take, and its ratio to the bytes of the rank's parameters.
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
+from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing import Manager
@@ -31,16 +33,22 @@ SIZES = {
     "num_key_value_heads": 4,
     "vocab_size": 32000,
 }
+PHASES = ("materialize", "save", "load", "adapters")
 BAR = 1.10
 
 
-def boosted(p: int, folder: str | None) -> tuple[Booster, Any]:
+def boosted(p: int, folder: str | None, has_adapters: bool) -> tuple[Booster, Any]:
     ids = torch.zeros(2, 16, dtype=torch.int64)
     sample = {"input_ids": ids, "labels": ids}
     plugin = PipelinePlugin(pp_size=p, num_microbatches=2, dry_run_input=sample, init_weights=folder is None)
+    booster = Booster(plugin=plugin)
+    if has_adapters:
+        torch.manual_seed(0)
+        blank = PipelinePlugin.from_pretrained(LlamaForCausalLM, str(folder))
+        model, *_ = booster.boost(booster.enable_lora(blank, lora_config=LoraConfig(r=16, target_modules="all-linear")))
+        return booster, model
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    booster = Booster(plugin=plugin)
     model, *_ = booster.boost(model)
     if folder is not None:
         booster.load_model(model, folder)
@@ -54,7 +62,7 @@ def measure(rank: int, p: int, store: str, folder: str, phases: tuple[str, ...],
     reset_peak()
     floor = peak()
     rows = {}
-    booster, model = boosted(p, folder if "load" in phases else None)
+    booster, model = boosted(p, None if "save" in phases else folder, "adapters" in phases)
     held = sum(parameter.nbytes for parameter in model.pipeline.held_parameters())
     rows[phases[0]] = peak() - floor
     if "save" in phases:
@@ -75,23 +83,25 @@ def import_floor() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--p", type=int, nargs="+", default=[2, 4], help="numbers of stages (default: 2 4)")
-    table = Table("p", "rank", "holds (MB)", "materialize", "save", "load", title="peak memory over what is held")
+    table = Table("p", "rank", "holds (MB)", *PHASES, title="peak memory over what is held")
     worst = 0.0
     with Manager() as manager, tempfile.TemporaryDirectory() as scratch:
         for p in parser.parse_args().p:
             found: dict[int, dict[str, int]] = {rank: {} for rank in range(p)}
-            sizes = {}
-            for phases in (("materialize", "save"), ("load",)):
+            sizes: dict[tuple[int, str], int] = {}
+            for phases in (("materialize", "save"), ("load",), ("adapters",)):
                 results: Any = manager.dict()
                 store = os.path.join(scratch, f"store-{p}-{phases[0]}")
                 spawn(measure, (p, store, os.path.join(scratch, f"model{p}"), phases, results), nprocs=p)
                 for rank, (held, rows) in results.items():
-                    sizes[rank] = held
+                    sizes |= {(rank, phase): held for phase in phases}
                     found[rank] |= rows
             for rank in range(p):
-                ratios = [found[rank][phase] / sizes[rank] for phase in ("materialize", "save", "load")]
+                ratios = [found[rank][phase] / sizes[rank, phase] for phase in PHASES]
                 worst = max(worst, *ratios)
-                table.add_row(str(p), str(rank), f"{sizes[rank] / 1e6:.0f}", *(f"{ratio:.3f}" for ratio in ratios))
+                table.add_row(
+                    str(p), str(rank), f"{sizes[rank, PHASES[0]] / 1e6:.0f}", *(f"{ratio:.3f}" for ratio in ratios)
+                )
     Console().print(table)
     Console().print(f"worst {worst:.3f}, the bar is {BAR:.2f}")
     raise SystemExit(worst > BAR)
