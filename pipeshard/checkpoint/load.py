@@ -268,6 +268,11 @@ def _draw(boosted: PipelineModel, plan: _Plan) -> None:
     pipeline, model = boosted.pipeline, boosted.unwrap()
     lost = [name for name in plan.missing if pipeline.blank.intersection(plan.targets[name])]
     pipeline.draw([full for name in lost for full in plan.targets[name]])
+    weights = pipeline.holdings.weights
+    for first, *copies in (plan.targets[name] for name in lost):
+        for full in copies:  # which begin as the original does
+            if full in weights:
+                weights[full].set(weights[first].parameter.detach())
     unused = plan.conversion.unexpected
     for names, what in (
         (lost, "lacks, so that they are drawn at random: train them before use"),

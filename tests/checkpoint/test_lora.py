@@ -494,6 +494,23 @@ def test_adapters_of_a_model_on_meta_are_those_of_the_loaded_one(pool: Pool, tmp
     assert pool.run(of_folder, p, tmp_path, case) == [[]] * p
 
 
+def new_head(folder: Path) -> bool:
+    """Whether a head that the folder lacks, and the copy of it that is trained, begin alike where they are held."""
+    model: Any = PipelinePlugin.from_pretrained(transformers.BertForSequenceClassification, folder).train()
+    model = booster().enable_lora(model, lora_config=LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
+    data = zoo.batch("bert") | {"labels": torch.arange(8) % 2}
+    split = Split(model, dist.get_world_size(), data, num_microbatches=2)
+    heads = [p for name, p in split.held.items() if name.endswith("weight") and "classifier" in name]
+    assert torch.isfinite(split.backward(data)["loss"])
+    return not heads or (len(heads) == 2 and torch.equal(*heads) and bool(heads[0].any()))
+
+
+def test_a_new_head_is_drawn_once(pool: Pool, tmp_path: Path) -> None:
+    base: Any = zoo.build("bert")
+    base.base_model.save_pretrained(tmp_path)
+    assert pool.run(new_head, 2, tmp_path) == [True, True]
+
+
 def saved_adapters(folder: Path) -> list[str]:
     """What differs from one process where a model on meta gets adapters that were saved."""
     unsplit = Unsplit(PeftModel.from_pretrained(zoo.build("llama"), folder / "adapters", is_trainable=True))
