@@ -92,14 +92,11 @@ def run(args: argparse.Namespace, console: Console) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if args.chat_template:
         tokenizer.chat_template = args.chat_template.read_text()
-    if args.lora:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        adapters = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear")
-    else:  # which is never whole in a process
-        model = PipelinePlugin.from_pretrained(AutoModelForCausalLM, folder, dtype=torch.float32)
+    adapters = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear") if args.lora else None
+    model = PipelinePlugin.from_pretrained(AutoModelForCausalLM, folder, dtype=torch.float32)  # whole in no process
     trainer = pipelined(Sft)(
         model, config, train_dataset=data["train"], eval_dataset=data["test"], processing_class=tokenizer,
-        peft_config=adapters if args.lora else None,
+        peft_config=adapters,
         pipeline=PipelinePlugin(pp_size=args.pp, dp_size=args.dp, schedule=args.schedule),
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
