@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,27 @@ def buffers_of_a_step() -> int:
 def test_keys_are_released_after_the_backward_of_a_microbatch(pool: Pool) -> None:
     """Keys of all microbatches were kept to the end of the step, which with many takes more than slices save."""
     assert max(pool.run(buffers_of_a_step, 2)) <= 2
+
+
+def left_behind() -> int:
+    """The buffers of keys and values that are there after a step, while nobody looks for circles."""
+    data = data_of("llama", 12, 0)
+    split = Split(zoo.build("llama"), 1, data, num_microbatches=2, num_slices=2, verify=False)
+    split.backward(data)
+    gc.collect()
+    gc.disable()
+    try:
+        split.backward(data)
+        return sum(type(each) is Grown for each in gc.get_objects())
+    finally:
+        gc.enable()
+
+
+@pytest.mark.processes
+def test_nothing_of_a_cache_waits_for_the_collector(pool: Pool) -> None:
+    """A cache named itself in a function of its own, so that keys stayed until Python looked for circles: half a
+    microbatch."""
+    assert pool.run(left_behind, 1) == [0]
 
 
 @pytest.mark.parametrize("groups", [1, 2])

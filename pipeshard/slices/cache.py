@@ -1,5 +1,6 @@
 """Cache: a cache of transformers for one slice of a microbatch, in which the slices before it are."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False) -> Cache:
         if kind is not DummyLayer:
             cache.layers[number] = kind(now, number, layer)
     if {*map(type, cache.layers)} <= {Keys}:  # a decoder may have more layers than its config says, which are alike
-        cache.layer_class_to_replicate = lambda: Keys(now, len(cache.layers))
+        numbers = itertools.count(len(cache.layers))  # not the cache itself: a circle would keep it until it is found
+        cache.layer_class_to_replicate = lambda: Keys(now, next(numbers))
     return EncoderDecoderCache(cache, DynamicCache()) if has_encoder else cache
 
 

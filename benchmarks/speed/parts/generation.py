@@ -15,12 +15,12 @@ from benchmarks.speed.work import Work
 TEXT = """\
 The llama of the first part with a hidden size of 896 generates for 8 prompts by two stages. "One" has one microbatch
 in flight (`model.generate(..., num_microbatches=1)`), so that a stage waits while the other works. "Default" cuts a
-forward into parts of at least 256 tokens: prompts of 256 tokens that get 2 more, which computing bounds, into 8
+forward into parts of at least 256 tokens: prompts of 512 tokens that get 2 more, which computing bounds, into 8
 parts, for which simulation gives 1.78 times the speed; prompts of 8 that get 32 more, which reading the weights
 bounds, not at all. "Two" cuts these too. "One process" has the whole model and a core of its own. A token by stages
 costs the time of all stages and messages."""
 
-WORKS = {"long prompts": (256, 2), "single tokens": (8, 32)}
+WORKS = {"long prompts": (512, 2), "single tokens": (8, 32)}
 FLIGHT, COST = 0.8 * RANKS, 1.15  # times the tokens a second of one in flight; times one process's time of a token
 ONE, DEFAULT, TWO, ALONE = "one", "default", "two", "one process"
 
