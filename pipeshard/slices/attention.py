@@ -102,8 +102,9 @@ class Attention(torch.autograd.Function):
             for k, v, is_causal in _parts(query, keys, values, start)
         ]
         (of_query, *of_earlier), (of_own_query, *of_own) = made
-        for grown, each in zip((keys, values), of_earlier, strict=True):
-            grown.add(_of_groups(each, grown), 0)
+        for grown, each, is_needed in zip((keys, values), of_earlier, ctx.needs_input_grad[1:3], strict=True):
+            if is_needed:
+                grown.add(_of_groups(each, grown), 0)
         of_own = [_of_groups(each, grown) for grown, each in zip((keys, values), of_own, strict=True)]
         return of_query.add_(of_own_query), *of_own, None, None, None, None
 

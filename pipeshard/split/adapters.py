@@ -1,7 +1,9 @@
 """Adapters: those of peft on a model whose own weights are on meta until each stage has loaded what it holds.
 
-base weights    meta ---- stand-ins ---- meta ---------------- loaded, stage by stage
-adapters                  drawn by peft, on the CPU ---------- DoRA, PiSSA, OLoRA: computed from a layer's weights
+    base weights    meta ---- stand-ins ---- meta ---------------- loaded, stage by stage
+    adapters                  drawn by peft, on the CPU ---------- DoRA, PiSSA, OLoRA: computed from a layer's weights
+
+So no process has more of the model than its stage, and adapters begin as they do in one process.
 """
 
 from collections.abc import Callable, Iterator
