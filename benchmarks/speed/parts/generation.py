@@ -65,5 +65,5 @@ def _row(name: str, outcomes: dict[str, Outcome], tokens: int) -> list[str]:
         return [name, FAILED, "", "", "", ""]
     low, middle, high = spread(seconds)
     under, ratio, over = spread(against(name, ONE, outcomes) or [float("nan")])
-    times = [milliseconds(middle), f"{milliseconds(low)} to {milliseconds(high)}", f"{tokens / middle:.0f}"]
+    times = [milliseconds(middle), f"{milliseconds(low)} to {milliseconds(high)}", f"{tokens / middle:.1f}"]
     return [name, *times, f"{ratio:.2f}", f"{under:.2f} to {over:.2f}"]
