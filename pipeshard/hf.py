@@ -215,6 +215,11 @@ def without_adapters(model: nn.Module) -> tuple[str, nn.Module]:
     return f"{path}." if path else "", base
 
 
+def cache_argument(model: nn.Module) -> str | None:
+    """The argument of the model's forward that is a cache with an entry for each layer."""
+    return next((name for name in CACHES[:2] if has_parameter(model, name)), None)
+
+
 def full_name(model: nn.Module, name: str) -> str:
     """The name of a module, where what is inside a PeftModel may be named as the model inside names it."""
     prefix, _ = without_adapters(model)

@@ -18,16 +18,9 @@ from transformers.cache_utils import (
 )
 
 from pipeshard.errors import ConfigurationError
-from pipeshard.hf import CACHES, config_of, has_parameter, without_adapters
+from pipeshard.hf import config_of, without_adapters
 from pipeshard.slices.attention import FRESH, Fresh, register
 from pipeshard.slices.states import Slice
-
-OF_LAYERS = CACHES[:2]  # caches that have an entry for each layer
-
-
-def cache_argument(model: nn.Module) -> str | None:
-    """The argument of the model's forward that is a cache with an entry for each layer."""
-    return next((name for name in OF_LAYERS if has_parameter(model, name)), None)
 
 
 def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False) -> Cache:

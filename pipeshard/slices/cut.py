@@ -18,6 +18,7 @@ from pipeshard.hf import (
     MASK,
     POSITIONS,
     USES_CACHE,
+    cache_argument,
     has_parameter,
     is_mask,
     is_of_encoder,
@@ -25,7 +26,6 @@ from pipeshard.hf import (
     media_kind,
     targets,
 )
-from pipeshard.slices.cache import cache_argument, cache_of
 from pipeshard.slices.states import Slice
 
 LEAST = 2  # positions of a slice: with one alone, layers with states compute by another algorithm
@@ -146,6 +146,8 @@ class SliceCall:
     now: Slice
 
     def call(self, model: nn.Module) -> Any:
+        from pipeshard.slices.cache import cache_of  # which transformers 4 has not the classes for
+
         name = cache_argument(model)
         assert name is not None
         total, row_dims = self.now.total, dict(zip(self.batch.paths, self.batch.row_dims, strict=True))

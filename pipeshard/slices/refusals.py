@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 
+import transformers
 from torch import nn
+from transformers import cache_utils
 
 from pipeshard.batch.batch import Batch
 from pipeshard.errors import BatchError, ConfigurationError
@@ -10,6 +12,7 @@ from pipeshard.hf import (
     CACHES,
     IDS,
     MASK,
+    cache_argument,
     config_of,
     is_encoder_decoder,
     padding_token,
@@ -17,7 +20,6 @@ from pipeshard.hf import (
     text_config,
     without_adapters,
 )
-from pipeshard.slices.cache import cache_argument, cache_of
 from pipeshard.slices.states import Slice
 
 
@@ -34,6 +36,13 @@ def refuse_unsliceable(model: nn.Module) -> None:
         raise ConfigurationError(
             f"num_slices: {name} has an encoder, which reads the whole sequence at once. Use num_slices=1"
         )
+    if not hasattr(cache_utils, "LinearAttentionLayer"):
+        raise ConfigurationError(
+            f"num_slices: transformers {transformers.__version__} has no caches that slices can share. Install "
+            "transformers 5, or use num_slices=1"
+        )
+    from pipeshard.slices.cache import cache_of  # which fails for transformers 4
+
     cache_of(model, Slice(0, 1, 1, {}))
 
 
