@@ -182,6 +182,14 @@ def test_architecture_in_slices(pool: Pool, name: str) -> None:
     assert [verdict.kind for verdict in pool.run(check_architecture, 1, entry, 2)] == ["close"]
 
 
+@pytest.mark.parametrize("name", ["doge", "diffllama"])
+def test_attention_that_is_called_otherwise(pool: Pool, name: str) -> None:
+    """Doge names its mask, which was an error of every Doge once anything had been sliced; DiffLlama attends to other
+    values than those of its cache."""
+    (entry,) = find(f"causal-lm/{name}")
+    assert [verdict.kind for verdict in pool.run(check_architecture, 1, entry, 2)] == ["close"]
+
+
 def aux_loss() -> list[str]:
     """The auxiliary loss of experts is made of all router logits of a microbatch, which stages send on."""
     from transformers import MixtralConfig, MixtralForCausalLM

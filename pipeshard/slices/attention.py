@@ -28,13 +28,15 @@ FRESH = "pipeshard_fresh"  # the attribute of keys that a cache for slices retur
 
 
 class Fresh(NamedTuple):
-    """Keys and values (b, h, s, d) of a slice, and what they were written into, behind those of earlier slices."""
+    """Keys and values (b, h, s, d) of a slice, and what they were written into, behind those of earlier slices. The
+    layer has got `all_values` beside the keys, which it may change before it attends."""
 
     now: Slice
     key: Tensor
     value: Tensor
     keys: Grown
     values: Grown
+    all_values: Tensor
 
 
 @cache
@@ -42,12 +44,11 @@ def register() -> None:
     """Let models whose attention is "sdpa" attend so to keys that have the attribute FRESH."""
     plain = ALL_ATTENTION_FUNCTIONS[SDPA]
 
-    def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kw: Any
-    ) -> Any:
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **kw: Any) -> Any:
         fresh: Fresh | None = getattr(key, FRESH, None)
-        if fresh is None or not _can(fresh.now, query, key, value, mask, args, kw):
-            return plain(module, query, key, value, mask, *args, **kw)
+        given = mask[0] if len(mask) == 1 else None if mask else kw.get("attention_mask")
+        if fresh is None or value is not fresh.all_values or not _can(fresh.now, query, key, value, given, kw):
+            return plain(module, query, key, value, *mask, **kw)
         scale = kw.get("scaling")
         if key.device.type == "cpu":
             attended = Attention.apply(query, fresh.key, fresh.value, fresh.keys, fresh.values, fresh.now.start, scale)
@@ -61,9 +62,9 @@ def register() -> None:
     AttentionInterface.register(SDPA, attention)
 
 
-def _can(now: Slice, query: Tensor, key: Tensor, value: Tensor, mask: Any, args: Any, kw: dict[str, Any]) -> bool:
+def _can(now: Slice, query: Tensor, key: Tensor, value: Tensor, mask: Any, kw: dict[str, Any]) -> bool:
     """Whether this is attention to all positions before, and nothing else."""
-    if args or kw.get("dropout") or any(kw.get(name) is not None for name in ("position_bias", "softcap", "cache")):
+    if kw.get("dropout") or any(kw.get(name) is not None for name in ("position_bias", "softcap", "cache")):
         return False
     is_plain = query.shape[-1] == value.shape[-1] and query.dtype == key.dtype == value.dtype
     is_whole = key.shape[-2] == now.end and query.shape[-2] == now.end - now.start

@@ -66,7 +66,7 @@ class Keys(DynamicLayer):
         self.values = self.now.grow(names[1], value_states, -2, self.window)
         if self.window is None:
             grown = self.now.states[names[0]], self.now.states[names[1]]
-            setattr(self.keys, FRESH, Fresh(self.now, key_states, value_states, *grown))
+            setattr(self.keys, FRESH, Fresh(self.now, key_states, value_states, *grown, self.values))
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = self.is_updated = True
         return self.keys, self.values
