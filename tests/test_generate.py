@@ -13,7 +13,15 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList, pipeline
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    pipeline,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from pipeshard import PipelinePlugin, initialize
@@ -138,8 +146,9 @@ class Peak(StoppingCriteria):
 def memory() -> tuple[int, int]:
     """The most bytes while a stage generates beyond what there was before, and those of its weights and cache."""
     before = in_memory()
-    ids = torch.randint(4, 90, (4, 384))
-    split = boosted(zoo.build("llama-tied"), "llama-tied")
+    ids = torch.randint(4, 30, (4, 384))
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
+    split = boosted(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, eos_token_id=None)), "llama-tied")
     cache, peak = DynamicCache(config=split.config), Peak()
     split.generate(
         ids,
