@@ -1,10 +1,10 @@
 """GPU check: the first thing to run on a machine with GPUs. Real steps, compared with the unsplit model, as a table.
 
-`python -m benchmarks.gpu [--device cpu] [--json FILE]`: every schedule by every transport, 16 bits, replicas. Each case
-also runs a step in which every action waits for the whole device, as an autotuner or a late kernel does. Where there
-are fewer GPUs than ranks, several share one: NCCL takes them for several hosts. A case that hangs is a result, and the
-next one gets new processes. With `--device cpu` the same code runs on the CPU, by gloo. Without a GPU it says so, and
-is done.
+`python -m benchmarks.gpu [--device cpu] [--json FILE]`: every schedule by every transport, 16 bits, replicas, sharding,
+slices, recomputation, the proof at boost, generation. Each case also runs a step in which every action waits for the
+whole device, as an autotuner or a late kernel does. Where there are fewer GPUs than ranks, several share one: NCCL
+takes them for several hosts. A case that hangs is a result, and the next one gets new processes. With `--device cpu`
+the same code runs on the CPU, by gloo. Without a GPU it says so, and is done.
 """
 
 import argparse
@@ -27,9 +27,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.tensor import DTensor
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
-TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # of the gradients, relative to the norm of each
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 3e-2}  # of the gradients, relative to the norm of each
 BACKENDS = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "cpu:gloo,cuda:gloo"}
 LIMIT = 120.0  # seconds for a case, the start of its processes included
 SHARED = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
@@ -47,16 +49,21 @@ class Case:
     autocast: bool = False
     pp: int = 2
     dp: int = 1
+    tp: int = 1
     microbatches: int = 4
+    options: tuple[tuple[str, Any], ...] = ()  # more of PipelinePlugin's
+    generates: bool = False
+    kernel: bool = False  # its activation is one of Triton
 
     @property
     def ranks(self) -> int:
-        return self.pp * self.dp
+        return self.pp * self.dp * self.tp
 
     def __str__(self) -> str:
-        autocast = " autocast" * self.autocast
-        sizes = f"pp={self.pp} dp={self.dp} m={self.microbatches}"
-        return f"{self.schedule} {sizes} {self.p2p}/{self.backend} {self.precision}{autocast}"
+        also = "".join(f" {name}={value}" for name, value in self.options)
+        also += " autocast" * self.autocast + " generate" * self.generates + " Triton" * self.kernel
+        sizes = f"pp={self.pp} dp={self.dp}" + f" tp={self.tp}" * (self.tp > 1) + f" m={self.microbatches}"
+        return f"{self.schedule} {sizes} {self.p2p}/{self.backend} {self.precision}{also}"
 
 
 @dataclass
@@ -69,13 +76,22 @@ class Result:
     problem: str = ""
 
 
-def cases() -> list[Case]:
+def cases(device: str) -> list[Case]:
     """By number of ranks, since these share processes."""
     transports = [("broadcast", "gloo"), ("broadcast", "nccl"), ("isend", "nccl")]
+    sliced, compiled, sharded = (("num_slices", 4),), (("compile", True),), (("fsdp", True),)
     of_one = [Case(pp=1), Case(pp=1, precision="bf16"), Case(pp=1, precision="bf16", autocast=True)]
     of_two = [Case(schedule, *transport) for transport, schedule in itertools.product(transports, SCHEDULES)]
-    of_two += [Case(precision="bf16"), Case(precision="bf16", autocast=True), Case(pp=1, dp=2), Case(microbatches=1)]
-    return [*of_one, *of_two, Case(dp=2), *(Case(schedule, pp=4) for schedule in ("1f1b", "interleaved", "zbv"))]
+    of_two += [Case(microbatches=1), Case(pp=1, dp=2), Case(pp=1, tp=2), Case(generates=True)]
+    of_two += [Case(precision="bf16"), Case(precision="bf16", autocast=True), Case("zb-h1", precision="bf16")]
+    of_two += [Case(precision="fp16", options=(("initial_scale", 1.0),))]
+    of_two += [Case(microbatches=1, options=sliced), Case(options=sliced), Case(precision="bf16", options=sliced)]
+    of_two += [Case(options=(option,)) for option in (("recompute", True), ("verify", True), ("check_finite", True))]
+    of_two += [Case(kernel=True)] * (device == "cuda") + [Case(options=compiled)]
+    of_four = [Case(dp=2), *(Case(schedule, pp=4) for schedule in ("1f1b", "interleaved", "zbv")), Case(tp=2)]
+    of_four += [Case(dp=2, options=(("zero_stage", 1),)), Case(dp=2, options=sharded)]
+    of_four += [Case(dp=2, precision="bf16", options=sharded)]
+    return [*of_one, *of_two, *of_four]
 
 
 @contextlib.contextmanager
@@ -103,6 +119,10 @@ def settling(device: torch.device) -> Iterator[None]:
             setattr(Stage, name, method)
 
 
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def steps(case: Case, device: torch.device) -> Result:
     """What this rank's part of a split model makes, beside the unsplit one on the same device."""
     from colossalai.booster import Booster
@@ -113,9 +133,14 @@ def steps(case: Case, device: torch.device) -> Result:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "vocab_size": 128}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False)).train()
+    if case.kernel:
+        from benchmarks.triton_silu import Silu
+
+        for layer in model.model.layers:
+            layer.mlp.act_fn = Silu()
     rows = 2 * case.microbatches
     ids = torch.randint(0, 128, (case.dp * rows, 32), generator=torch.Generator().manual_seed(0))
-    whole = copy.deepcopy(model).to(device, torch.bfloat16 if case.precision == "bf16" and not case.autocast else None)
+    whole = copy.deepcopy(model).to(device, None if case.autocast else DTYPES[case.precision])
     with torch.autocast(device.type, torch.bfloat16, enabled=case.autocast):
         expected = whole(input_ids=ids.to(device), labels=ids.to(device)).loss
     expected.backward()
@@ -128,11 +153,14 @@ def steps(case: Case, device: torch.device) -> Result:
         p2p=case.p2p,
         precision=case.precision,
         autocast=case.autocast,
+        tp_size=case.tp,
         timeout=LIMIT / 3,
+        max_norm=1e9,
+        **dict(case.options),
     )
     booster = Booster(plugin=plugin)
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    replica = dist.get_rank() // case.pp
+    replica = dist.get_rank() // (case.pp * case.tp)
     own = ids[replica * rows : (replica + 1) * rows]
 
     def step() -> Any:
@@ -142,21 +170,28 @@ def steps(case: Case, device: torch.device) -> Result:
 
     def error(loss: Any) -> float:
         held = {name: p for name, p in boosted.unwrap().named_parameters() if p.grad is not None}
-        whole_gradients = {name: p.grad.float() for name, p in whole.named_parameters() if p.grad is not None}
-        floor = 1e-3 * max(float(g.norm()) for g in whole_gradients.values())
+        exact = {name: p.grad.float() for name, p in whole.named_parameters() if p.grad is not None}
+        floor = 1e-3 * max(float(g.norm()) for g in exact.values())
         errors = [
-            float((p.grad.float() - whole_gradients[name]).norm()) / max(float(whole_gradients[name].norm()), floor)
+            float((gathered(p.grad).float() - exact[name]).norm()) / max(float(exact[name].norm()), floor)
             for name, p in held.items()
         ]
         assert errors, "this rank has no gradient"
         return max(*errors, abs(float(loss - expected)) / abs(float(expected)))
 
     worst = error(step())
+    optimizer.step()
     with settling(device):
         worst = max(worst, error(step()))
+    optimizer.step()
     began = time.perf_counter()
     worst = max(worst, error(step()))  # which waits for the device
     seconds = time.perf_counter() - began
+    if case.generates:
+        prompts = {"input_ids": own[:4, :8].to(device), "attention_mask": (own[:4, :8] > 20).cummax(-1)[0].to(device)}
+        asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        tokens = boosted.generate(**prompts, **asked)
+        worst = max(worst, float((tokens != whole.generate(**prompts, **asked)).float().mean()))
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return Result(worst, 1e3 * seconds, memory / 1e6)
 
@@ -233,12 +268,18 @@ def check(todo: Sequence[Case], device: str, console: Console) -> dict[Case, Res
             with console.status(f"{left[0].ranks} ranks, {len(left)} cases from {left[0]}"):
                 results = attempt(left, device)
             found |= zip(left, results)
+            for case, result in zip(left, results):
+                console.print(f"{case}: {verdict(case, result)}, {result.error:.1e}", highlight=False)
             left = left[len(results) :]
     return found
 
 
 def passes(case: Case, result: Result) -> bool:
     return not result.problem and result.error <= TOLERANCE[case.precision]
+
+
+def verdict(case: Case, result: Result) -> str:
+    return "ok" if passes(case, result) else result.problem or f"more than {TOLERANCE[case.precision]:g}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -251,13 +292,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         console.print("gpu-check: there is no GPU here (make gpu-check DEVICE=cpu runs the same code on the CPU)")
         return 0
-    found = check([case for case in cases() if args.only in str(case)], args.device, console)
+    found = check([case for case in cases(args.device) if args.only in str(case)], args.device, console)
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, by gloo whatever the case says"
     table = Table("case", "error", "ms a step", "MB", "", title=f"torch {torch.__version__}, {where}")
     for case, result in found.items():
-        said = "ok" if passes(case, result) else result.problem or f"more than {TOLERANCE[case.precision]:g}"
         numbers = (f"{result.error:.1e}", f"{result.milliseconds:.0f}", f"{result.megabytes:.0f}")
-        table.add_row(str(case), *numbers, said)
+        table.add_row(str(case), *numbers, verdict(case, result))
     console.print(table)
     if args.json:
         rows = [asdict(case) | asdict(result) | {"where": where} for case, result in found.items()]

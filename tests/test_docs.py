@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -212,3 +213,10 @@ def test_releases_are_dated() -> None:
     import pipeshard
 
     assert pipeshard.__version__ == version
+
+
+def test_a_wheel_has_every_package() -> None:
+    """generate and slices were missing in the list for a week: only an installed wheel shows it."""
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "pipeshard").rglob("__init__.py")}
+    assert listed == {".".join(folder.parts) for folder in folders} | {"pipeshard.policies"}
