@@ -14,6 +14,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -34,6 +35,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 3e-2}  # of the gradients, relative to the norm of each
 BACKENDS = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "cpu:gloo,cuda:gloo"}
 LIMIT = 120.0  # seconds for a case, the start of its processes included
+FAULTS = ("raises", "is killed", "stalls")
 SHARED = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
 SHARED |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}  # of ranks on one GPU
 
@@ -54,6 +56,7 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()  # more of PipelinePlugin's
     generates: bool = False
     kernel: bool = False  # its activation is one of Triton
+    fault: str = ""  # what happens to rank 1 in the second step, of which the others have to tell
 
     @property
     def ranks(self) -> int:
@@ -62,6 +65,7 @@ class Case:
     def __str__(self) -> str:
         also = "".join(f" {name}={value}" for name, value in self.options)
         also += " autocast" * self.autocast + " generate" * self.generates + " Triton" * self.kernel
+        also += f", rank 1 {self.fault}" * bool(self.fault)
         sizes = f"pp={self.pp} dp={self.dp}" + f" tp={self.tp}" * (self.tp > 1) + f" m={self.microbatches}"
         return f"{self.schedule} {sizes} {self.p2p}/{self.backend} {self.precision}{also}"
 
@@ -88,6 +92,7 @@ def cases(device: str) -> list[Case]:
     of_two += [Case(microbatches=1, options=sliced), Case(options=sliced), Case(precision="bf16", options=sliced)]
     of_two += [Case(options=(option,)) for option in (("recompute", True), ("verify", True), ("check_finite", True))]
     of_two += [Case(kernel=True)] * (device == "cuda") + [Case(options=compiled)]
+    of_two += [Case(fault=fault) for fault in FAULTS]
     of_four = [Case(dp=2), *(Case(schedule, pp=4) for schedule in ("1f1b", "interleaved", "zbv")), Case(tp=2)]
     of_four += [Case(dp=2, options=(("zero_stage", 1),)), Case(dp=2, options=sharded)]
     of_four += [Case(dp=2, precision="bf16", options=sharded)]
@@ -154,7 +159,7 @@ def steps(case: Case, device: torch.device) -> Result:
         precision=case.precision,
         autocast=case.autocast,
         tp_size=case.tp,
-        timeout=LIMIT / 3,
+        timeout=LIMIT / 12 if case.fault else LIMIT / 3,
         max_norm=1e9,
         **dict(case.options),
     )
@@ -181,6 +186,8 @@ def steps(case: Case, device: torch.device) -> Result:
 
     worst = error(step())
     optimizer.step()
+    if case.fault:
+        return told(case, boosted.unwrap(), step)
     with settling(device):
         worst = max(worst, error(step()))
     optimizer.step()
@@ -194,6 +201,29 @@ def steps(case: Case, device: torch.device) -> Result:
         worst = max(worst, float((tokens != whole.generate(**prompts, **asked)).float().mean()))
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return Result(worst, 1e3 * seconds, memory / 1e6)
+
+
+def told(case: Case, model: Any, step: Any) -> Result:
+    """How long it takes until the other rank tells of rank 1's fault."""
+    from pipeshard.errors import PipeshardError
+
+    def fail(*_: Any) -> None:
+        if case.fault == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if case.fault == "stalls":
+            time.sleep(LIMIT)
+        raise ArithmeticError("planted")
+
+    if dist.get_rank() == 1:
+        model.model.layers[-1].register_forward_hook(fail)
+    began = time.perf_counter()
+    try:
+        step()
+    except (ArithmeticError, PipeshardError) as error:
+        if dist.get_rank() != 1 and "rank 1" not in str(error):
+            raise
+        return Result(milliseconds=1e3 * (time.perf_counter() - began))
+    return Result(problem="the step ended")
 
 
 def serve(rank: int, ranks: int, todo: Sequence[Case], device: str, folder: str, results: Connection) -> None:
@@ -232,13 +262,14 @@ def attempt(todo: Sequence[Case], device: str) -> list[Result]:
         for process, (_, theirs) in zip(processes, pipes):
             process.start()
             theirs.close()
-        for _ in todo:
+        for case in todo:
             until = time.monotonic() + LIMIT
-            found.append(merged([answer(ours, until) for ours, _ in pipes]))
-            if found[-1].problem:
+            whose = pipes[:1] if case.fault else pipes
+            found.append(merged([answer(ours, until) for ours, _ in whose]))
+            if found[-1].problem or case.fault:
                 break
         for process in processes:
-            process.join(0 if found[-1].problem else 10)
+            process.join(0 if found[-1].problem or case.fault else 10)
             process.kill()
             process.join()
     return found

@@ -1,9 +1,9 @@
 """GPU speed: time and memory of a step on one GPU, beside a plain loop that sums the gradients of the microbatches.
 
-`python -m benchmarks.gpu_speed [--rounds N] [--json FILE]`: llamas in bf16, all stages in one process: a wide one, which
-the GPU computes for longer than Python takes to ask for it; a narrow one, for which it is the other way round; and a
-narrow one with one long sample, plain, recomputed and in slices. The contenders take turns in one process, so that a
-ratio is one of the same seconds. What it does not have is a transfer: that takes more GPUs.
+`python -m benchmarks.gpu_speed [--rounds N] [--json FILE]`: llamas in bf16, all stages in one process: a wide one, for
+which the GPU takes longer than Python does; a narrow one, for which Python does; and a narrow one with one long sample,
+plain, recomputed and in slices. The contenders take turns in one process, so that a ratio is one of the same seconds.
+What it does not have is a transfer: that takes more GPUs.
 """
 
 import argparse

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipeshard.checkpoint.training_state import load_training_state, newest_step, save_training_state
 from pipeshard.distributed.collectives import gather, gather_objects, together_in
+from pipeshard.distributed.groups import raising_errors
 from pipeshard.errors import ConfigurationError, UsageError, summary
 from pipeshard.planner.autoconfig import Layout, ToldLayout, layouts
 
@@ -195,7 +196,8 @@ def _join(timeout: float) -> None:
     if not dist.is_torchelastic_launched():
         raise UsageError("an ElasticJob is one rank of several: start the script with python -m pipeshard.launch")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    with raising_errors():
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
 
 
 def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: int) -> Layout:

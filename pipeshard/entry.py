@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from pipeshard.batch.criterion import Criterion
+from pipeshard.distributed.groups import raising_errors
 from pipeshard.distributed.mesh import join_alone
 from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
@@ -75,7 +76,8 @@ def join() -> None:
             "Only pp_size=1 runs without a launcher"
         )
     here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
-    dist.init_process_group(None if torch.cuda.device_count() >= here else "gloo")  # NCCL has no two ranks on one GPU
+    with raising_errors():
+        dist.init_process_group(None if torch.cuda.device_count() >= here else "gloo")  # NCCL: one rank a GPU
 
 
 class Engine:

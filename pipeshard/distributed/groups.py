@@ -1,9 +1,29 @@
 """Groups: the ranks of a process group, and what carries its tensors."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
 from pipeshard.errors import UsageError
+
+# By default torch ends a process, by SIGABRT, in which a communicator of NCCL breaks or is aborted. Here the watch
+# aborts communicators after a fault, and the call that waited raises an error with the rank and the reason.
+ERRORS_ARE_RAISED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+
+
+@contextmanager
+def raising_errors() -> Iterator[None]:
+    """Groups that are made inside leave the process alive when NCCL fails. What the user has set stays."""
+    ours = {name: value for name, value in ERRORS_ARE_RAISED.items() if name not in os.environ}
+    os.environ.update(ours)  # torch reads them when a group is made
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:

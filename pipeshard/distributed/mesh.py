@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from pipeshard.distributed.collectives import gather
-from pipeshard.distributed.groups import carrier, ranks_of
+from pipeshard.distributed.groups import carrier, raising_errors, ranks_of
 from pipeshard.distributed.p2p import P2P, make_p2p
 from pipeshard.distributed.progress import own_progress
 from pipeshard.errors import ConfigurationError
@@ -57,7 +57,8 @@ class ProcessGroupMesh:
         on_gpu = torch.cuda.is_available() and carrier(torch.device("cuda"))  # where tensors on the mesh are
         kind = "cuda" if on_gpu else "cpu"
         names = tuple(map(axis_name, range(len(size))))
-        self._device_mesh = init_device_mesh(kind, size, mesh_dim_names=names)
+        with raising_errors():
+            self._device_mesh = init_device_mesh(kind, size, mesh_dim_names=names)
         # By ranks and backend. The keys are the same on every rank, so that all agree on what is yet to be made.
         self._groups: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup | None] = {}
         for axis in range(len(size)):
@@ -143,7 +144,8 @@ class ProcessGroupMesh:
         # A set's order differs between processes; new_group must be called in one order.
         for ranks in sorted({tuple(row.nonzero().flatten().tolist()) for row in gather(mask, world)}):
             if (ranks, backend) not in self._groups:
-                group = dist.new_group(list(ranks), backend=backend)
+                with raising_errors():
+                    group = dist.new_group(list(ranks), backend=backend)
                 self._groups[ranks, backend] = group if self.rank in ranks else None
         return self._groups[wanted, backend]
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeshard.distributed.collectives import gather_objects
-from pipeshard.distributed.groups import carrier
+from pipeshard.distributed.groups import carrier, raising_errors
 from pipeshard.errors import ConfigurationError
 from pipeshard.private import nccl_options
 from pipeshard.schedule.passes import add_communication
@@ -62,7 +62,8 @@ class P2P(ABC):
         options = options_of_kernels() if self.kernels else {}
         groups: list[Any] = []
         for own, wanted in zip(members, zip(*gather_objects([list(ranks) for ranks in members], world))):
-            made = {ranks: dist.new_group(list(ranks), **options) for ranks in sorted({*map(tuple, wanted)})}
+            with raising_errors():
+                made = {ranks: dist.new_group(list(ranks), **options) for ranks in sorted({*map(tuple, wanted)})}
             groups.append(made[tuple(own)])
         return groups
 

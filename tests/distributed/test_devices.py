@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -10,10 +11,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from pipeshard.distributed.collectives import carrier, control, gather, gather_objects, share_scalar, sum_scalar
 from pipeshard.distributed.failures import _abort
-from pipeshard.distributed.mesh import Grid, own_index
+from pipeshard.distributed.mesh import Grid, ProcessGroupMesh, own_index
 from pipeshard.distributed.p2p import BroadcastP2P, ISendP2P, options_of_kernels
 from pipeshard.engine.clipping import grad_norm
 from pipeshard.errors import ConfigurationError
@@ -22,6 +24,7 @@ from tests.pool import Pool
 from tests.unsplit import Split
 
 GPU = torch.device("cuda", 0)
+HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 @pytest.mark.parametrize(
@@ -148,6 +151,35 @@ def test_nccl_s_own_clock_does_not_end_a_process() -> None:
         options = options_of_kernels()
     nccl.Options.assert_called_once_with(is_high_priority_stream=True)
     assert options["timeout"] == options["pg_options"]._timeout == timedelta(days=1) and options["backend"] == "nccl"
+
+
+def handled(by_user: str) -> list[str]:
+    """What torch reads as it makes the groups of a mesh and of messages, and what is left of it behind them."""
+    seen: list[str] = []
+
+    def recording(make: Any) -> Any:
+        def made(*args: Any, **options: Any) -> Any:
+            seen.append(os.environ.get(HANDLING, ""))
+            return make(*args, **options)
+
+        return made
+
+    with (
+        mock.patch.dict(os.environ, {HANDLING: by_user} if by_user else {}),
+        mock.patch.object(dist, "new_group", recording(dist.new_group)),
+        mock.patch("pipeshard.distributed.mesh.init_device_mesh", recording(init_device_mesh)),
+    ):
+        grid = ProcessGroupMesh(1, 2)
+        grid.create_group_along_axis([0, 1])
+        BroadcastP2P([0, 1], [(0, 1), (1, 0)], torch.device("cpu"))
+        return [*sorted({*seen}), os.environ.get(HANDLING, "")]
+
+
+@pytest.mark.parametrize(("by_user", "expected"), [("", ["0", ""]), ("1", ["1", "1"])])
+def test_a_fault_does_not_end_the_processes_of_other_ranks(pool: Pool, by_user: str, expected: list[str]) -> None:
+    """On the first GPU that ran a fault, each process was ended by SIGABRT: torch's own watchdog found the
+    communicators aborted that the watch had aborted, and nobody was told which rank had failed."""
+    assert pool.run(handled, 2, by_user) == [expected] * 2
 
 
 def test_communicators_of_nccl_are_aborted_as_one() -> None:
