@@ -56,6 +56,7 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()  # more of PipelinePlugin's
     generates: bool = False
     kernel: bool = False  # its activation is one of Triton
+    quantized: bool = False  # adapters on a base in 4 bits
     fault: str = ""  # what happens to rank 1 in the second step, of which the others have to tell
 
     @property
@@ -64,7 +65,12 @@ class Case:
 
     def __str__(self) -> str:
         also = "".join(f" {name}={value}" for name, value in self.options)
-        also += " autocast" * self.autocast + " generate" * self.generates + " Triton" * self.kernel
+        also += (
+            " autocast" * self.autocast
+            + " generate" * self.generates
+            + " Triton" * self.kernel
+            + " nf4" * self.quantized
+        )
         also += f", rank 1 {self.fault}" * bool(self.fault)
         sizes = f"pp={self.pp} dp={self.dp}" + f" tp={self.tp}" * (self.tp > 1) + f" m={self.microbatches}"
         return f"{self.schedule} {sizes} {self.p2p}/{self.backend} {self.precision}{also}"
@@ -92,6 +98,7 @@ def cases(device: str) -> list[Case]:
     of_two += [Case(microbatches=1, options=sliced), Case(options=sliced), Case(precision="bf16", options=sliced)]
     of_two += [Case(options=(option,)) for option in (("recompute", True), ("verify", True), ("check_finite", True))]
     of_two += [Case(kernel=True)] * (device == "cuda") + [Case(options=compiled)]
+    of_two += [Case(quantized=True), Case("zbv", quantized=True, precision="bf16")]
     of_two += [Case(fault=fault) for fault in FAULTS]
     of_four = [Case(dp=2), *(Case(schedule, pp=4) for schedule in ("1f1b", "interleaved", "zbv")), Case(tp=2)]
     of_four += [Case(dp=2, options=(("zero_stage", 1),)), Case(dp=2, options=sharded)]
@@ -128,6 +135,29 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def in_four_bits(model: Any, device: torch.device) -> tuple[Any, Any]:
+    """The model with adapters on packed weights, as one process has it and as stages load it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import BitsAndBytesConfig
+
+    from pipeshard import PipelinePlugin
+    from pipeshard.checkpoint.lora import enable_lora
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    options = {"quantization_config": config, "dtype": torch.float32}
+    adapters = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    folder = tempfile.mkdtemp()  # which the stages read when the model is boosted
+    model.save_pretrained(folder)
+    whole = type(model).from_pretrained(folder, device_map={"": device}, **options).train()
+    blank = PipelinePlugin.from_pretrained(type(model), folder, **options).train()
+    made = []
+    for base in (whole, blank):
+        torch.manual_seed(0)
+        adapted: Any = get_peft_model(base, adapters) if base is whole else enable_lora(base, None, adapters, None)
+        made.append(adapted)
+    return made[0].to(device), made[1]
+
+
 def steps(case: Case, device: torch.device) -> Result:
     """What this rank's part of a split model makes, beside the unsplit one on the same device."""
     from colossalai.booster import Booster
@@ -145,7 +175,8 @@ def steps(case: Case, device: torch.device) -> Result:
             layer.mlp.act_fn = Silu()
     rows = 2 * case.microbatches
     ids = torch.randint(0, 128, (case.dp * rows, 32), generator=torch.Generator().manual_seed(0))
-    whole = copy.deepcopy(model).to(device, None if case.autocast else DTYPES[case.precision])
+    whole, model = in_four_bits(model, device) if case.quantized else (copy.deepcopy(model).to(device), model)
+    whole = whole if case.autocast or case.quantized else whole.to(DTYPES[case.precision])
     with torch.autocast(device.type, torch.bfloat16, enabled=case.autocast):
         expected = whole(input_ids=ids.to(device), labels=ids.to(device)).loss
     expected.backward()

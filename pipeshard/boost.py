@@ -24,6 +24,7 @@ from pipeshard.engine.refusals import (
     refuse_blank_adapters,
     refuse_criterion,
     refuse_lowered_begin,
+    refuse_sharded_packing,
 )
 from pipeshard.engine.step_guard import GUARD
 from pipeshard.errors import UsageError
@@ -61,6 +62,7 @@ def boost_model(
     called = None if criterion is not None and takes_outputs_alone(criterion) else criterion
     refuse_blank_adapters(model)
     refuse_lowered_begin(model, config)
+    refuse_sharded_packing(model, config)
     for became in (tie_on_meta(model), share_weights(model, config.shared_weights, warns=grid.first)):
         if optimizer is not None:
             replace_parameters(optimizer, became)

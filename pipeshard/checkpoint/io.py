@@ -23,6 +23,7 @@ from pipeshard.distributed.collectives import together_in
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
+from pipeshard.split.quantized import is_quantized
 
 SHARD = 1024  # MB of a shard, at most
 
@@ -68,6 +69,7 @@ class PipelineCheckpointIO:
         """
         boosted = boosted_model(model)
         self.wait()
+        refuse_packed(boosted.unwrap())
         has_adapters = isinstance(boosted.unwrap(), PeftModel)
         if merge and not (has_adapters and shard):
             raise CheckpointError("merge=True writes a folder (shard=True) of a model with adapters")
@@ -92,7 +94,8 @@ class PipelineCheckpointIO:
     def save_folder(
         self, model: nn.Module, folder: Path, size_per_shard: int = SHARD, use_async: bool = False, merge: bool = False
     ) -> None:
-        """`save_model` with `shard=True`, also of a model with adapters, which `load_model` reads."""
+        """`save_model` with `shard=True`, also of a model with adapters, or one in 4 bits, of which it has the
+        rest: what `load_model` reads."""
         boosted = boosted_model(model)
 
         def plan(tensors: dict[str, Tensor]) -> FolderSave:
@@ -206,6 +209,17 @@ class PipelineCheckpointIO:
     @together_in("save_lora_as_pretrained")
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: str, *_: Any, **__: Any) -> None:
         save_lora(model, checkpoint)
+
+
+def refuse_packed(model: nn.Module) -> None:
+    """Raise CheckpointError for a model of which no folder of weights can be written."""
+    if is_quantized(model):
+        raise CheckpointError(
+            "the base weights of this model are packed in 4 bits, and a folder of it would not be that of the model. "
+            "Save its adapters by booster.save_lora_as_pretrained, or all that training needs by "
+            "pipeshard.save_training_state. To merge them, load the checkpoint in one process without "
+            "quantization_config, PeftModel.from_pretrained(model, <folder>), and merge_and_unload()"
+        )
 
 
 def _refuse_prefix(prefix: str | None) -> None:

@@ -20,6 +20,7 @@ from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import CheckpointError, listed, summary
 from pipeshard.hf import without_adapters
 from pipeshard.split.adapters import base_names, begin_with_weights
+from pipeshard.split.quantized import packed_layers
 from pipeshard.split.ties import first_names
 
 try:
@@ -168,8 +169,11 @@ class _Plan:
         self.model = without_adapters(model)[1] if of_base else model
         state = model.state_dict(keep_vars=True)  # Ghosts have shapes
         names = dict(zip(state, state)) if self.model is model else base_names(model)
+        self.packed = dict(packed_layers(model))
         self.shapes = {
-            name: tuple(state[full].shape) for full, name in names.items() if isinstance(state.get(full), Tensor)
+            name: self.packed[full].whole_shape if full in self.packed else tuple(state[full].shape)
+            for full, name in names.items()
+            if isinstance(state.get(full), Tensor)
         }
         self.first, self.targets = dict[str, str](), dict[str, dict[str, None]]()
         for full, first in ({full: full for full in names} | first_names(model)).items():
@@ -196,6 +200,11 @@ class _Plan:
             for name in dict.fromkeys(self.first[name] for name in self.shapes)
             if name not in self.given and not any(re.search(pattern, name) for pattern in optional)
         ]
+        packed = {name for name in self.missing if self.packed.keys() & self.targets[name].keys()}
+        if not of_base and len(packed) == len(self.packed):  # what was saved of a model that has them already
+            self.missing = [name for name in self.missing if name not in packed]
+        elif packed:
+            self.problems.append(f"{min(packed)} is missing, and a weight in 4 bits is not drawn")
 
     def _shapes_made(self, piece: Piece) -> dict[str, tuple[int, ...]]:
         try:
@@ -253,7 +262,9 @@ class _Plan:
     def _assign(self, name: str, target: Tensor, value: Tensor) -> None:
         """A parameter takes over memory that holds nothing else, so that it is there once."""
         weight = self.holdings.weights.get(name)
-        if weight is None:  # a buffer
+        if name in self.packed:
+            self.packed[name].pack(value.to(target.device))
+        elif weight is None:  # a buffer
             target.copy_(value)
         elif not weight.plain:
             weight.set(value.to(target.device))

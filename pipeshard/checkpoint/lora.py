@@ -41,8 +41,9 @@ def enable_lora(
         )
     if bnb_quantization_config is not None:
         raise ConfigurationError(
-            "quantize=True and bnb_quantization_config: stages of a quantized model are not supported. Leave both out, "
-            "and build or load the model in a smaller dtype, such as torch.bfloat16, to save memory"
+            "quantize=True and bnb_quantization_config: the model has its weights already. Leave both out, and make it "
+            "by PipelinePlugin.from_pretrained(cls, folder, "
+            "quantization_config=BitsAndBytesConfig(load_in_4bit=True)), of which each stage packs its own weights"
         )
     if pretrained_dir is not None:
         return _with_adapter_of(pretrained_dir, model)

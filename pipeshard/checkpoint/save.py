@@ -25,6 +25,7 @@ from pipeshard.distributed.collectives import gather_objects, whole
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
 from pipeshard.hf import enable_caches, without_adapters
+from pipeshard.split.quantized import packed_layers
 from pipeshard.split.ties import first_names, names_of
 
 SINGLE, INDEX = WEIGHTS[0], INDICES[0]
@@ -32,13 +33,15 @@ SAVED_FILES = re.compile(r"model(-.*)?\.safetensors|\.pipeshard-.*")  # what a s
 
 
 def owned(model: PipelineModel) -> dict[str, Tensor]:
-    """What this stage saves, by the names of the model: of what several stages hold, the first one's.
+    """What this stage saves, by the names of the model: of what several stages hold, the first one's. Packed weights
+    are left out: they are those of the checkpoint that they were loaded from.
 
     All ranks call it: what is sliced is gathered from the ranks that have the slices.
     """
     module, policy = model.unwrap(), model.pipeline.policy
     state, saved = module.state_dict(keep_vars=True), saved_names(module)
-    own = {first: saved[first] for first in sorted(policy.ownership.held[policy.stage])}
+    held = policy.ownership.held[policy.stage].difference(name for name, _ in packed_layers(module))
+    own = {first: saved[first] for first in sorted(held)}
     own |= {name: name for name in sorted(state.keys() - first_names(module).keys())}  # buffers
     owned = {first: name for first, name in own.items() if policy.ownership.owner(first) == policy.stage}
     tensors = {name: _gathered(state[first].detach()) for first, name in owned.items()}

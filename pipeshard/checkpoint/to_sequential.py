@@ -18,6 +18,7 @@ from pipeshard.graph.units import Interception, Recomputation, Sliced
 from pipeshard.hf import enable_caches
 from pipeshard.private import tree_tensors
 from pipeshard.split.initialize import build, skeletons
+from pipeshard.split.quantized import is_quantized
 
 
 @inside_pipeshard()
@@ -42,6 +43,12 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
     pipeline = model.pipeline
     if rank is not None and rank not in range(pipeline.num_stages):
         raise ConfigurationError(f"rank must be a stage of this pipeline, 0 to {pipeline.num_stages - 1}, got {rank!r}")
+    if is_quantized(pipeline.model):
+        raise UsageError(
+            "to_sequential got a model whose base weights are packed in 4 bits. Save its adapters by "
+            "booster.save_lora_as_pretrained(model, <folder>), load the base in one process by its class's "
+            "from_pretrained(..., quantization_config=...), and call PeftModel.from_pretrained(base, <folder>)"
+        )
     if pipeline.blank:
         raise UsageError(
             f"to_sequential got a model of which {len(pipeline.blank)} parameters, {min(pipeline.blank)} the first, "

@@ -27,6 +27,7 @@ from transformers import AutoConfig, GenerationConfig
 from pipeshard.distributed.collectives import reason
 from pipeshard.errors import CheckpointError, ConfigurationError, explained, summary
 from pipeshard.hf import ADAPTER_CONFIG
+from pipeshard.split.quantized import quantize_blank, refuse_quantized_folder
 
 LARGEST_JSON = 64 << 20  # bytes; an index of a hundred thousand tensors has a tenth of it
 VALUES = 1_000_000  # each of which takes up to a hundred bytes
@@ -79,13 +80,17 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
     extra: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
     extra["trust_remote_code"] = options.pop("trust_remote_code", False)  # None asks on the terminal
+    quantization = options.pop("quantization_config", None)
     config, unused = folder_config(path, **extra, **options)
     if unknown := unused.keys() & options.keys():
         raise ConfigurationError(f"{type(config).__name__} has no {', '.join(sorted(unknown))}: pass fields it has")
+    refuse_quantized_folder(config, path)
     dtype = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else dtype
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
     with torch.device("meta"), _counting(path):
         model: Any = make(config, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    if quantization is not None:
+        quantize_blank(model, quantization)
     if (path / "generation_config.json").exists():
         model.generation_config = generation_config_of(path)
     model._pretrained = str(path / gguf_file if gguf_file else path)

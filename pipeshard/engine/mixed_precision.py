@@ -250,7 +250,7 @@ class Precision:
             for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 name = f"{path}.{key}" if path else key
                 is_low = dtypes[name] is self.dtype if name in dtypes else tensor.is_floating_point()
-                if is_low and not pattern.search(name):
+                if is_low and tensor.is_floating_point() and not pattern.search(name):
                     tensors.add(tensor)
         return tensors
 

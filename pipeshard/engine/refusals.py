@@ -30,6 +30,7 @@ from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.graph.units import containers
 from pipeshard.hf import recomputes
 from pipeshard.split.adapters import BEGINNING, base_names
+from pipeshard.split.quantized import is_quantized
 
 logger = logging.getLogger("pipeshard")
 # What each does belongs around the pipeline: under it, it would talk to ranks that have other stages.
@@ -74,9 +75,9 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
     for name, module in model.named_modules():
         if type(module).__module__.startswith("bitsandbytes."):
             raise ConfigurationError(
-                f"{name} is a {type(module).__name__} of bitsandbytes, which replaces its weight as it runs: load the "
-                "model without a quantization_config, in torch.bfloat16 to save memory, with its frozen part on more "
-                "stages"
+                f"{name} is a {type(module).__name__} of bitsandbytes, which replaces its weight as it runs. Make the "
+                "model by PipelinePlugin.from_pretrained(cls, folder, "
+                "quantization_config=BitsAndBytesConfig(load_in_4bit=True)), of which each stage packs its own weights"
             )
         for kind, instead in refused.items():
             if isinstance(module, kind):
@@ -98,6 +99,15 @@ def refuse_blank_adapters(model: nn.Module) -> None:
             f"{len(blank)} parameters of adapters are on meta, {blank[0]} the first, so the values that peft gave "
             "them are lost. Put adapters on a model on meta by booster.enable_lora(model, lora_config=...), which "
             "keeps them on the CPU, or load the model with its weights, and leave low_cpu_mem_usage out"
+        )
+
+
+def refuse_sharded_packing(model: nn.Module, config: PipelineConfig) -> None:
+    """Refuse to shard weights that are packed in 4 bits."""
+    if (config.fsdp or config.tp_size > 1) and is_quantized(model):
+        raise ConfigurationError(
+            "fsdp=True and tp_size shard weights, and this model has them in 4 bits, which are not sharded. Use more "
+            "stages (pp_size) or replicas without these arguments"
         )
 
 

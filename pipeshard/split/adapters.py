@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from pipeshard.errors import ConfigurationError
 from pipeshard.hf import without_adapters
 from pipeshard.split.initialize import give
+from pipeshard.split.quantized import is_quantized
 
 KINDS = ("LORA", "IA3")  # of adapters that need nothing of the model but shapes, or the weights of one layer
 OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # by `init_lora_weights`
@@ -44,6 +45,11 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
     Raises ConfigurationError for adapters that begin with more than the weights of their own layer.
     """
     refuse_far(config)
+    if needs_weights(config) and is_quantized(model):
+        raise ConfigurationError(
+            "DoRA, PiSSA and OLoRA begin with what is computed from the weights, which this model has in 4 bits. "
+            "Use plain LoRA, or load the model without quantization_config"
+        )
     how, by_weights = getattr(config, "init_lora_weights", True), needs_weights(config)
     drawn = copy(config)
     if isinstance(how, str) and how not in OF_SHAPES:

@@ -154,9 +154,11 @@ class _SeededWrites(DispatchMode):
 
 
 def give(parameter: nn.Parameter, values: Tensor) -> None:
-    """Let a parameter on meta take over these values; it stays the same object."""
+    """Let a parameter on meta take over these values; it stays the same object, of the same class."""
     kept = {key: value for key, value in parameter.__dict__.items() if key != "_is_hf_initialized"}
+    kind = type(parameter)
     torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
+    parameter.__class__ = kind
     parameter.__dict__.update(kept)
 
 

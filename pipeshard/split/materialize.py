@@ -19,6 +19,7 @@ from pipeshard.graph.units import CutPoint, intercept
 from pipeshard.split.adapters import begin
 from pipeshard.split.initialize import InitWeights, blank_buffers, build, give, initialize, skeletons
 from pipeshard.split.policy import Policy
+from pipeshard.split.quantized import packed_layers
 from pipeshard.split.ties import names_of, put_parameter
 
 
@@ -38,7 +39,9 @@ def shard(
     unbuilt = sorted(on_meta & held)
     fresh = [name for name in unbuilt if model.get_parameter(name).is_meta]
     buffers = allocate(model, fresh, device)
-    initialize(model, unbuilt if callable(init_weights) else fresh, buffers, init_weights, seed)
+    packed = {name for name, _ in packed_layers(model)}  # get their values from a checkpoint
+    drawn = [name for name in (unbuilt if callable(init_weights) else fresh) if name not in packed]
+    initialize(model, drawn, buffers, init_weights, seed)
     if init_weights:
         begin(model)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -115,7 +118,7 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
-        give(parameters[name], torch.empty_like(parameters[name], device=device))
+        give(parameters[name], torch.empty_like(parameters[name].as_subclass(torch.Tensor), device=device))
     blank = {name: b for name, b in model.named_buffers(remove_duplicate=False) if b.is_meta}
     rebuilt = list(rebuilt_models(model)) if blank else []
     values = {path + key: b for path, twin in rebuilt for key, b in twin.named_buffers(remove_duplicate=False)}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from peft import PeftModel
 
 from pipeshard.checkpoint.files import new_folder, together, writes
-from pipeshard.checkpoint.io import io_of
+from pipeshard.checkpoint.io import io_of, refuse_packed
 from pipeshard.checkpoint.lora import load_lora, save_lora
 from pipeshard.checkpoint.optimizer import load_optimizer, save_optimizer
 from pipeshard.checkpoint.state_folder import MANIFEST, OPTIMIZER, REST, damage, flaw, lock, seal
@@ -43,6 +43,7 @@ def save_weights(model: PipelineModel, folder: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / MANIFEST).unlink(missing_ok=True)  # of a checkpoint that this one takes the place of
     if not isinstance(model.unwrap(), PeftModel):
+        refuse_packed(model.unwrap())
         io_of(model).save_folder(model, folder)
         return
     made = folder / ".adapter"  # the folder itself may hold checkpoints

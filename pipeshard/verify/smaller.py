@@ -19,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from pipeshard.batch.batch import Batch
 from pipeshard.hf import LABELS, config_of, has_label_per_sample, is_ids, without_adapters
+from pipeshard.split.adapters import base_names
+from pipeshard.split.quantized import quantize_as
 from pipeshard.verify.reference import Copies, copied_optimizer, copy_hooks, fill, hollow
 from pipeshard.verify.small_config import (
     SETTINGS,
@@ -80,6 +82,7 @@ def _from_config(
         _refuse_large(kind._from_config(copy.deepcopy(config)).parameters(), most)
     with torch.device(device):
         built = kind._from_config(config, dtype=torch.float32)
+        quantize_as(given.model, built, base_names(given.model))
         built = _with_adapters(given.model, built) if prefix else built
     _refuse_large(built.parameters(), most)
     _check_alike(given.model, built)

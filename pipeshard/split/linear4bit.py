@@ -1,0 +1,84 @@
+"""Linear in 4 bits: bitsandbytes' layer, packed from the beginning. Imports bitsandbytes."""
+
+from typing import Any
+
+import bitsandbytes
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from pipeshard.split.initialize import give
+from pipeshard.split.quantized import Packed
+
+
+class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
+    """Computes as bitsandbytes' layer does, and changes nothing of itself as it runs: bitsandbytes' own casts its bias
+    in place, and packs its weight once more for a CPU.
+
+    Attributes:
+        is_transposed: whether a checkpoint has the weight as (in, out).
+        values_dtype: of the values before they are packed, and after they are unpacked.
+        state_on_meta: what `quant_state` is where the weight is on meta.
+    """
+
+    weight: Any
+    bias: Any
+    compute_dtype: torch.dtype
+    quant_state: Any
+    is_transposed: bool
+    values_dtype: torch.dtype
+    state_on_meta: Any
+
+    @staticmethod
+    def take_over(module: nn.Module, dtype: torch.dtype) -> None:
+        """Make one of a layer of bitsandbytes, on meta, whose values have this dtype before they are packed. The module
+        stays the same object."""
+        if type(module) is not bitsandbytes.nn.Linear4bit:
+            return
+        layer: Any = module
+        layer.__class__ = Linear4bit
+        is_transposed = issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D)
+        layer.whole_shape = (layer.in_features, layer.out_features)[:: 1 if is_transposed else -1]
+        layer.is_transposed, layer.values_dtype = is_transposed, dtype
+        layer.pack(torch.empty(layer.whole_shape, dtype=dtype, device="meta"))
+        layer.state_on_meta = layer.quant_state
+        if layer.bias is not None:
+            give(layer.bias, layer.bias.data.to(dtype))
+
+    def like(self, linear: nn.Module) -> "Linear4bit":
+        """The values of another linear layer, which has some, packed as those of this one."""
+        values: Any = linear
+        sizes = tuple(values.weight.shape)[:: 1 if isinstance(linear, Conv1D) else -1]
+        weight, has_bias = self.weight, values.bias is not None
+        how = weight.compress_statistics, weight.quant_type, weight.quant_storage, "meta"
+        made: Any = bitsandbytes.nn.Linear4bit(*sizes, has_bias, self.compute_dtype, *how)
+        made.source_cls = type(linear)
+        Linear4bit.take_over(made, values.weight.dtype)
+        give(made.weight, torch.empty_like(made.weight.as_subclass(Tensor), device=values.weight.device))
+        made.pack(values.weight.detach())
+        if has_bias:
+            give(made.bias, values.bias.detach().clone())
+        return made.requires_grad_(False)
+
+    @torch.no_grad()
+    def pack(self, value: Tensor) -> None:
+        value = (value.T if self.is_transposed else value).to(self.values_dtype).contiguous()
+        weight = self.weight
+        weight.data, self.quant_state = bitsandbytes.functional.quantize_4bit(
+            value,
+            blocksize=weight.blocksize,
+            compress_statistics=weight.compress_statistics,
+            quant_type=weight.quant_type,
+            quant_storage=weight.quant_storage,
+        )
+        weight.bnb_quantized = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.state_on_meta if self.weight.is_meta else self.quant_state  # traces have other weights
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        product = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, bias=bias, quant_state=state)
+        return product.to(x.dtype)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """The parameters alone, by their own names: what a stage holds of them is found by these."""
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)

@@ -1,0 +1,327 @@
+"""Quantized: adapters on a base in 4 bits train through a pipeline as they do on bitsandbytes' own, in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import BitsAndBytesConfig, GPTQConfig
+
+from pipeshard import PipelinePlugin, load_training_state, save_training_state, to_sequential
+from pipeshard.checkpoint.lora import enable_lora
+from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
+from pipeshard.split.materialize import is_released
+from pipeshard.split.quantized import packed_layers
+from tests.covering import covering
+from tests.parity.build import batch, build
+from tests.parity.entries import find
+from tests.pool import Pool
+from tests.unsplit import Split, Unsplit, compared
+
+pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.local
+NF4 = {"bnb_4bit_quant_type": "nf4"}
+KINDS: dict[str, dict[str, Any]] = {"fp4": {}, "nf4": NF4, "double": NF4 | {"bnb_4bit_use_double_quant": True}}
+TEXT = ["llama", "qwen3", "gemma3_text", "mistral", "phi3", "gpt_neox", "opt", "mixtral", "deepseek_v3", "gpt2"]
+ENTRIES = [*(f"causal-lm/{name}" for name in TEXT), "image-text-to-text/llava"]
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"]
+
+
+def quantization(kind: str) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(load_in_4bit=True, **KINDS[kind])
+
+
+def adapters(**fields: Any) -> LoraConfig:
+    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, **fields)
+
+
+def of_one_process(kind: type[Any], folder: Path, config: BitsAndBytesConfig) -> nn.Module:
+    """What a user of bitsandbytes trains: the model of the folder with packed weights, and adapters."""
+    model = kind.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+    torch.manual_seed(3)
+    return get_peft_model(model.train(), adapters())
+
+
+def of_stages(kind: type[Any], folder: Path, config: BitsAndBytesConfig, stages: int = 0) -> nn.Module:
+    model: Any = PipelinePlugin.from_pretrained(kind, folder, quantization_config=config, dtype=torch.float32).train()
+    torch.manual_seed(3)
+    plugin = PipelinePlugin(pp_size=stages or dist.get_world_size(), num_microbatches=2)
+    return Booster(plugin=plugin).enable_lora(model, lora_config=adapters())
+
+
+def trained(folder: Path, name: str, kind: str, **arguments: Any) -> list[str]:
+    """What differs from one process in three steps."""
+    (entry,) = find(name)
+    model = build(entry)
+    unsplit = Unsplit(of_one_process(type(model), folder, quantization(kind)), max_norm=0.5)
+    batches = [batch(entry, model, seed=seed) for seed in range(3)]
+    blank = of_stages(type(model), folder, quantization(kind))
+    split = Split(blank, dist.get_world_size(), batches[0], max_norm=0.5, num_microbatches=2, **arguments)
+    found: list[str] = []
+    tolerance = 1e-6 if entry.task == "causal-lm" and "num_slices" not in arguments else 5e-6
+    for number, data in enumerate(batches):
+        if entry.task == "causal-lm":
+            reference = unsplit.backward_in_parts(data, num_microbatches=2)  # with the same order of sums
+        else:
+            reference = unsplit.backward(data)
+        loss = split.backward(data)["loss"]
+        found += compared(split, unsplit, loss, reference, 1e-4 if number else tolerance)
+        unsplit.step()
+        split.step()
+    whole = dict(unsplit.model.named_parameters())
+    floats = {name: p for name, p in split.held.items() if p.is_floating_point()}
+    error = max(float((p - whole[name]).norm() / whole[name].norm().clamp(min=1e-9)) for name, p in floats.items())
+    return found + [f"parameters differ by {error:.1e}"] * (error > 1e-5)
+
+
+CASES = covering(ENTRIES, SCHEDULES, list(KINDS), [2, 3], strength=1)
+
+
+@pytest.mark.parametrize(("name", "schedule", "kind", "p"), CASES)
+def test_adapters_on_four_bits(pool: Pool, tmp_path: Path, name: str, schedule: str, kind: str, p: int) -> None:
+    (entry,) = find(name)
+    build(entry).save_pretrained(tmp_path)
+    chunks = 2 if schedule == "interleaved" else 1
+    assert pool.run(trained, p, tmp_path, name, kind, schedule=schedule, num_model_chunks=chunks) == [[]] * p
+
+
+def options(folder: Path, **arguments: Any) -> list[str]:
+    return trained(folder, "causal-lm/llama", "nf4", **arguments)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "recomputed": {"recompute": True},
+    "sliced": {"num_slices": 2},
+    "proven": {"verify": True},
+}
+
+
+@pytest.mark.parametrize("option", list(OPTIONS))
+def test_four_bits_with(pool: Pool, tmp_path: Path, option: str) -> None:
+    (entry,) = find("causal-lm/llama")
+    build(entry).save_pretrained(tmp_path)
+    assert pool.run(options, 2, tmp_path, **OPTIONS[option]) == [[], []]
+
+
+def replicas(folder: Path, **arguments: Any) -> list[str]:
+    """What differs from one process where two replicas of two stages each have half of the samples."""
+    (entry,) = find("causal-lm/llama")
+    model = build(entry)
+    unsplit = Unsplit(of_one_process(type(model), folder, quantization("nf4")), max_norm=0.5)
+    data = batch(entry, model)
+    blank = of_stages(type(model), folder, quantization("nf4"), 2)
+    rows = {key: value.chunk(2)[dist.get_rank() // 2] for key, value in data.items()}
+    split = Split(blank, 2, rows, max_norm=0.5, num_microbatches=2, **arguments)
+    found = compared(split, unsplit, split.backward(rows)["loss"], unsplit.backward(data), 5e-6)
+    unsplit.step()
+    split.step()
+    return found + compared(split, unsplit, split.backward(rows)["loss"], unsplit.backward(data), 1e-4)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_four_bits_in_replicas(pool: Pool, tmp_path: Path, zero_stage: int) -> None:
+    (entry,) = find("causal-lm/llama")
+    build(entry).save_pretrained(tmp_path)
+    assert pool.run(replicas, 4, tmp_path, zero_stage=zero_stage) == [[]] * 4
+
+
+def saving(folder: Path) -> tuple[float, float]:
+    """The loss of the next step, and that of peft's own model with the saved adapters in one process."""
+    (entry,) = find("causal-lm/llama")
+    model = build(entry)
+    data = batch(entry, model)
+    blank = of_stages(type(model), folder / "base", quantization("nf4"))
+    split = Split(blank, dist.get_world_size(), data, num_microbatches=2)
+    split.backward(data)
+    split.step()
+    split.booster.save_lora_as_pretrained(split.model, str(folder / "adapters"))
+    save_training_state(folder / "state", 1, split.model, split.optimizer)
+    base = type(model).from_pretrained(folder / "base", quantization_config=quantization("nf4"), dtype=torch.float32)
+    whole = PeftModel.from_pretrained(base, folder / "adapters").train()
+    return float(split.backward(data)["loss"]), float(whole(**data).loss)
+
+
+def resuming(folder: Path) -> float:
+    (entry,) = find("causal-lm/llama")
+    model = build(entry)
+    data = batch(entry, model)
+    blank = of_stages(type(model), folder / "base", quantization("nf4"))
+    split = Split(blank, dist.get_world_size(), data, num_microbatches=2)
+    assert load_training_state(folder / "state", split.model, split.optimizer) == 1
+    return float(split.backward(data)["loss"])
+
+
+def test_adapters_and_training_state(pool: Pool, tmp_path: Path) -> None:
+    (entry,) = find("causal-lm/llama")
+    build(entry).save_pretrained(tmp_path / "base")
+    next_loss, of_peft = pool.run(saving, 2, tmp_path)[0]
+    assert next_loss == pytest.approx(of_peft, rel=1e-6)
+    saved = {file.name for file in (tmp_path / "state").rglob("*.safetensors")}
+    assert saved
+    assert pool.run(resuming, 3, tmp_path) == [pytest.approx(next_loss, rel=1e-6)] * 3
+
+
+def rounded(folder: Path, precision: str) -> list[str]:
+    """Products in bf16: what an engine adds to their rounding is small beside it."""
+    (entry,) = find("causal-lm/llama")
+    model = build(entry)
+    data = batch(entry, model)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **NF4)
+    unsplit = Unsplit(of_one_process(type(model), folder, config))
+    split = Split(of_stages(type(model), folder, config), 2, data, num_microbatches=2, precision=precision)
+    packed = [name for name, p in split.held.items() if p.dtype is torch.uint8]
+    reference = unsplit.backward_in_parts(data, num_microbatches=2)
+    found = compared(split, unsplit, split.backward(data)["loss"], reference, 5e-2)
+    split.step()
+    return found + ["a packed weight was cast"] * (not packed)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_products_in_16_bits(pool: Pool, tmp_path: Path, precision: str) -> None:
+    (entry,) = find("causal-lm/llama")
+    build(entry).save_pretrained(tmp_path)
+    assert pool.run(rounded, 2, tmp_path, precision) == [[], []]
+
+
+def generated(folder: Path) -> tuple[list[int], list[int]]:
+    (entry,) = find("causal-lm/llama")
+    model = build(entry)
+    whole = of_one_process(type(model), folder, quantization("nf4")).eval()
+    for module in whole.modules():  # some CPUs evaluate with scales in 16 bits
+        module.support_avx512bf16_for_cpu = False
+    data = batch(entry, model)
+    split = Split(of_stages(type(model), folder, quantization("nf4")), 2, data, num_microbatches=2)
+    asked = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    prompts = {"input_ids": data["input_ids"][:2, :6], "attention_mask": torch.ones(2, 6, dtype=torch.long)}
+    return split.model.generate(**prompts, **asked).tolist(), whole.generate(**prompts, **asked).tolist()
+
+
+def test_generation_from_four_bits(pool: Pool, tmp_path: Path) -> None:
+    (entry,) = find("causal-lm/llama")
+    build(entry).save_pretrained(tmp_path)
+    for found, expected in pool.run(generated, 2, tmp_path):
+        assert found == expected
+
+
+def packed_share(folder: Path) -> float:
+    """The bytes that this rank holds of the linear layers, of what they take in fp32."""
+    (entry,) = find("causal-lm/llama")
+    model = build(entry)
+    data = batch(entry, model)
+    split = Split(of_stages(type(model), folder, quantization("nf4")), 2, data, num_microbatches=2)
+    layers = [layer for _, layer in packed_layers(split.model.unwrap()) if not is_released(layer.weight)]
+    held = sum(layer.weight.nbytes + layer.quant_state.absmax.nbytes for layer in layers)
+    released = [layer for _, layer in packed_layers(split.model.unwrap()) if is_released(layer.weight)]
+    assert all(layer.quant_state.absmax.is_meta for layer in released)
+    return held / sum(4 * math.prod(layer.whole_shape) for layer in layers)
+
+
+def test_a_rank_holds_an_eighth(pool: Pool, tmp_path: Path) -> None:
+    (entry,) = find("causal-lm/llama")
+    build(entry).save_pretrained(tmp_path)
+    for share in pool.run(packed_share, 2, tmp_path):
+        assert share == pytest.approx(0.5 / 4 + 1 / 64, rel=1e-2)
+
+
+# Refused
+
+
+def blank(folder: Path, config: Any, name: str = "causal-lm/llama") -> Any:
+    (entry,) = find(name)
+    model = build(entry)
+    model.save_pretrained(folder)
+    return PipelinePlugin.from_pretrained(type(model), folder, quantization_config=config, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BitsAndBytesConfig(load_in_8bit=True), "8 bits are not supported. Pass BitsAndBytesConfig"),
+        (GPTQConfig(bits=4, dataset=["a"], tokenizer="none"), "the method gptq is not supported"),
+        ({"load_in_4bit": True}, "quantization_config is a dict"),
+    ],
+)
+def test_other_ways_to_quantize_are_refused(tmp_path: Path, config: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        blank(tmp_path, config)
+
+
+def test_a_quantized_folder_is_refused(tmp_path: Path) -> None:
+    (entry,) = find("causal-lm/llama")
+    model = build(entry)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(ConfigurationError, match=r"are quantized \(by awq\), and stages do not read such weights"):
+        PipelinePlugin.from_pretrained(type(model), tmp_path)
+
+
+def test_adapters_that_are_computed_from_weights_are_refused(tmp_path: Path) -> None:
+    model = blank(tmp_path, quantization("nf4"))
+    for fields in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
+        with pytest.raises(ConfigurationError, match=r"which this model has in 4 bits\. Use plain LoRA"):
+            enable_lora(model, None, LoraConfig(target_modules="all-linear", **fields), None)
+
+
+def boosting(folder: Path, **arguments: Any) -> None:
+    (entry,) = find("causal-lm/llama")
+    model = build(entry)
+    made = of_stages(type(model), folder, quantization("nf4"), 1)
+    Split(made, 1, batch(entry, model), num_microbatches=2, **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"tp_size": 2}, {"fsdp": True}])
+def test_packed_weights_are_not_sharded(pool: Pool, tmp_path: Path, arguments: dict[str, Any]) -> None:
+    (entry,) = find("causal-lm/llama")
+    build(entry).save_pretrained(tmp_path)
+    for message in pool.run_expecting(ConfigurationError, boosting, 2, tmp_path, **arguments):
+        assert "this model has them in 4 bits, which are not sharded. Use more stages" in message
+
+
+def incomplete(folder: Path) -> None:
+    boosting(folder)
+
+
+def test_a_folder_without_a_packed_weight_is_refused(pool: Pool, tmp_path: Path) -> None:
+    (entry,) = find("causal-lm/llama")
+    model = build(entry)
+    state = {name: value for name, value in model.state_dict().items() if "layers.0.mlp.up_proj" not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    for message in pool.run_expecting(CheckpointError, incomplete, 1, tmp_path):
+        assert "model.layers.0.mlp.up_proj.weight is missing, and a weight in 4 bits is not drawn" in message
+
+
+def writing(folder: Path) -> list[str]:
+    """What is said to each call that would write or copy the packed weights."""
+    (entry,) = find("causal-lm/llama")
+    model = build(entry)
+    made = of_stages(type(model), folder / "base", quantization("nf4"))
+    split = Split(made, 2, batch(entry, model), num_microbatches=2)
+    calls = (
+        lambda: split.booster.checkpoint_io.save_model(split.model, str(folder / "a"), shard=True, merge=True),
+        lambda: split.booster.save_model(split.model, str(folder / "b"), shard=True),
+        lambda: to_sequential(split.model),
+    )
+    said = []
+    for call in calls:
+        with pytest.raises((CheckpointError, UsageError)) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_packed_weights_are_not_written(pool: Pool, tmp_path: Path) -> None:
+    """Without its scales a packed weight is noise."""
+    (entry,) = find("causal-lm/llama")
+    build(entry).save_pretrained(tmp_path / "base")
+    for said in pool.run(writing, 2, tmp_path):
+        assert all("in 4 bits" in message and "save_lora_as_pretrained" in message for message in said)
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
