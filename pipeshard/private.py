@@ -7,8 +7,6 @@ file.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -107,16 +105,6 @@ def set_wrapped(function: Any, inner: Any) -> None:
     function.__closure__[names.index("func")].cell_contents = inner
 
 
-@contextmanager
-def nccl_group(backend: Any) -> Iterator[None]:
-    """What communicators are asked for inside, they do as one."""
-    backend._group_start()
-    try:
-        yield
-    finally:
-        backend._group_end()
-
-
 __all__ = [
     "ATTRIBUTES",
     "OF_COMPILER",
@@ -140,7 +128,6 @@ __all__ = [
     "global_step_pre_hooks",
     "is_namedtuple_instance",
     "keystr",
-    "nccl_group",
     "nccl_options",
     "profiler_is_enabled",
     "register_pytree_node",

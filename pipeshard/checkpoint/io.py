@@ -23,7 +23,7 @@ from pipeshard.distributed.collectives import together_in
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
-from pipeshard.split.quantized import is_quantized
+from pipeshard.split.packed import is_quantized
 
 SHARD = 1024  # MB of a shard, at most
 

@@ -20,7 +20,7 @@ from pipeshard.engine.parameters import HeldParameters
 from pipeshard.errors import CheckpointError, listed, summary
 from pipeshard.hf import without_adapters
 from pipeshard.split.adapters import base_names, begin_with_weights
-from pipeshard.split.quantized import packed_layers
+from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import first_names
 
 try:

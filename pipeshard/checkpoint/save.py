@@ -25,7 +25,7 @@ from pipeshard.distributed.collectives import gather_objects, whole
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
 from pipeshard.hf import enable_caches, without_adapters
-from pipeshard.split.quantized import packed_layers
+from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import first_names, names_of
 
 SINGLE, INDEX = WEIGHTS[0], INDICES[0]

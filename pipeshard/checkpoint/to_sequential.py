@@ -18,7 +18,7 @@ from pipeshard.graph.units import Interception, Recomputation, Sliced
 from pipeshard.hf import enable_caches
 from pipeshard.private import tree_tensors
 from pipeshard.split.initialize import build, skeletons
-from pipeshard.split.quantized import is_quantized
+from pipeshard.split.packed import is_quantized
 
 
 @inside_pipeshard()

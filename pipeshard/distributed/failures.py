@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pipeshard.distributed.progress import NOW, collective_of, main_stack
-from pipeshard.private import default_store, nccl_group
+from pipeshard.private import default_store
 
 RAISED, GONE, STALLED, ENDED, ORPHANED = "raised", "gone", "stalled", "ended", "orphaned"  # kinds
 THROUGH = "its program being through"  # the message of one that has ended without an error
@@ -257,13 +257,23 @@ def abort_groups() -> None:
             next((other for other in others if _gives_up(backend, other)), None)
 
 
+ABORTING = 5.0  # seconds, after which those that are not aborted are left behind
+
+
 def _abort(backends: Sequence[Any]) -> None:
-    """All as one for NCCL, whose communicators would wait for each other here, too."""
-    nccl = next((backend for backend in backends if backend.name() == "nccl"), None)
-    with nccl_group(nccl) if nccl is not None else contextlib.nullcontext():
-        for backend in backends:
-            with contextlib.suppress(RuntimeError):
-                backend.abort()
+    """Abort all at the same time: the abort of a communicator of NCCL frees memory, which waits for whatever runs on
+    the GPU, and so for the messages of the other communicators, which end only when these are aborted, too."""
+
+    def abort(backend: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            backend.abort()
+
+    threads = [threading.Thread(target=abort, args=(backend,), daemon=True) for backend in backends]
+    until = time.monotonic() + ABORTING
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _gives_up(backend: Any, other: int) -> bool:

@@ -30,7 +30,7 @@ from pipeshard.errors import ConfigurationError, UsageError
 from pipeshard.graph.units import containers
 from pipeshard.hf import recomputes
 from pipeshard.split.adapters import BEGINNING, base_names
-from pipeshard.split.quantized import is_quantized
+from pipeshard.split.packed import is_quantized
 
 logger = logging.getLogger("pipeshard")
 # What each does belongs around the pipeline: under it, it would talk to ranks that have other stages.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipeshard.errors import ConfigurationError
 from pipeshard.hf import without_adapters
 from pipeshard.split.initialize import give
-from pipeshard.split.quantized import is_quantized
+from pipeshard.split.packed import is_quantized
 
 KINDS = ("LORA", "IA3")  # of adapters that need nothing of the model but shapes, or the weights of one layer
 OF_ONE_LAYER: dict[str, Callable[[Any, str], None]] = {  # by `init_lora_weights`

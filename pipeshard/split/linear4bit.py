@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from pipeshard.split.initialize import give
-from pipeshard.split.quantized import Packed
+from pipeshard.split.packed import Packed
 
 
 class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):

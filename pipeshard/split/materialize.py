@@ -18,8 +18,8 @@ from pipeshard.ghost import Ghost, guard, inside_pipeshard
 from pipeshard.graph.units import CutPoint, intercept
 from pipeshard.split.adapters import begin
 from pipeshard.split.initialize import InitWeights, blank_buffers, build, give, initialize, skeletons
+from pipeshard.split.packed import packed_layers
 from pipeshard.split.policy import Policy
-from pipeshard.split.quantized import packed_layers
 from pipeshard.split.ties import names_of, put_parameter
 
 

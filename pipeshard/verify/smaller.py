@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from pipeshard.batch.batch import Batch
 from pipeshard.hf import LABELS, config_of, has_label_per_sample, is_ids, without_adapters
 from pipeshard.split.adapters import base_names
-from pipeshard.split.quantized import quantize_as
+from pipeshard.split.packed import quantize_as
 from pipeshard.verify.reference import Copies, copied_optimizer, copy_hooks, fill, hollow
 from pipeshard.verify.small_config import (
     SETTINGS,

@@ -19,7 +19,7 @@ from pipeshard import PipelinePlugin, load_training_state, save_training_state, 
 from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.split.materialize import is_released
-from pipeshard.split.quantized import packed_layers
+from pipeshard.split.packed import packed_layers
 from tests.covering import covering
 from tests.parity.build import batch, build
 from tests.parity.entries import find

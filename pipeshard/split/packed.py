@@ -1,0 +1,52 @@
+"""Packed: weights of a frozen base in 4 bits, which a stage packs as it loads them.
+
+    in the checkpoint          in the stage
+    (out, in), 16 bits   --->  (out * in / 2, 1), uint8, and a scale for every 64 values
+
+A packed weight is a frozen parameter of its own shape from the beginning, on meta too: it is traced, released and given
+memory as any other, and a process unpacks one layer at a time. The packing and the products are those of bitsandbytes
+(Dettmers et al. 2023, arXiv:2305.14314), which is imported only where it is asked for.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Packed(nn.Module):
+    """A layer whose weight is packed.
+
+    Attributes:
+        whole_shape: the shape that the weight has in a checkpoint.
+    """
+
+    whole_shape: tuple[int, ...]
+
+    def pack(self, value: Tensor) -> None:
+        """Take over the packed values of a weight of `whole_shape`, on any device."""
+        raise NotImplementedError
+
+    def like(self, linear: nn.Module) -> "Packed":
+        """The values of another linear layer, packed as those of this one."""
+        raise NotImplementedError
+
+
+def packed_layers(model: nn.Module) -> Iterator[tuple[str, Packed]]:
+    """Each packed layer, and the full name of its weight."""
+    for path, module in model.named_modules():
+        if isinstance(module, Packed):
+            yield f"{path}.weight" if path else "weight", module
+
+
+def is_quantized(model: nn.Module) -> bool:
+    return next(packed_layers(model), None) is not None
+
+
+def quantize_as(model: nn.Module, built: Any, names: Mapping[str, str]) -> None:
+    """Pack the layers of `built`, which has values, of which `model` has packed ones; `names` has what `built` calls
+    the tensors of `model`."""
+    for name, layer in packed_layers(model):
+        path = names[name].removesuffix(".weight")
+        built.set_submodule(path, layer.like(built.get_submodule(path)))
+        built.is_loaded_in_4bit = True  # as peft asks
