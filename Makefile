@@ -38,6 +38,7 @@
 #               counts in docs/trainer.md; the checkout is one of huggingface/transformers, and no test of it is copied here
 # make curves  fine-tunes SmolLM2 for 100 steps by one process and by 2 replicas of 2 stages, and draws docs/curves.svg
 # make gpu-check compares steps on GPUs, by NCCL, with the unsplit model; DEVICE=cpu runs the same code on the CPU
+# make gpu-speed measures steps of one process on a GPU beside a plain loop
 # make docs     builds the documentation site in build/site, in an environment of its own; a warning or a dead link is an error
 # make release-check builds the wheel and the sdist, installs each into a fresh environment, and trains three steps there;
 #               runs some tests from the unpacked sdist
@@ -80,7 +81,7 @@ PACKAGED := $(patsubst %,example-%,classify text_to_image)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 parity-packages parity-generate parity-slices bench curves targets trainer trainer-suite gpu-check docs release-check clean $(EXAMPLES) $(PACKAGED)
+.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 parity-packages parity-generate parity-slices bench curves targets trainer trainer-suite gpu-check gpu-speed docs release-check clean $(EXAMPLES) $(PACKAGED)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -222,6 +223,9 @@ targets: setup .venv-deepspeed/installed
 
 gpu-check: setup
 	@$(BIN)/python -W ignore -m benchmarks.gpu --device $(DEVICE)
+
+gpu-speed: setup
+	@$(BIN)/python -W ignore -m benchmarks.gpu_speed
 
 trainer: setup
 	@$(BIN)/python -W ignore -m tests.trainer_features

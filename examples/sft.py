@@ -36,6 +36,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--max-length", type=launcher.count, default=1024, help="tokens of a sample, of which longer ones are cut")
     add("--packing", action="store_true", help="fill each sample with several chats")
     add("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank; 0 trains all weights")
+    add("--quantize", choices=["nf4", "fp4"], help="pack the base weights in 4 bits; needs --lora and bitsandbytes")
     add("--chat-template", type=Path, help="a file with a Jinja template, where the tokenizer has none")
     add("--every", type=launcher.count, default=50, help="steps from one evaluation and checkpoint to the next")
     add("--resume", action="store_true", help="go on from the newest checkpoint")
@@ -43,6 +44,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     args = launcher.parse(parser, arguments, Package("trl", "trl datasets tensorboard"))
     if args.data is None or args.batch_size % args.microbatches:
         parser.error("name --data, and give a --batch-size that is a multiple of --microbatches")
+    if args.quantize and not args.lora:
+        parser.error("--quantize freezes the base weights: give adapters a rank by --lora")
     return args
 
 
@@ -52,7 +55,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     import torch.distributed as dist
     from huggingface_hub import snapshot_download
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PrinterCallback
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
@@ -93,7 +96,11 @@ def run(args: argparse.Namespace, console: Console) -> None:
     if args.chat_template:
         tokenizer.chat_template = args.chat_template.read_text()
     adapters = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear") if args.lora else None
-    model = PipelinePlugin.from_pretrained(AutoModelForCausalLM, folder, dtype=torch.float32)  # whole in no process
+    bits = {"load_in_4bit": True, "bnb_4bit_quant_type": args.quantize, "bnb_4bit_use_double_quant": True}
+    quantized = {"quantization_config": BitsAndBytesConfig(**bits)} if args.quantize else {}
+    model = PipelinePlugin.from_pretrained(  # whole in no process
+        AutoModelForCausalLM, folder, dtype=torch.float32, **quantized
+    )
     trainer = pipelined(Sft)(
         model, config, train_dataset=data["train"], eval_dataset=data["test"], processing_class=tokenizer,
         peft_config=adapters,

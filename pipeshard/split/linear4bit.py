@@ -37,6 +37,8 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
             return
         layer: Any = module
         layer.__class__ = Linear4bit
+        # bitsandbytes keeps the map of its first call for all later ones, so that call is not one on meta.
+        bitsandbytes.functional.quantize_blockwise(torch.zeros(1))
         is_transposed = issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D)
         layer.whole_shape = (layer.in_features, layer.out_features)[:: 1 if is_transposed else -1]
         layer.is_transposed, layer.values_dtype = is_transposed, dtype

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from pipeshard.errors import ConfigurationError
 
 METHOD = "bitsandbytes"
@@ -24,8 +26,9 @@ def quantize_blank(model: Any, config: Any) -> None:
         ) from error
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
     quantizer.preprocess_model(model=model, dtype=model.dtype, device_map=None)
-    for module in list(model.modules()):
-        Linear4bit.take_over(module, model.dtype)
+    with torch.device("cpu"):  # where bitsandbytes keeps its maps
+        for module in list(model.modules()):
+            Linear4bit.take_over(module, model.dtype)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer  # Trainer asks it whether the model can be trained
 

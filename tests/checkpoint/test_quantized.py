@@ -6,10 +6,12 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from colossalai.booster import Booster
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
@@ -20,6 +22,8 @@ from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.split.materialize import is_released
 from pipeshard.split.packed import packed_layers
+from pipeshard.split.quantized import quantize_blank
+from tests import zoo
 from tests.covering import covering
 from tests.parity.build import batch, build
 from tests.parity.entries import find
@@ -229,6 +233,23 @@ def test_a_rank_holds_an_eighth(pool: Pool, tmp_path: Path) -> None:
     build(entry).save_pretrained(tmp_path)
     for share in pool.run(packed_share, 2, tmp_path):
         assert share == pytest.approx(0.5 / 4 + 1 / 64, rel=1e-2)
+
+
+def first_of_all() -> str:
+    """The device of bitsandbytes' own map where nothing was packed before a model on meta."""
+    from bitsandbytes import functional
+
+    config = transformers.LlamaConfig(**zoo.TINY)
+    with mock.patch.dict(functional.name2qmap, clear=True), torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+        quantize_blank(model, quantization("double"))
+        return str(functional.name2qmap["dynamic"].device)
+
+
+def test_packing_on_meta_leaves_bitsandbytes_as_it_is(pool: Pool) -> None:
+    """A model with double quantization that was the first thing to be packed left a map on meta, for the whole process,
+    and no weight could be packed."""
+    assert pool.run(first_of_all, 1) == ["cpu"]
 
 
 # Refused
