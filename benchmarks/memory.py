@@ -1,5 +1,5 @@
 """Memory: the most that a rank takes over what it holds, while a model is materialized, saved and loaded, and gets
-adapters.
+adapters, on a base in 4 bits too.
 
 `python -m benchmarks.memory [--p 2 4]` builds a llama of 1.1 billion parameters on meta and prints, for each phase, the
 peak of the resident memory above what the imports take, and its ratio to the bytes of the rank's parameters.
@@ -20,10 +20,12 @@ from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing import Manager
 from torch.multiprocessing.spawn import spawn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.resident import peak, reset_peak
 from pipeshard import PipelinePlugin
+from pipeshard.split.packed import packed_layers
+from pipeshard.split.quantized import quantize_blank
 
 SIZES = {
     "hidden_size": 2048,
@@ -33,18 +35,20 @@ SIZES = {
     "num_key_value_heads": 4,
     "vocab_size": 32000,
 }
-PHASES = ("materialize", "save", "load", "adapters")
+PHASES = ("materialize", "save", "load", "adapters", "packed")
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 BAR = 1.10
 
 
-def boosted(p: int, folder: str | None, has_adapters: bool) -> tuple[Booster, Any]:
+def boosted(p: int, folder: str | None, phase: str) -> tuple[Booster, Any]:
     ids = torch.zeros(2, 16, dtype=torch.int64)
     sample = {"input_ids": ids, "labels": ids}
     plugin = PipelinePlugin(pp_size=p, num_microbatches=2, dry_run_input=sample, init_weights=folder is None)
     booster = Booster(plugin=plugin)
-    if has_adapters:
+    if phase in ("adapters", "packed"):
         torch.manual_seed(0)
-        blank = PipelinePlugin.from_pretrained(LlamaForCausalLM, str(folder))
+        packing = {"quantization_config": BitsAndBytesConfig(**NF4)} if phase == "packed" else {}
+        blank = PipelinePlugin.from_pretrained(LlamaForCausalLM, str(folder), **packing)
         model, *_ = booster.boost(booster.enable_lora(blank, lora_config=LoraConfig(r=16, target_modules="all-linear")))
         return booster, model
     with torch.device("meta"):
@@ -62,8 +66,9 @@ def measure(rank: int, p: int, store: str, folder: str, phases: tuple[str, ...],
     reset_peak()
     floor = peak()
     rows = {}
-    booster, model = boosted(p, None if "save" in phases else folder, "adapters" in phases)
+    booster, model = boosted(p, None if "save" in phases else folder, phases[0])
     held = sum(parameter.nbytes for parameter in model.pipeline.held_parameters())
+    held += sum(layer.scales for _, layer in packed_layers(model.unwrap()))
     rows[phases[0]] = peak() - floor
     if "save" in phases:
         reset_peak()
@@ -77,7 +82,8 @@ def measure(rank: int, p: int, store: str, folder: str, phases: tuple[str, ...],
 def import_floor() -> None:
     """What transformers imports only when a model of this kind is built for the first time."""
     with torch.device("meta"):
-        LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 1}))
+        model = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 1}))
+    quantize_blank(model, BitsAndBytesConfig(**NF4))
 
 
 def main() -> None:
@@ -89,7 +95,7 @@ def main() -> None:
         for p in parser.parse_args().p:
             found: dict[int, dict[str, int]] = {rank: {} for rank in range(p)}
             sizes: dict[tuple[int, str], int] = {}
-            for phases in (("materialize", "save"), ("load",), ("adapters",)):
+            for phases in (("materialize", "save"), ("load",), ("adapters",), ("packed",)):
                 results: Any = manager.dict()
                 store = os.path.join(scratch, f"store-{p}-{phases[0]}")
                 spawn(measure, (p, store, os.path.join(scratch, f"model{p}"), phases, results), nprocs=p)

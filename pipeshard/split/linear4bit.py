@@ -4,6 +4,7 @@ from typing import Any
 
 import bitsandbytes
 import torch
+from bitsandbytes import functional
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -29,6 +30,12 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
     values_dtype: torch.dtype
     state_on_meta: Any
 
+    @property
+    def scales(self) -> int:
+        state = self.quant_state
+        absmax = [state.absmax, *([] if state.state2 is None else [state.state2.absmax])]
+        return sum(tensor.nbytes for tensor in absmax if not tensor.is_meta)
+
     @staticmethod
     def take_over(module: nn.Module, dtype: torch.dtype) -> None:
         """Make one of a layer of bitsandbytes, on meta, whose values have this dtype before they are packed. The module
@@ -38,7 +45,7 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
         layer: Any = module
         layer.__class__ = Linear4bit
         # bitsandbytes keeps the map of its first call for all later ones, so that call is not one on meta.
-        bitsandbytes.functional.quantize_blockwise(torch.zeros(1))
+        functional.quantize_blockwise(torch.zeros(1))
         is_transposed = issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D)
         layer.whole_shape = (layer.in_features, layer.out_features)[:: 1 if is_transposed else -1]
         layer.is_transposed, layer.values_dtype = is_transposed, dtype
@@ -65,15 +72,8 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
     @torch.no_grad()
     def pack(self, value: Tensor) -> None:
         value = (value.T if self.is_transposed else value).to(self.values_dtype).contiguous()
-        weight = self.weight
-        weight.data, self.quant_state = bitsandbytes.functional.quantize_4bit(
-            value,
-            blocksize=weight.blocksize,
-            compress_statistics=weight.compress_statistics,
-            quant_type=weight.quant_type,
-            quant_storage=weight.quant_storage,
-        )
-        weight.bnb_quantized = True
+        self.weight.data, self.quant_state = _packed(value, self.weight)
+        self.weight.bnb_quantized = True
 
     def forward(self, x: Tensor) -> Tensor:
         state = self.state_on_meta if self.weight.is_meta else self.quant_state  # traces have other weights
@@ -84,3 +84,19 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """The parameters alone, by their own names: what a stage holds of them is found by these."""
         nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+
+
+CHUNK = 1 << 20  # values, a multiple of every size of a block
+
+
+def _packed(value: Tensor, how: Any) -> tuple[Tensor, Any]:
+    """What bitsandbytes' `quantize_4bit` makes of a weight, to the bit, in chunks: on a CPU it takes some thirty times
+    the memory of its result. `how` is the packed parameter."""
+    options = {"blocksize": how.blocksize, "quant_type": how.quant_type, "quant_storage": how.quant_storage}
+    parts = [functional.quantize_4bit(chunk, **options) for chunk in value.flatten().split(CHUNK)]
+    state: Any = parts[0][1]
+    state.shape, state.absmax = value.shape, torch.cat([of_chunk.absmax for _, of_chunk in parts])
+    if how.compress_statistics:
+        state.offset, state.nested = state.absmax.mean(), True
+        state.absmax, state.state2 = functional.quantize_blockwise(state.absmax - state.offset, blocksize=256)
+    return torch.cat([packed for packed, _ in parts]), state

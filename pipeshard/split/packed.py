@@ -23,6 +23,11 @@ class Packed(nn.Module):
 
     whole_shape: tuple[int, ...]
 
+    @property
+    def scales(self) -> int:
+        """The bytes that this process has beside the packed weight."""
+        raise NotImplementedError
+
     def pack(self, value: Tensor) -> None:
         """Take over the packed values of a weight of `whole_shape`, on any device."""
         raise NotImplementedError
