@@ -22,7 +22,8 @@ def quantize_blank(model: Any, config: Any) -> None:
         from pipeshard.split.linear4bit import Linear4bit
     except ImportError as error:
         raise ConfigurationError(
-            f"quantization_config needs bitsandbytes, which cannot be imported ({error}): pip install 'pipeshard[quantized]'"
+            f"quantization_config needs bitsandbytes, which cannot be imported ({error}): "
+            "pip install 'pipeshard[quantized]'"
         ) from error
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
     quantizer.preprocess_model(model=model, dtype=model.dtype, device_map=None)
