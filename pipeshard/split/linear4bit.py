@@ -1,5 +1,6 @@
 """Linear in 4 bits: bitsandbytes' layer, packed from the beginning. Imports bitsandbytes."""
 
+import copy
 from typing import Any
 
 import bitsandbytes
@@ -11,6 +12,15 @@ from pipeshard.split.initialize import give
 from pipeshard.split.packed import Packed
 
 
+class Params4bit(bitsandbytes.nn.Params4bit):
+    """Can be copied on meta, too. It has the name that peft looks for."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = memo[id(self)] = self.detach().clone().as_subclass(type(self)).requires_grad_(self.requires_grad)
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+
 class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
     """Computes as bitsandbytes' layer does, and changes nothing of itself as it runs: bitsandbytes' own casts its bias
     in place, and packs its weight once more for a CPU.
@@ -18,6 +28,7 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
     Attributes:
         is_transposed: whether a checkpoint has the weight as (in, out).
         values_dtype: of the values before they are packed, and after they are unpacked.
+        options: how bitsandbytes packs them.
         state_on_meta: what `quant_state` is where the weight is on meta.
     """
 
@@ -27,6 +38,7 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
     quant_state: Any
     is_transposed: bool
     values_dtype: torch.dtype
+    options: dict[str, Any]
     state_on_meta: Any
 
     @staticmethod
@@ -36,10 +48,12 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
         if type(module) is not bitsandbytes.nn.Linear4bit:
             return
         layer: Any = module
-        layer.__class__ = Linear4bit
+        layer.__class__, layer.weight.__class__ = Linear4bit, Params4bit
         is_transposed = issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D)
         layer.whole_shape = (layer.in_features, layer.out_features)[:: 1 if is_transposed else -1]
         layer.is_transposed, layer.values_dtype = is_transposed, dtype
+        names = "blocksize", "compress_statistics", "quant_type", "quant_storage"
+        layer.options = {name: getattr(layer.weight, name) for name in names}
         layer.pack(torch.empty(layer.whole_shape, dtype=dtype, device="meta"))
         layer.state_on_meta = layer.quant_state
         if layer.bias is not None:
@@ -60,23 +74,28 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
             give(made.bias, values.bias.detach().clone())
         return made.requires_grad_(False)
 
-    @torch.no_grad()
     def pack(self, value: Tensor) -> None:
+        self.weight.data, self.quant_state = self._packed(value)
+        self.weight.bnb_quantized = True
+
+    @torch.no_grad()
+    def _packed(self, value: Tensor) -> tuple[Tensor, Any]:
+        """What bitsandbytes makes of a weight of `whole_shape`."""
         value = (value.T if self.is_transposed else value).to(self.values_dtype).contiguous()
-        weight = self.weight
-        weight.data, self.quant_state = bitsandbytes.functional.quantize_4bit(
-            value,
-            blocksize=weight.blocksize,
-            compress_statistics=weight.compress_statistics,
-            quant_type=weight.quant_type,
-            quant_storage=weight.quant_storage,
-        )
-        weight.bnb_quantized = True
+        packed: tuple[Tensor, Any] = bitsandbytes.functional.quantize_4bit(value, **self.options)
+        return packed
+
+    def _state(self) -> Any:
+        """The `quant_state` of the weight that is here now: traces have others, on meta or of throw-away values."""
+        if self.weight.is_meta:
+            return self.state_on_meta
+        if self.quant_state is self.state_on_meta:  # the layer is of another stage, or not loaded yet
+            return self._packed(torch.zeros(self.whole_shape, dtype=self.values_dtype, device=self.weight.device))[1]
+        return self.quant_state
 
     def forward(self, x: Tensor) -> Tensor:
-        state = self.state_on_meta if self.weight.is_meta else self.quant_state  # traces have other weights
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        product = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, bias=bias, quant_state=state)
+        product = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, bias=bias, quant_state=self._state())
         return product.to(x.dtype)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
