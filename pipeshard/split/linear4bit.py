@@ -11,6 +11,9 @@ from transformers.pytorch_utils import Conv1D
 from pipeshard.split.initialize import give
 from pipeshard.split.packed import Packed
 
+with torch.device("cpu"):  # bitsandbytes keeps the one that it makes first, which could be on meta
+    bitsandbytes.functional.name2qmap.setdefault("dynamic", bitsandbytes.functional.create_dynamic_map())
+
 
 class Params4bit(bitsandbytes.nn.Params4bit):
     """Can be copied on meta, too. It has the name that peft looks for."""

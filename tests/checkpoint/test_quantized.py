@@ -21,6 +21,8 @@ from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.split.materialize import is_released
 from pipeshard.split.packed import packed_layers
+from pipeshard.verify.decide import Proven, alone
+from pipeshard.verify.proof import EXACT
 from tests.covering import covering
 from tests.parity.build import batch, build
 from tests.parity.entries import find
@@ -236,6 +238,26 @@ def test_a_rank_holds_an_eighth(pool: Pool, tmp_path: Path) -> None:
     build(entry).save_pretrained(tmp_path)
     for share in pool.run(packed_share, 2, tmp_path):
         assert share == pytest.approx(0.5 / 4 + 1 / 64, rel=1e-2)
+
+
+def proving(folder: Path) -> tuple[str, str]:
+    """What `pipeshard verify` says of a script."""
+    (entry,) = find("causal-lm/llama")
+    model = build(entry)
+    with alone(2), pytest.raises(Proven) as caught:
+        Split(of_stages(type(model), folder, quantization("double"), 2), 2, batch(entry, model), num_microbatches=2)
+    return caught.value.proof.kind, caught.value.proof.reason
+
+
+def test_verify_draws_packed_weights(pool: Pool, tmp_path: Path) -> None:
+    """`pipeshard verify` of a script whose weights are on meta proves a copy with drawn values.
+
+    It drew packed weights as if they were numbers. And bitsandbytes keeps the first map of scales that it makes: on
+    meta, where nothing was packed before, so that use_double_quant failed in any process, not in those of other tests.
+    """
+    (entry,) = find("causal-lm/llama")
+    build(entry).save_pretrained(tmp_path)
+    assert pool.run(proving, 1, tmp_path) == [(EXACT, "")]
 
 
 def test_a_copy_on_meta(tmp_path: Path) -> None:
