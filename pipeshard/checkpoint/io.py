@@ -23,7 +23,7 @@ from pipeshard.distributed.collectives import together_in
 from pipeshard.distributed.mesh import Grid
 from pipeshard.engine.model import PipelineModel
 from pipeshard.errors import CheckpointError
-from pipeshard.split.packed import is_quantized
+from pipeshard.split.packed import UNWRITTEN, is_quantized
 
 SHARD = 1024  # MB of a shard, at most
 
@@ -214,12 +214,7 @@ class PipelineCheckpointIO:
 def refuse_packed(model: nn.Module) -> None:
     """Raise CheckpointError for a model of which no folder of weights can be written."""
     if is_quantized(model):
-        raise CheckpointError(
-            "the base weights of this model are packed in 4 bits, and a folder of it would not be that of the model. "
-            "Save its adapters by booster.save_lora_as_pretrained, or all that training needs by "
-            "pipeshard.save_training_state. To merge them, load the checkpoint in one process without "
-            "quantization_config, PeftModel.from_pretrained(model, <folder>), and merge_and_unload()"
-        )
+        raise CheckpointError(UNWRITTEN)
 
 
 def _refuse_prefix(prefix: str | None) -> None:

@@ -90,9 +90,10 @@ class Snapshot:
     def changes(self) -> Iterator[Change]:
         """What differs now, in the order of the walk: places with another value, then tensors that were written to."""
         yield from self.replaced()
-        for path, holder, key, tensor, version in self.tensors:
-            if tensor._version != version:
-                yield Change(path, holder, key, tensor, tensor)
+        with DisableTorchFunction():
+            written = [entry for entry in self.tensors if entry[3]._version != entry[4]]
+        for path, holder, key, tensor, _ in written:
+            yield Change(path, holder, key, tensor, tensor)
 
     def replaced(self, same: Callable[[Any, Any], bool] = is_same) -> Iterator[Change]:
         """The places that have another value now. Fast where nothing differs: in every step a whole model is compared.

@@ -1,5 +1,6 @@
 """Linear in 4 bits: bitsandbytes' layer, packed from the beginning. Imports bitsandbytes."""
 
+import copy
 from typing import Any
 
 import bitsandbytes
@@ -11,6 +12,18 @@ from transformers.pytorch_utils import Conv1D
 from pipeshard.split.initialize import give
 from pipeshard.split.packed import Packed
 
+with torch.device("cpu"):  # bitsandbytes keeps the one that it makes first, which could be on meta
+    functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
+
+
+class Params4bit(bitsandbytes.nn.Params4bit):
+    """Can be copied on meta, too. It has the name that peft looks for."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = memo[id(self)] = self.detach().clone().as_subclass(type(self)).requires_grad_(self.requires_grad)
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
 
 class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
     """Computes as bitsandbytes' layer does, and changes nothing of itself as it runs: bitsandbytes' own casts its bias
@@ -19,6 +32,7 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
     Attributes:
         is_transposed: whether a checkpoint has the weight as (in, out).
         values_dtype: of the values before they are packed, and after they are unpacked.
+        options: how bitsandbytes packs them.
         state_on_meta: what `quant_state` is where the weight is on meta.
     """
 
@@ -28,6 +42,7 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
     quant_state: Any
     is_transposed: bool
     values_dtype: torch.dtype
+    options: dict[str, Any]
     state_on_meta: Any
 
     @property
@@ -43,12 +58,12 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
         if type(module) is not bitsandbytes.nn.Linear4bit:
             return
         layer: Any = module
-        layer.__class__ = Linear4bit
-        # bitsandbytes keeps the map of its first call for all later ones, so that call is not one on meta.
-        functional.quantize_blockwise(torch.zeros(1))
+        layer.__class__, layer.weight.__class__ = Linear4bit, Params4bit
         is_transposed = issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D)
         layer.whole_shape = (layer.in_features, layer.out_features)[:: 1 if is_transposed else -1]
         layer.is_transposed, layer.values_dtype = is_transposed, dtype
+        names = "blocksize", "compress_statistics", "quant_type", "quant_storage"
+        layer.options = {name: getattr(layer.weight, name) for name in names}
         layer.pack(torch.empty(layer.whole_shape, dtype=dtype, device="meta"))
         layer.state_on_meta = layer.quant_state
         if layer.bias is not None:
@@ -69,16 +84,27 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
             give(made.bias, values.bias.detach().clone())
         return made.requires_grad_(False)
 
-    @torch.no_grad()
     def pack(self, value: Tensor) -> None:
-        value = (value.T if self.is_transposed else value).to(self.values_dtype).contiguous()
-        self.weight.data, self.quant_state = _packed(value, self.weight)
+        self.weight.data, self.quant_state = self._packed(value)
         self.weight.bnb_quantized = True
 
+    @torch.no_grad()
+    def _packed(self, value: Tensor) -> tuple[Tensor, Any]:
+        """What bitsandbytes makes of a weight of `whole_shape`."""
+        value = (value.T if self.is_transposed else value).to(self.values_dtype).contiguous()
+        return quantize_4bit(value, **self.options)
+
+    def _state(self) -> Any:
+        """The `quant_state` of the weight that is here now: traces have others, on meta or of throw-away values."""
+        if self.weight.is_meta:
+            return self.state_on_meta
+        if self.quant_state is self.state_on_meta:  # the layer is of another stage, or not loaded yet
+            return self._packed(torch.zeros(self.whole_shape, dtype=self.values_dtype, device=self.weight.device))[1]
+        return self.quant_state
+
     def forward(self, x: Tensor) -> Tensor:
-        state = self.state_on_meta if self.weight.is_meta else self.quant_state  # traces have other weights
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        product = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, bias=bias, quant_state=state)
+        product = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, bias=bias, quant_state=self._state())
         return product.to(x.dtype)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -89,14 +115,18 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
 CHUNK = 1 << 20  # values, a multiple of every size of a block
 
 
-def _packed(value: Tensor, how: Any) -> tuple[Tensor, Any]:
-    """What bitsandbytes' `quantize_4bit` makes of a weight, to the bit, in chunks: on a CPU it takes some thirty times
-    the memory of its result. `how` is the packed parameter."""
-    options = {"blocksize": how.blocksize, "quant_type": how.quant_type, "quant_storage": how.quant_storage}
-    parts = [functional.quantize_4bit(chunk, **options) for chunk in value.flatten().split(CHUNK)]
+def quantize_4bit(
+    value: Tensor, blocksize: int, compress_statistics: bool, quant_type: str, quant_storage: torch.dtype
+) -> tuple[Tensor, Any]:
+    """What bitsandbytes' function of this name makes of a weight, to the bit, in chunks: on a CPU it takes some thirty
+    times the memory of its result."""
+    parts = [
+        functional.quantize_4bit(chunk, blocksize=blocksize, quant_type=quant_type, quant_storage=quant_storage)
+        for chunk in value.flatten().split(CHUNK)
+    ]
     state: Any = parts[0][1]
     state.shape, state.absmax = value.shape, torch.cat([of_chunk.absmax for _, of_chunk in parts])
-    if how.compress_statistics:
+    if compress_statistics:
         state.offset, state.nested = state.absmax.mean(), True
         state.absmax, state.state2 = functional.quantize_blockwise(state.absmax - state.offset, blocksize=256)
     return torch.cat([packed for packed, _ in parts]), state

@@ -13,6 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+UNWRITTEN = (
+    "the base weights of this model are packed in 4 bits, and a folder of it would not be that of the model. "
+    "Save its adapters by booster.save_lora_as_pretrained, or all that training needs by "
+    "pipeshard.save_training_state. To merge them, load the checkpoint in one process without "
+    "quantization_config, PeftModel.from_pretrained(model, <folder>), and merge_and_unload()"
+)
+
 
 class Packed(nn.Module):
     """A layer whose weight is packed.

@@ -1,10 +1,13 @@
 """Quantized: a model on meta whose linear layers are packed, as a `quantization_config` says."""
 
+from collections.abc import Mapping
 from typing import Any
 
-import torch
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import CheckpointError, ConfigurationError
+from pipeshard.split.packed import UNWRITTEN
+from pipeshard.split.ties import first_names
 
 METHOD = "bitsandbytes"
 ADVICE = "Pass BitsAndBytesConfig(load_in_4bit=True), or leave quantization_config out"
@@ -13,7 +16,8 @@ ADVICE = "Pass BitsAndBytesConfig(load_in_4bit=True), or leave quantization_conf
 def quantize_blank(model: Any, config: Any) -> None:
     """Pack the linear layers of a model of transformers that is on meta; which ones, transformers decides.
 
-    Raises ConfigurationError for any other way to quantize than 4 bits by bitsandbytes, and where that is missing.
+    Raises ConfigurationError for any other way to quantize than 4 bits by bitsandbytes, where that is missing, and for
+    layers whose weight is that of another one.
     """
     refuse_other_ways(config)
     from transformers.quantizers import AutoHfQuantizer
@@ -26,23 +30,43 @@ def quantize_blank(model: Any, config: Any) -> None:
             "pip install 'pipeshard[quantized]'"
         ) from error
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    before = first_names(model)
     quantizer.preprocess_model(model=model, dtype=model.dtype, device_map=None)
-    with torch.device("cpu"):  # where bitsandbytes keeps its maps
-        for module in list(model.modules()):
-            Linear4bit.take_over(module, model.dtype)
+    refuse_lost_ties(before, first_names(model))
+    for module in list(model.modules()):
+        Linear4bit.take_over(module, model.dtype)
     quantizer.postprocess_model(model)
+    quantizer.is_serializable = refuse_to_save  # which save_pretrained asks
     model.hf_quantizer = quantizer  # Trainer asks it whether the model can be trained
 
 
 def refuse_other_ways(config: Any) -> None:
     """Raise ConfigurationError for a configuration of anything but 4 bits by bitsandbytes."""
-    if isinstance(config, dict):
-        raise ConfigurationError(f"quantization_config is a dict. {ADVICE}")
+    if not isinstance(config, QuantizationConfigMixin):
+        raise ConfigurationError(f"quantization_config is a {type(config).__name__}. {ADVICE}")
     method = getattr(config.quant_method, "value", config.quant_method)
     if method != METHOD:
         raise ConfigurationError(f"quantization_config: the method {method} is not supported. {ADVICE}")
     if not config.load_in_4bit:
-        raise ConfigurationError(f"quantization_config: 8 bits are not supported. {ADVICE}")
+        what = "8 bits are not supported" if config.load_in_8bit else "load_in_4bit is False"
+        raise ConfigurationError(f"quantization_config: {what}. {ADVICE}")
+
+
+def refuse_to_save() -> bool:
+    """Raise CheckpointError: a state_dict of stages has no scales."""
+    raise CheckpointError(UNWRITTEN)
+
+
+def refuse_lost_ties(before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    """Raise ConfigurationError where a tensor was one with another, before its layer was packed; each is a mapping of
+    names to first names."""
+    for name, first in before.items():
+        if after[name] != first:
+            layer = name.rpartition(".")[0]
+            raise ConfigurationError(
+                f"quantization_config packs {layer}, and {name} is the same tensor as {first}. Shared tensors are not "
+                f"packed. Add {layer!r} to llm_int8_skip_modules, or leave that out"
+            )
 
 
 def refuse_quantized_folder(config: Any, path: Any) -> None:

@@ -22,6 +22,9 @@ from pipeshard.private import tree_map_only
 from pipeshard.split.adapters import begin
 from pipeshard.split.initialize import InitWeights, build, initialize, skeletons
 from pipeshard.split.materialize import allocate
+from pipeshard.split.packed import packed_layers
+
+PACKED_STD = 0.02  # of the values drawn for a weight in 4 bits
 
 
 @dataclass
@@ -61,7 +64,12 @@ class Copies:
         for module in skeletons(made.model):
             build(module, seed)
         names = [name for name, parameter in made.model.named_parameters() if parameter.is_meta]
-        initialize(made.model, names, allocate(made.model, names, device), rule or True, seed)
+        packed = {name: layer for name, layer in packed_layers(made.model) if name in names}
+        buffers = allocate(made.model, names, device)
+        initialize(made.model, [name for name in names if name not in packed], buffers, rule or True, seed)
+        source = torch.Generator(device).manual_seed(seed)
+        for layer in packed.values():
+            layer.pack(torch.randn(layer.whole_shape, device=device, generator=source) * PACKED_STD)
         begin(made.model)
         return made
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from colossalai.booster import Booster
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import BitsAndBytesConfig, GPTQConfig
 
@@ -22,8 +23,8 @@ from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.errors import CheckpointError, ConfigurationError, UsageError
 from pipeshard.split.materialize import is_released
 from pipeshard.split.packed import packed_layers
-from pipeshard.split.quantized import quantize_blank
-from tests import zoo
+from pipeshard.verify.decide import Proven, alone
+from pipeshard.verify.proof import EXACT
 from tests.covering import covering
 from tests.parity.build import batch, build
 from tests.parity.entries import find
@@ -173,26 +174,32 @@ def test_adapters_and_training_state(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(resuming, 3, tmp_path) == [pytest.approx(next_loss, rel=1e-6)] * 3
 
 
-def rounded(folder: Path, precision: str) -> list[str]:
+def rounded(folder: Path, precision: str, autocast: bool) -> list[str]:
     """Products in bf16: what an engine adds to their rounding is small beside it."""
     (entry,) = find("causal-lm/llama")
     model = build(entry)
     data = batch(entry, model)
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **NF4)
     unsplit = Unsplit(of_one_process(type(model), folder, config))
-    split = Split(of_stages(type(model), folder, config), 2, data, num_microbatches=2, precision=precision)
+    blank = of_stages(type(model), folder, config)
+    split = Split(blank, 2, data, num_microbatches=2, precision=precision, autocast=autocast)
     packed = [name for name, p in split.held.items() if p.dtype is torch.uint8]
-    reference = unsplit.backward_in_parts(data, num_microbatches=2)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        reference = unsplit.backward_in_parts(data, num_microbatches=2)
     found = compared(split, unsplit, split.backward(data)["loss"], reference, 5e-2)
     split.step()
     return found + ["a packed weight was cast"] * (not packed)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_products_in_16_bits(pool: Pool, tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize(("precision", "autocast"), [("fp32", False), ("bf16", False), ("bf16", True)])
+def test_products_in_16_bits(pool: Pool, tmp_path: Path, precision: str, autocast: bool) -> None:
+    """With autocast a trace runs on throw-away values: layers whose scales were on meta did not.
+
+    A Trainer with bf16=True trains so, and each stage has scales of its own layers alone.
+    """
     (entry,) = find("causal-lm/llama")
     build(entry).save_pretrained(tmp_path)
-    assert pool.run(rounded, 2, tmp_path, precision) == [[], []]
+    assert pool.run(rounded, 2, tmp_path, precision, autocast) == [[], []]
 
 
 def generated(folder: Path) -> tuple[list[int], list[int]]:
@@ -235,21 +242,51 @@ def test_a_rank_holds_an_eighth(pool: Pool, tmp_path: Path) -> None:
         assert share == pytest.approx(0.5 / 4 + 1 / 64, rel=1e-2)
 
 
-def first_of_all() -> str:
-    """The device of bitsandbytes' own map where nothing was packed before a model on meta."""
-    from bitsandbytes import functional
-
-    config = transformers.LlamaConfig(**zoo.TINY)
-    with mock.patch.dict(functional.name2qmap, clear=True), torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-        quantize_blank(model, quantization("double"))
-        return str(functional.name2qmap["dynamic"].device)
-
-
-def test_packing_on_meta_leaves_bitsandbytes_as_it_is(pool: Pool) -> None:
+def test_packing_on_meta_leaves_bitsandbytes_as_it_is() -> None:
     """A model with double quantization that was the first thing to be packed left a map on meta, for the whole process,
     and no weight could be packed."""
-    assert pool.run(first_of_all, 1) == ["cpu"]
+    code = (
+        "import torch; torch.set_default_device('meta'); import pipeshard.split.linear4bit as made; "
+        "print(made.functional.name2qmap['dynamic'].device)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout == "cpu\n"
+
+
+def proving(folder: Path) -> tuple[str, str]:
+    """What `pipeshard verify` says of a script."""
+    (entry,) = find("causal-lm/llama")
+    model = build(entry)
+    with alone(2), pytest.raises(Proven) as caught:
+        Split(of_stages(type(model), folder, quantization("double"), 2), 2, batch(entry, model), num_microbatches=2)
+    return caught.value.proof.kind, caught.value.proof.reason
+
+
+def test_verify_draws_packed_weights(pool: Pool, tmp_path: Path) -> None:
+    """`pipeshard verify` of a script whose weights are on meta proves a copy with drawn values.
+
+    It drew packed weights as if they were numbers. And bitsandbytes keeps the first map of scales that it makes: on
+    meta, where nothing was packed before, so that use_double_quant failed in any process, not in those of other tests.
+    """
+    (entry,) = find("causal-lm/llama")
+    build(entry).save_pretrained(tmp_path)
+    assert pool.run(proving, 1, tmp_path) == [(EXACT, "")]
+
+
+def test_a_copy_on_meta(tmp_path: Path) -> None:
+    """A user's copy of the model (copy.deepcopy, for a reference of DPO) is one in 4 bits, on meta, of its own.
+
+    bitsandbytes' weights copied no other values than those of a CPU.
+    """
+    model = blank(tmp_path, quantization("double"))
+    made = copy.deepcopy(model)
+    name, layer = next(packed_layers(made))
+    own: Any = model.get_submodule(name.removesuffix(".weight"))
+    copied: Any = made.get_parameter(name)
+    assert copied.is_meta and copied is not model.get_parameter(name) and copied.shape == own.weight.shape
+    assert copied.module is layer and layer.state_on_meta is layer.quant_state is not own.quant_state
+    prepare_model_for_kbit_training(made)
+    assert copied.dtype is torch.uint8
 
 
 # Refused
@@ -267,12 +304,27 @@ def blank(folder: Path, config: Any, name: str = "causal-lm/llama") -> Any:
     [
         (BitsAndBytesConfig(load_in_8bit=True), "8 bits are not supported. Pass BitsAndBytesConfig"),
         (GPTQConfig(bits=4, dataset=["a"], tokenizer="none"), "the method gptq is not supported"),
+        (BitsAndBytesConfig(), "load_in_4bit is False. Pass BitsAndBytesConfig"),
         ({"load_in_4bit": True}, "quantization_config is a dict"),
+        (True, "quantization_config is a bool. Pass BitsAndBytesConfig"),
     ],
 )
 def test_other_ways_to_quantize_are_refused(tmp_path: Path, config: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         blank(tmp_path, config)
+
+
+def test_a_tied_layer_is_not_packed(tmp_path: Path) -> None:
+    """With llm_int8_skip_modules transformers packs a tied head, too, and its forward fails.
+
+    Stages said that the head was missing in the folder, or loaded it untied where the folder had both.
+    """
+    (entry,) = find("causal-lm/llama")
+    model = build(entry, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["q_proj"])
+    with pytest.raises(ConfigurationError, match=r"lm_head\.weight is the same tensor as .* Add 'lm_head' to llm_int8"):
+        PipelinePlugin.from_pretrained(type(model), tmp_path, quantization_config=config)
 
 
 def test_a_quantized_folder_is_refused(tmp_path: Path) -> None:
@@ -337,6 +389,25 @@ def writing(folder: Path) -> list[str]:
             call()
         said.append(str(caught.value))
     return said
+
+
+def saving_all(folder: Path) -> None:
+    (entry,) = find("causal-lm/llama")
+    model = build(entry)
+    split = Split(of_stages(type(model), folder, quantization("nf4"), 1), 1, batch(entry, model), num_microbatches=2)
+    base: Any = split.model.unwrap()
+    base.get_base_model().save_pretrained(folder / "saved")
+
+
+def test_one_stage_does_not_write_packed_weights(pool: Pool, tmp_path: Path) -> None:
+    """transformers' own save_pretrained of a single stage wrote packed weights without their scales.
+
+    Nothing guards it there: a single stage has all parameters.
+    """
+    (entry,) = find("causal-lm/llama")
+    build(entry).save_pretrained(tmp_path)
+    for message in pool.run_expecting(CheckpointError, saving_all, 1, tmp_path):
+        assert "packed in 4 bits" in message and "save_lora_as_pretrained" in message
 
 
 def test_packed_weights_are_not_written(pool: Pool, tmp_path: Path) -> None:
