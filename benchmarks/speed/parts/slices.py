@@ -34,8 +34,7 @@ microbatch leaves behind, for a small model whose activations outweigh all else,
 equally long, so the first ones, which attend to least, are the longest: "simulated" counts their lengths."""
 
 SLICES = 4, 8
-SCHEDULES = "1f1b", "zb-h1"
-BARS = {(1, "1f1b", 8): 1.5, (2, "zb-h1", 4): 1.3}  # by m, schedule and n: how many times as fast as 1F1B at least
+BARS = {(1, 8): 1.5, (2, 8): 1.3}  # by m and n: how many times as fast as 1F1B at least
 RANKS, MANY = 2, 4  # microbatches, of which whole ones keep as many as there are ranks
 
 
@@ -44,20 +43,20 @@ def run(effort: Effort, progress: Progress) -> Section:
     raw: dict[str, Any] = {}
     for m in (1, 2):
         work = _work(m, effort.quick)
-        cut = {(name, n): ours(name, num_slices=n, verify=False) for name in SCHEDULES for n in SLICES}
+        cut = {n: ours("1f1b", num_slices=n, verify=False) for n in SLICES}
         plain, whole = (UNSPLIT if m < RANKS else TORCH), ours("1f1b", verify=False)
         contenders = [plain, whole, *cut.values()]
-        limits = {contender.name: limit(m, *key) for key, contender in {("1f1b", 1): whole, **cut}.items()}
+        limits = {contender.name: limit(m, n) for n, contender in {1: whole, **cut}.items()}
         lanes = [Lane(contender, lambda k: batches(k, 2)) for contender in contenders]
         outcomes = Rounds(work, lanes, effort.rounds, progress).run()
         rows = [[*_row(each.name, plain.name, outcomes), _number(limits.get(each.name))] for each in contenders]
         columns = ["contender", "ms/step", "quartiles", "faster", "quartiles", "limit"]
         tables.append(Table(f"{work}, {work.length} tokens", columns, rows))
-        for key, contender in cut.items():
+        for n, contender in cut.items():
             ratios = against(contender.name, plain.name, outcomes)
-            if ratios and (m, *key) in BARS:
-                ratio, bar = statistics.median(ratios), BARS[m, *key]
-                text = f"m={m}: {contender.name} is {ratio:.2f} times as fast as 1F1B, at least {bar}"
+            if ratios and (m, n) in BARS:
+                ratio, bar = statistics.median(ratios), BARS[m, n]
+                text = f"m={m}: {n} slices are {ratio:.2f} times as fast as 1F1B, at least {bar}"
                 bars.append(Bar(text, effort.quick or ratio >= bar))
         failed += failures(lanes, outcomes)
         raw[f"m={m}"] = {name: vars(outcome) for name, outcome in outcomes.items()}
@@ -111,10 +110,9 @@ def _work(m: int, quick: bool) -> Work:
     return Work(microbatch=1, microbatches=m, length=2048, hidden=896, heads=14, layers=4)
 
 
-def limit(m: int, name: str, n: int) -> float:
+def limit(m: int, n: int) -> float:
     """How many times as fast as 1F1B the program of n slices is, if each takes the n-th part of a microbatch."""
-    cut = sliced(name, RANKS, m, n) if n > 1 else shorten_cooldown(one_f_one_b(RANKS, m))
-    cut = split_backwards(cut) if name == "1f1b" and n > 1 else cut
+    cut = split_backwards(sliced("1f1b", RANKS, m, n)) if n > 1 else shorten_cooldown(one_f_one_b(RANKS, m))
     whole, part = [1.0] * RANKS, [1.0 / n] * RANKS
     return (
         simulate_parts(one_f_one_b(RANKS, m), whole, whole, whole).makespan
