@@ -90,6 +90,7 @@ def trained(folder: Path, name: str, kind: str, **arguments: Any) -> list[str]:
 CASES = covering(ENTRIES, SCHEDULES, list(KINDS), [2, 3], strength=1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "schedule", "kind", "p"), CASES)
 def test_adapters_on_four_bits(pool: Pool, tmp_path: Path, name: str, schedule: str, kind: str, p: int) -> None:
     (entry,) = find(name)
@@ -109,6 +110,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("option", list(OPTIONS))
 def test_four_bits_with(pool: Pool, tmp_path: Path, option: str) -> None:
     (entry,) = find("causal-lm/llama")
@@ -131,6 +133,7 @@ def replicas(folder: Path, **arguments: Any) -> list[str]:
     return found + compared(split, unsplit, split.backward(rows)["loss"], unsplit.backward(data), 1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_four_bits_in_replicas(pool: Pool, tmp_path: Path, zero_stage: int) -> None:
     (entry,) = find("causal-lm/llama")
@@ -191,6 +194,7 @@ def rounded(folder: Path, precision: str, autocast: bool) -> list[str]:
     return found + ["a packed weight was cast"] * (not packed)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("precision", "autocast"), [("fp32", False), ("bf16", False), ("bf16", True)])
 def test_products_in_16_bits(pool: Pool, tmp_path: Path, precision: str, autocast: bool) -> None:
     """With autocast a trace runs on throw-away values: layers whose scales were on meta did not.
