@@ -29,6 +29,7 @@ from pipeshard.errors import ConfigurationError, explained, summary
 from pipeshard.graph.rng import Randomness
 from pipeshard.graph.taint import mutated, storage_of
 from pipeshard.private import DispatchMode
+from pipeshard.split.packed import packed_layers
 from pipeshard.split.ties import kept_tied
 
 # True: by the architecture's own rule; False: not at all; else fn(module) or fn(module, name) for each module that has
@@ -43,14 +44,16 @@ def initialize(
 
     By `rule`: True is the `_init_weights` of the PreTrainedModel around a module, then its `reset_parameters`. What a
     parameter gets depends on the seed and its name alone, not on what else is there. The user's random generators do
-    not move. `buffers` is what `allocate` returned. Raises ConfigurationError for a tensor left without values.
+    not move. `buffers` is what `allocate` returned. Packed weights are omitted: a checkpoint has their values. Raises
+    ConfigurationError for a tensor left without values.
     """
+    parameters = set(parameters).difference(name for name, _ in packed_layers(model))
     by_architecture = set(buffers)
     missing: set[str] = set()
     if callable(rule):
-        missing = _fill(model, set(parameters), seed, functools.partial(_by_function, rule))
+        missing = _fill(model, parameters, seed, functools.partial(_by_function, rule))
     elif rule:
-        by_architecture |= set(parameters)
+        by_architecture |= parameters
     missing |= _fill(model, by_architecture, seed, _by_architecture)
     missing -= {name for name, is_known in buffers.items() if is_known}
     if missing:

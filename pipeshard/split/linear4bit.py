@@ -73,9 +73,9 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
         """The values of another linear layer, which has some, packed as those of this one."""
         values: Any = linear
         sizes = tuple(values.weight.shape)[:: 1 if isinstance(linear, Conv1D) else -1]
-        weight, has_bias = self.weight, values.bias is not None
-        how = weight.compress_statistics, weight.quant_type, weight.quant_storage, "meta"
-        made: Any = bitsandbytes.nn.Linear4bit(*sizes, has_bias, self.compute_dtype, *how)
+        has_bias = values.bias is not None
+        how = {name: value for name, value in self.options.items() if name != "blocksize"}
+        made: Any = bitsandbytes.nn.Linear4bit(*sizes, has_bias, self.compute_dtype, **how, device="meta")
         made.source_cls = type(linear)
         Linear4bit.take_over(made, values.weight.dtype)
         give(made.weight, torch.empty_like(made.weight.as_subclass(Tensor), device=values.weight.device))

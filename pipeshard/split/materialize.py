@@ -18,7 +18,6 @@ from pipeshard.ghost import Ghost, guard, inside_pipeshard
 from pipeshard.graph.units import CutPoint, intercept
 from pipeshard.split.adapters import begin
 from pipeshard.split.initialize import InitWeights, blank_buffers, build, give, initialize, skeletons
-from pipeshard.split.packed import packed_layers
 from pipeshard.split.policy import Policy
 from pipeshard.split.ties import names_of, put_parameter
 
@@ -39,9 +38,7 @@ def shard(
     unbuilt = sorted(on_meta & held)
     fresh = [name for name in unbuilt if model.get_parameter(name).is_meta]
     buffers = allocate(model, fresh, device)
-    packed = {name for name, _ in packed_layers(model)}  # get their values from a checkpoint
-    drawn = [name for name in (unbuilt if callable(init_weights) else fresh) if name not in packed]
-    initialize(model, drawn, buffers, init_weights, seed)
+    initialize(model, unbuilt if callable(init_weights) else fresh, buffers, init_weights, seed)
     if init_weights:
         begin(model)
     for tensor in (*model.parameters(), *model.buffers()):

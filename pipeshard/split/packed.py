@@ -8,20 +8,21 @@ memory as any other, and a process unpacks one layer at a time. The packing and 
 (Dettmers et al. 2023, arXiv:2305.14314), which is imported only where it is asked for.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 UNWRITTEN = (
-    "the base weights of this model are packed in 4 bits, and a folder of it would not be that of the model. "
-    "Save its adapters by booster.save_lora_as_pretrained, or all that training needs by "
+    "the base weights of this model are packed in 4 bits, and cannot be saved as a model folder. "
+    "Save the adapters with booster.save_lora_as_pretrained, or the training state with "
     "pipeshard.save_training_state. To merge them, load the checkpoint in one process without "
     "quantization_config, PeftModel.from_pretrained(model, <folder>), and merge_and_unload()"
 )
 
 
-class Packed(nn.Module):
+class Packed(nn.Module, ABC):
     """A layer whose weight is packed.
 
     Attributes:
@@ -31,17 +32,17 @@ class Packed(nn.Module):
     whole_shape: tuple[int, ...]
 
     @property
+    @abstractmethod
     def scales(self) -> int:
         """The bytes that this process has beside the packed weight."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pack(self, value: Tensor) -> None:
         """Take over the packed values of a weight of `whole_shape`, on any device."""
-        raise NotImplementedError
 
+    @abstractmethod
     def like(self, linear: nn.Module) -> "Packed":
         """The values of another linear layer, packed as those of this one."""
-        raise NotImplementedError
 
 
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, Packed]]:

@@ -64,11 +64,10 @@ class Copies:
         for module in skeletons(made.model):
             build(module, seed)
         names = [name for name, parameter in made.model.named_parameters() if parameter.is_meta]
-        packed = {name: layer for name, layer in packed_layers(made.model) if name in names}
-        buffers = allocate(made.model, names, device)
-        initialize(made.model, [name for name in names if name not in packed], buffers, rule or True, seed)
+        packed = [layer for name, layer in packed_layers(made.model) if name in names]
+        initialize(made.model, names, allocate(made.model, names, device), rule or True, seed)
         source = torch.Generator(device).manual_seed(seed)
-        for layer in packed.values():
+        for layer in packed:
             layer.pack(torch.randn(layer.whole_shape, device=device, generator=source) * PACKED_STD)
         begin(made.model)
         return made
