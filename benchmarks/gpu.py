@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.tensor import DTensor
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -131,10 +130,6 @@ def settling(device: torch.device) -> Iterator[None]:
             setattr(Stage, name, method)
 
 
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def in_four_bits(model: Any, device: torch.device) -> tuple[Any, Any]:
     """The model with adapters on packed weights, as one process has it and as stages load it."""
     from peft import LoraConfig, get_peft_model
@@ -152,12 +147,10 @@ def in_four_bits(model: Any, device: torch.device) -> tuple[Any, Any]:
     save_file(model.state_dict(), f"{folder}/model.safetensors", metadata={"format": "pt"})
     whole = type(model).from_pretrained(folder, device_map={"": device}, **options).train()
     blank = PipelinePlugin.from_pretrained(type(model), folder, **options).train()
-    made = []
-    for base in (whole, blank):
-        torch.manual_seed(0)
-        adapted: Any = get_peft_model(base, adapters) if base is whole else enable_lora(base, None, adapters, None)
-        made.append(adapted)
-    return made[0].to(device), made[1]
+    torch.manual_seed(0)
+    one: Any = get_peft_model(whole, adapters)
+    torch.manual_seed(0)
+    return one.to(device), enable_lora(blank, None, adapters, None)
 
 
 def steps(case: Case, device: torch.device) -> Result:
@@ -166,6 +159,7 @@ def steps(case: Case, device: torch.device) -> Result:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from pipeshard import PipelinePlugin
+    from pipeshard.distributed.collectives import whole as complete
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "vocab_size": 128}
@@ -211,7 +205,7 @@ def steps(case: Case, device: torch.device) -> Result:
         exact = {name: p.grad.float() for name, p in whole.named_parameters() if p.grad is not None}
         floor = 1e-3 * max(float(g.norm()) for g in exact.values())
         errors = [
-            float((gathered(p.grad).float() - exact[name]).norm()) / max(float(exact[name].norm()), floor)
+            float((complete(p.grad).float() - exact[name]).norm()) / max(float(exact[name].norm()), floor)
             for name, p in held.items()
         ]
         assert errors, "this rank has no gradient"
