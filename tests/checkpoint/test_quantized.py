@@ -37,6 +37,7 @@ NF4 = {"bnb_4bit_quant_type": "nf4"}
 KINDS: dict[str, dict[str, Any]] = {"fp4": {}, "nf4": NF4, "double": NF4 | {"bnb_4bit_use_double_quant": True}}
 TEXT = ["llama", "qwen3", "gemma3_text", "mistral", "phi3", "gpt_neox", "opt", "mixtral", "deepseek_v3", "gpt2"]
 ENTRIES = [*(f"causal-lm/{name}" for name in TEXT), "image-text-to-text/llava"]
+(LLAMA,) = find("causal-lm/llama")
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"]
 
 
@@ -113,17 +114,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("option", list(OPTIONS))
 def test_four_bits_with(pool: Pool, tmp_path: Path, option: str) -> None:
-    (entry,) = find("causal-lm/llama")
-    build(entry).save_pretrained(tmp_path)
+    build(LLAMA).save_pretrained(tmp_path)
     assert pool.run(options, 2, tmp_path, **OPTIONS[option]) == [[], []]
 
 
 def replicas(folder: Path, **arguments: Any) -> list[str]:
     """What differs from one process where two replicas of two stages each have half of the samples."""
-    (entry,) = find("causal-lm/llama")
-    model = build(entry)
+    model = build(LLAMA)
     unsplit = Unsplit(of_one_process(type(model), folder, quantization("nf4")), max_norm=0.5)
-    data = batch(entry, model)
+    data = batch(LLAMA, model)
     blank = of_stages(type(model), folder, quantization("nf4"), 2)
     rows = {key: value.chunk(2)[dist.get_rank() // 2] for key, value in data.items()}
     split = Split(blank, 2, rows, max_norm=0.5, num_microbatches=2, **arguments)
@@ -136,16 +135,14 @@ def replicas(folder: Path, **arguments: Any) -> list[str]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_four_bits_in_replicas(pool: Pool, tmp_path: Path, zero_stage: int) -> None:
-    (entry,) = find("causal-lm/llama")
-    build(entry).save_pretrained(tmp_path)
+    build(LLAMA).save_pretrained(tmp_path)
     assert pool.run(replicas, 4, tmp_path, zero_stage=zero_stage) == [[]] * 4
 
 
 def saving(folder: Path) -> tuple[float, float]:
     """The loss of the next step, and that of peft's own model with the saved adapters in one process."""
-    (entry,) = find("causal-lm/llama")
-    model = build(entry)
-    data = batch(entry, model)
+    model = build(LLAMA)
+    data = batch(LLAMA, model)
     blank = of_stages(type(model), folder / "base", quantization("nf4"))
     split = Split(blank, dist.get_world_size(), data, num_microbatches=2)
     split.backward(data)
@@ -158,9 +155,8 @@ def saving(folder: Path) -> tuple[float, float]:
 
 
 def resuming(folder: Path) -> float:
-    (entry,) = find("causal-lm/llama")
-    model = build(entry)
-    data = batch(entry, model)
+    model = build(LLAMA)
+    data = batch(LLAMA, model)
     blank = of_stages(type(model), folder / "base", quantization("nf4"))
     split = Split(blank, dist.get_world_size(), data, num_microbatches=2)
     assert load_training_state(folder / "state", split.model, split.optimizer) == 1
@@ -168,8 +164,7 @@ def resuming(folder: Path) -> float:
 
 
 def test_adapters_and_training_state(pool: Pool, tmp_path: Path) -> None:
-    (entry,) = find("causal-lm/llama")
-    build(entry).save_pretrained(tmp_path / "base")
+    build(LLAMA).save_pretrained(tmp_path / "base")
     next_loss, of_peft = pool.run(saving, 2, tmp_path)[0]
     assert next_loss == pytest.approx(of_peft, rel=1e-6)
     saved = {file.name for file in (tmp_path / "state").rglob("*.safetensors")}
@@ -179,9 +174,8 @@ def test_adapters_and_training_state(pool: Pool, tmp_path: Path) -> None:
 
 def rounded(folder: Path, precision: str, autocast: bool) -> list[str]:
     """Products in bf16: what an engine adds to their rounding is small beside it."""
-    (entry,) = find("causal-lm/llama")
-    model = build(entry)
-    data = batch(entry, model)
+    model = build(LLAMA)
+    data = batch(LLAMA, model)
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **NF4)
     unsplit = Unsplit(of_one_process(type(model), folder, config))
     blank = of_stages(type(model), folder, config)
@@ -201,18 +195,16 @@ def test_products_in_16_bits(pool: Pool, tmp_path: Path, precision: str, autocas
 
     A Trainer with bf16=True trains so, and each stage has scales of its own layers alone.
     """
-    (entry,) = find("causal-lm/llama")
-    build(entry).save_pretrained(tmp_path)
+    build(LLAMA).save_pretrained(tmp_path)
     assert pool.run(rounded, 2, tmp_path, precision, autocast) == [[], []]
 
 
 def generated(folder: Path) -> tuple[list[int], list[int]]:
-    (entry,) = find("causal-lm/llama")
-    model = build(entry)
+    model = build(LLAMA)
     whole = of_one_process(type(model), folder, quantization("nf4")).eval()
     for module in whole.modules():  # some CPUs evaluate with scales in 16 bits
         module.support_avx512bf16_for_cpu = False
-    data = batch(entry, model)
+    data = batch(LLAMA, model)
     split = Split(of_stages(type(model), folder, quantization("nf4")), 2, data, num_microbatches=2)
     asked = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     prompts = {"input_ids": data["input_ids"][:2, :6], "attention_mask": torch.ones(2, 6, dtype=torch.long)}
@@ -220,17 +212,15 @@ def generated(folder: Path) -> tuple[list[int], list[int]]:
 
 
 def test_generation_from_four_bits(pool: Pool, tmp_path: Path) -> None:
-    (entry,) = find("causal-lm/llama")
-    build(entry).save_pretrained(tmp_path)
+    build(LLAMA).save_pretrained(tmp_path)
     for found, expected in pool.run(generated, 2, tmp_path):
         assert found == expected
 
 
 def packed_share(folder: Path) -> float:
     """The bytes that this rank holds of the linear layers, of what they take in fp32."""
-    (entry,) = find("causal-lm/llama")
-    model = build(entry)
-    data = batch(entry, model)
+    model = build(LLAMA)
+    data = batch(LLAMA, model)
     split = Split(of_stages(type(model), folder, quantization("nf4")), 2, data, num_microbatches=2)
     layers = [layer for _, layer in packed_layers(split.model.unwrap()) if not is_released(layer.weight)]
     held = sum(layer.weight.nbytes + layer.quant_state.absmax.nbytes for layer in layers)
@@ -240,8 +230,7 @@ def packed_share(folder: Path) -> float:
 
 
 def test_a_rank_holds_an_eighth(pool: Pool, tmp_path: Path) -> None:
-    (entry,) = find("causal-lm/llama")
-    build(entry).save_pretrained(tmp_path)
+    build(LLAMA).save_pretrained(tmp_path)
     for share in pool.run(packed_share, 2, tmp_path):
         assert share == pytest.approx(0.5 / 4 + 1 / 64, rel=1e-2)
 
@@ -259,10 +248,9 @@ def test_packing_on_meta_leaves_bitsandbytes_as_it_is() -> None:
 
 def proving(folder: Path) -> tuple[str, str]:
     """What `pipeshard verify` says of a script."""
-    (entry,) = find("causal-lm/llama")
-    model = build(entry)
+    model = build(LLAMA)
     with alone(2), pytest.raises(Proven) as caught:
-        Split(of_stages(type(model), folder, quantization("double"), 2), 2, batch(entry, model), num_microbatches=2)
+        Split(of_stages(type(model), folder, quantization("double"), 2), 2, batch(LLAMA, model), num_microbatches=2)
     return caught.value.proof.kind, caught.value.proof.reason
 
 
@@ -272,8 +260,7 @@ def test_verify_draws_packed_weights(pool: Pool, tmp_path: Path) -> None:
     It drew packed weights as if they were numbers. And bitsandbytes keeps the first map of scales that it makes: on
     meta, where nothing was packed before, so that use_double_quant failed in any process, not in those of other tests.
     """
-    (entry,) = find("causal-lm/llama")
-    build(entry).save_pretrained(tmp_path)
+    build(LLAMA).save_pretrained(tmp_path)
     assert pool.run(proving, 1, tmp_path) == [(EXACT, "")]
 
 
@@ -323,8 +310,7 @@ def test_a_tied_layer_is_not_packed(tmp_path: Path) -> None:
 
     Stages said that the head was missing in the folder, or loaded it untied where the folder had both.
     """
-    (entry,) = find("causal-lm/llama")
-    model = build(entry, tie_word_embeddings=True)
+    model = build(LLAMA, tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
     config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["q_proj"])
     with pytest.raises(ConfigurationError, match=r"lm_head\.weight is the same tensor as .* Add 'lm_head' to llm_int8"):
@@ -332,8 +318,7 @@ def test_a_tied_layer_is_not_packed(tmp_path: Path) -> None:
 
 
 def test_a_quantized_folder_is_refused(tmp_path: Path) -> None:
-    (entry,) = find("causal-lm/llama")
-    model = build(entry)
+    model = build(LLAMA)
     model.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
@@ -349,39 +334,31 @@ def test_adapters_that_are_computed_from_weights_are_refused(tmp_path: Path) -> 
 
 
 def boosting(folder: Path, **arguments: Any) -> None:
-    (entry,) = find("causal-lm/llama")
-    model = build(entry)
+    model = build(LLAMA)
     made = of_stages(type(model), folder, quantization("nf4"), 1)
-    Split(made, 1, batch(entry, model), num_microbatches=2, **arguments)
+    Split(made, 1, batch(LLAMA, model), num_microbatches=2, **arguments)
 
 
 @pytest.mark.parametrize("arguments", [{"tp_size": 2}, {"fsdp": True}])
 def test_packed_weights_are_not_sharded(pool: Pool, tmp_path: Path, arguments: dict[str, Any]) -> None:
-    (entry,) = find("causal-lm/llama")
-    build(entry).save_pretrained(tmp_path)
+    build(LLAMA).save_pretrained(tmp_path)
     for message in pool.run_expecting(ConfigurationError, boosting, 2, tmp_path, **arguments):
         assert "this model has them in 4 bits, which are not sharded. Use more stages" in message
 
 
-def incomplete(folder: Path) -> None:
-    boosting(folder)
-
-
 def test_a_folder_without_a_packed_weight_is_refused(pool: Pool, tmp_path: Path) -> None:
-    (entry,) = find("causal-lm/llama")
-    model = build(entry)
+    model = build(LLAMA)
     state = {name: value for name, value in model.state_dict().items() if "layers.0.mlp.up_proj" not in name}
     model.save_pretrained(tmp_path, state_dict=state)
-    for message in pool.run_expecting(CheckpointError, incomplete, 1, tmp_path):
+    for message in pool.run_expecting(CheckpointError, boosting, 1, tmp_path):
         assert "model.layers.0.mlp.up_proj.weight is missing, and a weight in 4 bits is not drawn" in message
 
 
 def writing(folder: Path) -> list[str]:
     """What is said to each call that would write or copy the packed weights."""
-    (entry,) = find("causal-lm/llama")
-    model = build(entry)
+    model = build(LLAMA)
     made = of_stages(type(model), folder / "base", quantization("nf4"))
-    split = Split(made, 2, batch(entry, model), num_microbatches=2)
+    split = Split(made, 2, batch(LLAMA, model), num_microbatches=2)
     calls = (
         lambda: split.booster.checkpoint_io.save_model(split.model, str(folder / "a"), shard=True, merge=True),
         lambda: split.booster.save_model(split.model, str(folder / "b"), shard=True),
@@ -396,9 +373,8 @@ def writing(folder: Path) -> list[str]:
 
 
 def saving_all(folder: Path) -> None:
-    (entry,) = find("causal-lm/llama")
-    model = build(entry)
-    split = Split(of_stages(type(model), folder, quantization("nf4"), 1), 1, batch(entry, model), num_microbatches=2)
+    model = build(LLAMA)
+    split = Split(of_stages(type(model), folder, quantization("nf4"), 1), 1, batch(LLAMA, model), num_microbatches=2)
     base: Any = split.model.unwrap()
     base.get_base_model().save_pretrained(folder / "saved")
 
@@ -408,16 +384,14 @@ def test_one_stage_does_not_write_packed_weights(pool: Pool, tmp_path: Path) -> 
 
     Nothing guards it there: a single stage has all parameters.
     """
-    (entry,) = find("causal-lm/llama")
-    build(entry).save_pretrained(tmp_path)
+    build(LLAMA).save_pretrained(tmp_path)
     for message in pool.run_expecting(CheckpointError, saving_all, 1, tmp_path):
         assert "packed in 4 bits" in message and "save_lora_as_pretrained" in message
 
 
 def test_packed_weights_are_not_written(pool: Pool, tmp_path: Path) -> None:
     """Without its scales a packed weight is noise."""
-    (entry,) = find("causal-lm/llama")
-    build(entry).save_pretrained(tmp_path / "base")
+    build(LLAMA).save_pretrained(tmp_path / "base")
     for said in pool.run(writing, 2, tmp_path):
         assert all("in 4 bits" in message and "save_lora_as_pretrained" in message for message in said)
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
