@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from pipeshard.errors import PipeshardError
+from pipeshard.schedule.schedules import SCHEDULES
 
 # What both commands take.
 MODEL = click.argument("model")
@@ -187,7 +188,7 @@ def demo(pp: int, steps: int) -> None:
 @MICROBATCHES
 @MICROBATCH_SIZE
 @click.option("--seq-len", default=64, show_default=True, type=click.IntRange(min=1), help="Tokens of a sample.")
-@click.option("--schedule", default="1f1b", show_default=True, help="gpipe | 1f1b | interleaved | zb-h1 | zbv")
+@click.option("--schedule", default="1f1b", show_default=True, help=" | ".join(SCHEDULES))
 @CHUNKS
 @PARTITION
 @click.option("--p2p", default="broadcast", show_default=True, help="broadcast | isend")

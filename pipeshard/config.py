@@ -15,6 +15,7 @@ from pipeshard.errors import ConfigurationError
 from pipeshard.schedule.given import Schedule, chunks_of, is_v, name_of, program_of
 from pipeshard.schedule.passes import shorten_cooldown, split_backwards
 from pipeshard.schedule.program import Program
+from pipeshard.schedule.schedules import IN_A_V
 from pipeshard.schedule.slices import SLICED, check_slices, number_of_slices, sliced
 from pipeshard.split.initialize import InitWeights
 from pipeshard.split.materialize import refuse_compile_options
@@ -63,13 +64,14 @@ class PipelineConfig:
         pp_size: p, the number of stages.
         num_microbatches: how many microbatches each batch is cut into along its samples, or instead
         microbatch_size: the samples of each. With pp_size=1 and for a PipelineTrainer, both may be left out.
-        schedule: "1f1b", "gpipe", "interleaved", "zb-h1" or "zbv". With the last two, the weight gradients of linear
-            and embedding layers are computed apart, while a stage would wait. Or a `pipeshard.schedule.Program`, or a
-            function of (p, m, v) that returns one, which is run as it is, messages added.
+        schedule: "1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "v-half" or "v-min". With the last four, the weight
+            gradients of linear and embedding layers are computed apart, while a stage would wait. Or a
+            `pipeshard.schedule.Program`, or a function of (p, m, v) that returns one, which is run as it is, messages
+            added.
         num_slices: how many slices each microbatch is cut into along its sequence in training, so that stages need not
             wait for whole microbatches of long sequences; "auto" makes slices of at least 256 positions while they
             shorten the step. For decoders of transformers that have a cache, with "1f1b", "gpipe" or "zb-h1".
-        num_model_chunks: v, the chunks of the model on each process, for "interleaved"; "zbv" always has two.
+        num_model_chunks: v, the chunks of the model on each process, for "interleaved"; those in a V always have two.
         p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
         partition: "auto" (by cost), "uniform", "parameters", "type:REGEX" (equally many units whose class matches),
             "profile" (by measured time; "profile:PATH" keeps it in a file), how many unit calls each of the p·v stages
@@ -92,13 +94,13 @@ class PipelineConfig:
         tp_plan: another one: by the names of modules, with * for numbers, "colwise", "rowwise" or another style.
         zero_stage: 1 divides the optimizer's state among the replicas, by whole parameters.
         fsdp: True divides parameters, gradients and the optimizer's state of each held unit among the replicas, by
-            torch's `fully_shard`; parameters are gathered once a step. Not with "zb-h1" and "zbv".
+            torch's `fully_shard`; parameters are gathered once a step. Not with schedules that split the backward.
         precision: "fp32" leaves the model in its own dtype; with "bf16" or "fp16" parameters are in 16 bits, but summed
             and updated in fp32. "fp16" scales the loss, and skips a step on all ranks where a gradient overflowed.
         autocast: keep the parameters in fp32, and run forwards under torch.autocast of `precision`.
         initial_scale: what the loss is scaled with at first, with "fp16".
         compile: True, or options of torch.compile: each held unit is compiled by itself, and units of one class once.
-            Not with "zb-h1" and "zbv", which split the backward of layers.
+            Not with schedules that split the backward.
         batch_dims: for leaves of the batch, by path, the dimension that counts the samples where that is not the first
             (time-major inputs), or None for what every microbatch gets whole. A leaf that may be either is refused.
         recompute: the units that keep no activations and run again in the backward pass: True (all), a share of each
@@ -176,7 +178,7 @@ class PipelineConfig:
     @property
     def is_v(self) -> bool:
         """Whether the stages go down the ranks and back up."""
-        return self.schedule == "zbv" or (self.num_model_chunks == 2 and is_v(self.placement, self.pp_size))
+        return self.schedule in IN_A_V or (self.num_model_chunks == 2 and is_v(self.placement, self.pp_size))
 
     @property
     def cut(self) -> tuple[int | None, int | None]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipeshard.schedule.schedules import IN_A_V
 from tests import zoo
 from tests.covering import ALL
 from tests.pool import Pool
@@ -21,7 +22,7 @@ from tests.unsplit import LEARNING_RATE, Split, Unsplit, differences, parameter_
 pytestmark = pytest.mark.local
 MICROBATCHES = (1, 2, 3, 8)
 THOROUGH = ("gpt2", "t5")
-CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2}
+CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2, "v-half": 2, "v-min": 2}
 TRANSPORTS = [("1f1b", "broadcast"), ("gpipe", "broadcast"), ("1f1b", "isend"), ("gpipe", "isend")]
 
 
@@ -84,9 +85,9 @@ def test_three_steps(pool: Pool, name: str, p: int) -> None:
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_three_steps_of_chunks_and_split_backwards(pool: Pool, name: str, p: int) -> None:
-    for k, schedule in enumerate(("interleaved", "zb-h1", "zbv")):
-        if not ALL and (p // 2 + k + list(zoo.MODELS).index(name)) % 3:
-            continue  # one of the three, another with another p
+    for k, schedule in enumerate(("interleaved", "zb-h1", *IN_A_V)):
+        if not ALL and (p // 2 + k + list(zoo.MODELS).index(name)) % 5:
+            continue  # one of the five, another with another p
         m = (3, 8, 1)[(p + k + list(zoo.MODELS).index(name)) % 3]
         microbatches = MICROBATCHES if ALL else (m,)
         pool.run(three_steps, p, name, schedule, "broadcast" if k else "isend", microbatches, timeout=120)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from pipeshard.engine.stage import Stage
 from pipeshard.engine.weight_grad import Deferral, Product
 from pipeshard.errors import ConfigurationError
 from pipeshard.schedule import Action, Kind, Program, make_program, simulate, zb_h1
+from pipeshard.schedule.schedules import IN_A_V
 from tests import zoo
 from tests.covering import covering
 from tests.pool import Pool
@@ -31,11 +33,17 @@ pytestmark = pytest.mark.local
 M = 4
 
 
-def split_of(name: str, schedule: str, m: int = M, **options: Any) -> Split:
+def split_of(name: str, schedule: str, m: int = M, layers: int = 4, **options: Any) -> Split:
     chunks = 2 if schedule == "interleaved" else 1
     p = dist.get_world_size()
     return Split(
-        zoo.build(name), p, zoo.batch(name), num_microbatches=m, schedule=schedule, num_model_chunks=chunks, **options
+        zoo.build(name, layers=layers),
+        p,
+        zoo.batch(name),
+        num_microbatches=m,
+        schedule=schedule,
+        num_model_chunks=chunks,
+        **options,
     )
 
 
@@ -120,7 +128,7 @@ def test_in_a_v_a_tied_embedding_is_one_parameter_of_one_rank(pool: Pool) -> Non
 
 def peak(schedule: str) -> int:
     """The most microbatches, counted once a stage, of which this rank keeps what a layer's weight gradient needs."""
-    split = split_of("llama", schedule, m=8)
+    split = split_of("llama", schedule, m=8, layers=2 * dist.get_world_size())
     alive, most = [0], [0]
 
     def enter(module: nn.Module, args: Any, output: Any) -> None:
@@ -138,10 +146,12 @@ def peak(schedule: str) -> int:
     return most[0]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv"])
-def test_no_more_activations_live_than_simulated(pool: Pool, schedule: str) -> None:
-    program = make_program(schedule, 2, 8, 2 if schedule == "interleaved" else 1)
-    assert tuple(pool.run(peak, 2, schedule)) == simulate(program).peak_activations
+@pytest.mark.parametrize(
+    ("schedule", "p"), [*itertools.product(["1f1b", "interleaved", "zb-h1", "zbv"], [2]), ("v-half", 4), ("v-min", 4)]
+)
+def test_no_more_activations_live_than_simulated(pool: Pool, schedule: str, p: int) -> None:
+    program = make_program(schedule, p, 8, 2 if schedule == "interleaved" else 1)
+    assert tuple(pool.run(peak, p, schedule)) == simulate(program).peak_activations
 
 
 def added_up_in_place(name: str, schedule: str) -> list[str]:
@@ -162,7 +172,7 @@ def added_up_in_place(name: str, schedule: str) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    ("name", "schedule"), covering(sorted(zoo.MODELS), ["1f1b", "interleaved", "zb-h1", "zbv"], strength=1)
+    ("name", "schedule"), covering(sorted(zoo.MODELS), ["1f1b", "interleaved", "zb-h1", *IN_A_V], strength=1)
 )
 def test_gradients_that_are_added_up_in_place(pool: Pool, name: str, schedule: str) -> None:
     assert pool.run(added_up_in_place, 2, name, schedule) == [[], []]

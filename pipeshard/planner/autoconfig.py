@@ -14,7 +14,7 @@ from pipeshard.planner.memory import Training, check_positive, format_bytes, par
 from pipeshard.planner.plan import Estimate
 from pipeshard.planner.planner import NEAR, SIMPLEST, attempt, first_microbatch, schedules, study
 from pipeshard.planner.profile import Profile
-from pipeshard.schedule.program import SCHEDULES
+from pipeshard.schedule.schedules import SCHEDULES
 from pipeshard.split.policy import Policy
 
 

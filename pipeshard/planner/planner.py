@@ -21,14 +21,14 @@ from pipeshard.planner.candidate import Candidate, Subject, metered, unit_cost
 from pipeshard.planner.memory import Footprint, Forms, Training, check_positive, format_bytes, parse_bytes
 from pipeshard.planner.plan import Estimate, Plan
 from pipeshard.planner.profile import Profile, find_profile, shapes_of
-from pipeshard.schedule.program import SCHEDULES, num_chunks
+from pipeshard.schedule.schedules import SCHEDULES, num_chunks
 from pipeshard.split.partition import Cost, Cuts, is_profile, named_modules_of
 from pipeshard.split.policy import Policy, find_policy
 from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
 from pipeshard.split.ties import tie_on_meta
 
 # From the simplest on: less to go wrong, fewer messages, less memory.
-SIMPLEST = ("1f1b", "zb-h1", "gpipe", "zbv", "interleaved")
+SIMPLEST = ("1f1b", "zb-h1", "gpipe", "zbv", "interleaved", "v-half", "v-min")
 NEAR = 0.03  # what a simpler schedule may be slower
 
 

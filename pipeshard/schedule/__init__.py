@@ -8,17 +8,16 @@ Where messages are kernels on GPUs, `add_ordered_communication` adds them, and `
 from pipeshard.schedule.draw import draw_text, draw_timeline
 from pipeshard.schedule.given import program_of
 from pipeshard.schedule.passes import add_communication, shorten_cooldown
-from pipeshard.schedule.program import (
+from pipeshard.schedule.program import Action, Kind, Program, forward_only
+from pipeshard.schedule.schedules import (
     SCHEDULES,
-    Action,
-    Kind,
-    Program,
-    forward_only,
     gpipe,
     interleaved,
     make_program,
     num_chunks,
     one_f_one_b,
+    v_half,
+    v_min,
     zb_h1,
     zbv,
 )
@@ -26,6 +25,6 @@ from pipeshard.schedule.simulate import Simulation, Span, simulate, simulate_par
 from pipeshard.schedule.streams import Device, Lanes, add_ordered_communication, check_streams
 
 __all__ = ["SCHEDULES", "Action", "Kind", "Program", "forward_only", "gpipe", "interleaved", "make_program"]
-__all__ += ["num_chunks", "one_f_one_b", "program_of", "shorten_cooldown", "zb_h1", "zbv"]
+__all__ += ["num_chunks", "one_f_one_b", "program_of", "shorten_cooldown", "v_half", "v_min", "zb_h1", "zbv"]
 __all__ += ["Device", "Lanes", "add_ordered_communication", "check_streams"]
 __all__ += ["Simulation", "Span", "add_communication", "draw_text", "draw_timeline", "simulate", "simulate_parts"]

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from pipeshard.errors import ConfigurationError
-from pipeshard.schedule.program import Action, Kind, Program, make_program, num_chunks
+from pipeshard.schedule.program import Action, Kind, Program
+from pipeshard.schedule.schedules import make_program, num_chunks
 from pipeshard.schedule.simulate import simulate
 
 FORWARD = {Kind.F, Kind.SEND_F, Kind.RECV_F}

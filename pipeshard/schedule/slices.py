@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from pipeshard.errors import ConfigurationError
-from pipeshard.schedule.program import Action, Kind, Program, make_program
+from pipeshard.schedule.program import Action, Kind, Program
+from pipeshard.schedule.schedules import make_program
 from pipeshard.schedule.simulate import simulate
 
 NEAR = 1.05  # times the shortest step: more slices than that takes are not worth their overhead

@@ -17,6 +17,7 @@ from pipeshard.graph.units import find_units
 from pipeshard.planner.memory import Memory, format_bytes, parse_bytes
 from pipeshard.planner.plan import Estimate, Plan, in_short
 from pipeshard.planner.planner import recommend
+from pipeshard.schedule.schedules import IN_A_V, SCHEDULES
 from tests import zoo
 from tests.planner.saved import saved_bytes
 
@@ -74,7 +75,7 @@ def test_a_tied_embedding_is_held_by_both_ends_and_once_by_a_rank() -> None:
     assert together.stages[3].parameters * 4 > together.stages[3].memory.parameters
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_times_are_those_of_the_simulation(schedule: str) -> None:
     found = planned("llama", schedule=schedule, num_model_chunks=2 if schedule == "interleaved" else 1)
     assert sum(s.forward + s.backward + s.weight for s in found.stages) == pytest.approx(P)
@@ -89,7 +90,7 @@ def test_times_are_those_of_the_simulation(schedule: str) -> None:
 def test_every_schedule_is_estimated_with_the_chunks_asked_for() -> None:
     found = planned("gpt2", schedule="interleaved", num_model_chunks=3)
     assert [e.name for e in found.schedules] == [
-        *("gpipe", "1f1b", "interleaved, v=2", "interleaved, v=3", "zb-h1", "zbv")
+        *("gpipe", "1f1b", "interleaved, v=2", "interleaved, v=3", "zb-h1", "zbv", "v-half", "v-min")
     ]
     assert len(found.stages) == 3 * P and found.counts == list(found.estimate.counts)
     fast = min(found.schedules, key=lambda e: e.time)
@@ -99,7 +100,7 @@ def test_every_schedule_is_estimated_with_the_chunks_asked_for() -> None:
 def test_a_schedule_for_which_there_are_too_few_units_is_named() -> None:
     found = planned("llama", p=4)
     problems = {e.name: e.problem for e in found.schedules if e.problem}
-    assert problems.keys() == {"interleaved, v=2", "zbv"}
+    assert problems.keys() == {"interleaved, v=2", *IN_A_V}
     assert "7 unit calls" in problems["zbv"]
     with pytest.raises(PartitionError, match="7 unit calls"):
         planned("llama", p=4, schedule="zbv")
@@ -130,7 +131,7 @@ def test_json_has_all_of_it() -> None:
     data = json.loads(found.to_json())
     assert data["counts"] == found.counts and data["reason"] == found.reason
     assert data["stages"][0]["memory"]["total"] == found.stages[0].memory.total
-    assert [e["fits"] for e in data["schedules"]] == [True] * 5
+    assert [e["fits"] for e in data["schedules"]] == [True] * 7
     assert data["microbatch"]["input_ids"] == [2, LENGTH]
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from pipeshard.errors import ConfigurationError
 from pipeshard.schedule.given import check
 from pipeshard.schedule.passes import add_communication
-from pipeshard.schedule.program import Action, Kind, Program, forward_only, make_program
+from pipeshard.schedule.program import Action, Kind, Program, forward_only
+from pipeshard.schedule.schedules import make_program
 from pipeshard.schedule.simulate import simulate
 
 F, B = Kind.F, Kind.B

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pipeshard.schedule.draw import draw_text
 from pipeshard.schedule.passes import add_communication, shorten_cooldown
-from pipeshard.schedule.program import Kind, Program, make_program, one_f_one_b
+from pipeshard.schedule.program import Kind, Program
+from pipeshard.schedule.schedules import make_program, one_f_one_b
 from pipeshard.schedule.simulate import ActionCost, Simulation, simulate
 
 WHOLE = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]

@@ -9,18 +9,8 @@ import pytest
 
 from pipeshard.schedule.draw import _shade, draw_text, draw_timeline
 from pipeshard.schedule.passes import shorten_cooldown
-from pipeshard.schedule.program import (
-    Action,
-    Kind,
-    Program,
-    forward_only,
-    gpipe,
-    interleaved,
-    make_program,
-    one_f_one_b,
-    zb_h1,
-    zbv,
-)
+from pipeshard.schedule.program import Action, Kind, Program, forward_only
+from pipeshard.schedule.schedules import gpipe, interleaved, make_program, one_f_one_b, v_half, v_min, zb_h1, zbv
 from pipeshard.schedule.simulate import simulate
 
 
@@ -46,7 +36,15 @@ def test_fewer_microbatches_than_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "sizes"),
-    [(gpipe, (3, 4)), (one_f_one_b, (3, 4)), (interleaved, (3, 3, 2)), (zb_h1, (3, 4)), (zbv, (2, 3))],
+    [
+        (gpipe, (3, 4)),
+        (one_f_one_b, (3, 4)),
+        (interleaved, (3, 3, 2)),
+        (zb_h1, (3, 4)),
+        (zbv, (2, 3)),
+        (v_half, (2, 3)),
+        (v_min, (2, 3)),
+    ],
 )
 def test_the_drawing_beside_each_schedule_is_true(schedule: Callable[..., Program], sizes: tuple[int, ...]) -> None:
     assert draw_text(schedule(*sizes)) in (inspect.getdoc(schedule) or "")

@@ -11,7 +11,8 @@ import pipeshard.schedule.program as program_module
 from pipeshard.errors import ConfigurationError
 from pipeshard.schedule.given import check
 from pipeshard.schedule.passes import add_communication
-from pipeshard.schedule.program import Action, Kind, Program, forward_only, make_program, num_chunks
+from pipeshard.schedule.program import Action, Kind, Program, forward_only
+from pipeshard.schedule.schedules import make_program, num_chunks
 
 F, B, W = Kind.F, Kind.B, Kind.W
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from pipeshard.errors import DeadlockError
 from pipeshard.schedule.given import check
 from pipeshard.schedule.passes import add_communication
-from pipeshard.schedule.program import SCHEDULES, Action, Kind, Program, StageStep, forward_only, make_program
+from pipeshard.schedule.program import Action, Kind, Program, StageStep, forward_only
+from pipeshard.schedule.schedules import IN_A_V, SCHEDULES, make_program
 from pipeshard.schedule.simulate import Simulation, simulate
 
 F, B, W = Kind.F, Kind.B, Kind.W
-ALL = [(name, v) for name in SCHEDULES for v in ((2, 3) if name == "interleaved" else (2,) if name == "zbv" else (1,))]
+ALL = [(name, v) for name in SCHEDULES for v in ((2, 3) if name == "interleaved" else (2,) if name in IN_A_V else (1,))]
 P, M = range(1, 9), range(1, 25)
 schedules, ps, ms, costs = st.sampled_from(ALL), st.sampled_from(P), st.sampled_from(M), st.integers(1, 20)
 
@@ -41,7 +42,7 @@ def test_every_program_is_complete_ends_and_keeps_what_it_says(name: str, v: int
 
 
 def placement(name: str, p: int, v: int) -> tuple[int, ...]:
-    return tuple(s if s < p else 2 * p - 1 - s for s in range(2 * p)) if name == "zbv" else tuple(range(p)) * v
+    return tuple(s if s < p else 2 * p - 1 - s for s in range(2 * p)) if name in IN_A_V else tuple(range(p)) * v
 
 
 def assert_ascending(program: Program) -> None:
@@ -51,7 +52,7 @@ def assert_ascending(program: Program) -> None:
         for kind, i, stage in actions:
             order[kind, stage].append(i)
         held = [stage for stage, holder in enumerate(program.placement) if holder == rank]
-        kinds = (F, B, W) if program.name.startswith("zb") else (F, B)
+        kinds = (F, B, W) if program.has_weight else (F, B)
         assert order == {(kind, stage): [*range(program.num_microbatches)] for kind in kinds for stage in held}
 
 
@@ -77,8 +78,11 @@ def assert_peaks(v: int, simulation: Simulation) -> None:
         "interleaved": [min(v * m, 2 * (p - r - 1) + (v - 1) * p + 1) for r in range(p)],
         "zb-h1": [min(m, p)] * p,
         "zbv": [min(2 * m, 2 * p)] * p,
+        "v-half": [min(2 * m, (p + 2) // 2 * 2)] * p,
+        "v-min": [min(2 * m, (p + 4) // 3 * 2)] * p,
     }[name]
-    if (name == "interleaved" and m % p) or (name == "zbv" and m < 2 * p - 1):  # what is said is a bound
+    is_bound = name.startswith("v-") or (name == "interleaved" and m % p) or (name == "zbv" and m < 2 * p - 1)
+    if is_bound:
         assert all(peak <= most for peak, most in zip(simulation.peak_activations, expected, strict=True))
     else:
         assert list(simulation.peak_activations) == expected
@@ -87,7 +91,7 @@ def assert_peaks(v: int, simulation: Simulation) -> None:
 def assert_bubble(v: int, simulation: Simulation, forward: int, backward: int, weight: int) -> None:
     """The time that a rank idles is what is said, given what F, B and W cost on each stage."""
     name, m, p = simulation.program.name, simulation.program.num_microbatches, len(simulation.program.ranks)
-    work = m * v * (forward + backward + (weight if name.startswith("zb") else 0))
+    work = m * v * (forward + backward + (weight if simulation.program.has_weight else 0))
     idle = simulation.makespan - work
     assert simulation.busy == (work,) * p
     assert simulation.bubble == pytest.approx(idle / simulation.makespan)
@@ -106,6 +110,9 @@ def assert_bubble(v: int, simulation: Simulation, forward: int, backward: int, w
             assert idle <= (p - 1) * (forward + backward - weight)
     elif name == "zbv" and forward == backward == weight:
         assert idle == forward * (p - 1 + max(2 * p - 2 - m, 3 * (p - m)))
+    elif name in ("v-half", "v-min") and forward == backward == weight:
+        # F is that of one of the two stages of a rank; 1F1B idles for 6 (p-1) of it.
+        assert idle <= (p - 1) * forward * (3.5 if name == "v-half" and m >= p else 4)
     assert idle >= (p - 1) * forward
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from pipeshard.errors import ConfigurationError, DeadlockError
 from pipeshard.schedule.passes import add_communication
-from pipeshard.schedule.program import Action, Kind, Program, forward_only, make_program
+from pipeshard.schedule.program import Action, Kind, Program, forward_only
+from pipeshard.schedule.schedules import make_program
 from pipeshard.schedule.simulate import simulate
 
 F, B, W = Kind.F, Kind.B, Kind.W

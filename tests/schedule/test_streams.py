@@ -11,14 +11,24 @@ from hypothesis import strategies as st
 from pipeshard.errors import ConfigurationError, DeadlockError
 from pipeshard.schedule.given import check
 from pipeshard.schedule.passes import add_communication, shorten_cooldown
-from pipeshard.schedule.program import PARTNER, RECEIVE, Action, Kind, Program, forward_only, make_program
+from pipeshard.schedule.program import PARTNER, RECEIVE, Action, Kind, Program, forward_only
+from pipeshard.schedule.schedules import make_program
 from pipeshard.schedule.simulate import simulate
 from pipeshard.schedule.streams import PLAIN, WORST, Device, Lanes, add_ordered_communication, check_streams
 from tests.schedule.test_communicate import assert_edges_agree
 
 BROADCAST, ISEND = Lanes("edge", numbered=True), Lanes("edge")
 ALL = [Lanes(per, numbered) for per in ("edge", "pair", "world") for numbered in (False, True)]
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3), ("zbv", 2)]
+SCHEDULES = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("zb-h1", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("zbv", 2),
+    ("v-half", 2),
+    ("v-min", 2),
+]
 SYNCHRONIZED = Device(synchronizes=True)
 schedules = st.sampled_from(SCHEDULES)
 

@@ -1,0 +1,204 @@
+"""Schedules: one pure function each, from p ranks, m microbatches and v chunks of a rank to a `Program`."""
+
+import difflib
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from pipeshard.errors import ConfigurationError
+from pipeshard.schedule.program import Action, Kind, Program, StageStep
+
+
+def gpipe(p: int, m: int, v: int = 1) -> Program:
+    """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965). With p=3, m=4:
+
+    rank 0  F0 F1 F2 F3 .. .. .. .. B0 B1 B2 B3
+    rank 1  .. F0 F1 F2 F3 .. .. B0 B1 B2 B3 ..
+    rank 2  .. .. F0 F1 F2 F3 B0 B1 B2 B3 .. ..
+
+    Bubble (p-1)(F+B) on each rank; m microbatches of activations alive at the peak.
+    """
+    # Backwards run in the order 0..m-1, not reversed: gradients are then summed in the order of plain
+    # gradient accumulation, and of the other schedules, so that all of them agree to the bit.
+    return _program("gpipe", m, range(p), ([(Kind.F, r)] * m + [(Kind.B, r)] * m for r in range(p)))
+
+
+def one_f_one_b(p: int, m: int, v: int = 1) -> Program:
+    """One forward, one backward: PipeDream-Flush (Narayanan et al. 2021, arXiv:2006.09503). With p=3, m=4:
+
+    rank 0  F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
+    rank 1  .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
+    rank 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
+
+    Bubble (p-1)(F+B) on each rank, as in GPipe; but rank r keeps only min(m, p-r) microbatches of activations.
+    """
+    ranks = ([(Kind.F, r)] * (p - r - 1) + [(Kind.F, r), (Kind.B, r)] * m for r in range(p))
+    return _program("1f1b", m, range(p), ranks)
+
+
+def interleaved(p: int, m: int, v: int = 2) -> Program:
+    """1F1B with v chunks a rank, stage s on rank s % p (Narayanan et al. 2021, arXiv:2104.04473). With p=3, m=3, v=2:
+
+    rank 0  F0@0 F1@0 F2@0 F0@3 F1@3 F2@3 .... .... B0@3 .... B1@3 .... B2@3 B0@0 B1@0 B2@0
+    rank 1  .... F0@1 F1@1 F2@1 F0@4 F1@4 F2@4 B0@4 .... B1@4 .... B2@4 B0@1 B1@1 B2@1 ....
+    rank 2  .... .... F0@2 F1@2 F2@2 F0@5 B0@5 F1@5 B1@5 F2@5 B2@5 B0@2 B1@2 B2@2 .... ....
+
+    A rank takes p microbatches through a chunk, then through its next one. F, B: those of all chunks of a rank. Where p
+    divides m the bubble is (p-1)(F+B)/v; rank r keeps 2(p-r-1) + (v-1)p + 1 activations of a stage, or vm if fewer.
+    """
+
+    def rank(r: int) -> list[StageStep]:
+        rounds = -(-m // p)
+        forwards = [(Kind.F, s) for s in range(r, p * v, p) for _ in range(p)] * rounds
+        backwards = [(Kind.B, s) for s in reversed(range(r, p * v, p)) for _ in range(p)] * rounds
+        warmup = 2 * (p - r - 1) + (v - 1) * p
+        pairs = itertools.zip_longest(forwards[warmup:], backwards)
+        return forwards[:warmup] + [step for pair in pairs for step in pair if step]
+
+    return _program("interleaved", m, [*range(p)] * v, map(rank, range(p)))
+
+
+def zb_h1(p: int, m: int, v: int = 1) -> Program:
+    """Zero bubble H1: 1F1B with rank r's W deferred by r (Qi et al. 2023, arXiv:2401.10241). With p=3, m=4:
+
+    rank 0  F0 F1 F2 .. .. B0 W0 F3 B1 W1 B2 W2 B3 W3
+    rank 1  .. F0 F1 .. B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+    rank 2  .. .. F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+
+    Bubble (p-1)(F+B-W) for m >= p and W <= min(F, B); (p-1)max(F, B) for a larger W. Every rank keeps min(m, p)
+    microbatches of activations, which is what the first one keeps in 1F1B.
+    """
+
+    def rank(r: int) -> list[StageStep]:
+        f, b, w = (Kind.F, r), (Kind.B, r), (Kind.W, r)
+        return [f] * (p - r - 1) + [f, b] * r + [f, b, w] * m
+
+    return _program("zb-h1", m, range(p), map(rank, range(p)))
+
+
+def zbv(p: int, m: int, v: int = 2) -> Program:
+    """Zero bubble in a V: stage s on rank s, stage 2p-1-s too (Qi et al. 2024, arXiv:2405.15362). With p=2, m=3:
+
+    rank 0  F0@0 F1@0 F2@0 F0@3 B0@3 W0@3 F1@3 B1@3 W1@3 B0@0 W0@0 F2@3 B2@3 W2@3 B1@0 W1@0 B2@0 W2@0 ....
+    rank 1  .... F0@1 F0@2 F1@1 F1@2 B0@2 W0@2 F2@1 B0@1 W0@1 F2@2 B1@2 W1@2 B1@1 B2@2 B2@1 W1@1 W2@2 W2@1
+
+    F, B, W: those of both chunks of a rank. Bubble (p-1)max(B/2, B-W) for m >= 2p-2 and max(F, W) <= B: that is
+    (p-1)(F+B-W)/2 where F = B = W, and no more where W <= F <= B <= F+W. Every rank keeps 2p activations of a stage
+    (fewer if m < 2p-1), as much as 1F1B's first one with stages twice as large.
+    """
+
+    def rank(r: int) -> list[StageStep]:
+        f, b, w = ((kind, r) for kind in (Kind.F, Kind.B, Kind.W))
+        f2, b2, w2 = ((kind, 2 * p - 1 - r) for kind in (Kind.F, Kind.B, Kind.W))
+        fill = [f] * (2 * (p - r) - 1) + [f2, f] * r + [f2, b2, w2] * (p - r)
+        steady = [f, b, w, f2, b2, w2] * (m - p)
+        drain = [b, b2] * r + [b, w] * (p - r) + [w2] * r + [w] * r
+        return fill + steady + drain
+
+    return _program("zbv", m, [*range(p), *reversed(range(p))], map(rank, range(p)))
+
+
+def v_half(p: int, m: int, v: int = 2) -> Program:
+    """Half of zbv's activations, in the same V (Qi et al. 2024, arXiv:2405.15362). With p=2, m=3:
+
+    rank 0  F0@0 F1@0 .... F0@3 B0@3 W0@3 F2@0 F1@3 B1@3 W1@3 B0@0 W0@0 .... F2@3 B2@3 W2@3 B1@0 W1@0 .... B2@0 W2@0
+    rank 1  .... F0@1 F0@2 F1@1 .... B0@2 F1@2 W0@2 F2@1 B0@1 B1@2 W0@1 F2@2 W1@2 B1@1 B2@2 W1@1 W2@2 B2@1 W2@1 ....
+
+    A rank keeps 2((p+2)//2) activations of a stage at most, where zbv keeps 2p. Bubble 7/12 (p-1)(F+B+W) at most where
+    F = B = W and m >= p; 1F1B's is (p-1)(F+B+W). Where B takes much longer than F and W, each microbatch adds to it.
+    """
+    return _v("v-half", p, m, 2, (2, 1, 1) if p % 2 else (4, 1, 5))
+
+
+def v_min(p: int, m: int, v: int = 2) -> Program:
+    """A third of zbv's activations, in the same V (Qi et al. 2024, arXiv:2405.15362). With p=2, m=3:
+
+    rank 0  F0@0 .... .... F0@3 B0@3 W0@3 F1@0 B0@0 W0@0 F1@3 B1@3 W1@3 F2@0 B1@0 W1@0 F2@3 B2@3 W2@3 .... B2@0 W2@0
+    rank 1  .... F0@1 F0@2 .... .... B0@2 B0@1 F1@1 F1@2 W0@2 W0@1 B1@2 B1@1 F2@1 F2@2 W1@2 W1@1 B2@2 B2@1 W2@2 W2@1
+
+    A rank keeps 2((p+4)//3) activations of a stage at most, where zbv keeps 2p. Bubble 2/3 (p-1)(F+B+W) at most where
+    F = B = W. Where they differ, each microbatch adds to it.
+    """
+    return _v("v-min", p, m, 1, (1, 1, 1) if p % 3 else (3, 1, 3))
+
+
+def _v(name: str, p: int, m: int, up: int, turns: tuple[int, int, int]) -> Program:
+    """Each microbatch does in a V what the one before it does, 6 units of time later: a rank has 6 actions for it.
+
+    Stages follow after 1 unit down the ranks, and after `up` units on the way back; `turns` are the units from F to F
+    on the last rank, from F to B on the first, from B to B on the last. W takes the earliest time that is left.
+    """
+    bottom = p - 1 + turns[0]
+    top = bottom + up * (p - 1) + turns[1]
+    bottom_again = top + p - 1 + turns[2]
+
+    def rank(r: int) -> list[StageStep]:
+        down, back = r, up * (p - 1 - r)
+        b, b2 = bottom_again + back, top + down
+        times = {(Kind.F, r): down, (Kind.F, 2 * p - 1 - r): bottom + back, (Kind.B, 2 * p - 1 - r): b2, (Kind.B, r): b}
+        left = {*range(6)} - {time % 6 for time in times.values()}
+        pairs = [(_next(b2, x), _next(b, y)) for x, y in itertools.permutations(sorted(left))]
+        times[Kind.W, 2 * p - 1 - r], times[Kind.W, r] = min(pairs, key=sum)
+        return [step for _, step in sorted((time + 6 * i, step) for step, time in times.items() for i in range(m))]
+
+    return _program(name, m, [*range(p), *reversed(range(p))], map(rank, range(p)))
+
+
+def _next(time: int, x: int) -> int:
+    """The first time after `time` that is x in a period of 6."""
+    return time + 1 + (x - time - 1) % 6
+
+
+def _program(name: str, m: int, placement: Iterable[int], ranks: Iterable[Iterable[StageStep]]) -> Program:
+    """The program in which each rank's steps take, each time, their next microbatch; there are none beyond the m-th.
+
+    So microbatches come in ascending order, and a step too many does no harm: a program stays legal, and free of
+    deadlock, when all that is done for some microbatches is left out.
+    """
+    microbatches = tuple(range(m))  # the same objects everywhere: cheaper to look up
+
+    def rank(steps: Iterable[StageStep]) -> Iterator[Action]:
+        left: defaultdict[StageStep, Iterator[int]] = defaultdict(lambda: iter(microbatches))
+        for kind, stage in steps:
+            for i in itertools.islice(left[kind, stage], 1):
+                yield Action(kind, i, stage)
+
+    return Program(name, m, tuple(placement), tuple(tuple(rank(steps)) for steps in ranks))
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb-h1": zb_h1}
+SCHEDULES |= (IN_A_V := {"zbv": zbv, "v-half": v_half, "v-min": v_min})
+
+
+def make_program(name: str, p: int, m: int, v: int = 1) -> Program:
+    """The training program of schedule `name` for `p` ranks and `m` microbatches, without communication.
+
+    `v` is the number of model chunks asked for, as in `num_chunks`. Raises ConfigurationError for an unknown name, a
+    `v` that the schedule cannot have, `p < 1` or `m < 1`.
+    """
+    v = num_chunks(name, v)
+    if p < 1 or m < 1:
+        raise ConfigurationError(f"schedule {name!r} needs p >= 1 ranks and m >= 1 microbatches, got p={p}, m={m}")
+    return SCHEDULES[name](p, m, v)
+
+
+def num_chunks(name: str, v: int = 1) -> int:
+    """The chunks of the model that a rank holds under schedule `name`, if `v` are asked for.
+
+    "interleaved" takes any number above 1; those in a V have two, asked for or not; the others have one. Raises
+    ConfigurationError for another `v`, or an unknown name.
+    """
+    if name not in SCHEDULES:
+        close = difflib.get_close_matches(str(name).lower(), SCHEDULES, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigurationError(f"unknown schedule {name!r}: {hint}known schedules: {', '.join(sorted(SCHEDULES))}")
+    if name == "interleaved":
+        if v < 2:
+            raise ConfigurationError(
+                f"schedule 'interleaved' needs num_model_chunks >= 2, got {v}; with one it is '1f1b'"
+            )
+        return v
+    has = 2 if name in IN_A_V else 1
+    if v not in (1, has):
+        raise ConfigurationError(f"schedule {name!r} has num_model_chunks={has}, got {v}; 'interleaved' takes others")
+    return has
