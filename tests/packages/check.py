@@ -209,7 +209,7 @@ def unsplit(
         optimizer.step()
         optimizer.zero_grad()
     trained.state = _state(whole)
-    if any(value.is_floating_point() and not value.isfinite().all() for value in trained.state.values()):
+    if not all(parameter.isfinite().all() for parameter in whole.parameters()):
         raise Untrainable(f"its parameters are not finite after {STEPS} steps")
     return trained
 
