@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from pipeshard.errors import PipeshardError
+from pipeshard.recipe import TRAINERS
 from pipeshard.schedule.schedules import SCHEDULES
 
 # What both commands take.
@@ -300,6 +301,23 @@ def launch(arguments: tuple[str, ...]) -> None:
     from pipeshard.launch import main as run
 
     sys.exit(run(arguments))
+
+
+def _trains(kind: str, what: str) -> click.Command:
+    """The command that trains with a Trainer of TRL, whose parser reads the arguments."""
+
+    def run(arguments: tuple[str, ...]) -> None:
+        from pipeshard.tuning import main as train
+
+        sys.exit(train(kind, arguments))
+
+    arguments = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED, metavar="--config FILE [OPTIONS]")
+    settings = {"ignore_unknown_options": True}
+    return click.Command(kind, settings, run, [arguments], help=what, add_help_option=False)
+
+
+for _kind, (_, _what) in TRAINERS.items():
+    main.add_command(_trains(_kind, _what))
 
 
 @main.command()

@@ -141,6 +141,12 @@ def test_what_does_not_fit_is_refused_and_recompute_counted() -> None:
     assert kept["--recompute",] < kept[()] / 2
 
 
+def test_a_field_that_only_the_code_reads_is_accepted() -> None:
+    """Qwen3MoeConfig has no head_dim of its own, but every Qwen3-MoE on the Hub sets it."""
+    model = source.build("qwen3_moe", ["head_dim=128", "num_hidden_layers=1"])
+    assert model.get_parameter("model.layers.0.self_attn.q_proj.weight").shape == (128 * 32, 2048)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

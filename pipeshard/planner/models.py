@@ -2,8 +2,11 @@
 
 import contextlib
 import difflib
+import inspect
 import json
 import logging
+import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -78,7 +81,7 @@ def _config(source: str, fields: dict[str, Any]) -> Any:
         else:
             config = AutoConfig.for_model(source, **fields)
             known = AutoConfig.for_model(source)
-            unknown = {key for key in fields if not hasattr(known, key)}
+            unknown = {key for key in fields if not hasattr(known, key) and not _reads(config, key)}
     if unknown:
         key = min(unknown)
         close = difflib.get_close_matches(key, [name for name in config.to_dict() if name not in fields], n=2)
@@ -87,6 +90,12 @@ def _config(source: str, fields: dict[str, Any]) -> Any:
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # any will do
     return config
+
+
+def _reads(config: Any, key: str) -> bool:
+    """Whether the code of a model reads a field that its config may lack, as Qwen3-MoE does head_dim."""
+    code = inspect.getsource(sys.modules[_class_of(config).__module__])
+    return re.search(rf"""config\.{key}\b|["']{key}["']""", code) is not None
 
 
 def _of_hub(name: str) -> Path:
