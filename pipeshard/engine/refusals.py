@@ -103,10 +103,10 @@ def refuse_blank_adapters(model: nn.Module) -> None:
 
 
 def refuse_sharded_packing(model: nn.Module, config: PipelineConfig) -> None:
-    """Refuse to shard weights that are packed in 4 bits."""
+    """Refuse to shard packed weights."""
     if (config.fsdp or config.tp_size > 1) and is_quantized(model):
         raise ConfigurationError(
-            "fsdp=True and tp_size shard weights, and this model has them in 4 bits, which are not sharded. Use more "
+            "fsdp=True and tp_size shard weights, and this model has them quantized, which are not sharded. Use more "
             "stages (pp_size) or replicas without these arguments"
         )
 
