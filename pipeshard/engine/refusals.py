@@ -102,9 +102,9 @@ def refuse_blank_adapters(model: nn.Module) -> None:
         )
 
 
-def refuse_sharded_packing(model: nn.Module, config: PipelineConfig) -> None:
+def refuse_sharded_packing(model: nn.Module, fsdp: bool, tp_size: int) -> None:
     """Refuse to shard packed weights."""
-    if (config.fsdp or config.tp_size > 1) and is_quantized(model):
+    if (fsdp or tp_size > 1) and is_quantized(model):
         raise ConfigurationError(
             "fsdp=True and tp_size shard weights, and this model has them quantized, which are not sharded. Use more "
             "stages (pp_size) or replicas without these arguments"
