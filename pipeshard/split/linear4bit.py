@@ -28,12 +28,14 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
 
     Attributes:
         options: how bitsandbytes packs the values.
+        unloaded: what `quant_state` is until there are values. A trace then has throw-away weights.
     """
 
     layer_class, weight_class, mark = bitsandbytes.nn.Linear4bit, Params4bit, "is_loaded_in_4bit"
     compute_dtype: torch.dtype
     quant_state: Any
     options: dict[str, Any]
+    unloaded: Any
 
     @property
     def scales(self) -> int:
@@ -50,6 +52,8 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
 
     def pack(self, value: Tensor) -> None:
         self.weight.data, self.quant_state = self._packed(value)
+        if value.is_meta:
+            self.unloaded = self.quant_state
         self.weight.bnb_quantized = True
 
     @torch.no_grad()
@@ -58,10 +62,10 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
         return quantize_4bit(self.as_computed(value), **self.options)
 
     def _state(self) -> Any:
-        """The `quant_state` of the weight that is here now: a trace has one of throw-away values."""
-        if self.quant_state.absmax.is_meta:  # the layer is of another stage, or not loaded yet
-            return self._packed(torch.zeros(self.whole_shape, dtype=self.values_dtype, device=self.weight.device))[1]
-        return self.quant_state
+        """The `quant_state` of the weight that is here now."""
+        if self.quant_state is not self.unloaded:
+            return self.quant_state
+        return self._packed(torch.zeros(self.whole_shape, dtype=self.values_dtype, device=self.weight.device))[1]
 
     def product(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)

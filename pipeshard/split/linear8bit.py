@@ -12,7 +12,8 @@ from pipeshard.split.packed_linear import PackedLinear
 
 
 class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
-    """A linear layer in 8 bits, with a scale for each output."""
+    """A linear layer in 8 bits, with a scale for each output: None until there are values, when a trace has throw-away
+    weights."""
 
     layer_class, weight_class = bitsandbytes.nn.Linear8bitLt, bitsandbytes.nn.Int8Params
     mark = "is_loaded_in_8bit"
@@ -20,7 +21,7 @@ class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
 
     @property
     def scales(self) -> int:
-        return self.state.SCB.nbytes
+        return 4 * len(self.weight)
 
     def blank(self, *sizes: Any) -> Any:
         how = {"has_fp16_weights": False, "threshold": self.state.threshold}
@@ -28,13 +29,14 @@ class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
 
     @torch.no_grad()
     def pack(self, value: Tensor) -> None:
-        self.weight.data, self.state.SCB = quantize_8bit(self.as_computed(value))
+        self.weight.data, scales = quantize_8bit(self.as_computed(value))
+        self.state.SCB = None if value.is_meta else scales
 
     def product(self, x: Tensor) -> Tensor:
         state = copy.copy(self.state)  # bitsandbytes writes to it
         state.CB, state.is_training = self.weight.data, self.training
-        if state.SCB.is_meta:  # a trace with throw-away values, of a layer of another stage, or not loaded yet
-            state.SCB = torch.ones_like(state.SCB, device=self.weight.device)
+        if state.SCB is None:
+            state.SCB = torch.ones(len(self.weight), device=self.weight.device)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return bitsandbytes.matmul(x, self.weight, bias=bias, state=state)
 
