@@ -33,7 +33,7 @@
 #               slices generation
 # make targets trains GPT-2 and llama by torch's pipelining, DeepSpeed (in an environment of its own) and Booster, from the
 #               same stages, and compares the losses
-# make trainer tries 72 features of transformers' Trainer through two stages, against one process, and compares the
+# make trainer tries 74 features of transformers' Trainer through two stages, against one process, and compares the
 #               losses of 50 steps of seven kinds of training; writes the tables in docs/trainer.md
 # make trainer-suite TRANSFORMERS=<checkout> runs transformers' own tests/trainer with one and two stages, and writes the
 #               counts in docs/trainer.md; the checkout is one of huggingface/transformers, and no test of it is copied here

@@ -72,7 +72,7 @@ def main() -> None:
 @CHUNKS
 @PARTITION
 @click.option("--device-memory", help="Memory of a device, such as 80GB or 80G.")
-@click.option("--optimizer", default="adamw", show_default=True, help="adamw | adam | sgd | none")
+@click.option("--optimizer", default="adamw", show_default=True, help="adamw | sgd | adamw_8bit | lion_8bit | none")
 @click.option("--dtype", help="bf16 | fp16 | fp32  [default: the config's, or bf16]")
 @click.option("--precision", help="bf16 | fp16 | fp32, as for the plugin.  [default: the weights' dtype]")
 @click.option("--dp", default=1, show_default=True, type=click.IntRange(min=1), help="Number of replicas.")
@@ -81,6 +81,7 @@ def main() -> None:
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that slice each stage.")
 @click.option("--recompute", is_flag=True, help="With activation recompute.")
 @click.option("--lora", metavar="RANK", type=click.IntRange(min=1), help="With adapters of this rank only.")
+@click.option("--quantize", help="With base weights packed as nf4 | fp4 | int8, for --lora.")
 @click.option("--slices", is_flag=True, help="Compare numbers of slices (num_slices), of 1F1B unless --schedule.")
 @click.option("--tflops", type=float, help="10^12 operations a second that a device sustains: times in seconds.")
 @click.option("--bandwidth", help="Between two ranks, a second, such as 50GB. [default: messages take no time]")
@@ -108,6 +109,7 @@ def plan(
     tp: int,
     recompute: bool,
     lora: int | None,
+    quantize: str | None,
     slices: bool,
     tflops: float | None,
     bandwidth: str | None,
@@ -132,7 +134,7 @@ def plan(
 
         if slices:
             refuse_unsliced(schedule or "1f1b")
-        built = build(model, fields, dtype, recompute, lora or 0)
+        built = build(model, fields, dtype, recompute, lora or 0, quantize)
     with progress("planning"):
         made = make_plan(
             built,
