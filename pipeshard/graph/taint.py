@@ -181,7 +181,7 @@ class Taint(DispatchMode):
         packet, is_of_batch = func._overloadpacket, bool(tags) and all(isinstance(tag, Input) for tag in tags)
         if tags and (deciding := self.of(_deciding(func, args))):
             self.decide(deciding, shaping=packet not in SCALAR, is_asked=packet in SCALAR and is_of_batch)
-        self.drawn |= _draws(func, args, kwargs)
+        self.drawn |= draws(func, args, kwargs)
         self.touched |= {tag for tag in tags if isinstance(tag, Value)}
         result = self._without_meta(func, args, kwargs, inputs)
         if is_of_batch and packet in SCALAR and not self.is_checking:
@@ -331,7 +331,7 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return rule(*args, **kwargs, out_val=result) if rule is not None else 0
 
 
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operator draws random numbers; attention without dropout does not, though it is marked so."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
