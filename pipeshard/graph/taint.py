@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
+from pipeshard.errors import TraceError
 from pipeshard.graph.question import Recipes
 from pipeshard.private import DispatchMode, functorch_unwrapped, tree_map_only
 
@@ -178,6 +179,11 @@ class Taint(DispatchMode):
         self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], tags: frozenset[Tag]
     ) -> tuple[Any, frozenset[Tag]]:
         """The result of an operator and its tags."""
+        if any(tensor.is_nested for tensor in inputs):
+            raise TraceError(
+                f"{_where()} computes with a nested tensor, whose rows have lengths that other stages do not know. "
+                "Pass padded tensors from layer to layer, and make nested ones inside of the forward of each"
+            )
         packet, is_of_batch = func._overloadpacket, bool(tags) and all(isinstance(tag, Input) for tag in tags)
         if tags and (deciding := self.of(_deciding(func, args))):
             self.decide(deciding, shaping=packet not in SCALAR, is_asked=packet in SCALAR and is_of_batch)
