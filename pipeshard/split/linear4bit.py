@@ -17,7 +17,7 @@ with torch.device("cpu"):  # bitsandbytes keeps the one that it makes first, whi
 
 
 class Params4bit(bitsandbytes.nn.Params4bit):
-    """Can be copied on meta, too. It has the name that peft looks for."""
+    """A parameter that can be copied on meta, too. It has the class name that peft looks for."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = memo[id(self)] = self.detach().clone().as_subclass(type(self)).requires_grad_(self.requires_grad)
@@ -26,7 +26,7 @@ class Params4bit(bitsandbytes.nn.Params4bit):
 
 
 class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
-    """Computes as bitsandbytes' layer does, and changes nothing of itself as it runs: bitsandbytes' own casts its bias
+    """Computes the same as bitsandbytes' layer, without changing itself: bitsandbytes' own layer casts its bias
     in place, and packs its weight once more for a CPU.
 
     Attributes:
@@ -53,7 +53,7 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
 
     @staticmethod
     def take_over(module: nn.Module, dtype: torch.dtype) -> None:
-        """Make one of a layer of bitsandbytes, on meta, whose values have this dtype before they are packed. The module
+        """Convert a layer of bitsandbytes on meta, whose values have this dtype before packing. The module
         stays the same object."""
         if type(module) is not bitsandbytes.nn.Linear4bit:
             return
@@ -70,7 +70,7 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
             give(layer.bias, layer.bias.data.to(dtype))
 
     def like(self, linear: nn.Module) -> "Linear4bit":
-        """The values of another linear layer, which has some, packed as those of this one."""
+        """The values of another linear layer (with values), packed like this one."""
         values: Any = linear
         sizes = tuple(values.weight.shape)[:: 1 if isinstance(linear, Conv1D) else -1]
         has_bias = values.bias is not None
@@ -90,12 +90,12 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
 
     @torch.no_grad()
     def _packed(self, value: Tensor) -> tuple[Tensor, Any]:
-        """What bitsandbytes makes of a weight of `whole_shape`."""
+        """The result of bitsandbytes' packing for a weight of `whole_shape`."""
         value = (value.T if self.is_transposed else value).to(self.values_dtype).contiguous()
         return quantize_4bit(value, **self.options)
 
     def _state(self) -> Any:
-        """The `quant_state` of the weight that is here now: traces have others, on meta or of throw-away values."""
+        """The `quant_state` of the current weight: traces use others, on meta or with temporary values."""
         if self.weight.is_meta:
             return self.state_on_meta
         if self.quant_state is self.state_on_meta:  # the layer is of another stage, or not loaded yet
@@ -108,7 +108,7 @@ class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
         return product.to(x.dtype)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """The parameters alone, by their own names: what a stage holds of them is found by these."""
+        """Only the parameters, by their own names, which identify what a stage holds."""
         nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
 
 
@@ -118,8 +118,8 @@ CHUNK = 1 << 20  # values, a multiple of every size of a block
 def quantize_4bit(
     value: Tensor, blocksize: int, compress_statistics: bool, quant_type: str, quant_storage: torch.dtype
 ) -> tuple[Tensor, Any]:
-    """What bitsandbytes' function of this name makes of a weight, to the bit, in chunks: on a CPU it takes some thirty
-    times the memory of its result."""
+    """The result of bitsandbytes' function of this name, bit for bit, in chunks: on a CPU that function takes some
+    thirty times the memory of its result."""
     parts = [
         functional.quantize_4bit(chunk, blocksize=blocksize, quant_type=quant_type, quant_storage=quant_storage)
         for chunk in value.flatten().split(CHUNK)

@@ -1,7 +1,7 @@
-"""Partition: which stage runs each unit call, by which criterion, and what then crosses every boundary.
+"""Partition: which stage runs each unit call, by which criterion, and which values then cross every boundary.
 
-Cutting a list of layers into equal parts balances neither embeddings nor heads, and says nothing of skip connections or
-of what the loss reads. Here the calls of a Dataflow are cut where the most expensive stage costs least, and the values
+Cutting a list of layers into equal parts balances neither embeddings nor heads, and ignores skip connections and
+the inputs of the loss. Here the calls of a Dataflow are cut where the most expensive stage costs least, and the values
 that cross follow from what each call reads.
 """
 
@@ -59,17 +59,17 @@ class Partition:
 
 
 def named_modules_of(partition: Cuts) -> list[str]:
-    """The modules that a partition names."""
+    """The modules that a partition lists."""
     return [] if isinstance(partition, str) else [entry for entry in partition if isinstance(entry, str)]
 
 
 def is_profile(partition: Cuts) -> TypeGuard[str]:
-    """Whether a partition goes by measured times: "profile", or "profile:PATH"."""
+    """Whether a partition uses measured times: "profile", or "profile:PATH"."""
     return isinstance(partition, str) and partition.partition(":")[0] == "profile"
 
 
 class Cost(NamedTuple):
-    """Time of one unit call: forward, backward but for the weight gradients that can wait, and those."""
+    """Times of one unit call: forward, backward without the weight gradients that can wait, and these."""
 
     forward: float
     backward: float
@@ -87,10 +87,10 @@ def cost_of(
 ) -> Cost:
     """Relative time of a unit call, in floating-point operations, from the `flops` and `elements` of one forward.
 
-    Both count three times (forward, input gradient, weight gradient), four times where the forward is recomputed; an
+    Both count three times (forward, input gradient, weight gradient), four times if the forward is recomputed. An
     element computed counts as `ELEMENT` operations, and so does each trainable parameter, whose gradient is written
-    and added up: that prices embeddings. Waiting are those of layers whose weight gradient can be deferred, and frozen
-    those of parameters that get none.
+    and accumulated: this accounts for embeddings. `waiting` parameters are those of layers whose weight gradient can be
+    deferred, `frozen` ones get no gradient.
     """
     once = flops + ELEMENT * elements
     weight = waiting_flops + 2 * ELEMENT * waiting_parameters
@@ -99,7 +99,7 @@ def cost_of(
 
 
 def call_costs(flow: Dataflow, units: Mapping[str, nn.Module], scale: float = 1.0) -> list[float]:
-    """Relative time of forward and backward of each call; `scale` is the size of a microbatch over the trace's."""
+    """Relative time of forward and backward of each call; `scale` is the size of a microbatch relative to the trace."""
     costs = []
     for call in flow.calls:
         unit = units[call.unit]
@@ -109,8 +109,8 @@ def call_costs(flow: Dataflow, units: Mapping[str, nn.Module], scale: float = 1.
 
 
 def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
-    """Calls before which no cut may be, each with the reason: a hidden value would have to cross it, or the model has
-    CutPoints and none is there. The number of the calls stands for the model's end."""
+    """Calls before which no cut is allowed, each with the reason: a hidden value would have to cross it, or the model
+    has CutPoints and none is there. The number of calls stands for the end of the model."""
     forbidden: dict[int, str] = {}
     if flow.cut_points:
         reason = f"the model is cut at its CutPoints alone, of which it calls {len(flow.cut_points)}"
@@ -156,9 +156,9 @@ def balance(
     squares of the costs.
 
     No cut is before a `forbidden` call. `fits(stage, start, end)` says whether a stage may have the calls from start to
-    end (exclusive); of what does not fit, nothing larger does. A rank has `chunks` stages.
+    end (exclusive); if a run of calls does not fit, no larger one does. A rank has `chunks` stages.
 
-    Raises PartitionError when there are fewer parts that can be cut apart than stages, or nothing fits.
+    Raises PartitionError if there are fewer separable parts than stages, or nothing fits.
     """
     if num_stages == 1 and fits is None:
         return [len(costs)]  # no cut, so no unit call is needed either
@@ -198,10 +198,10 @@ def _divide(
     combine: Callable[[float, float], float],
     most: float = math.inf,
 ) -> tuple[float, list[int] | None]:
-    """The least value of `combine` over the stages' costs, and the cuts that have it: 0, ..., `blocks`.
+    """The least value of `combine` over the stages' costs, and the cuts that achieve it: 0, ..., `blocks`.
 
-    Dynamic programming over (stages, blocks). `cost(stage, start, end)` is infinite where it cannot be, grows with the
-    run of blocks, and is `most` at most.
+    Dynamic programming over (stages, blocks). `cost(stage, start, end)` is infinite if the run is not allowed, grows
+    with the run of blocks, and is at most `most`.
     """
     best: list[float] = [0.0] + [math.inf] * blocks
     choices: list[list[int]] = []
@@ -227,18 +227,18 @@ def _divide(
 
 @dataclass(frozen=True)
 class Boundary:
-    """What enters a stage: `values` in the order they are sent, `gradients` the ones whose gradient goes back."""
+    """What enters a stage: `values` in the order they are sent, `gradients` the values whose gradient is sent back."""
 
     values: tuple[Value, ...]
     gradients: tuple[Value, ...]
 
 
 def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: Wanted = False) -> list[Boundary]:
-    """What crosses into each stage (nothing into stage 0).
+    """The values that cross into each stage (none into stage 0).
 
-    A value crosses every boundary between the stage of its call and that of its last reader, the last stage being
-    that of the loss, and of the outputs if they are wanted. A gradient returns for values that get one of the loss from
-    a reader there, or behind.
+    A value crosses every boundary between the stage of its call and that of its last reader; the last stage reads for
+    the loss, and for the outputs if they are wanted. A gradient is returned for values that receive one of the loss
+    from a reader on that stage or a later one.
     """
     everything = flow.needed(outputs)
     readers = [(f"unit {call.unit}", call.reads, stage) for call, stage in zip(flow.calls, stages)]
@@ -259,7 +259,7 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
 
 
 def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Reads) -> list[set[Value]]:
-    """The values that cross into each stage; `final` is what the end of the last one reads."""
+    """The values that cross into each stage; `final` are the values read at the end of the last one."""
     readers = [(call.reads.values, stage) for call, stage in zip(flow.calls, stages, strict=True)]
     return _crossing([*readers, (final.values, num_stages - 1)], stages, num_stages)
 
@@ -267,7 +267,7 @@ def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: R
 def _crossing(
     readers: Iterable[tuple[Iterable[Value], int]], stages: Sequence[int], num_stages: int
 ) -> list[set[Value]]:
-    """The values that cross into each stage, where each of the readers, on its stage, takes some."""
+    """The values that cross into each stage, given the values that each reader takes on its stage."""
     crossing: list[set[Value]] = [set() for _ in range(num_stages)]
     for values, reader in readers:
         for value in values:
@@ -280,9 +280,9 @@ PARTITIONS = ("auto", "uniform", "parameters", "profile", "profile:PATH", "type:
 
 
 def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]], num_stages: int) -> list[float]:
-    """The weight of each unit call, where `units` has the unit of each and `costs` tells their times.
+    """The weight of each unit call; `units` has the unit of each, and `costs` their times.
 
-    Raises ConfigurationError for an unknown name, PartitionError for a type that too few units have.
+    Raises ConfigurationError for an unknown name, PartitionError for a type with too few units.
     """
     check_partition(by)
     if by == "auto" or is_profile(by):
