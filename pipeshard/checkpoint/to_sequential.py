@@ -25,10 +25,10 @@ from pipeshard.split.packed import is_quantized
 def to_sequential(model: nn.Module, rank: int | None = None, device: torch.device | str = "cpu") -> nn.Module | None:
     """The current whole model, of the architecture's own class. Call it on every rank of the pipeline.
 
-    Each rank gets one or, with `rank`, only that stage (of every replica), and None elsewhere: those ranks hold at most
-    one extra parameter. It shares no tensor with `model`, which can continue to train. Weights and buffers are those of
-    the stages that train them; ties, frozen parameters, modes, activation checkpointing, hooks and `use_cache` are
-    those of the model, gradients are not copied.
+    Each rank gets one. With `rank`, only that stage (of every replica) gets one, and the others get None, and hold at
+    most one extra parameter. It shares no tensor with `model`, which can continue to train. Weights and buffers are
+    those of the stages that train them; ties, frozen parameters, modes, activation checkpointing, hooks and `use_cache`
+    are those of the model, gradients are not copied.
 
     Args:
         model: what `booster.boost` returned.

@@ -179,7 +179,7 @@ class LossRules:
         self._known: dict[Any, _Known] = {}
 
     def get(self, kind: Any) -> LossRule | None:
-        """The rules for batches of this kind, which has two parts: their structure, and the state that the loss
+        """The rule for batches of this kind, which has two parts: their structure, and the state that the loss
         reads."""
         return self._known[kind].rule if kind in self._known else None
 

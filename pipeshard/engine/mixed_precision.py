@@ -182,8 +182,8 @@ class Precision:
 
     @contextmanager
     def sharing_casts(self, flows: Collection[Dataflow]) -> Iterator[None]:
-        """Around a step's actions: its forwards share autocast's copy of each parameter. Otherwise every
-        microbatch in flight would have its own. Not if a forward writes to parameters."""
+        """Around a step's actions: its forwards share autocast's copy of each parameter, instead of one copy for each
+        microbatch in flight. They do not if a forward writes to parameters."""
         kinds = {place.kind for flow in flows for place in flow.carried}
         if not self.autocasts or kinds & {"parameter", "settled"} or not casts_have_graphs():
             yield

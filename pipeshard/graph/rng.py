@@ -62,7 +62,7 @@ class Randomness:
 
 class Draws:
     """A stream of random numbers of torch's CPU generator, `random` and numpy. Inside `with self:` they start from the
-    seed `key`, and continue in the next `with self:`. Outside, the program's own are unchanged."""
+    seed `key`, and continue in the next `with self:`. Outside, the program's own generators are unchanged."""
 
     def __init__(self, *key: int) -> None:
         self._key, self._inside, self._generators = key, None, PROCESS

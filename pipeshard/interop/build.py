@@ -214,11 +214,9 @@ def build(
 
     Args:
         cuts: the names of the modules to cut after (Slapo, Chen et al. 2023, arXiv:2302.08005), also nested ones; or
-        how
-            many unit calls each stage gets; or the number of stages, balanced by cost.
+            how many unit calls each stage gets; or the number of stages, balanced by cost.
         target: None keeps all stages in this process, as one module that is called like the model; otherwise the name
-        of
-            a runtime in `pipeshard.interop`, or of one that was added with `register_target`.
+            of a runtime in `pipeshard.interop`, or of one that was added with `register_target`.
         batch: a microbatch of the real sizes; by default dummy inputs, for transformers models.
         criterion: `criterion(output, batch)`, for a model whose output has no loss.
         device: the device of the stages' tensors.

@@ -286,9 +286,9 @@ class Asking(StandIn):
 
 
 class Answer(Asking):
-    """The pipeline's outputs for a batch, in place of a model that is called with it, once; also with inputs that
-    compute_loss has `added` to the batch, which are computed again. In a trial only their sizes are compared, since a
-    trace that depended on values would have to be repeated for each batch."""
+    """Replaces a model that is called once with the batch, and returns the pipeline's outputs for it. The batch may
+    contain inputs that compute_loss has `added`, which are computed again. In a trial only their sizes are compared,
+    since a trace that depended on values would have to be repeated for each batch."""
 
     def __init__(
         self, model: nn.Module, outputs: Any, inputs: Mapping[str, Any], added: frozenset[str], is_trial: bool = False
