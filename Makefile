@@ -12,6 +12,7 @@
 # make hunt     trains models that people write themselves, each of which was trained wrong without a word once, and
 #               kinds of layers, training loops, resumes and samplers with every schedule and layout
 # make elastic  kills one of four ranks of a job, and brings it back
+# make recipes  kills a rank of `pipeshard sft`, which resumes, and plans the largest recipes
 # make faults   plants every kind of fault on every stage at every moment of a step: all ranks end by name, the next run
 #               goes on; writes the table in docs/reliability.md; make faults DISABLE=99 runs them without their mechanism
 # make hosts    cuts the cable between two hosts (network namespaces, for which it must be root) that train together
@@ -32,7 +33,7 @@
 #               slices generation
 # make targets trains GPT-2 and llama by torch's pipelining, DeepSpeed (in an environment of its own) and Booster, from the
 #               same stages, and compares the losses
-# make trainer tries 72 features of transformers' Trainer through two stages, against one process, and compares the
+# make trainer tries 74 features of transformers' Trainer through two stages, against one process, and compares the
 #               losses of 50 steps of seven kinds of training; writes the tables in docs/trainer.md
 # make trainer-suite TRANSFORMERS=<checkout> runs transformers' own tests/trainer with one and two stages, and writes the
 #               counts in docs/trainer.md; the checkout is one of huggingface/transformers, and no test of it is copied here
@@ -81,7 +82,7 @@ PACKAGED := $(patsubst %,example-%,classify text_to_image)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic faults hosts fuzz soak parity parity-4.57 parity-packages parity-generate parity-slices bench curves targets trainer trainer-suite gpu-check gpu-speed docs release-check clean $(EXAMPLES) $(PACKAGED)
+.PHONY: help setup setup-peers train examples test lint ruff mypy pytest selftest exact hunt elastic recipes faults hosts fuzz soak parity parity-4.57 parity-packages parity-generate parity-slices bench curves targets trainer trainer-suite gpu-check gpu-speed docs release-check clean $(EXAMPLES) $(PACKAGED)
 
 help:
 	@sed -n -e 's/^# \(make .*\)/\1/p' -e 's/^# \(      .*\)/\1/p' Makefile
@@ -186,6 +187,9 @@ hunt: setup
 
 elastic: setup
 	@$(BIN)/python -m pytest -m 'slow or not slow' tests/test_elastic.py
+
+recipes: setup
+	@$(BIN)/python -m pytest -m 'slow or not slow' tests/test_recipes.py
 
 faults: setup
 	@$(BIN)/python -W ignore -m tests.faults $(if $(DISABLE),--disable $(DISABLE),--output docs/reliability.md)

@@ -25,6 +25,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.resident import peak, reset_peak
 from pipeshard import PipelinePlugin
+from pipeshard.split.materialize import is_released
 from pipeshard.split.packed import packed_layers
 from pipeshard.split.quantized import quantize_blank
 
@@ -70,7 +71,7 @@ def measure(rank: int, p: int, store: str, folder: str, phases: tuple[str, ...],
     rows = {}
     booster, model = boosted(p, None if "save" in phases else folder, phases[0])
     held = sum(parameter.nbytes for parameter in model.pipeline.held_parameters())
-    held += sum(layer.scales for _, layer in packed_layers(model.unwrap()))
+    held += sum(layer.scales for _, layer in packed_layers(model.unwrap()) if not is_released(layer.weight))
     rows[phases[0]] = peak() - floor
     if "save" in phases:
         reset_peak()

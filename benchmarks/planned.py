@@ -1,9 +1,10 @@
 """Planned: the most memory that ranks take in a step, and its time, beside what `pipeshard.plan` says.
 
 `python -m benchmarks.planned` trains a llama of 50 million parameters, built on meta, under layouts that differ in
-precision, replicas, recompute and stages. For the fullest rank it prints the peak of its resident memory above what it
-has after a step of a tiny model, and for layouts with a core for each rank how long a step takes, each beside the plan.
-Freed memory is given back to the system at once. Units are timed on all ranks at the same time, as they run in a step.
+precision, replicas, recompute and stages, and adapters of it on packed weights. For the fullest rank it prints the peak
+of its resident memory above what it has after a step of a tiny model, and for layouts with a core for each rank how
+long a step takes, each beside the plan. Freed memory is given back to the system at once. Units are timed on all ranks
+at the same time, as they run in a step.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "65536")
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
+from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing import Manager
 from torch.multiprocessing.spawn import spawn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.resident import peak, reset_peak, resident
 from pipeshard import PipelinePlugin, plan
+from pipeshard.checkpoint.lora import enable_lora
 from pipeshard.planner import Plan
+from pipeshard.planner.models import QUANTIZATIONS
 
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "vocab_size": 16000}
 LAYERS, TINY = 8, 2
@@ -42,14 +46,23 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"recompute": True}),
     (2, {"dp_size": 2, "zero_stage": 1}),
     (2, {"dp_size": 2, "zero_stage": 1, "precision": "bf16"}),
+    (2, {"quantize": "nf4"}),
+    (2, {"quantize": "int8"}),
 ]
+LORA = LoraConfig(r=16, target_modules="all-linear")
 STEPS = 2  # of which the second is one like all others
 BAR = 0.10
 
 
-def make(layers: int) -> LlamaForCausalLM:
+def make(layers: int, folder: str, quantize: str | None) -> Any:
+    """On meta; packed weights are those of a folder."""
     with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers, dtype=torch.float32))
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers, dtype=torch.float32))
+    if quantize is None:
+        return model
+    packing = {"quantization_config": BitsAndBytesConfig(**QUANTIZATIONS[quantize])}
+    model = PipelinePlugin.from_pretrained(LlamaForCausalLM, f"{folder}/{layers}", **packing).train()
+    return enable_lora(model, None, LORA, None)
 
 
 def make_batch() -> dict[str, torch.Tensor]:
@@ -63,10 +76,11 @@ def joined(rank: int, world: int, store: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{store}")
 
 
-def study(rank: int, world: int, p: int, options: dict[str, Any], timed: bool, store: str, plans: Any) -> None:
+def study(rank: int, world: int, p: int, options: dict[str, Any], timed: bool, folder: str, plans: Any) -> None:
     """Plan, with units that are timed on every rank at once."""
-    joined(rank, world, store)
-    model, counted = make(LAYERS), dict(options)
+    joined(rank, world, f"{folder}/plans")
+    counted = dict(options)
+    model = make(LAYERS, folder, counted.pop("quantize", None))
     if counted.pop("recompute", False):
         model.gradient_checkpointing_enable()
     dist.barrier()
@@ -78,13 +92,15 @@ def study(rank: int, world: int, p: int, options: dict[str, Any], timed: bool, s
     dist.destroy_process_group()
 
 
-def step(layers: int, p: int, options: dict[str, Any], counts: Any, steps: int) -> list[float]:
+def step(layers: int, p: int, options: dict[str, Any], counts: Any, steps: int, folder: str) -> list[float]:
     """Boost a model, and make so many steps; the seconds of each, the optimizer's apart, as in a plan."""
-    batch, model = make_batch(), make(layers)
+    options = dict(options)
+    batch, model = make_batch(), make(layers, folder, options.pop("quantize", None))
     shared: dict[str, Any] = {"dry_run_input": batch, "init_weights": True, "verify": False}
     booster = Booster(plugin=PipelinePlugin(p, num_microbatches=MICROBATCHES, partition=counts, **shared, **options))
     # As torch does by default on a GPU, and the plan counts.
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), foreach=True))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(trained, foreach=True))
     seconds = []
     for _ in range(steps):
         dist.barrier()
@@ -97,14 +113,14 @@ def step(layers: int, p: int, options: dict[str, Any], counts: Any, steps: int) 
 
 
 def measure(
-    rank: int, world: int, p: int, options: dict[str, Any], counts: Any, timed: int, store: str, results: Any
+    rank: int, world: int, p: int, options: dict[str, Any], counts: Any, timed: int, folder: str, results: Any
 ) -> None:
-    joined(rank, world, store)
-    step(TINY, p, options, "uniform", STEPS)
+    joined(rank, world, f"{folder}/steps")
+    step(TINY, p, options, "uniform", STEPS, folder)
     gc.collect()
     floor = resident()
     reset_peak()
-    seconds = step(LAYERS, p, options, counts, STEPS + timed)
+    seconds = step(LAYERS, p, options, counts, STEPS + timed, folder)
     results[rank] = peak() - floor, seconds[STEPS:]
     dist.barrier()
     dist.destroy_process_group()
@@ -117,10 +133,13 @@ def row(p: int, options: dict[str, Any], timed: int) -> tuple[list[str], list[fl
     with Manager() as manager, tempfile.TemporaryDirectory() as folder:
         plans: Any = manager.dict()
         results: Any = manager.dict()
+        for layers in (TINY, LAYERS) if "quantize" in options else ():
+            config = LlamaConfig(**SIZES, num_hidden_layers=layers, dtype=torch.float32)
+            LlamaForCausalLM(config).save_pretrained(f"{folder}/{layers}")
         planners = world if timed else 1
-        spawn(study, (planners, p, options, bool(timed), f"{folder}/plans", plans), nprocs=planners)
+        spawn(study, (planners, p, options, bool(timed), folder, plans), nprocs=planners)
         planned: Plan = plans[0]
-        spawn(measure, (world, p, options, planned.counts, timed, f"{folder}/steps", results), nprocs=world)
+        spawn(measure, (world, p, options, planned.counts, timed, folder, results), nprocs=world)
         found = dict(results)
         predicted = statistics.median(each.estimate.time for each in dict(plans).values())
     fullest = planned.estimate.fullest

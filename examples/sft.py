@@ -4,7 +4,8 @@
 it is one of them. MODEL is smollm2, a Hugging Face folder or an id of the hub; the data a file with a chat a line,
 {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} (or "prompt" and
 "completion", or "text"), a folder of `datasets`, or an id of the hub. `sft/` under --output gets checkpoints, which
---resume goes on from, what tensorboard shows, and `model/`: a Hugging Face folder with its tokenizer, or adapters.
+--resume goes on from, what tensorboard shows, and `model/`: a Hugging Face folder with its tokenizer, or adapters;
+with --quantize `memory.png` too: the memory that each rank has taken, and the plan with and without packed weights.
 """
 
 import argparse
@@ -36,7 +37,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--max-length", type=launcher.count, default=1024, help="tokens of a sample, of which longer ones are cut")
     add("--packing", action="store_true", help="fill each sample with several chats")
     add("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank; 0 trains all weights")
-    add("--quantize", choices=["nf4", "fp4"], help="pack the base weights in 4 bits; needs --lora and bitsandbytes")
+    add("--quantize", choices=["nf4", "fp4", "int8"], help="pack the base weights; needs --lora and bitsandbytes")
     add("--chat-template", type=Path, help="a file with a Jinja template, where the tokenizer has none")
     add("--every", type=launcher.count, default=50, help="steps from one evaluation and checkpoint to the next")
     add("--resume", action="store_true", help="go on from the newest checkpoint")
@@ -54,13 +55,14 @@ def run(args: argparse.Namespace, console: Console) -> None:
     import torch
     import torch.distributed as dist
     from huggingface_hub import snapshot_download
-    from peft import LoraConfig
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PrinterCallback
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
+    import chart
     from models import make_folder
-    from pipeshard import PipelinePlugin
+    from pipeshard import PipelinePlugin, plan
     from pipeshard.trainer import pipelined
 
     class Sft(SFTTrainer):
@@ -95,14 +97,19 @@ def run(args: argparse.Namespace, console: Console) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if args.chat_template:
         tokenizer.chat_template = args.chat_template.read_text()
-    adapters = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear") if args.lora else None
-    bits = {"load_in_4bit": True, "bnb_4bit_quant_type": args.quantize, "bnb_4bit_use_double_quant": True}
-    quantized = {"quantization_config": BitsAndBytesConfig(**bits)} if args.quantize else {}
-    model = PipelinePlugin.from_pretrained(  # whole in no process
-        AutoModelForCausalLM, folder, dtype=torch.float32, **quantized
+    adapters: Any = (
+        LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear") if args.lora else None
     )
+
+    def load(quantize: str | None) -> Any:
+        """The model on meta: whole in no process."""
+        four = {"load_in_4bit": True, "bnb_4bit_quant_type": quantize, "bnb_4bit_use_double_quant": True}
+        bits = {"load_in_8bit": True} if quantize == "int8" else four
+        packing = {"quantization_config": BitsAndBytesConfig(**bits)} if quantize else {}
+        return PipelinePlugin.from_pretrained(AutoModelForCausalLM, folder, dtype=torch.float32, **packing)
+
     trainer = pipelined(Sft)(
-        model, config, train_dataset=data["train"], eval_dataset=data["test"], processing_class=tokenizer,
+        load(args.quantize), config, train_dataset=data["train"], eval_dataset=data["test"], processing_class=tokenizer,
         peft_config=adapters,
         pipeline=PipelinePlugin(pp_size=args.pp, dp_size=args.dp, schedule=args.schedule),
     )  # fmt: skip
@@ -110,6 +117,25 @@ def run(args: argparse.Namespace, console: Console) -> None:
     trainer.train(resume_from_checkpoint=args.resume)
     trainer.save_model(str(output / "model"))
     console.print(f"wrote {output}/model")
+
+    def planned(quantize: str | None) -> list[float]:
+        """GiB on each stage."""
+        model = get_peft_model(load(quantize).train(), adapters)
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        made = plan(
+            model, None, args.pp, num_microbatches=args.microbatches,
+            microbatch_size=config.per_device_train_batch_size, seq_len=args.max_length, schedule=args.schedule,
+        )  # fmt: skip
+        return [memory.total / 2**30 for memory in made.estimate.memory]
+
+    if args.quantize and trainer.is_world_process_zero():
+        taken = [each for key, each in trainer.state.log_history[-1].items() if key.startswith("memory_gib")]
+        stages = [max(taken[k : k + args.dp]) for k in range(0, len(taken), args.dp)]
+        bars = {"taken, with libraries": stages, f"planned, {args.quantize}": planned(args.quantize)}
+        bars["planned, not quantized"] = planned(None)
+        chart.draw(bars, f"{folder.name}, LoRA of rank {args.lora}", output / "memory.png")
+        console.print(f"wrote {output}/memory.png")
 
 
 def rows(data: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from pipeshard.errors import PipeshardError
+from pipeshard.recipe import TRAINERS
 from pipeshard.schedule.schedules import SCHEDULES
 
 # What both commands take.
@@ -71,7 +72,7 @@ def main() -> None:
 @CHUNKS
 @PARTITION
 @click.option("--device-memory", help="Memory of a device, such as 80GB or 80G.")
-@click.option("--optimizer", default="adamw", show_default=True, help="adamw | adam | sgd | none")
+@click.option("--optimizer", default="adamw", show_default=True, help="adamw | sgd | adamw_8bit | lion_8bit | none")
 @click.option("--dtype", help="bf16 | fp16 | fp32  [default: the config's, or bf16]")
 @click.option("--precision", help="bf16 | fp16 | fp32, as for the plugin.  [default: the weights' dtype]")
 @click.option("--dp", default=1, show_default=True, type=click.IntRange(min=1), help="Number of replicas.")
@@ -80,6 +81,7 @@ def main() -> None:
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks that slice each stage.")
 @click.option("--recompute", is_flag=True, help="With activation recompute.")
 @click.option("--lora", metavar="RANK", type=click.IntRange(min=1), help="With adapters of this rank only.")
+@click.option("--quantize", help="With base weights packed as nf4 | fp4 | int8, for --lora.")
 @click.option("--slices", is_flag=True, help="Compare numbers of slices (num_slices), of 1F1B unless --schedule.")
 @click.option("--tflops", type=float, help="10^12 operations a second that a device sustains: times in seconds.")
 @click.option("--bandwidth", help="Between two ranks, a second, such as 50GB. [default: messages take no time]")
@@ -107,6 +109,7 @@ def plan(
     tp: int,
     recompute: bool,
     lora: int | None,
+    quantize: str | None,
     slices: bool,
     tflops: float | None,
     bandwidth: str | None,
@@ -131,7 +134,7 @@ def plan(
 
         if slices:
             refuse_unsliced(schedule or "1f1b")
-        built = build(model, fields, dtype, recompute, lora or 0)
+        built = build(model, fields, dtype, recompute, lora or 0, quantize)
     with progress("planning"):
         made = make_plan(
             built,
@@ -300,6 +303,23 @@ def launch(arguments: tuple[str, ...]) -> None:
     from pipeshard.launch import main as run
 
     sys.exit(run(arguments))
+
+
+def _trains(kind: str, what: str) -> click.Command:
+    """The command that trains with a Trainer of TRL, whose parser reads the arguments."""
+
+    def run(arguments: tuple[str, ...]) -> None:
+        from pipeshard.tuning import main as train
+
+        sys.exit(train(kind, arguments))
+
+    arguments = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED, metavar="--config FILE [OPTIONS]")
+    settings = {"ignore_unknown_options": True}
+    return click.Command(kind, settings, run, [arguments], help=what, add_help_option=False)
+
+
+for _kind, (_, _what) in TRAINERS.items():
+    main.add_command(_trains(_kind, _what))
 
 
 @main.command()

@@ -7,16 +7,20 @@ most one file.
 """
 
 import sys
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import overrides
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.utils.stateless import _reparametrize_module as reparametrized
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch as of_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import (
@@ -39,6 +43,7 @@ from torch.utils._pytree import (
 OF_COMPILER = "_dynamo"  # how attributes begin that a compiled function puts on the tensors it returns
 DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+OpOverload = torch._ops.OpOverload
 disabled_torch_function = torch._C._disabled_torch_function_impl
 functorch_is_active = torch._C._are_functorch_transforms_active
 functorch_unwrapped = torch._C._functorch.get_unwrapped
@@ -56,6 +61,38 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch would import its compiler (seconds) to keep the mode out of it
+
+
+def enter_below(*modes: TorchDispatchMode | TorchFunctionMode) -> None:
+    """Enter modes beneath those that are entered now, so that these may be left before or after them. They have no part
+    in what is compiled meanwhile."""
+    for mode in modes:
+        stack = _stack(mode)
+        above = [stack.pop() for _ in range(stack.size())]
+        for each in (mode, *reversed(above)):
+            stack.push(each)
+
+
+def leave_below(*modes: TorchDispatchMode | TorchFunctionMode) -> None:
+    """Leave them again, if they are entered in this thread."""
+    for mode in modes:
+        stack = _stack(mode)
+        above = [stack.pop() for _ in range(stack.size())]
+        for each in reversed(above):
+            if each is not mode:
+                stack.push(each)
+
+
+class _Stack(NamedTuple):
+    size: Callable[[], int]
+    pop: Callable[[], Any]
+    push: Callable[[Any], None]
+
+
+def _stack(mode: TorchDispatchMode | TorchFunctionMode) -> _Stack:
+    if isinstance(mode, TorchDispatchMode):
+        return _Stack(torch._C._len_torch_dispatch_stack, of_dispatch._pop_mode, of_dispatch._push_mode)
+    return _Stack(torch._C._len_torch_function_stack, overrides._pop_mode, overrides._push_mode)
 
 
 # Attributes that the package reads or writes, by the class (or module) that has them.
@@ -115,12 +152,14 @@ __all__ = [
     "DispatchMode",
     "GetAttrKey",
     "MappingKey",
+    "OpOverload",
     "SequenceKey",
     "StridedShard",
     "TreeSpec",
     "default_store",
     "disable_current_modes",
     "disabled_torch_function",
+    "enter_below",
     "foreach_mul_",
     "foreach_norm",
     "functorch_is_active",
@@ -128,6 +167,7 @@ __all__ = [
     "global_step_pre_hooks",
     "is_namedtuple_instance",
     "keystr",
+    "leave_below",
     "nccl_options",
     "profiler_is_enabled",
     "register_pytree_node",

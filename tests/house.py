@@ -28,7 +28,8 @@ LAYERS = (
     ("boost", "compat", "dataloader"),
     ("plugin",),
     ("entry", "interop", "layers", "elastic", "launch", "trainer"),
-    ("commands",),
+    ("commands", "recipe"),
+    ("tuning",),
     ("cli",),
 )
 MARK = "<!-- layers -->\n```\n"

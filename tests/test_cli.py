@@ -108,6 +108,29 @@ def test_adapters_train_little_and_have_no_weight_gradients_of_the_rest() -> Non
     assert 1 < shares[1] < 0.7 * shares[0]
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_packed_weights_take_less_and_compute_the_same(kind: str) -> None:
+    """bitsandbytes' products had no flops in a plan, so stages of packed layers took hardly any time."""
+    pytest.importorskip("bitsandbytes")
+    adapters = [*MODEL, *SIZES, "--dtype", "fp32", "--lora", "2"]
+    plain, packed = (json.loads(invoke(*adapters, "--json", "-", *each).output) for each in ([], ["--quantize", kind]))
+    assert packed["parameters"] == plain["parameters"] and packed["training"] == plain["training"]
+    for one, two in zip(plain["stages"], packed["stages"], strict=True):
+        assert two["memory"]["parameters"] < 0.6 * one["memory"]["parameters"]
+        assert (two["parameters"], two["kept"]) == (one["parameters"], one["kept"])
+        assert [two[name] for name in ("forward", "backward", "weight")] == pytest.approx(
+            [one[name] for name in ("forward", "backward", "weight")], rel=0.1
+        )
+    assert "error: fsdp=True and tp_size shard weights" in invoke(*adapters, "--quantize", kind, "--tp", "2").output
+
+
+def test_optimizers_in_8_bits_take_a_quarter() -> None:
+    sizes = ["hidden_size=128", "intermediate_size=256", "num_hidden_layers=4", "vocab_size=64", *SIZES, "--json", "-"]
+    plans = [json.loads(invoke("llama", *sizes, "--optimizer", kind).output) for kind in ("adamw", "adamw_8bit")]
+    full, packed = (sum(stage["memory"]["optimizer"] for stage in plan["stages"]) for plan in plans)
+    assert full / 4 < packed < full / 3
+
+
 def test_a_device_s_speed_gives_seconds_and_tokens() -> None:
     """Times were relative unless units had been measured, which a laptop cannot do for somebody's GPUs."""
     plans = [json.loads(invoke(*MODEL, *SIZES, "--json", "-", "--tflops", each).output) for each in ("0.001", "0.002")]
@@ -141,6 +164,12 @@ def test_what_does_not_fit_is_refused_and_recompute_counted() -> None:
     assert kept["--recompute",] < kept[()] / 2
 
 
+def test_a_field_that_only_the_code_reads_is_accepted() -> None:
+    """Qwen3MoeConfig has no head_dim of its own, but every Qwen3-MoE on the Hub sets it."""
+    model = source.build("qwen3_moe", ["head_dim=128", "num_hidden_layers=1"])
+    assert model.get_parameter("model.layers.0.self_attn.q_proj.weight").shape == (128 * 32, 2048)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -157,6 +186,9 @@ def test_what_does_not_fit_is_refused_and_recompute_counted() -> None:
         ([*MODEL, *SIZES, "--tflops", "1", "--bandwidth", "wide"], "error: bandwidth='wide' is not a size"),
         ([*MODEL, *SIZES, "--bandwidth", "1GB"], "error: bandwidth needs times in seconds: give tflops, or a profile"),
         ([*MODEL, *SIZES, "--slices", "--schedule", "zbv"], "error: schedule 'zbv' has no program for slices"),
+        ([*MODEL, *SIZES, "--lora", "2", "--quantize", "nf5"], "error: quantize='nf5' is unknown: did you mean nf4"),
+        ([*MODEL, *SIZES, "--quantize", "nf4"], "error: quantize='nf4' freezes the base weights: give adapters a rank"),
+        ([*MODEL, *SIZES, "--optimizer", "adam_8bit"], "error: optimizer='adam_8bit' is unknown: did you mean adamw_8"),
         ([*MODEL, *SIZES, "--lora", "2", "--tp", "2"], "error: tp_size=2: adapters on sliced layers"),
     ],
 )

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from pipeshard import private
 from tests.house import PACKAGE
@@ -216,3 +217,34 @@ def test_hooks_of_all_optimizers_are_in_one_place() -> None:
     assert len(private.global_step_pre_hooks) == before + 1
     handle.remove()
     assert len(private.global_step_pre_hooks) == before
+
+
+def test_modes_that_are_entered_below_are_left_in_any_order() -> None:
+    """A loop may begin a context before a mode is entered, and end it before the mode is left."""
+
+    class Counts(private.DispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    class Reads(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += func is torch.Tensor.tolist
+            return func(*args, **(kwargs or {}))
+
+    outer, below, reads, inner, tensor = Counts(), Counts(), Reads(), Counts(), torch.zeros(2)
+    with outer, torch.device("cpu"):
+        private.enter_below(below, reads)
+        tensor.add_(1).tolist()
+    inner.__enter__()
+    tensor.add_(1)
+    private.leave_below(below, reads)
+    private.leave_below(below, reads)
+    tensor.add_(1).tolist()
+    inner.__exit__(None, None, None)
+    assert (outer.calls, below.calls, inner.calls, reads.calls) == (1, 2, 2, 1)
+    assert torch.zeros(1).add_(1).tolist() == [1.0] and below.calls == 2

@@ -326,10 +326,14 @@ def mutated(mutation: str, folder: str, plugin: dict[str, Any], **others: Any) -
         "`dataloader_num_workers`, `dataloader_prefetch_factor`",
         "callbacks on every rank, in Trainer's order",
         "`ignore_data_skip`",
+        '`optim="adamw_bnb_8bit"`',
+        '`optim="paged_adamw_8bit"`',
         "`predict_with_generate`",
     ],
 )
 def test_features_work(pool: Pool, name: str) -> None:
+    if "8bit" in name:
+        pytest.importorskip("bitsandbytes")
     assert verdict(pool, name) == "works"
 
 

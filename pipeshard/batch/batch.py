@@ -54,6 +54,11 @@ class Batch:
         """
         declared = declared or {}
         paths, leaves, tree, main = _read_leaves(data, main_input, declared, {} if lists is None else lists)
+        for path in (path for path, leaf in zip(paths, leaves) if any(tensor.is_nested for tensor in tensors_in(leaf))):
+            raise BatchError(
+                f"{path} is a nested tensor, of which no dimension counts the samples: pass a padded one, "
+                f"{path}.to_padded_tensor(0.0), with a mask"
+            )
         # What was made in inference mode has no version counter, by which writes in place are seen.
         leaves = tuple(leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf for leaf in leaves)
         return cls(leaves, paths, tree, *_count_rows(paths, leaves, main, declared))

@@ -94,7 +94,7 @@ class PipelineCheckpointIO:
     def save_folder(
         self, model: nn.Module, folder: Path, size_per_shard: int = SHARD, use_async: bool = False, merge: bool = False
     ) -> None:
-        """`save_model` with `shard=True`, also of a model with adapters, or one in 4 bits, without its packed weights:
+        """`save_model` with `shard=True`, also of a model with adapters, or with packed weights, without these:
         the tensors that `load_model` reads."""
         boosted = boosted_model(model)
 

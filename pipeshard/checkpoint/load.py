@@ -204,7 +204,7 @@ class _Plan:
         if not of_base and len(packed) == len(self.packed):  # what was saved of a model that has them already
             self.missing = [name for name in self.missing if name not in packed]
         elif packed:
-            self.problems.append(f"{min(packed)} is missing, and a weight in 4 bits is not drawn")
+            self.problems.append(f"{min(packed)} is missing, and a quantized weight is not initialized")
 
     def _shapes_made(self, piece: Piece) -> dict[str, tuple[int, ...]]:
         try:

@@ -6,6 +6,7 @@ By name, the states of all ranks form one description, which any number of stage
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,6 +26,7 @@ from pipeshard.errors import CheckpointError, MessageError, listed
 OPTIMIZER_FORMAT = "pipeshard optimizer 2"
 OLDER = "pipeshard optimizer 1"  # a file of it is the same; in a folder were torch.distributed.checkpoint's own files
 VALUE = "pipeshard.value"  # among the states of a parameter: itself, in full precision
+INSIDE = "::"  # between the key of a dict among the states and a key in it, where bitsandbytes has its tensors
 # "format"; "parameters": name -> meta tensor; "param_groups": options and names ("params"); "state": name -> key ->
 # value. In a description the tensors of "state" are on meta, too.
 Content: TypeAlias = dict[str, Any]
@@ -37,6 +39,27 @@ def converted(states: States, convert: Callable[[str, Tensor], Any]) -> States:
         name: {key: convert(name, value) if isinstance(value, Tensor) else value for key, value in values.items()}
         for name, values in states.items()
     }
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of a parameter, with the entries of a dict in its place."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        is_nested = isinstance(value, dict) and value and all(isinstance(inner, str) for inner in value)
+        flat |= {_inside(key, inner): each for inner, each in _flat(value).items()} if is_nested else {key: value}
+    return flat
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `_flat`."""
+    values: dict[str, Any] = {}
+    for key, value in flat.items():
+        *outer, last = key.split(INSIDE)
+        place = values
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return values
 
 
 def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[int, str, nn.Parameter]]:
@@ -57,7 +80,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
     optimizer.follow(adopts=True)
     packed, weights = optimizer.optim.state_dict(), optimizer.weights
     names = {number: name for number, name, _ in numbered(optimizer, packed)}
-    states = {name: dict(packed["state"].get(number, {})) for number, name in names.items()}
+    states = {name: _flat(packed["state"].get(number, {})) for number, name in names.items()}
     for name, values in states.items():
         if weights[name].master.dtype != weights[name].parameter.dtype:
             values[VALUE] = weights[name].master.detach()
@@ -138,12 +161,18 @@ def content_flaw(content: Content, described: bool) -> str:
     for name, values in states.items():
         if not _by_name(values, object):
             return f"the state of {name} has no names"
+        if any(outer in values for key in values for outer in accumulate(key.split(INSIDE)[:-1], _inside)):
+            return f"a state of {name} is inside of another one"
         for key, value in values.items():
             if isinstance(value, Tensor) and not (value.is_meta if described else has_content(value)):
                 return f"{key} of {name} is {'in its description' if described else 'without values'}"
         if VALUE in values and getattr(values[VALUE], "shape", None) != parameters[name].shape:
             return f"{VALUE} of {name} does not have its shape"
     return ""
+
+
+def _inside(outer: str, inner: str) -> str:
+    return f"{outer}{INSIDE}{inner}"
 
 
 def _by_name(values: Any, kind: type) -> bool:
@@ -332,11 +361,12 @@ def _restore_states(optimizer: PipelineOptimizer, content: Content, states: Stat
         {**saved, "params": group["params"]}
         for saved, group in zip(content["param_groups"], packed["param_groups"], strict=True)
     ]
-    state = {number: states[name] for number, name, _ in parameters if states.get(name)}
+    state = {number: _nested(states[name]) for number, name, _ in parameters if states.get(name)}
     optimizer.optim.load_state_dict({**packed, "state": state, "param_groups": groups})
     for _, name, parameter in parameters:  # torch has cast what is in another precision than the parameter on purpose
         if content["parameters"][name].dtype == parameter.dtype and states.get(name):
             loaded = optimizer.optim.state[parameter]
             for key, value in loaded.items():
-                if isinstance(value, Tensor) and value.dtype != states[name][key].dtype:
-                    loaded[key] = states[name][key].to(value.device)
+                saved = states[name].get(key)
+                if isinstance(value, Tensor) and isinstance(saved, Tensor) and value.dtype != saved.dtype:
+                    loaded[key] = saved.to(value.device)

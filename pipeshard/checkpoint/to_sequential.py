@@ -45,7 +45,7 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
         raise ConfigurationError(f"rank must be a stage of this pipeline, 0 to {pipeline.num_stages - 1}, got {rank!r}")
     if is_quantized(pipeline.model):
         raise UsageError(
-            "to_sequential got a model whose base weights are packed in 4 bits. Save its adapters by "
+            "to_sequential got a model whose base weights are quantized. Save its adapters by "
             "booster.save_lora_as_pretrained(model, <folder>), load the base in one process by its class's "
             "from_pretrained(..., quantization_config=...), and call PeftModel.from_pretrained(base, <folder>)"
         )

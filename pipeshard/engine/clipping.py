@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipeshard.distributed.collectives import CPU, control, gather_objects, local_grad
 from pipeshard.distributed.mesh import Grid
 from pipeshard.distributed.progress import own_progress
+from pipeshard.engine.coupling import Coupling
 from pipeshard.engine.mixed_precision import LossScale
 from pipeshard.engine.parameters import HeldParameters
 from pipeshard.engine.updates import Updates
@@ -53,6 +54,7 @@ class ModelGradients:
         self._factor = self._scale  # that gradients are multiplied by now
         self._stepped: list[object] | None = None  # the optimizers that have, since gradients were made ready
         self.updates = Updates(grid)
+        self.coupling = Coupling(self.weights, names, self.updates)
         self.overflow = False
 
     @property
@@ -98,8 +100,9 @@ class ModelGradients:
 
     def settle(self) -> None:
         """Before parameters are read outside of a step: `follow` and `share`. Call it on all ranks."""
-        self.follow(adopts=False)
-        self.share()
+        with self.coupling.paused():
+            self.follow(adopts=False)
+            self.share()
 
     def share(self) -> None:
         """Send the parameters that replicas update, with ZeRO. Call it on all ranks."""

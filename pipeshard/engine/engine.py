@@ -314,9 +314,10 @@ class Pipeline:
     @together_in("plugin.sync_grads")
     def sync_grads(self) -> None:
         """Sum the gradients accumulated under `no_sync`."""
-        self.sync.begin()
-        self.sync.finish(True)
-        self.gradients.added()
+        with self.gradients.coupling.paused():
+            self.sync.begin()
+            self.sync.finish(True)
+            self.gradients.added()
 
     def _cut(self, batches: Sequence[Batch]) -> list[list[Batch]]:
         """The microbatches of each batch; cached for the same batches."""

@@ -251,6 +251,8 @@ def prove_loss_rule(
         rule, is_approximate = search.rule(side_outputs=True), False
     if rule is None and search.is_sum_of_means():
         rule, is_approximate = LossRule(), True
+    if rule is None and search.strayed is not None:
+        raise search.strayed
     if rule is None:
         why = (
             "is not a mean or sum over samples or valid labels that could be proven on random values (does it weigh "
@@ -296,6 +298,7 @@ class _Search:
         self.is_of_few = False  # whether a rule held on a few samples alone
         self.is_untried = False  # whether the rule found could not be tried at the batch's sizes
         self.failure: Exception | None = None  # why nothing could be tried
+        self.strayed: TraceError | None = None  # the same, if glue took another way than in its trace
         loss = flow.loss
         self.has_side_outputs = loss is not None and bool(loss.hidden or any(map(flow.is_aside, loss.values)))
 
@@ -360,6 +363,7 @@ class _Search:
                 self.counted, self.failure = losses[0].denominator is not None, None
                 return True
         self.failure = self.trial.failure
+        self.strayed = self.failure if isinstance(self.failure, TraceError) else None
         return False
 
     def _candidates(self) -> Iterator[LossRule]:

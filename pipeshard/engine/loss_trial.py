@@ -30,6 +30,7 @@ from pipeshard.graph.units import find_units, handled
 from pipeshard.hf import MASK, is_target, special_tokens
 from pipeshard.private import reparametrized
 from pipeshard.split.materialize import is_released
+from pipeshard.split.replay import END, other_way
 
 logger = logging.getLogger("pipeshard")
 ROWS, LENGTH = 4, 8  # how many samples and positions are tried
@@ -254,7 +255,10 @@ class Glue:
             nonlocal is_inside
             if is_inside:
                 return original(*arguments[0], **arguments[1])
-            index, call = next(calls)
+            index, call = next(calls, (len(flow.calls), None))
+            if call is None or call.unit != unit:
+                expected = END if call is None else call.unit
+                raise other_way(f"the forward called {unit}", f"{expected} (unit call {index})")
             if index in running:
                 is_inside = True
                 with weighted(self.units[unit], self.device):
@@ -279,6 +283,8 @@ class Glue:
             stack.enter_context(handled(self.units, handle))
             private = batch.map(lambda path, tensor, dim: tensor.clone())  # which glue may write to
             output = private.call(self.model)
+            if left := next(calls, None):
+                raise other_way("the forward ended", f"{left[1].unit} (unit call {left[0]})")
             for _ in range(times):
                 randomness.at(1)
                 value, count = sum_and_count(output, self.criterion, private)

@@ -46,6 +46,7 @@ OWN = frozenset(
         "is_stepping",
         "_backward",
         "_last_hook",
+        "_first_hook",
         "_watched",
         "_tensors",
         "_noted",
@@ -92,6 +93,7 @@ class PipelineOptimizer(Optimizer):
         self._narrow()
         self.is_stepping = False  # inside of the inner optimizer's step
         self._last_hook = optim.register_step_pre_hook(self._before_update)
+        self._first_hook = optim.register_step_post_hook(self._after_update)
         GUARD.boosted(self)
         gradients.updates.boosted(self)
         optim.add_param_group, optim.zero_grad = self.add_param_group, self.zero_grad  # type: ignore[method-assign]
@@ -329,7 +331,8 @@ class PipelineOptimizer(Optimizer):
             )
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        with together_in("optimizer.step") if self._meets else calling("optimizer.step"):
+        together = together_in("optimizer.step") if self._meets else calling("optimizer.step")
+        with self.gradients.coupling.paused(), together:
             self.follow(adopts=True)
             self._narrow()
             self._complete()
@@ -362,12 +365,16 @@ class PipelineOptimizer(Optimizer):
         has_hooks = len(hooks) > 1 or any(hook != GUARD.check for hook in global_step_pre_hooks.values())
         if has_hooks:
             hooks[self._last_hook.id] = hooks.pop(self._last_hook.id)
+            self.gradients.coupling.begin()
+        post_hooks: Any = self.optim._optimizer_step_post_hooks
+        post_hooks.move_to_end(self._first_hook.id, last=False)
         self.gradients.updates.hooks_begin(self.parameters, has_hooks)
         self.is_stepping = True
         try:
             result = self.optim.step(*args, **kwargs)
         finally:
             self.is_stepping = False
+            self.gradients.coupling.end()
         for weight in self.weights.values():
             weight.take_value()
         if self.finite is not None:
@@ -380,7 +387,13 @@ class PipelineOptimizer(Optimizer):
         """The last hook before the inner optimizer updates."""
         self.refuse_alone(type(self.optim).__name__)
         if self.is_stepping:
+            self.gradients.coupling.end()
             self.gradients.updates.hooks_end(self.parameters)
+
+    def _after_update(self, *_: Any) -> None:
+        """The first hook after the inner optimizer's update."""
+        if self.is_stepping:
+            self.gradients.coupling.begin()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.sync.reset({weight.parameter for weight in self.weights.values()})
@@ -393,9 +406,10 @@ class PipelineOptimizer(Optimizer):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Clip by the norm over the whole model, and return it. Call it on every rank."""
-        self.gradients.updates.judge()
-        norm = self.gradients.clip(max_norm, norm_type, error_if_nonfinite)
-        self.gradients.added()
+        with self.gradients.coupling.paused():
+            self.gradients.updates.judge()
+            norm = self.gradients.clip(max_norm, norm_type, error_if_nonfinite)
+            self.gradients.added()
         return norm
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
@@ -406,7 +420,7 @@ class PipelineOptimizer(Optimizer):
         current gradients. In the latter case, call it on every rank."""
         if self.gradients.norm is not None:
             return float(self.gradients.norm)
-        with together_in("optimizer.get_grad_norm"):
+        with self.gradients.coupling.paused(), together_in("optimizer.get_grad_norm"):
             return float(self.gradients.total(norm_type))
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:

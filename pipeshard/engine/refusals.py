@@ -102,11 +102,11 @@ def refuse_blank_adapters(model: nn.Module) -> None:
         )
 
 
-def refuse_sharded_packing(model: nn.Module, config: PipelineConfig) -> None:
-    """Refuse to shard weights that are packed in 4 bits."""
-    if (config.fsdp or config.tp_size > 1) and is_quantized(model):
+def refuse_sharded_packing(model: nn.Module, fsdp: bool, tp_size: int) -> None:
+    """Refuse to shard packed weights."""
+    if (fsdp or tp_size > 1) and is_quantized(model):
         raise ConfigurationError(
-            "fsdp=True and tp_size shard weights, and this model has them in 4 bits, which are not sharded. Use more "
+            "fsdp=True and tp_size shard weights, and this model has them quantized, which are not sharded. Use more "
             "stages (pp_size) or replicas without these arguments"
         )
 
@@ -206,6 +206,7 @@ def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
 FEW = 2  # parameters of each group that an optimizer is tried on
 SIZE, SCALES, SPARED = 4, (1.0, 100.0, 0.01) + (1.0,) * 7, 0.02  # of tiny parameters; of gradients; a gap that counts
 OVERRIDDEN = ("step", "add_param_group", "zero_grad")  # which schedulers, or an earlier boost, have put on an optimizer
+KNOWN = "torch.optim.", "bitsandbytes.optim."  # modules whose optimizers look at one parameter at a time
 WHOLE = (Adafactor, getattr(torch.optim, "Muon", Adafactor))  # torch's own that look at whole matrices
 Place = tuple[int, int]  # of a parameter: its group, and its place in it
 
@@ -222,10 +223,10 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
             f"{name} takes its direction from the gradients of all parameters together, of which each rank has a part "
             "only: use another optimizer, or pp_size=1 without tp_size, zero_stage and fsdp"
         )
-    known = type(optimizer).__module__.startswith("torch.optim.")
+    known = type(optimizer).__module__.startswith(KNOWN)
     try:
         couples = not known and gap(optimizer, model, False) > SPARED
-        divides = sharded and (isinstance(optimizer, WHOLE) if known else gap(optimizer, model, True) > SPARED)
+        divides = sharded and (looks_at_whole(optimizer) if known else gap(optimizer, model, True) > SPARED)
     except Exception as error:  # a user's class may raise anything
         if grid.first:
             logger.warning(
@@ -246,6 +247,14 @@ def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConf
             f"{name} looks at whole parameters, of which each rank has slices with tp_size > 1 and fsdp=True: use "
             "zero_stage=1 instead, or an optimizer that works element by element"
         )
+
+
+def looks_at_whole(optimizer: Optimizer) -> bool:
+    """Whether an optimizer of the KNOWN modules looks at whole parameters, as those of bitsandbytes do whose states
+    share a scale for every 256 values, or whose updates have a norm."""
+    of_bitsandbytes = getattr(optimizer, "args", None)
+    in_blocks = getattr(of_bitsandbytes, "optim_bits", 32) == 8
+    return isinstance(optimizer, WHOLE) or in_blocks or getattr(of_bitsandbytes, "max_unorm", 0.0) > 0
 
 
 def gap(optimizer: Optimizer, model: nn.Module, sliced: bool) -> float:

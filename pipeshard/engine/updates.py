@@ -10,6 +10,7 @@ import hashlib
 import logging
 import math
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -54,13 +55,16 @@ class Told(NamedTuple):
     """What a rank reports of an update. `used` are the options of each group that has parameters on the rank,
     by a digest of the names in the group, and `options` the current ones; `factor` is that of the gradients
     (None: changed otherwise, or there are none), `before` the latest other than 1 of earlier updates, and `norm` that
-    of the gradients times the factor, if it is known."""
+    of the gradients times the factor, if it is known. `found` is what a loop has written that is of one stage, and
+    `numbered`, by parameter, numbers that it has written with after it has read several (engine/coupling.py)."""
 
     used: dict[str, dict[str, Any]]
     options: dict[str, dict[str, Any]]
     factor: float | None
     before: float | None
     norm: float | None
+    found: str
+    numbered: dict[str, list[float]]
 
 
 class Snapshot:
@@ -128,12 +132,15 @@ class Updates:
 
     Attributes:
         optimizers: weak references to the boosted ones, in the order in which they were boosted.
+        count: updates so far.
+        found, numbered: what a loop has written since the last step (`Told`).
     """
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
         self.optimizers: list[weakref.ref[Grouped]] = []
-        self._count = 0  # updates so far
+        self.count = 0
+        self.found, self.numbered = "", dict[str, set[float]]()
         self._added: Snapshot | None = None  # the gradients as the last step has left them
         self._given: Snapshot | None = None  # as the inner optimizer got them, before hooks of its step
         self._samples = False  # whether a loop has changed gradients
@@ -142,20 +149,21 @@ class Updates:
         self._before: float | None = None  # the latest other than 1 of those before
         self._stepped: Any = ()  # the options that it used
         self._digest: tuple[Any, int] = (None, 0)  # the latest options that were hashed, and their digest
-        self._warned = False
+        self._warned = self._has_found = False
 
     @property
     def is_compared(self) -> bool:
         """Whether the next update is compared before it changes a parameter."""
-        return self.grid.size > 1 and self._count < FIRST
+        return self.grid.size > 1 and self.count < FIRST
 
     def boosted(self, optimizer: Grouped) -> None:
         self.optimizers.append(weakref.ref(optimizer))
 
     def added(self, parameters: Iterable[Tensor]) -> None:
         """A step has computed the gradients of these."""
+        self.found, self.numbered = "", {}
         if self.grid.size > 1:
-            self._added = Snapshot(parameters, self._samples or self._count < FIRST)
+            self._added = Snapshot(parameters, self._samples or self.count < FIRST)
 
     def judge(self) -> None:
         """Before the gradients are used or changed: record what a loop has done to them since `added`."""
@@ -165,7 +173,7 @@ class Updates:
     def hooks_begin(self, parameters: Iterable[Tensor], has_hooks: bool) -> None:
         """The inner optimizer's step is about to call its hooks."""
         is_needed = has_hooks and self.grid.size > 1
-        self._given = Snapshot(parameters, self._samples or self._count < FIRST) if is_needed else None
+        self._given = Snapshot(parameters, self._samples or self.count < FIRST) if is_needed else None
 
     def hooks_end(self, parameters: Sequence[Tensor]) -> None:
         """The last hook before an update of these. Raise UsageError if it is one of the first, and ranks differ."""
@@ -180,7 +188,7 @@ class Updates:
         self._factor = 1.0
         self._stepped = self._options()
         is_first = self.is_compared
-        self._count += 1
+        self.count += 1
         if is_first:
             self.compare(_norm(parameters) if _is_scaled(self._told) else None)
 
@@ -195,11 +203,12 @@ class Updates:
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """A digest of the options that the last update used and of the current ones, and the last update's
-        factor, for the message at the beginning of a step."""
+        """A digest of the options that the last update used, of the current ones and of values that the loop has
+        written differently than one process would, and the last update's factor, for the first message of a step."""
         used = self._digest_of(self._stepped)  # mostly what was set at the last step, whose digest is known
         now = self._digest_of(self._options())
-        return (used * ODD + now) % 2**BITS, OTHER if self._told is None else round(self._told * ONE)
+        written = zlib.crc32(repr((self.found, self._numbers)).encode())
+        return (used * ODD + now + written) % 2**BITS, OTHER if self._told is None else round(self._told * ONE)
 
     def _digest_of(self, options: tuple[Any, ...]) -> int:
         if options != self._digest[0]:
@@ -225,18 +234,30 @@ class Updates:
     def compare(self, norm: float | None = None) -> None:
         """Raise UsageError on every rank if ranks would update their parameters differently than one device would. Call
         it on all ranks."""
-        own = self._by_group(self._stepped), self._by_group(self._options()), self._told, self._before, norm
+        used, now = self._by_group(self._stepped), self._by_group(self._options())
+        own = used, now, self._told, self._before, norm, self.found, self._numbers
         told = [Told(*others) for others in gather_objects(own, self.grid.world)]
         for options in ([each.used for each in told], [each.options for each in told]):
             if problem := options_problem(options, self.grid.named):
                 raise UsageError(problem)
-        if alike([each.factor for each in told]):
-            return
-        if _is_of_a_norm(told):
+        differ = not alike([each.factor for each in told])
+        if differ and _is_of_a_norm(told):
             raise UsageError(f"{_shown(told, self.grid.named)}, {SCALED}")
-        if not self._warned and self.grid.first:
+        self._warn_of(told)
+        if differ and not self._warned and self.grid.first:
             logger.warning("%s. %s", _shown(told, self.grid.named), WARNED)
-        self._warned = True
+        self._warned |= differ
+
+    @property
+    def _numbers(self) -> dict[str, list[float]]:
+        return {name: sorted(values) for name, values in self.numbered.items()}
+
+    def _warn_of(self, told: Sequence[Told]) -> None:
+        """Tell once of what a loop has written that is of one stage."""
+        found = next((each.found for each in told if each.found), "") or numbers_problem(told, self.grid.named)
+        if found and not self._has_found and self.grid.first:
+            logger.warning("%s", found)
+        self._has_found |= bool(found)
 
     def _by_group(self, options: tuple[Any, ...]) -> dict[str, dict[str, Any]]:
         """The result of `_options`, by the groups that have parameters on this rank."""
@@ -263,6 +284,11 @@ WARNED = (
     "which on a rank is that of one stage: use PipelinePlugin(max_norm=...), optimizer.clip_grad_by_norm(max_norm) or "
     "optimizer.get_grad_norm()"
 )
+NUMBERED = (
+    "That is exact if these numbers are constants of your own, and wrong if they are computed from gradients or "
+    "weights, which on a rank are those of one stage: add them up over the ranks with torch.distributed.all_reduce, or "
+    "take a norm from optimizer.get_grad_norm()"
+)
 
 DRAWN = (
     "gradients were changed between execute_pipeline and the update on {}, and torch has drawn random numbers "
@@ -287,6 +313,17 @@ def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any)
                     "rank has to call, or a value that you broadcast"
                 )
     return ""
+
+
+def numbers_problem(told: Sequence[Told], named: Any) -> str:
+    """What differs between ranks in the numbers that a loop has written with; "" if nothing does."""
+    having = [(rank, each.numbered) for rank, each in enumerate(told) if each.numbered]
+    written = [sorted({round(value, 6) for values in numbered.values() for value in values}) for _, numbered in having]
+    other = next((k for k, values in enumerate(written) if not _is_close(tuple(values), tuple(written[0]))), 0)
+    if other == 0:
+        return ""
+    shown = (f"{min(having[k][1])} by {written[k][0]:.6g} on {named(having[k][0])}" for k in (0, other))
+    return f"parameters were changed in the training loop after it had read several: {' and '.join(shown)}. {NUMBERED}"
 
 
 def alike(factors: Iterable[float | None]) -> bool:

@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
+from pipeshard.errors import TraceError
 from pipeshard.graph.question import Recipes
 from pipeshard.private import DispatchMode, functorch_unwrapped, tree_map_only
 
@@ -178,10 +179,15 @@ class Taint(DispatchMode):
         self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], tags: frozenset[Tag]
     ) -> tuple[Any, frozenset[Tag]]:
         """The result of an operator and its tags."""
+        if any(tensor.is_nested for tensor in inputs):
+            raise TraceError(
+                f"{_where()} computes with a nested tensor, whose rows have lengths that other stages do not know. "
+                "Pass padded tensors from layer to layer, and make nested ones inside of the forward of each"
+            )
         packet, is_of_batch = func._overloadpacket, bool(tags) and all(isinstance(tag, Input) for tag in tags)
         if tags and (deciding := self.of(_deciding(func, args))):
             self.decide(deciding, shaping=packet not in SCALAR, is_asked=packet in SCALAR and is_of_batch)
-        self.drawn |= _draws(func, args, kwargs)
+        self.drawn |= draws(func, args, kwargs)
         self.touched |= {tag for tag in tags if isinstance(tag, Value)}
         result = self._without_meta(func, args, kwargs, inputs)
         if is_of_batch and packet in SCALAR and not self.is_checking:
@@ -331,7 +337,7 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return rule(*args, **kwargs, out_val=result) if rule is not None else 0
 
 
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operator draws random numbers; attention without dropout does not, although it is tagged so."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False

@@ -316,7 +316,7 @@ class Candidate:
                     rank=rank,
                     units=in_short([call.unit for call in subject.flow.calls[slice(*self.runs[s])]]),
                     calls=self.counts[s],
-                    parameters=sum(subject.parameters[name].numel() for name in held[s]),
+                    parameters=subject.forms.count(subject.parameters[name] for name in held[s]),
                     forward=costs[s].forward,
                     backward=costs[s].backward,
                     weight=costs[s].weight,

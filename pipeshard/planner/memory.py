@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Container, Hashable, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from pipeshard.config import PipelineConfig, check_precision, check_replicas
 from pipeshard.engine.grad_sync import BUCKET
-from pipeshard.errors import ConfigurationError
+from pipeshard.errors import ConfigurationError, hint
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.graph.meter import Meter
 from pipeshard.graph.shapes import TensorSpec, is_trainable
 from pipeshard.schedule.program import Action, Kind
+from pipeshard.split.packed import Packed
 from pipeshard.split.partition import live_values
 
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -52,6 +53,8 @@ def check_positive(**sizes: Any) -> None:
 
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}  # states of a parameter, each as large as its gradient
+IN_8_BITS = {"adamw_8bit": 2, "lion_8bit": 1}  # states of bitsandbytes, with a scale for each BLOCK of numbers,
+BLOCK, SMALL = 256, 4096  # but in fp32 for parameters of fewer than SMALL numbers
 FULL = 4  # bytes of a number in fp32
 
 
@@ -85,17 +88,23 @@ class Memory:
 
 @dataclass(frozen=True)
 class Forms:
-    """The forms of parameters on a rank: those that are `lowered` to 16 bits, and for `sliced` ones the number of
-    elements on a rank."""
+    """The forms of parameters on a rank: those that are `lowered` to 16 bits, for `sliced` ones the number of elements
+    on a rank, and the layers of `packed` ones."""
 
     lowered: Container[Tensor] = ()
     sliced: Mapping[nn.Parameter, int] = field(default_factory=dict)
+    packed: Mapping[nn.Parameter, Packed] = field(default_factory=dict)
+
+    def count(self, parameters: Iterable[nn.Parameter]) -> int:
+        """The numbers that these parameters are, unpacked and whole."""
+        return sum(math.prod(self.packed[p].whole_shape) if p in self.packed else p.numel() for p in parameters)
 
 
 @dataclass(frozen=True)
 class Training:
     """How parameters are trained, as far as it affects memory: the plugin's arguments of the same names, and the
-    optimizer: "adamw" has two states per parameter, "sgd" (with momentum) one, "none" none.
+    optimizer: "adamw" has two states per parameter, "sgd" (with momentum) one, "none" none; "adamw_8bit" and
+    "lion_8bit" are those of bitsandbytes.
 
     With `precision` "bf16" or "fp16" parameters have 16 bits, with fp32 gradients, values and states.
     `zero_stage=1` divides the states and these values among `dp_size` replicas, `fsdp` the values (or instead the
@@ -113,8 +122,9 @@ class Training:
     tp_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigurationError(f"optimizer={self.optimizer!r} is unknown: use one of {list(OPTIMIZERS)}")
+        known = [*OPTIMIZERS, *IN_8_BITS]
+        if self.optimizer not in known:
+            raise ConfigurationError(f"optimizer={self.optimizer!r} is unknown: {hint(self.optimizer, known)}")
         check_precision(self.precision, autocast=False)
         check_replicas(self.zero_stage, self.fsdp)
         check_positive(dp_size=self.dp_size, tp_size=self.tp_size)
@@ -149,22 +159,30 @@ class Training:
         sizes = gradients = states = values = 0
         for parameter in parameters:
             is_low, count = parameter in forms.lowered, forms.sliced.get(parameter, parameter.numel())
-            size = count * (2 if is_low else parameter.itemsize)
+            scales = forms.packed[parameter].scales if parameter in forms.packed else 0
+            size = count * (2 if is_low else parameter.itemsize) + scales
             full = FULL * count if is_low else size
             trained = full if is_trainable(parameter) else 0
             sizes, gradients = sizes + size, gradients + trained
-            states += -(-OPTIMIZERS[self.optimizer] * trained // self.parts)
+            states += -(-self.states(count, trained) // self.parts)
             if self.fsdp and self.dp_size > 1:
                 values += -(-full // self.dp_size)
             elif is_low:
                 values += -(-trained // self.parts)
         return Memory(sizes, gradients, states, values=values, update=self.update(gradients))
 
+    def states(self, count: int, trained: int) -> int:
+        """The bytes of the states of so many numbers, whose gradients take `trained` bytes."""
+        if self.optimizer in OPTIMIZERS:
+            return OPTIMIZERS[self.optimizer] * trained
+        each = FULL * count if count < SMALL else count + FULL * -(-count // BLOCK)
+        return IN_8_BITS[self.optimizer] * each if trained else 0
+
     def update(self, gradients: int) -> int:
         """The memory at the end of a step with gradients of this size: two messages of the replicas are in flight at a
         time, and AdamW computes the roots of all second moments at once, as torch's does on a GPU (`foreach`)."""
         messages = min(2 * BUCKET, gradients) if self.dp_size > 1 else 0
-        return max(messages, gradients // self.parts if OPTIMIZERS[self.optimizer] == 2 else 0)
+        return max(messages, gradients // self.parts if OPTIMIZERS.get(self.optimizer) == 2 else 0)
 
 
 class Footprint:

@@ -2,8 +2,11 @@
 
 import contextlib
 import difflib
+import inspect
 import json
 import logging
+import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,29 +16,46 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import hf_hub_download
-from torch import nn
-from transformers import AutoConfig
+from torch import Tensor, nn
+from transformers import AutoConfig, BitsAndBytesConfig
 
-from pipeshard.errors import ConfigurationError, explained, summary
+from pipeshard.errors import ConfigurationError, explained, hint, summary
 from pipeshard.hf import can_recompute
+from pipeshard.split.quantized import quantize_blank
 
 DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # What a config without an architecture is taken for, the first that it can be.
 TASKS = ("CausalLM", "ImageTextToText", "ImageClassification", "CTC", "SequenceClassification")
+# What `quantize` packs a base in; scales are quantized too, as examples/sft.py has them.
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
 
 
 def build(
-    source: str, fields: Sequence[str] = (), dtype: str | None = None, recompute: bool = False, lora: int = 0
+    source: str,
+    fields: Sequence[str] = (),
+    dtype: str | None = None,
+    recompute: bool = False,
+    lora: int = 0,
+    quantize: str | None = None,
 ) -> nn.Module:
     """The model of a Hugging Face folder, a config.json, or a model type, on meta and in training mode.
 
     `fields` are `key=value` for the config, with JSON or plain text values. Without `dtype` ("bf16", "fp16", "fp32")
     it is the config's, or otherwise bf16. With `lora`, the rank of adapters on all linear layers, only these are
-    trained. Raises ConfigurationError for a missing or unknown model.
+    trained. With `quantize` ("nf4", "fp4", "int8") the base weights are packed, as `quantization_config` of
+    from_pretrained does. Raises ConfigurationError for a missing or unknown model.
     """
     config = _config(source, dict(map(_field, fields)))
     if dtype is not None and dtype not in DTYPE_NAMES:
         raise ConfigurationError(f"dtype={dtype!r} is unknown: use one of {list(DTYPE_NAMES)}")
+    if quantize is not None and quantize not in QUANTIZATIONS:
+        raise ConfigurationError(f"quantize={quantize!r} is unknown: {hint(quantize, QUANTIZATIONS)}")
+    if quantize and not lora:
+        raise ConfigurationError(f"quantize={quantize!r} freezes the base weights: give adapters a rank with --lora")
     chosen = DTYPE_NAMES[dtype] if dtype else getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"), _quiet():
         model: Any = _class_of(config)._from_config(config, dtype=chosen)
@@ -43,6 +63,8 @@ def build(
             raise ConfigurationError(f"{type(model).__name__} has no activation recompute: leave --recompute out")
         if recompute:
             model.gradient_checkpointing_enable()
+        if quantize:
+            quantize_blank(model, BitsAndBytesConfig(**QUANTIZATIONS[quantize]))
         if lora:
             model = _adapted(model, lora)
     trained: nn.Module = model.train()
@@ -61,7 +83,7 @@ def _adapted(model: Any, rank: int) -> nn.Module:
 def precision_of(model: nn.Module) -> str:
     """The `precision` in which most weights of a model are trained, by their dtype."""
     counts: Counter[torch.dtype] = Counter()
-    for parameter in model.parameters():
+    for parameter in filter(Tensor.is_floating_point, model.parameters()):  # packed weights have bytes
         counts[parameter.dtype] += parameter.numel()
     names = {dtype: name for name, dtype in DTYPE_NAMES.items()}
     return names.get(max(counts, key=counts.__getitem__), "fp32") if counts else "fp32"
@@ -78,7 +100,7 @@ def _config(source: str, fields: dict[str, Any]) -> Any:
         else:
             config = AutoConfig.for_model(source, **fields)
             known = AutoConfig.for_model(source)
-            unknown = {key for key in fields if not hasattr(known, key)}
+            unknown = {key for key in fields if not hasattr(known, key) and not _reads(config, key)}
     if unknown:
         key = min(unknown)
         close = difflib.get_close_matches(key, [name for name in config.to_dict() if name not in fields], n=2)
@@ -87,6 +109,12 @@ def _config(source: str, fields: dict[str, Any]) -> Any:
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # any will do
     return config
+
+
+def _reads(config: Any, key: str) -> bool:
+    """Whether the code of a model reads a field that its config may lack, as Qwen3-MoE does head_dim."""
+    code = inspect.getsource(sys.modules[_class_of(config).__module__])
+    return re.search(rf"""config\.{key}\b|["']{key}["']""", code) is not None
 
 
 def _of_hub(name: str) -> Path:

@@ -14,6 +14,7 @@ from pipeshard.batch.criterion import Criterion
 from pipeshard.batch.read import dummy_inputs, read_batch
 from pipeshard.config import check_tp_plan
 from pipeshard.engine.mixed_precision import Precision
+from pipeshard.engine.refusals import refuse_sharded_packing
 from pipeshard.errors import ConfigurationError, PartitionError, UsageError
 from pipeshard.graph.dataflow import Dataflow
 from pipeshard.hf import can_recompute, recomputes
@@ -22,6 +23,7 @@ from pipeshard.planner.memory import Footprint, Forms, Training, check_positive,
 from pipeshard.planner.plan import Estimate, Plan
 from pipeshard.planner.profile import Profile, find_profile, shapes_of
 from pipeshard.schedule.schedules import SCHEDULES, num_chunks
+from pipeshard.split.packed import packed_layers
 from pipeshard.split.partition import Cost, Cuts, is_profile, named_modules_of
 from pipeshard.split.policy import Policy, find_policy
 from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
@@ -109,7 +111,7 @@ def plan(
         partition: as for the plugin. By name, it is changed if a rank would exceed `device_memory`.
         device_memory: the memory of a rank, such as "80GB" or a number of bytes.
         optimizer: "adamw" (two states per parameter), "sgd" (with momentum: one) or "none"; a state is as large as its
-            parameter's gradient.
+            parameter's gradient. "adamw_8bit" and "lion_8bit" are those of bitsandbytes.
         precision: as for the plugin: "bf16" and "fp16" need fp32 gradients, values and states besides parameters of 16
             bits.
         dp_size: as for the plugin, and so are the next two.
@@ -159,7 +161,7 @@ def plan(
         )
     return Plan(
         model=type(model).__name__,
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=subject.forms.count(model.parameters()),
         pp_size=pp_size,
         num_microbatches=m,
         microbatch=shapes_of(microbatch),
@@ -190,6 +192,7 @@ def study(
 ) -> Subject:
     """The properties of a model and its microbatch before the cut; arguments and errors are those of `plan`."""
     tie_on_meta(model)
+    refuse_sharded_packing(model, training.fsdp, training.tp_size)
     cuts = named_modules_of(partition)
     precision = Precision(training.precision, False, torch.device("cpu"))
     lowered, microbatch = precision.lowered(model), precision.of_batch(microbatch)
@@ -206,7 +209,7 @@ def study(
         check_tp_plan(tp_plan)
         styles = plan_of(model, training.tp_size, tp_plan, policy.tp_plan)
         sliced = sliced_sizes(model, {call.unit for call in flow.calls}, training.tp_size, styles)
-    forms = Forms(lowered, sliced)
+    forms = Forms(lowered, sliced, {layer.get_parameter("weight"): layer for _, layer in packed_layers(model)})
     costs = measured.times if measured else [unit_cost(*call) for call in zip(units, meter.works, strict=True)]
     return Subject(
         model=model,

@@ -47,7 +47,7 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
     refuse_far(config)
     if needs_weights(config) and is_quantized(model):
         raise ConfigurationError(
-            "DoRA, PiSSA and OLoRA begin with what is computed from the weights, which this model has in 4 bits. "
+            "DoRA, PiSSA and OLoRA begin with what is computed from the weights, which this model has quantized. "
             "Use plain LoRA, or load the model without quantization_config"
         )
     how, by_weights = getattr(config, "init_lora_weights", True), needs_weights(config)

@@ -6,11 +6,9 @@ from typing import Any
 import bitsandbytes
 import torch
 from bitsandbytes import functional
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
 
-from pipeshard.split.initialize import give
-from pipeshard.split.packed import Packed
+from pipeshard.split.packed_linear import PackedLinear
 
 with torch.device("cpu"):  # bitsandbytes keeps the one that it makes first, which could be on meta
     functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
@@ -25,91 +23,54 @@ class Params4bit(bitsandbytes.nn.Params4bit):
         return made
 
 
-class Linear4bit(Packed, bitsandbytes.nn.Linear4bit):
-    """Computes the same as bitsandbytes' layer, without changing itself: bitsandbytes' own layer casts its bias
-    in place, and packs its weight once more for a CPU.
+class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
+    """A linear layer in 4 bits.
 
     Attributes:
-        is_transposed: whether a checkpoint has the weight as (in, out).
-        values_dtype: of the values before they are packed, and after they are unpacked.
-        options: how bitsandbytes packs them.
-        state_on_meta: what `quant_state` is where the weight is on meta.
+        options: how bitsandbytes packs the values.
+        unloaded: what `quant_state` is until there are values. A trace then has throw-away weights.
     """
 
-    weight: Any
-    bias: Any
+    layer_class, weight_class, mark = bitsandbytes.nn.Linear4bit, Params4bit, "is_loaded_in_4bit"
     compute_dtype: torch.dtype
     quant_state: Any
-    is_transposed: bool
-    values_dtype: torch.dtype
     options: dict[str, Any]
-    state_on_meta: Any
+    unloaded: Any
 
     @property
     def scales(self) -> int:
         state = self.quant_state
-        absmax = [state.absmax, *([] if state.state2 is None else [state.state2.absmax])]
-        return sum(tensor.nbytes for tensor in absmax if not tensor.is_meta)
+        return state.absmax.nbytes + (0 if state.state2 is None else state.state2.absmax.nbytes)
 
-    @staticmethod
-    def take_over(module: nn.Module, dtype: torch.dtype) -> None:
-        """Convert a layer of bitsandbytes on meta, whose values have this dtype before packing. The module
-        stays the same object."""
-        if type(module) is not bitsandbytes.nn.Linear4bit:
-            return
-        layer: Any = module
-        layer.__class__, layer.weight.__class__ = Linear4bit, Params4bit
-        is_transposed = issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D)
-        layer.whole_shape = (layer.in_features, layer.out_features)[:: 1 if is_transposed else -1]
-        layer.is_transposed, layer.values_dtype = is_transposed, dtype
+    def begin(self) -> None:
         names = "blocksize", "compress_statistics", "quant_type", "quant_storage"
-        layer.options = {name: getattr(layer.weight, name) for name in names}
-        layer.pack(torch.empty(layer.whole_shape, dtype=dtype, device="meta"))
-        layer.state_on_meta = layer.quant_state
-        if layer.bias is not None:
-            give(layer.bias, layer.bias.data.to(dtype))
+        self.options = {name: getattr(self.weight, name) for name in names}
 
-    def like(self, linear: nn.Module) -> "Linear4bit":
-        """The values of another linear layer (with values), packed like this one."""
-        values: Any = linear
-        sizes = tuple(values.weight.shape)[:: 1 if isinstance(linear, Conv1D) else -1]
-        has_bias = values.bias is not None
+    def blank(self, *sizes: Any) -> Any:
         how = {name: value for name, value in self.options.items() if name != "blocksize"}
-        made: Any = bitsandbytes.nn.Linear4bit(*sizes, has_bias, self.compute_dtype, **how, device="meta")
-        made.source_cls = type(linear)
-        Linear4bit.take_over(made, values.weight.dtype)
-        give(made.weight, torch.empty_like(made.weight.as_subclass(Tensor), device=values.weight.device))
-        made.pack(values.weight.detach())
-        if has_bias:
-            give(made.bias, values.bias.detach().clone())
-        return made.requires_grad_(False)
+        return bitsandbytes.nn.Linear4bit(*sizes, self.compute_dtype, **how, device="meta")
 
     def pack(self, value: Tensor) -> None:
         self.weight.data, self.quant_state = self._packed(value)
+        if value.is_meta:
+            self.unloaded = self.quant_state
         self.weight.bnb_quantized = True
 
     @torch.no_grad()
     def _packed(self, value: Tensor) -> tuple[Tensor, Any]:
         """The result of bitsandbytes' packing for a weight of `whole_shape`."""
-        value = (value.T if self.is_transposed else value).to(self.values_dtype).contiguous()
-        return quantize_4bit(value, **self.options)
+        return quantize_4bit(self.as_computed(value), **self.options)
 
     def _state(self) -> Any:
-        """The `quant_state` of the current weight: traces use others, on meta or with temporary values."""
-        if self.weight.is_meta:
-            return self.state_on_meta
-        if self.quant_state is self.state_on_meta:  # the layer is of another stage, or not loaded yet
-            return self._packed(torch.zeros(self.whole_shape, dtype=self.values_dtype, device=self.weight.device))[1]
-        return self.quant_state
+        """The `quant_state` of the current weight."""
+        if self.quant_state is not self.unloaded:
+            return self.quant_state
+        return self._packed(torch.zeros(self.whole_shape, dtype=self.values_dtype, device=self.weight.device))[1]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         product = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, bias=bias, quant_state=self._state())
         return product.to(x.dtype)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Only the parameters, by their own names, which identify what a stage holds."""
-        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
 
 
 CHUNK = 1 << 20  # values, a multiple of every size of a block
@@ -122,7 +83,7 @@ def quantize_4bit(
     thirty times the memory of its result."""
     parts = [
         functional.quantize_4bit(chunk, blocksize=blocksize, quant_type=quant_type, quant_storage=quant_storage)
-        for chunk in value.flatten().split(CHUNK)
+        for chunk in value.flatten().split(value.numel() if value.is_meta else CHUNK)
     ]
     state: Any = parts[0][1]
     state.shape, state.absmax = value.shape, torch.cat([of_chunk.absmax for _, of_chunk in parts])

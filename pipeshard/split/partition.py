@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self, TypeGuard
 
@@ -20,6 +20,7 @@ from pipeshard.graph.dataflow import Dataflow, Reads, Wanted
 from pipeshard.graph.taint import Value
 from pipeshard.graph.units import CutPoint
 from pipeshard.hf import recomputes
+from pipeshard.schedule.given import is_v
 
 Cuts = str | Sequence[int] | Sequence[str]  # a rule by name, the unit calls of each stage, or modules to cut after
 # What moving one number costs, in floating-point operations: about 5 per byte on a CPU core.
@@ -150,13 +151,15 @@ def balance(
     num_stages: int,
     forbidden: Mapping[int, str] | None = None,
     fits: Callable[[int, int, int], bool] | None = None,
-    chunks: int = 1,
+    ranks: Sequence[int] | None = None,
 ) -> list[int]:
     """How many consecutive calls each stage gets: minimises the cost of the most expensive stage, then the sum of
     squares of the costs.
 
     No cut is before a `forbidden` call. `fits(stage, start, end)` says whether a stage may have the calls from start to
-    end (exclusive); if a run of calls does not fit, no larger one does. A rank has `chunks` stages.
+    end (exclusive); if a run of calls does not fit, no larger one does. `ranks` has the rank of each stage. If they are
+    in a V, single calls then move between stages as long as this reduces the cost of the most expensive rank, then the
+    sum of squares over the ranks, then that over the stages.
 
     Raises PartitionError if there are fewer separable parts than stages, or nothing fits.
     """
@@ -167,6 +170,7 @@ def balance(
     if len(starts) < num_stages:
         why = f"; not every cut is possible: {next(iter(forbidden.values()))}" if forbidden else ""
         asked, remedy = f"pp_size={num_stages}", f"pp_size <= {len(starts)}"
+        chunks = num_stages // len(set(ranks or range(num_stages)))
         if chunks > 1:
             asked = f"pp_size={num_stages // chunks} times {chunks} stages a rank"
             remedy += " with schedule='1f1b', which has one stage a rank"
@@ -188,7 +192,34 @@ def balance(
         _, cuts = _divide(len(starts), num_stages, cost, lambda total, c: total + c * c, most=highest)
     if cuts is None:
         raise PartitionError(f"no partition into {num_stages} stages fits")
+    if ranks is not None and is_v(tuple(ranks), num_stages // 2):
+        cuts = _level(cuts, ranks, cost)
     return [edges[b] - edges[a] for a, b in itertools.pairwise(cuts)]
+
+
+def _level(cuts: list[int], ranks: Sequence[int], cost: Callable[[int, int, int], float]) -> list[int]:
+    """The cuts after single blocks have moved from one stage to another, the best move first, while ranks gain by it.
+
+    In a V the last stage shares its rank with the first, so that an expensive head leaves room for little in front.
+    """
+
+    def value(cuts: Sequence[int]) -> tuple[float, float, float]:
+        costs = [cost(stage, *run) for stage, run in enumerate(itertools.pairwise(cuts))]
+        sums = [0.0] * (max(ranks) + 1)
+        for rank, each in zip(ranks, costs, strict=True):
+            sums[rank] += each
+        return max(sums), sum(each * each for each in sums), sum(each * each for each in costs)
+
+    def moves() -> Iterator[list[int]]:
+        for start, end in itertools.combinations(range(1, len(cuts)), 2):
+            for step in (1, -1):  # the cuts between two stages go that way
+                moved = [*cuts[:start], *(cut + step for cut in cuts[start:end]), *cuts[end:]]
+                if all(a < b for a, b in itertools.pairwise(moved)):
+                    yield moved
+
+    while value(best := min(moves(), key=value, default=cuts)) < value(cuts):
+        cuts = best
+    return cuts
 
 
 def _divide(

@@ -78,12 +78,12 @@ class Policy:
         by = self.partition_by
         if isinstance(by, str):
             weights, forbidden = self.weights(num_stages), forbidden_cuts(self.flow)
-            chunks = num_stages // len(set(self.placement)) if len(self.placement) == num_stages else 1
+            ranks = self.placement if len(self.placement) == num_stages else None
             if not self.flow.ends_in_cut:
-                return balance(weights, num_stages, forbidden, chunks=chunks)
+                return balance(weights, num_stages, forbidden, ranks=ranks)
             # The last stage may run no unit, only what the model does after the last CutPoint.
             tail = self.scale * 3 * self.flow.tail if by == "auto" and self.known_costs is None else 0.0
-            *counts, last = balance([*weights, tail], num_stages, forbidden, chunks=chunks)
+            *counts, last = balance([*weights, tail], num_stages, forbidden, ranks=ranks)
             return [*counts, last - 1]
         if all(isinstance(entry, int) for entry in by):
             return [int(entry) for entry in by]

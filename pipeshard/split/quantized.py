@@ -10,20 +10,21 @@ from pipeshard.split.packed import UNWRITTEN
 from pipeshard.split.ties import first_names
 
 METHOD = "bitsandbytes"
-ADVICE = "Pass BitsAndBytesConfig(load_in_4bit=True), or leave quantization_config out"
+ADVICE = "Pass BitsAndBytesConfig(load_in_4bit=True) or (load_in_8bit=True), or leave quantization_config out"
 
 
 def quantize_blank(model: Any, config: Any) -> None:
     """Pack the linear layers of a transformers model on meta; transformers decides which layers.
 
-    Raises ConfigurationError for any quantization other than 4 bits with bitsandbytes, if bitsandbytes is missing, and
-    for layers whose weight is tied to another one.
+    Raises ConfigurationError for any quantization other than 4 or 8 bits with bitsandbytes, if bitsandbytes is missing,
+    and for layers whose weight is tied to another one.
     """
     refuse_other_ways(config)
     from transformers.quantizers import AutoHfQuantizer
 
     try:
         from pipeshard.split.linear4bit import Linear4bit
+        from pipeshard.split.linear8bit import Linear8bit
     except ImportError as error:
         raise ConfigurationError(
             f"quantization_config needs bitsandbytes, which cannot be imported ({error}): "
@@ -34,22 +35,26 @@ def quantize_blank(model: Any, config: Any) -> None:
     quantizer.preprocess_model(model=model, dtype=model.dtype, device_map=None)
     refuse_lost_ties(before, first_names(model))
     for module in list(model.modules()):
-        Linear4bit.take_over(module, model.dtype)
+        for kind in (Linear4bit, Linear8bit):
+            kind.take_over(module, model.dtype)
     quantizer.postprocess_model(model)
     quantizer.is_serializable = refuse_to_save  # which save_pretrained asks
     model.hf_quantizer = quantizer  # Trainer asks it whether the model can be trained
 
 
 def refuse_other_ways(config: Any) -> None:
-    """Raise ConfigurationError for a configuration of anything except 4 bits with bitsandbytes."""
+    """Raise ConfigurationError for a configuration of anything except 4 or 8 bits with bitsandbytes."""
     if not isinstance(config, QuantizationConfigMixin):
         raise ConfigurationError(f"quantization_config is a {type(config).__name__}. {ADVICE}")
     method = getattr(config.quant_method, "value", config.quant_method)
     if method != METHOD:
         raise ConfigurationError(f"quantization_config: the method {method} is not supported. {ADVICE}")
-    if not config.load_in_4bit:
-        what = "8 bits are not supported" if config.load_in_8bit else "load_in_4bit is False"
-        raise ConfigurationError(f"quantization_config: {what}. {ADVICE}")
+    if not (config.load_in_4bit or config.load_in_8bit):
+        raise ConfigurationError(f"quantization_config: load_in_4bit and load_in_8bit are False. {ADVICE}")
+    if config.load_in_8bit and config.llm_int8_has_fp16_weight:
+        raise ConfigurationError(
+            "quantization_config: llm_int8_has_fp16_weight=True keeps the weights in 16 bits. Leave it out"
+        )
 
 
 def refuse_to_save() -> bool:

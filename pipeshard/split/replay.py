@@ -365,13 +365,21 @@ class Replay:
 
     def _lost(self, run: Run, what: str) -> TraceError:
         steps = run.route.steps
-        expected = steps[run.next].unit if run.next < len(steps) else "the end"
-        return TraceError(
-            f"{what} where the trace has {expected} (unit call {run.next}, stage {run.route.stage}): the model's glue "
-            "takes another way than it did in the trace, by chance (layerdrop), by what it counts (a depth that grows "
-            "with its forwards), or by what the batch holds. Turn layerdrop off, set a depth in an attribute of the "
-            "model between steps, or pass dry_run_input=<a batch of this kind>"
-        )
+        expected = steps[run.next].unit if run.next < len(steps) else END
+        return other_way(what, f"{expected} (unit call {run.next}, stage {run.route.stage})")
+
+
+END = "the end"
+
+
+def other_way(what: str, expected: str) -> TraceError:
+    """What to raise where a forward takes another way than its trace."""
+    return TraceError(
+        f"{what} where the trace has {expected}: the model's glue takes another way than it did in the trace, by "
+        "chance (layerdrop), by what it counts (a depth that grows with its forwards), or by what the batch holds. "
+        "Turn layerdrop off, set a depth in an attribute of the model between steps, or pass dry_run_input=<a batch "
+        "of this kind>"
+    )
 
 
 def _is_like(leaf: Any, seen: TensorSpec) -> bool:

@@ -366,6 +366,12 @@ class Loop(Trainer):
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError("hyperparameter_search is not known to a pipeline: start a run for each trial")
 
+    def generate(self, **inputs: Any) -> Tensor:
+        """The tokens that the stages generate together, with the arguments of the model's own `generate`. Call on every
+        rank."""
+        tokens: Tensor = self._own_stages().eval().boosted.generate(**inputs)
+        return tokens
+
     # files
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:

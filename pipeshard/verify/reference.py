@@ -24,7 +24,7 @@ from pipeshard.split.initialize import InitWeights, build, initialize, skeletons
 from pipeshard.split.materialize import allocate
 from pipeshard.split.packed import packed_layers
 
-PACKED_STD = 0.02  # of the values drawn for a weight in 4 bits
+PACKED_STD = 0.02  # of the values drawn for a packed weight
 
 
 @dataclass

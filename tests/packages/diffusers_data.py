@@ -124,7 +124,7 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[int]]] = {
         {
             "in_channels": 3,
             "latent_channels": 4,
-            "attention_head_dim": 2,
+            "attention_head_dim": 8,  # of 2, often none is positive, and its linear attention divides by 1e-15
             "encoder_block_types": ("ResBlock", "EfficientViTBlock"),
             "decoder_block_types": ("ResBlock", "EfficientViTBlock"),
             "encoder_block_out_channels": (8, 8),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from colossalai.booster import Booster
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import BitsAndBytesConfig
 
 from pipeshard import AutoConfig, PipelinePlugin, plan
 from pipeshard.config import PipelineConfig
@@ -18,8 +21,11 @@ from pipeshard.engine.grad_sync import BUCKET
 from pipeshard.errors import ConfigurationError, PartitionError
 from pipeshard.graph.units import find_units
 from pipeshard.planner.memory import Memory, Training
+from pipeshard.planner.models import QUANTIZATIONS
 from pipeshard.planner.plan import Estimate
 from pipeshard.schedule.schedules import IN_A_V
+from pipeshard.split.materialize import is_released
+from pipeshard.split.packed import packed_layers
 from pipeshard.split.policy import find_policy
 from pipeshard.split.tensor_parallel import plan_of, sliced_sizes
 from tests import zoo
@@ -100,6 +106,36 @@ def test_adapters_alone_have_gradients_and_states() -> None:
     assert sum(memory.optimizer for memory in memories) == 2 * trained
     whole = plan(zoo.build("llama"), batch, 2, num_microbatches=4, schedule="1f1b").estimate.memory
     assert sum(memory.always for memory in memories) < sum(memory.always for memory in whole) / 2
+
+
+def packed(folder: Path, kind: str) -> tuple[Memory, dict[str, int]]:
+    """What the plan says that this rank takes of adapters on packed weights, and what it holds after a step."""
+    batch, config = zoo.batch("llama", ROWS, LENGTH), BitsAndBytesConfig(**QUANTIZATIONS[kind])
+    whole = PipelinePlugin.from_pretrained(type(zoo.build("llama")), folder, quantization_config=config).train()
+    booster = Booster(plugin=PipelinePlugin(2, num_microbatches=4, dry_run_input=batch))
+    model = booster.enable_lora(whole, lora_config=LoraConfig(r=4, target_modules="all-linear"))
+    planned = plan(model, batch, 2, num_microbatches=4, schedule="1f1b")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(trained))
+    booster.execute_pipeline(iter([batch]), boosted, None, optimizer)
+    gradients = sum(p.grad.nbytes for p in trained if p.grad is not None)
+    optimizer.step()
+    states = [value for state in optimizer.optim.state.values() for value in state.values()]
+    scales = sum(layer.scales for _, layer in packed_layers(boosted.unwrap()) if not is_released(layer.weight))
+    return planned.estimate.memory[dist.get_rank()], {
+        "parameters": sum(p.nbytes for p in boosted.pipeline.held_parameters()) + scales,
+        "gradients": gradients,
+        "optimizer": sum(value.nbytes for value in states if value.ndim),
+    }
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("kind", list(QUANTIZATIONS))
+def test_packed_weights_take_what_is_planned(pool: Pool, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    zoo.build("llama").save_pretrained(tmp_path)
+    for planned, measured in pool.run(packed, 2, tmp_path, kind):
+        assert {name: getattr(planned, name) for name in measured} == measured
 
 
 def slices(name: str) -> dict[str, tuple[int, int]]:

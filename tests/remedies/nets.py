@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import torch
@@ -376,3 +377,38 @@ class ByMask(Net):
     def forward(self, ids: Tensor, labels: Tensor, mask: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         logits = self.head(self.body(self.embed(ids)))
         return {"loss": F.cross_entropy(logits[mask.bool()], labels[mask.bool()])}
+
+
+class NestedBetween(Net):
+    """A nested tensor goes from layer to layer."""
+
+    def body(self, x: Tensor) -> Any:
+        rows = torch.nested.as_nested_tensor(list(x), layout=torch.jagged)
+        for layer in self.layers:
+            rows = layer(rows)
+        return rows.to_padded_tensor(0.0)
+
+
+class NestedInside(Net):
+    """Each layer makes one."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Any:
+            rows = torch.nested.as_nested_tensor(list(x), layout=torch.jagged)
+            return super().forward(rows).to_padded_tensor(0.0)
+
+
+class Skips(Net):
+    """Layers are skipped by chance."""
+
+    share = 0.5
+
+    def body(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            if random.random() >= self.share:
+                x = layer(x)
+        return x
+
+
+class SkipsNone(Skips):
+    share = 0.0

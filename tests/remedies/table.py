@@ -16,6 +16,7 @@ from tests.hunt import nets as hunted
 from tests.hunt.cases import CASES
 from tests.hunt.nets import Logits, Net, V, data
 from tests.remedies import nets
+from tests.remedies.follower import momentum_encoder
 from tests.remedies.training import RATE, Training, ordinary
 
 Script = Training | Callable[[], list[str]]
@@ -195,6 +196,14 @@ def wider() -> list[dict[str, Tensor]]:
     return batches
 
 
+def nested_batches() -> list[dict[str, Tensor]]:
+    return [{**batch, "ids": torch.nested.as_nested_tensor(list(batch["ids"]))} for batch in ordinary()]
+
+
+def padded_batches() -> list[dict[str, Tensor]]:
+    return [{**batch, "ids": batch["ids"].to_padded_tensor(0)} for batch in nested_batches()]
+
+
 REMEDIES = {
     "a generator": Remedy(
         ("layers return generators",), "returns a generator", hunted_case("generators"), (Training(nets.Lists, ONE),)
@@ -248,7 +257,25 @@ REMEDIES = {
         ("parameters that the forward itself changes",),
         r"do it after optimizer.step\(\)",
         Training(nets.Momentum, UNVERIFIED),
-        (Training(nets.MomentumAfter, UNVERIFIED, between=momentum),),
+        (Training(nets.MomentumAfter, UNVERIFIED, between=momentum), momentum_encoder),
+    ),
+    "a nested tensor between layers": Remedy(
+        ("nested tensors",),
+        "make nested ones inside of the forward of each",
+        Training(nets.NestedBetween),
+        (Training(nets.NestedInside),),
+    ),
+    "a nested tensor in a batch": Remedy(
+        ("nested tensors",),
+        r"ids is a nested tensor.*ids.to_padded_tensor",
+        Training(batches=nested_batches),
+        (Training(batches=padded_batches),),
+    ),
+    "layers that are skipped by chance": Remedy(
+        ("layers that are skipped by chance",),
+        r"the forward called .* where the trace has layers\.\d.*by chance \(layerdrop\).*Turn layerdrop off",
+        Training(nets.Skips),
+        (Training(nets.SkipsNone),),
     ),
     "a shared batch norm": Remedy(
         ("a generator, a counter or a buffer",),

@@ -33,8 +33,8 @@ The last table has the most memory that the first rank takes in a step, counted 
 microbatch leaves behind, for a small model whose activations outweigh all else, m = 4. Slices are cut so that they take
 equally long, so the first ones, which attend to least, are the longest: "simulated" counts their lengths."""
 
-SLICES = 4, 8
-BARS = {(1, 8): 1.5, (2, 8): 1.3}  # by m and n: how many times as fast as 1F1B at least
+SLICES = 4, 6, 8
+BARS = {(1, 8): 1.5, (2, 6): 1.3}  # by m and n: how many times as fast as 1F1B at least
 RANKS, MANY = 2, 4  # microbatches, of which whole ones keep as many as there are ranks
 
 

@@ -1,0 +1,263 @@
+"""Coupling: what a loop computes from several parameters, or draws for one after the other, and writes to parameters.
+
+On several stages it is made of the parameters of one stage: a radius from the norm of all gradients, a projection, a
+quantile, noise. A clamp, a decay or an average of each parameter alone is exact, and looks alike in the values. So in
+some updates all operators of the loop pass a mode, which carries the names of parameters from their weights and
+gradients to what is computed from these.
+"""
+
+from bisect import bisect, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from posixpath import commonpath
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from pipeshard.distributed.collectives import local
+from pipeshard.engine.mixed_precision import MasterWeight
+from pipeshard.engine.updates import FIRST, Updates
+from pipeshard.ghost import Ghost
+from pipeshard.graph.taint import SCALAR, draws, mutated, storage_of, tensors_in
+from pipeshard.private import DispatchMode, OpOverload, enter_below, leave_below
+
+COLLECTIVES = {"c10d", "_c10d_functional"}  # operators after which a number is that of all ranks
+OVERWRITING = {torch.ops.aten.copy_, torch.ops.aten.zero_, torch.ops.aten.fill_}
+READERS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+
+
+class Stream(NamedTuple):
+    """Random numbers that are drawn one after the other, from when a generator was seeded."""
+
+    number: int
+
+
+class Number(NamedTuple):
+    """A number of Python's, where the loop has read several parameters in Python."""
+
+    value: float
+
+
+Source = str | Stream | Number  # a parameter by its name
+NOTHING: frozenset[Source] = frozenset()
+
+
+class Coupling(DispatchMode):
+    """Watches a loop between the calls of pipeshard, in the first updates of a model and in those whose number is a
+    power of two. Tags belong to storages, as in a trace (graph/taint.py)."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, weights: Mapping[str, MasterWeight], names: Mapping[Any, str], updates: Updates) -> None:
+        super().__init__()
+        self._weights, self._names, self._updates, self._grid = weights, names, updates, updates.grid
+        self._starts: dict[int, list[int]] = {}  # of the gradients in one memory, as replicas have them
+        self._tags: dict[tuple[int, int], tuple[StorageWeakRef, frozenset[Source]]] = {}
+        self._most = 0  # of tags, before those of what is gone are dropped
+        self._elsewhere = frozenset[str]()  # what is trained on other ranks alone
+        self._held = frozenset[str]()
+        self._read, self._has_read = set[str](), False  # in Python; whether it is a part of several stages
+        self._streams: dict[int, int] = {}  # by generator
+        self._drawn = 0
+        self._readers = Readers(self)
+        self._is_watching, self._calls = False, 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A call of pipeshard's, before which everything that the loop has written is looked at."""
+        self.end()
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+        if self._calls == 0:
+            self.begin()
+
+    def begin(self) -> None:
+        """The loop runs on."""
+        count = self._updates.count
+        if self._is_watching or not (count < FIRST or count & (count - 1) == 0):
+            return
+        self._held = frozenset(name for name, weight in self._weights.items() if weight.parameter.requires_grad)
+        of_others = {w.name for each in self._optimizers for w in each.weights.values() if w.master not in each.names}
+        released = (name for p, name in self._names.items() if isinstance(p, Ghost) and p.pipeshard_trainable)
+        self._elsewhere = frozenset(of_others.union(released))
+        if not self._elsewhere:
+            return
+        self._starts.clear()
+        for tensor in (local(tensor) for _, tensor in self._places() if tensor.layout is torch.strided):
+            insort(self._starts.setdefault(storage_of(tensor), []), int(tensor.storage_offset()))
+        for name, tensor in self._places():
+            self._set(tensor, frozenset({name}))
+        self._is_watching = True
+        enter_below(self, self._readers)
+
+    def end(self) -> None:
+        """The loop calls pipeshard: tell the Updates what it has written."""
+        if not self._is_watching:
+            return
+        self._is_watching = False
+        leave_below(self, self._readers)
+        drawn: dict[Stream, set[str]] = {}
+        for name, tensor in self._places():
+            tags = self._of([tensor])
+            names = {tag for tag in tags if isinstance(tag, str)} | {name}
+            if other := self._rest(names):
+                self._updates.found = self._updates.found or COUPLED.format(
+                    name=name, rank=self._grid.named(self._grid.mesh.rank), other=min(names - {name}), rest=other
+                )
+            for tag in tags:
+                if isinstance(tag, Stream):
+                    drawn.setdefault(tag, set()).add(name)
+                elif isinstance(tag, Number):
+                    self._updates.numbered.setdefault(name, set()).add(tag.value)
+        for of_stream in drawn.values():
+            if other := self._rest(of_stream):
+                self._updates.found = self._updates.found or DRAWN.format(
+                    name=min(of_stream), rank=self._grid.named(self._grid.mesh.rank), rest=other
+                )
+
+    @property
+    def _optimizers(self) -> Iterable[Any]:
+        return self._updates.in_use().values()
+
+    def _places(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights, gradients and what optimizers keep for them, with the names of the parameters."""
+        for name, weight in self._weights.items():
+            for parameter in (weight.parameter, weight.master):
+                yield name, parameter
+                if parameter.grad is not None:
+                    yield name, parameter.grad
+        for optimizer in self._optimizers:
+            for parameter, name in optimizer.names.items():
+                yield from ((name, kept) for kept in tensors_in(optimizer.optim.state.get(parameter, {}).values()))
+
+    def _rest(self, names: set[str]) -> str | None:
+        """What a loop has left out that took these parameters together, since other ranks have it: where they are all
+        that this rank has, anything, else what is inside of the same module."""
+        is_all = names >= self._held
+        if len(names) < 3 - is_all:
+            return None
+        module = "" if is_all else commonpath(name.replace(".", "/") for name in names).replace("/", ".")
+        rest = (name for name in self._elsewhere - names if f"{name}.".startswith(f"{module}." if module else ""))
+        return min(rest, default=None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        drawn = self._stream(args, kwargs) if draws(func, args, kwargs) else NOTHING
+        result = func(*args, **kwargs)
+        inputs = [*args, *kwargs.values()]
+        written = [*tensors_in([result]), *mutated(func, args, kwargs)]
+        if func.namespace in COLLECTIVES:
+            for tensor in tensors_in([*inputs, result]):
+                self._set(tensor, NOTHING)
+        elif func.name().startswith(("aten::_foreach", "aten::_fused")):
+            self._follow_each(func, inputs, result, written)
+        else:
+            self._follow(func, inputs, written, drawn)
+        return result
+
+    def _follow_each(self, func: Any, inputs: Sequence[Any], result: Any, written: Sequence[Tensor]) -> None:
+        """An operator that does something to each tensor of a list, with those that have its place in others."""
+        lists = [each for each in (*inputs, result) if isinstance(each, list | tuple) and each]
+        others = [each for each in inputs if not isinstance(each, list | tuple)]
+        targets = set(map(id, written))
+        for row in zip(*lists):
+            self._follow(func, [*row, *others], [each for each in row if id(each) in targets], NOTHING)
+
+    def _follow(self, func: Any, inputs: Sequence[Any], written: Sequence[Tensor], drawn: frozenset[Source]) -> None:
+        packet, overwrites = func._overloadpacket, func._overloadpacket in OVERWRITING
+        tags = self._of(tensors_in(inputs[overwrites:]))
+        if packet in SCALAR:
+            self.read(tags)
+        numbers = [] if "norm" in func.name() else [float(each) for each in inputs if self._is_number(each)]
+        if self._has_read:
+            tags |= set(map(Number, numbers))
+        elif numbers and tags:  # made of what was read, which was not of several stages
+            self._read.clear()
+        for tensor in written:
+            keeps = not overwrites or tensor.numel() * tensor.itemsize < tensor.untyped_storage().nbytes()
+            self._set(tensor, (self._of([tensor]) if keeps else NOTHING) | tags | drawn)
+
+    def _is_number(self, value: Any) -> bool:
+        """Whether it is a number of Python's, or one that was made a tensor."""
+        if isinstance(value, Tensor):
+            is_single = value.ndim == 0 and value.is_floating_point() and value.device.type == "cpu"
+            return is_single and not self._of([value])
+        return isinstance(value, float)
+
+    def read(self, tags: frozenset[Source]) -> None:
+        """Python sees a value with these tags."""
+        names = {tag for tag in tags if isinstance(tag, str)}
+        if not self._has_read and not names <= self._read:
+            self._read |= names
+            self._has_read = self._rest(self._read) is not None
+
+    def _stream(self, args: Any, kwargs: Any) -> frozenset[Source]:
+        """The random numbers that an operator is about to draw."""
+        tensor = next(tensors_in([args]), None)
+        device = torch.device(kwargs.get("device") or (tensor.device if tensor is not None else "cpu"))
+        default = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+        generator = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), default)
+        fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+        if id(generator) not in self._streams or torch.equal(generator.get_state(), fresh.get_state()):
+            self._drawn += 1
+            self._streams[id(generator)] = self._drawn
+        return frozenset({Stream(self._streams[id(generator)])})
+
+    def _of(self, tensors: Iterable[Tensor]) -> frozenset[Source]:
+        found = (self._tags.get(self._key(local(tensor))) for tensor in tensors)
+        return NOTHING.union(*(tags for of_storage in found if of_storage is not None for tags in of_storage[1:]))
+
+    def _key(self, tensor: Tensor) -> tuple[int, int]:
+        """Its memory, and which of the gradients there it is, or is a view of."""
+        storage = storage_of(tensor)
+        starts = self._starts.get(storage, ())
+        return storage, bisect(starts, tensor.storage_offset()) if len(starts) > 1 else 0
+
+    def _set(self, tensor: Tensor, tags: frozenset[Source]) -> None:
+        tensor = local(tensor)
+        key = self._key(tensor)
+        if not tags:
+            self._tags.pop(key, None)
+        elif tensor.layout is torch.strided:
+            address = self._tags[key][0] if key in self._tags else StorageWeakRef(tensor.untyped_storage())
+            self._tags[key] = address, tags
+        if len(self._tags) > self._most:
+            self._tags = {key: kept for key, kept in self._tags.items() if not kept[0].expired()}
+            self._most = 2 * len(self._tags)
+
+
+REMEDY = (
+    "Add the number up over the ranks with torch.distributed.all_reduce, each tied weight once, take a norm from "
+    "optimizer.get_grad_norm(), which every rank has to call, or compute it for each parameter alone"
+)
+COUPLED = (
+    "{name} was changed in the training loop on {rank} by what was computed from it and {other} together, but without "
+    "{rest}, which another rank holds. Other ranks compute other values, so the model is not trained as in one "
+    f"process. {REMEDY}"
+)
+DRAWN = (
+    "{name} was changed in the training loop on {rank} by random numbers that it draws for one parameter after the "
+    "other, but not for {rest}, which another rank holds, so the parameters get other numbers than in one process. "
+    "Draw for each parameter from a torch.Generator().manual_seed(...) of its own, seeded by its name and the step"
+)
+
+
+class Readers(TorchFunctionMode):
+    """Tells a Coupling what Python reads past torch's operators."""
+
+    def __init__(self, coupling: Coupling) -> None:
+        super().__init__()
+        self._coupling = coupling
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READERS:
+            self._coupling.read(self._coupling._of(args[:1]))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,266 @@
+"""Recipe: a file of settings, and options that override it, with the model and the data that they name.
+
+The settings are TRL's own, of the model, the data and the Trainer, and those of the pipeline below.
+"""
+
+from argparse import Namespace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pipeshard.errors import ConfigurationError, PipeshardError, explained, summary
+from pipeshard.schedule.schedules import SCHEDULES
+
+TRAINERS = {
+    "sft": ("SFT", "Fine-tune a model on chats, prompts with completions, or text."),
+    "dpo": ("DPO", "Fine-tune a model on pairs of a preferred and a rejected answer."),
+    "reward": ("Reward", "Train a reward model on pairs of a preferred and a rejected answer."),
+    "grpo": ("GRPO", "Train a model by reinforcement learning: reward functions score its own answers."),
+}
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+UNREAD = ["original/*", "onnx/*", "*.gguf", "*.pth", "*.onnx"]  # what some models have besides their safetensors
+
+
+def setting(default: Any, text: str, choices: Collection[str] | None = None) -> Any:
+    return field(default=default, metadata={"help": text} | ({"choices": list(choices)} if choices else {}))
+
+
+@dataclass
+class PipelineArguments:
+    """The settings of the pipeline and of the command."""
+
+    _argument_group_name = "pipeline"
+
+    pp: int = setting(2, "Number of pipeline stages.")
+    dp: int = setting(1, "Number of data-parallel replicas.")
+    tp: int = setting(1, "Number of ranks that slice each stage.")
+    schedule: str = setting("1f1b", "Order of the forward and backward passes.", SCHEDULES)
+    chunks: int | None = setting(None, "Model chunks of a rank, for the interleaved schedule.")
+    microbatches: int | None = setting(None, "Microbatches of a step. By default, each accumulation step is one.")
+    num_slices: str = setting("1", "Slices of each sequence: a number, or auto.")
+    partition: str = setting("auto", "auto, uniform, parameters, or type:REGEX.")
+    precision: str | None = setting(None, "Precision of the weights, instead of autocast.", ("bf16", "fp16", "fp32"))
+    recompute: float | None = setting(None, "Share of each stage to recompute, instead of gradient_checkpointing.")
+    zero_stage: int = setting(0, "1 shards the optimizer state across replicas.")
+    resume: bool = setting(False, "Resume from the newest checkpoint in output_dir, if there is one.")
+    prompt: str | None = setting(None, "Prompt that the trained model answers. By default, the first of the data.")
+    nnodes: int = setting(1, "Number of machines. Start the same command on each.")
+    rdzv_endpoint: str = setting("", "HOST:PORT where the machines meet; HOST is one of them.")
+    max_restarts: int = setting(0, "How often to restart from the newest checkpoint after a failure.")
+    dry_run: bool = setting(False, "Print the plan and exit: stages, memory of each rank, idle time.")
+    device_memory: str | None = setting(None, "Memory of a device for --dry_run, such as 80GB.")
+    model_config: str | None = setting(None, "Model to plan if its folder is missing: 'llama hidden_size=4096 ...'.")
+
+
+# The settings that are arguments of PipelinePlugin.
+PLUGIN = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "chunks": "num_model_chunks"}
+PLUGIN |= {"microbatches": "num_microbatches", "schedule": "schedule", "num_slices": "num_slices"}
+PLUGIN |= {name: name for name in ("partition", "precision", "recompute", "zero_stage")}
+
+
+# The settings
+
+
+def read(kind: str, arguments: Sequence[str]) -> Namespace:
+    """The settings of the file that --config names, and of options, which override them.
+
+    Raises ConfigurationError for an unknown setting, a wrong value, a missing file or package.
+    """
+    missing = [package for package in ("trl", "datasets") if find_spec(package) is None]
+    if missing:
+        raise ConfigurationError(f"pipeshard {kind} needs {' and '.join(missing)}: pip install 'pipeshard[trl]'")
+    groups = groups_of(kind)
+    arguments = [part for one in arguments for part in (one.split("=", 1) if one.startswith("--config=") else [one])]
+    with explained(unreadable, but=(PipeshardError,)):
+        settings, of_file, rest = parser_of(kind, groups).parse_args_and_config(
+            arguments, return_remaining_strings=True, separate_remaining_strings=True
+        )
+    if unknown := [*of_file[::2], *rest]:
+        raise ConfigurationError(
+            unknown_setting(kind, unknown[0], [one.name for group in groups for one in fields(group)])
+        )
+    settings.num_slices = str(settings.num_slices)  # a file may have a number
+    checked_config(settings)
+    return settings
+
+
+def groups_of(kind: str) -> list[type]:
+    """The dataclasses that have the settings."""
+    script = import_module("trl.scripts.grpo").GRPOScriptArguments if kind == "grpo" else trl().ScriptArguments
+    return [PipelineArguments, script, trl().ModelConfig, trl().DatasetMixtureConfig, of_trl(kind, "Config")]
+
+
+def trl() -> Any:
+    """TRL, which takes seconds to import."""
+    return import_module("trl")
+
+
+def of_trl(kind: str, what: str) -> Any:
+    """The Config or the Trainer of this kind."""
+    return getattr(trl(), TRAINERS[kind][0] + what)
+
+
+def parser_of(kind: str, groups: Sequence[type]) -> Any:
+    class Parser(trl().TrlParser):  # type: ignore[misc]
+        """TRL's own parser, of which the settings stay a Namespace: TrainingArguments would initialize a device."""
+
+        def parse_args_into_dataclasses(self, args: Any = None, **_: Any) -> Any:
+            return self.parse_known_args(args)
+
+        def error(self, message: str) -> NoReturn:
+            raise ConfigurationError(f"{message}. pipeshard {kind} --help lists the settings")
+
+    what = f"{TRAINERS[kind][1]} --config FILE reads settings from a YAML file; options override it."
+    usage = f"pipeshard {kind} --config FILE [OPTIONS]"
+    return Parser(groups, prog=f"pipeshard {kind}", usage=usage, description=what, allow_abbrev=False)
+
+
+def unreadable(error: Exception) -> ConfigurationError:
+    return ConfigurationError(f"the file of --config cannot be read: {summary(error)}")
+
+
+def unknown_setting(kind: str, name: str, known: Collection[str]) -> str:
+    plain = name.lstrip("-").partition("=")[0].replace("-", "_")
+    close = [one for one, argument in PLUGIN.items() if argument == plain] or get_close_matches(plain, known, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"pipeshard {kind} --help lists the settings"
+    return f"{name} is not a setting of pipeshard {kind}: {hint}"
+
+
+def checked_config(settings: Namespace) -> None:
+    """Raise ConfigurationError for settings of the pipeline that cannot work."""
+    from pipeshard.config import PipelineConfig
+    from pipeshard.trainer.refusals import cut
+
+    cut(PipelineConfig(**plugin_arguments(settings)), settings.gradient_accumulation_steps)
+    ranks = settings.pp * settings.dp * settings.tp
+    if settings.nnodes < 1 or ranks % settings.nnodes:
+        raise ConfigurationError(f"nnodes={settings.nnodes} does not divide the {ranks} ranks (pp * dp * tp)")
+    if settings.num_slices != "1" and settings.gradient_checkpointing and settings.recompute is None:
+        raise ConfigurationError(
+            f"num_slices={settings.num_slices} does not go with gradient_checkpointing, which TRL turns on: set "
+            "recompute=1, or gradient_checkpointing=false"
+        )
+
+
+def plugin_arguments(settings: Namespace) -> dict[str, Any]:
+    given = {argument: getattr(settings, name) for name, argument in PLUGIN.items()}
+    given["num_slices"] = int(settings.num_slices) if settings.num_slices.isdecimal() else settings.num_slices
+    given["num_model_chunks"] = given["num_model_chunks"] or (2 if settings.schedule == "interleaved" else 1)
+    return {argument: value for argument, value in given.items() if value is not None}
+
+
+def filled(kind: type, settings: Namespace) -> Any:
+    """A dataclass with these settings."""
+    return kind(**{one.name: getattr(settings, one.name) for one in fields(kind) if one.init})
+
+
+# The model and the data
+
+
+def folder_of(settings: Namespace) -> Path:
+    """The folder of the model, which may come from the Hub."""
+    from huggingface_hub import snapshot_download
+
+    name = named(settings, "model_name_or_path")
+    if Path(name).is_dir():
+        return Path(name)
+    with explained(partial(not_at_hand, "model_name_or_path", name)):
+        return Path(snapshot_download(name, revision=settings.model_revision, ignore_patterns=UNREAD))
+
+
+def named(settings: Namespace, which: str) -> str:
+    if not (name := getattr(settings, which)):
+        raise ConfigurationError(f"{which} is not set: name a path on this machine, or an id of the Hub")
+    return str(name)
+
+
+def not_at_hand(setting: str, name: str, error: Exception) -> ConfigurationError:
+    why = str(error).partition("\n")[0]
+    return ConfigurationError(f"{setting}={name} is not a path, and cannot be loaded from the Hub: {why}")
+
+
+def rows(settings: Namespace) -> tuple[Any, Any]:
+    """The samples to train on, and those to evaluate on, if any."""
+    made = loaded(settings)
+    splits = made if isinstance(made, Mapping) else {settings.dataset_train_split: made}
+    train, test = split_of(splits, "dataset_train_split", settings), None
+    if settings.test_split_size and not settings.datasets:  # TRL has split a mixture itself
+        train, test = train.train_test_split(settings.test_split_size, seed=settings.seed).values()
+    elif settings.eval_strategy != "no":
+        test = split_of(splits, "dataset_test_split", settings)
+    return train, test if settings.eval_strategy != "no" else None
+
+
+def split_of(splits: Mapping[str, Any], which: str, settings: Namespace) -> Any:
+    if (name := getattr(settings, which)) not in splits:
+        raise ConfigurationError(
+            f"{which}={name} is not in the data, which has {', '.join(splits)}. Set {which}, or "
+            "test_split_size=0.1 to hold out a tenth of the training data"
+        )
+    return splits[name]
+
+
+def loaded(settings: Namespace) -> Any:
+    """What TRL's settings of the data name: a mixture, a file, a folder of `datasets`, or data of the Hub."""
+    from datasets import load_dataset, load_from_disk
+
+    if settings.datasets:
+        return trl().get_dataset(filled(trl().DatasetMixtureConfig, settings))
+    name = named(settings, "dataset_name")
+    path, streaming = Path(name), settings.dataset_streaming
+    if path.suffix in READERS:
+        if not path.is_file():
+            raise ConfigurationError(f"dataset_name={name} does not exist")
+        return load_dataset(READERS[path.suffix], data_files=name, streaming=streaming)
+    if any((path / mark).is_file() for mark in ("dataset_info.json", "dataset_dict.json")):
+        return load_from_disk(name)
+    with explained(partial(not_at_hand, "dataset_name", name)):
+        return load_dataset(name, settings.dataset_config, streaming=streaming)
+
+
+def config_of(settings: Namespace) -> list[str]:
+    """The folder of the model's config, or a model type and the fields of its config."""
+    from huggingface_hub import hf_hub_download
+
+    name = named(settings, "model_name_or_path")
+    if Path(name).is_dir():
+        return [name]
+    if settings.model_config:
+        return str(settings.model_config).split()
+    with explained(partial(not_at_hand, "model_name_or_path", name)):
+        return [str(Path(hf_hub_download(name, "config.json", revision=settings.model_revision)).parent)]
+
+
+def model_of(kind: str, settings: Namespace) -> Any:
+    """A model that no rank holds completely."""
+    import transformers
+
+    from pipeshard.plugin import PipelinePlugin
+
+    given = {
+        "dtype": settings.dtype,
+        "attn_implementation": settings.attn_implementation,
+        "quantization_config": trl().get_quantization_config(filled(trl().ModelConfig, settings)),
+        "trust_remote_code": settings.trust_remote_code,
+        "num_labels": 1 if kind == "reward" else None,
+    }
+    given = {name: value for name, value in given.items() if value is not None} | (settings.model_init_kwargs or {})
+    task = "SequenceClassification" if kind == "reward" else "CausalLM"
+    return PipelinePlugin.from_pretrained(getattr(transformers, f"AutoModelFor{task}"), folder_of(settings), **given)
+
+
+def reward_functions(settings: Namespace) -> list[Any]:
+    """Those of `reward_funcs`, TRL's own by name and others by the path that imports them, and the reward model."""
+    model = settings.reward_model_name_or_path
+    return [*map(imported, settings.reward_funcs or ()), *([model] if model else [])]
+
+
+def imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    with explained(lambda error: ConfigurationError(f"reward_funcs: {path} cannot be imported: {error}")):
+        return getattr(import_module(module or "trl.rewards"), name)

@@ -1,0 +1,52 @@
+"""Linear in 8 bits: bitsandbytes' layer of LLM.int8 (Dettmers et al. 2022, arXiv:2208.07339). Imports bitsandbytes."""
+
+import copy
+from typing import Any
+
+import bitsandbytes
+import torch
+from bitsandbytes import functional
+from torch import Tensor
+
+from pipeshard.split.packed_linear import PackedLinear
+
+
+class Linear8bit(PackedLinear, bitsandbytes.nn.Linear8bitLt):
+    """A linear layer in 8 bits, with a scale for each output: None until there are values, when a trace has throw-away
+    weights."""
+
+    layer_class, weight_class = bitsandbytes.nn.Linear8bitLt, bitsandbytes.nn.Int8Params
+    mark = "is_loaded_in_8bit"
+    state: Any
+
+    @property
+    def scales(self) -> int:
+        return 4 * len(self.weight)
+
+    def blank(self, *sizes: Any) -> Any:
+        how = {"has_fp16_weights": False, "threshold": self.state.threshold}
+        return bitsandbytes.nn.Linear8bitLt(*sizes, **how, device="meta")
+
+    @torch.no_grad()
+    def pack(self, value: Tensor) -> None:
+        self.weight.data, scales = quantize_8bit(self.as_computed(value))
+        self.state.SCB = None if value.is_meta else scales
+
+    def product(self, x: Tensor) -> Tensor:
+        state = copy.copy(self.state)  # bitsandbytes writes to it
+        state.CB, state.is_training = self.weight.data, self.training
+        if state.SCB is None:
+            state.SCB = torch.ones(len(self.weight), device=self.weight.device)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return bitsandbytes.matmul(x, self.weight, bias=bias, state=state)
+
+
+CHUNK = 1 << 20  # values
+
+
+def quantize_8bit(value: Tensor) -> tuple[Tensor, Tensor]:
+    """What bitsandbytes makes of a weight, to the bit, and its scales; some rows at a time, of which it makes copies in
+    higher precision."""
+    rows = value.split(len(value) if value.is_meta else max(1, CHUNK // value.shape[1]))
+    parts = [functional.int8_vectorwise_quant(some.to(torch.float16)) for some in rows]
+    return torch.cat([packed for packed, *_ in parts]), torch.cat([scales for _, scales, _ in parts])

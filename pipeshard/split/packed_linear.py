@@ -1,0 +1,89 @@
+"""Packed linear: what the linear layers of 4 and of 8 bits share; each is bitsandbytes' own, packed from the beginning.
+
+Computes as bitsandbytes' layer does, and changes nothing of itself as it runs: bitsandbytes' own casts its bias in
+place, and some replace their weight.
+"""
+
+from abc import abstractmethod
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from pipeshard.split.initialize import give
+from pipeshard.split.packed import Packed
+
+
+class PackedLinear(Packed):
+    """A layer of bitsandbytes whose weight is packed.
+
+    Attributes:
+        layer_class: the layer that it is made of.
+        weight_class: of its weight, which can be copied on meta.
+        is_transposed: whether a checkpoint has the weight as (in, out).
+        values_dtype: of the values before they are packed.
+    """
+
+    layer_class: ClassVar[type[nn.Module]]
+    weight_class: ClassVar[type[nn.Parameter]]
+    bias: Any
+    is_transposed: bool
+    values_dtype: torch.dtype
+
+    @abstractmethod
+    def blank(self, *sizes: Any) -> Any:
+        """A layer of bitsandbytes on meta, of these numbers of inputs and outputs, and with a bias or not, that packs
+        as this one."""
+
+    @abstractmethod
+    def product(self, x: Tensor) -> Tensor:
+        """What the layer computes of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self._shaped(x.dtype), self.bias) if self.weight.is_meta else self.product(x)
+
+    def _shaped(self, dtype: torch.dtype) -> Tensor:
+        """A weight on meta as it is unpacked, in the same storage: a trace counts its flops, and nothing kept."""
+        one = self.weight.data.flatten().view(torch.uint8)[: dtype.itemsize].view(dtype)
+        return one.expand(self.whole_shape[:: -1 if self.is_transposed else 1])
+
+    @classmethod
+    def take_over(cls, module: nn.Module, dtype: torch.dtype) -> None:
+        """Make one of a layer of bitsandbytes, on meta, whose values have this dtype before they are packed. The module
+        stays the same object."""
+        if type(module) is not cls.layer_class:
+            return
+        layer: Any = module
+        layer.__class__, layer.weight.__class__ = cls, cls.weight_class
+        layer.is_transposed = issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D)
+        layer.whole_shape = (layer.in_features, layer.out_features)[:: 1 if layer.is_transposed else -1]
+        layer.values_dtype = dtype
+        layer.begin()
+        layer.pack(torch.empty(layer.whole_shape, dtype=dtype, device="meta"))
+        if layer.bias is not None:
+            give(layer.bias, layer.bias.data.to(dtype))
+
+    def begin(self) -> None:
+        """Remember what is needed to pack."""
+
+    def like(self, linear: nn.Module) -> Self:
+        """The values of another linear layer, which has some, packed as those of this one."""
+        values: Any = linear
+        sizes = tuple(values.weight.shape)[:: 1 if isinstance(linear, Conv1D) else -1]
+        made: Any = self.blank(*sizes, values.bias is not None)
+        made.source_cls = type(linear)
+        self.take_over(made, values.weight.dtype)
+        give(made.weight, torch.empty_like(made.weight.as_subclass(Tensor), device=values.weight.device))
+        made.pack(values.weight.detach())
+        if values.bias is not None:
+            give(made.bias, values.bias.detach().clone())
+        return made.requires_grad_(False)
+
+    def as_computed(self, value: Tensor) -> Tensor:
+        """A weight of `whole_shape` as (out, in)."""
+        return (value.T if self.is_transposed else value).to(self.values_dtype).contiguous()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """The parameters alone, by their own names: what a stage holds of them is found by these."""
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)

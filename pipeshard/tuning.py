@@ -1,0 +1,233 @@
+"""Tuning: what `pipeshard sft` runs, which plans, or starts ranks that train a model and answer a prompt."""
+
+import os
+import sys
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeshard.errors import ConfigurationError, PartitionError
+from pipeshard.recipe import (
+    config_of,
+    filled,
+    folder_of,
+    model_of,
+    named,
+    of_trl,
+    plugin_arguments,
+    read,
+    reward_functions,
+    rows,
+    trl,
+)
+from pipeshard.script import fold, note, notes
+
+SHOWN = {"loss": "loss", "eval_loss": "eval loss", "reward": "reward", "learning_rate": "lr", "grad_norm": "norm"}
+NEW_TOKENS = 64  # of the answer, at most
+
+
+def main(kind: str, arguments: Sequence[str]) -> int:
+    """Train, on this rank or on ranks that are started here; the exit status."""
+    settings = read(kind, arguments)
+    if not settings.dry_run and "RANK" not in os.environ:
+        check_sources(settings)
+        return start(kind, settings, arguments)
+    quiet()
+    (plan if settings.dry_run else train)(kind, settings)
+    return 0
+
+
+def check_sources(settings: Namespace) -> None:
+    """Load what this machine lacks, once for all of its ranks."""
+    folder_of(settings)
+    if not settings.datasets and not Path(named(settings, "dataset_name")).exists():
+        rows(settings)
+
+
+# The plan
+
+
+def plan(kind: str, settings: Namespace) -> None:
+    """Print how the model would train. Raises PartitionError if it cannot, or needs more than `device_memory`."""
+    if kind != "sft":
+        raise ConfigurationError(f"--dry_run plans pipeshard sft: a step of {kind} runs more than the model")
+    from pipeshard.commands import show
+    from pipeshard.planner import planner
+    from pipeshard.planner.memory import OPTIMIZERS
+
+    window = settings.gradient_accumulation_steps
+    samples, m = settings.per_device_train_batch_size * window, settings.microbatches or window
+    is_sliced = settings.num_slices != "1"
+    made = planner.plan(
+        blank(settings),
+        pp_size=settings.pp,
+        num_microbatches=m,
+        microbatch_size=max(1, samples // m),
+        schedule=settings.schedule,
+        num_model_chunks=plugin_arguments(settings)["num_model_chunks"],
+        partition=settings.partition,
+        device_memory=None if is_sliced else settings.device_memory,
+        optimizer=next((name for name in OPTIMIZERS if name in str(settings.optim)), "none"),
+        seq_len=settings.max_length,
+        precision=settings.precision or "fp32",
+        dp_size=settings.dp,
+        zero_stage=settings.zero_stage,
+        tp_size=settings.tp,
+    )
+    show(made, slices=is_sliced)
+    if is_sliced and settings.device_memory:
+        refuse_large(min(found.peak for found in made.in_slices()), settings.device_memory)
+
+
+def refuse_large(peak: int, device_memory: str) -> None:
+    from pipeshard.planner.memory import format_bytes, parse_bytes
+
+    if peak > parse_bytes(device_memory):
+        raise PartitionError(
+            f"a rank takes {format_bytes(peak)} with the best number of slices, and device_memory is {device_memory}: "
+            "use more stages, a smaller max_length, gradient_checkpointing or adapters (use_peft)"
+        )
+
+
+def blank(settings: Namespace) -> Any:
+    """The model on meta, from its config alone, with its packed weights and adapters."""
+    from peft import get_peft_model
+
+    from pipeshard.planner.models import DTYPE_NAMES, build
+    from pipeshard.split.adapters import put_adapters
+    from pipeshard.split.quantized import quantize_blank
+
+    dtypes = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPE_NAMES.items()}
+    recomputes = settings.gradient_checkpointing if settings.recompute is None else settings.recompute == 1
+    source, *sizes = config_of(settings)
+    model, given = build(source, sizes, dtypes.get(settings.dtype), recomputes), filled(trl().ModelConfig, settings)
+    if (packing := trl().get_quantization_config(given)) is not None:
+        quantize_blank(model, packing)
+    adapters = trl().get_peft_config(given)
+    return model if adapters is None else put_adapters(model, adapters, get_peft_model)
+
+
+# The ranks
+
+
+def start(kind: str, settings: Namespace, arguments: Sequence[str]) -> int:
+    """Run this command as the ranks of this machine, as `pipeshard launch` does; the exit status."""
+    from pipeshard.launch import main as launch
+
+    local = settings.pp * settings.dp * settings.tp // settings.nnodes
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // local)))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    flags = {"nproc-per-node": local, "nnodes": settings.nnodes, "max-restarts": settings.max_restarts}
+    flags |= {"rdzv-endpoint": settings.rdzv_endpoint} if settings.rdzv_endpoint else {}
+    return launch([*(f"--{flag}={value}" for flag, value in flags.items()), "--module", __name__, kind, *arguments])
+
+
+def quiet() -> None:
+    """Leave one line of progress: no bars of libraries, and no advice on how TRL calls transformers."""
+    import datasets
+    from transformers.utils.logging import disable_progress_bar
+
+    datasets.disable_progress_bars()
+    disable_progress_bar()
+    warnings.simplefilter("ignore", FutureWarning)
+
+
+def train(kind: str, settings: Namespace) -> None:
+    """Train as this rank, save a folder that transformers loads, and answer a prompt."""
+    import torch
+    from transformers import PrinterCallback, ProgressCallback
+
+    from pipeshard.plugin import PipelinePlugin
+    from pipeshard.trainer import pipelined
+
+    settings.use_cpu = settings.use_cpu or not torch.cuda.is_available()
+    settings.gradient_checkpointing = settings.gradient_checkpointing and settings.recompute is None
+    args = filled(of_trl(kind, "Config"), settings)
+    with args.main_process_first():
+        data, held_out = rows(settings)
+    adapters = trl().get_peft_config(filled(trl().ModelConfig, settings))
+    more: dict[str, Any] = {}
+    if kind == "dpo" and adapters is None and not args.precompute_ref_log_probs:
+        more["ref_model"] = model_of(kind, settings)
+    if kind == "grpo":
+        more["reward_funcs"] = reward_functions(settings)
+    args.model_init_kwargs = None  # they are in model_of
+    trainer = pipelined(of_trl(kind, "Trainer"))(
+        model_of(kind, settings), args=args, train_dataset=data, eval_dataset=held_out, peft_config=adapters,
+        callbacks=[line()], pipeline=PipelinePlugin(**plugin_arguments(settings)), **more,
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    restarts = settings.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    trainer.train(resume_from_checkpoint=restarts and any(Path(args.output_dir).glob("checkpoint-*")))
+    trainer.save_model(args.output_dir)
+    trainer.save_state()
+    if kind != "reward":
+        answer(trainer, settings.prompt, next(iter(data)))
+
+
+def line() -> Any:
+    """A callback that prints one line for each log: of a terminal, the same one."""
+    from transformers import TrainerCallback
+
+    class Line(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.begun, self.first = time.monotonic(), state.global_step
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+            shown = "".join(f"  {name} {float(logs[key]):.4g}" for key, name in SHOWN.items() if key in logs)
+            if not shown or not state.is_world_process_zero:
+                return
+            each = (time.monotonic() - self.begun) / max(1, state.global_step - self.first)
+            left = each * (state.max_steps - state.global_step) / 60
+            start, end = ("\r\x1b[K", "") if sys.stdout.isatty() else ("", "\n")
+            click.echo(f"{start}step {state.global_step}/{state.max_steps}{shown}  {left:.1f} min left{end}", nl=False)
+
+    return Line()
+
+
+def answer(trainer: Any, prompt: str | None, row: Mapping[str, Any]) -> None:
+    """Print what the stages generate for a prompt, or for that of the first sample."""
+    asked: Any = question(row)
+    if prompt is not None:
+        asked = [{"role": "user", "content": prompt}] if isinstance(asked, list) else prompt
+    if not asked:
+        return
+    tokens = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    is_chat = isinstance(asked, list)
+    text = tokens.apply_chat_template(asked, add_generation_prompt=True, tokenize=False) if is_chat else asked
+    ids = tokens(text, return_tensors="pt", add_special_tokens=not is_chat).to(trainer.args.device)
+    made = trainer.generate(**ids, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=tokens.pad_token_id)
+    if trainer.is_world_process_zero():
+        said = tokens.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+        click.echo(f"\nsaved {trainer.args.output_dir}\n> {text.strip()}\n{said.strip()}")
+
+
+def question(row: Mapping[str, Any]) -> Any:
+    """What comes before the answer of a sample: the turns of a chat, or text."""
+    asked = next((row[name] for name in ("prompt", "messages", "chosen", "text") if name in row), "")
+    if isinstance(asked, str):
+        return asked if "prompt" in row else " ".join(asked.split()[:8])
+    last = max((k for k, turn in enumerate(asked) if turn["role"] == "user"), default=len(asked) - 1)
+    return asked[: last + 1]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Be a rank; of an error in the settings, one rank prints one line."""
+    fold()
+    try:
+        return main(arguments[0], arguments[1:])
+    except ConfigurationError as error:
+        folder = notes()
+        if folder is None or note(folder, type(error).__name__, str(error)):
+            click.echo(f"error: {error}", err=True)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

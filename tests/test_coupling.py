@@ -1,0 +1,334 @@
+"""Coupling: a loop that computes one number from the parameters of a stage is warned of, and no other loop is."""
+
+from __future__ import annotations
+
+import copy
+import re
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeshard.split.materialize import is_released
+from tests.hunt.loops import Sides
+from tests.pool import Pool
+from tests.test_updates import gradients, listening, of_optimizer
+
+Loop = Callable[[Sides, int], Any]
+
+
+def weights(sides: Sides) -> list[Tensor]:
+    return of_optimizer(sides.optimizer)
+
+
+def norm(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([tensor.norm() for tensor in tensors]).norm()
+
+
+def trains(sides: Sides, step: int) -> None:
+    sides.split_loss(sides.batches(step))
+
+
+def update(sides: Sides) -> None:
+    sides.optimizer.step()
+    sides.optimizer.zero_grad()
+
+
+def ascends(sides: Sides, step: int, radius: Any) -> None:
+    """Sharpness-aware minimization: `radius` is what its gradients are multiplied by."""
+    trains(sides, step)
+    moves = [gradient * radius for gradient in gradients(weights(sides))]
+    with torch.no_grad():
+        torch._foreach_add_(weights(sides), moves)
+    sides.optimizer.zero_grad()
+    trains(sides, step)
+    with torch.no_grad():
+        torch._foreach_sub_(weights(sides), moves)
+    update(sides)
+
+
+def sam(sides: Sides, step: int) -> None:
+    trains(sides, step)
+    ascends(sides, step, 0.05 / norm(gradients(weights(sides))))
+
+
+def sam_by_numbers(sides: Sides, step: int) -> None:
+    trains(sides, step)
+    ascends(sides, step, 0.05 / sum(float(gradient.norm()) ** 2 for gradient in gradients(weights(sides))) ** 0.5)
+
+
+def projects_gradients(sides: Sides, step: int) -> None:
+    """PCGrad: the gradients of two tasks, of which one loses its part along the other."""
+    kept = []
+    for task in range(2):
+        trains(sides, 2 * step + task)
+        kept.append([gradient.clone() for gradient in gradients(weights(sides))])
+        sides.optimizer.zero_grad()
+    first, second = (torch.cat([gradient.flatten() for gradient in of_task]) for of_task in kept)
+    first = first - (first @ second) / (second @ second) * second
+    for parameter, part in zip(weights(sides), first.split([p.numel() for p in weights(sides)]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    update(sides)
+
+
+@torch.no_grad()
+def projects_weights(sides: Sides, step: int) -> None:
+    with torch.enable_grad():
+        trains(sides, step)
+    update(sides)
+    factor = 3.0 / norm(weights(sides))
+    for parameter in weights(sides):
+        parameter.mul_(factor)
+
+
+@torch.no_grad()
+def projects_the_model(sides: Sides, step: int) -> None:
+    """The same through the model's parameters, all of which each replica has."""
+    with torch.enable_grad():
+        trains(sides, step)
+    update(sides)
+    held = [parameter for _, parameter in sides.held()]
+    torch._foreach_mul_(held, 3.0 / norm(held))
+
+
+@torch.no_grad()
+def prunes(sides: Sides, step: int) -> None:
+    """By a quantile that numpy computes."""
+    with torch.enable_grad():
+        trains(sides, step)
+    update(sides)
+    flat = torch.cat([parameter.abs().flatten() for parameter in weights(sides)])
+    threshold = float(np.quantile(flat.numpy(), 0.1))
+    for parameter in weights(sides):
+        parameter[parameter.abs() < threshold] = 0.0
+
+
+@torch.no_grad()
+def noisy(sides: Sides, step: int) -> None:
+    with torch.enable_grad():
+        trains(sides, step)
+    update(sides)
+    for parameter in weights(sides):
+        parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+@torch.no_grad()
+def noisy_by_one_generator(sides: Sides, step: int) -> None:
+    with torch.enable_grad():
+        trains(sides, step)
+    update(sides)
+    generator = torch.Generator().manual_seed(step)
+    for parameter in weights(sides):
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
+
+
+def penalizes(sides: Sides, step: int) -> None:
+    """The norm of all weights in a loss of the loop's own."""
+    trains(sides, step)
+    norm(weights(sides)).backward()
+    update(sides)
+
+
+def in_a_hook(sides: Sides, step: int) -> None:
+    @torch.no_grad()
+    def shrinks(optimizer: Any, *_: Any) -> None:
+        for parameter in of_optimizer(optimizer):
+            parameter.sub_(0.01 * whole)
+
+    with torch.no_grad():
+        whole = norm(weights(sides))
+    handle = sides.optimizer.register_step_post_hook(shrinks)
+    trains(sides, step)
+    update(sides)
+    handle.remove()
+
+
+def of_moments(sides: Sides, step: int) -> None:
+    """From what the optimizer keeps, in every update from the fifth on."""
+    trains(sides, step)
+    kept = [state["momentum_buffer"] for state in sides.optimizer.state.values()]
+    if step >= 4:
+        torch._foreach_add_(gradients(weights(sides)), kept, alpha=float(0.1 / norm(kept)))
+    update(sides)
+
+
+def of_the_only_layer(sides: Sides, step: int) -> None:
+    """Each stage trains one layer, so that its norm is that of all that is trained there."""
+    for layer in (sides.model.embed, sides.model.layers[0], sides.model.layers[2], sides.model.head):
+        layer.requires_grad_(False)
+    trains(sides, step)
+    shift = 0.01 * norm(gradients(weights(sides)))
+    for gradient in gradients(weights(sides)):
+        gradient.add_(shift)
+    update(sides)
+
+
+COUPLED: dict[str, Loop] = {
+    "sam": sam,
+    "sam by numbers": sam_by_numbers,
+    "projects gradients": projects_gradients,
+    "projects weights": projects_weights,
+    "projects the model": projects_the_model,
+    "prunes": prunes,
+    "noisy": noisy,
+    "noisy by one generator": noisy_by_one_generator,
+    "penalizes": penalizes,
+    "in a hook": in_a_hook,
+    "of moments": of_moments,
+    "of the only layer": of_the_only_layer,
+}
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def warnings(name: str, layout: dict[str, Any]) -> list[str]:
+    """What is told of a loop."""
+    told, steps = listening(), 9 if name == "of moments" else 3
+    sides = Sides(layout, momentum, verify=False)
+    del told[:]
+    for step in range(steps):
+        LOOPS[name](sides, step)
+    trains(sides, 0)
+    return [text for text in told if "training loop" in text]
+
+
+@pytest.mark.local
+@pytest.mark.turns
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_is_computed_from_one_stage_is_warned_of_once(pool: Pool, name: str) -> None:
+    """Each stage took a radius, a projection, a threshold or noise of its own, silently."""
+    text, *others = {*map(tuple, pool.run(warnings, 2, name, {}, timeout=120))} - {()}
+    assert len(text) == 1 and others == []
+    assert re.search(
+        r"(embed|layers\.1\.a)\.(weight|bias).* on rank 0 \(stage 0\).*all_reduce|seeded by its name", text[0]
+    )
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("layout", [{"precision": "bf16"}, {"dp_size": 2, "zero_stage": 1}])
+def test_masters_and_shards_are_watched_as_parameters_are(pool: Pool, layout: dict[str, Any]) -> None:
+    """In 16 bits a loop may write in two places. With ZeRO the optimizer's groups are parts of a stage, its model is
+    none."""
+    names = "sam", "projects the model", "clips", "averages"
+    found = [any(pool.run(warnings, 2, name, layout, timeout=120)) for name in names]
+    assert found == [True, "precision" in layout, False, False]
+
+
+def clips(sides: Sides, step: int) -> None:
+    """By value, beside a log of every norm and a constant factor."""
+    trains(sides, step)
+    assert sum(gradient.norm().item() for gradient in gradients(weights(sides))) > 0
+    torch.nn.utils.clip_grad_value_(sides.model.parameters(), 0.01)
+    torch._foreach_mul_(gradients(weights(sides)), 0.5 + 0.1 * step)
+    update(sides)
+
+
+def of_a_layer(sides: Sides, step: int) -> None:
+    """Norms of one layer, and of one parameter, as numbers of Python's too."""
+    trains(sides, step)
+    for layer in sides.model.layers:
+        found = gradients(layer.parameters())
+        factor = 0.1 / norm(found) if found else 1.0
+        for gradient in found:
+            gradient.mul_(factor)
+    for parameter in weights(sides):
+        parameter.grad.mul_(float(parameter.norm()) / float(parameter.grad.norm()))
+    update(sides)
+
+
+@torch.no_grad()
+def averages(sides: Sides, step: int) -> None:
+    """An average of the weights, kept by one operator for all, is evaluated; then the weights are put back."""
+    with torch.enable_grad():
+        trains(sides, step)
+    update(sides)
+    kept = sides.__dict__.setdefault("kept", [parameter.clone() for parameter in weights(sides)])
+    torch._foreach_lerp_(kept, weights(sides), 0.1)
+    before = [parameter.clone() for parameter in weights(sides)]
+    torch._foreach_copy_(weights(sides), kept)
+    trains(sides, step)
+    scratch = torch.empty(max(parameter.numel() for parameter in weights(sides)))
+    for parameter, value in zip(weights(sides), before, strict=True):
+        scratch.zero_()
+        parameter.data = scratch[: value.numel()].copy_(value.flatten()).view_as(value).clone()
+        parameter.clamp_(-1, 1).mul_(1 - 0.01 * 0.9**step)
+
+
+@torch.no_grad()
+def copies(sides: Sides, step: int) -> None:
+    """One parameter to another one, which the loop has named."""
+    with torch.enable_grad():
+        trains(sides, step)
+    update(sides)
+    first, second = [sides.model.layers[k].a.weight for k in (0, 1)]
+    if not is_released(second):
+        second.lerp_(first, 0.1)
+
+
+def reduced(sides: Sides, step: int) -> None:
+    """The remedies: a norm that the ranks add up, as a tensor and as a number, or that of the optimizer."""
+    trains(sides, step)
+    total = torch.stack([gradient.norm() for gradient in gradients(weights(sides))]).square().sum()
+    if step == 1:
+        total = torch.tensor(float(total))
+    dist.all_reduce(total)
+    scale = (0.05 / total.sqrt(), 0.05 / float(total) ** 0.5, 0.05 / sides.optimizer.get_grad_norm())[step]
+    for gradient in gradients(weights(sides)):
+        gradient.mul_(scale)
+    update(sides)
+
+
+@torch.no_grad()
+def noisy_by_name(sides: Sides, step: int) -> None:
+    with torch.enable_grad():
+        trains(sides, step)
+    update(sides)
+    for name, parameter in sides.held():
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
+        torch.manual_seed(zlib.crc32(name.encode()))
+        parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+def teaches(sides: Sides, step: int) -> None:
+    """Another model is trained beside, with norms, noise and a clip of its own."""
+    trains(sides, step)
+    other = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    other(torch.randn(2, 4)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+    torch.optim.Adam(other.parameters()).step()
+    copy.deepcopy(other)
+    update(sides)
+
+
+ALONE: dict[str, Loop] = {
+    "clips": clips,
+    "of a layer": of_a_layer,
+    "averages": averages,
+    "copies": copies,
+    "noisy by name": noisy_by_name,
+    "teaches": teaches,
+}
+
+
+@pytest.mark.local
+@pytest.mark.turns
+@pytest.mark.parametrize("name", ALONE)
+def test_what_is_computed_for_each_parameter_alone_is_not_warned_of(pool: Pool, name: str) -> None:
+    """A clamp or an average looks like the others in the values that it leaves."""
+    assert pool.run(warnings, 2, name, {}, timeout=120) == [[], []]
+
+
+def test_what_is_reduced_over_all_ranks_is_not_warned_of(pool: Pool) -> None:
+    """What the warning tells a loop to do must not be warned of in turn."""
+    assert pool.run(warnings, 2, "reduced", {}, timeout=120) == [[], []]
+
+
+LOOPS = COUPLED | ALONE | {"reduced": reduced}

@@ -1,0 +1,286 @@
+"""Recipes: a command and a file of settings train as TRL does with these settings in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+import transformers
+import yaml
+from click.testing import CliRunner, Result
+
+from pipeshard import recipe, tuning
+from pipeshard.cli import main
+from pipeshard.errors import ConfigurationError
+from tests import zoo
+from tests.house import ROOT
+from tests.pool import Pool
+from tests.trainers import launched
+
+trls = pytest.importorskip("tests.trls")
+
+CHAT = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}<s> {{ message['content'] }} {% else %}"
+    "{{ message['content'] }} </s>{% endif %}{% endfor %}"
+)
+TOY = {"max_steps": 4, "learning_rate": 2e-2, "save_strategy": "no", "bf16": False, "report_to": "none"}
+TOY |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1}
+
+
+def echoed(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
+    return [float(len(set(one.split()))) for one in completions]
+
+
+def toy(folder: Path, kind: str = "sft", **settings: Any) -> str:
+    """A file of settings, with a small model and data that it names."""
+    tokenizer = trls.tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder / "model")
+    (trls.scorer() if kind == "reward" else zoo.build("llama")).save_pretrained(folder / "model")
+    if kind == "sft":
+        talks = [[("user", f"{a} {b}"), ("assistant", f"{b} {a}")] for a in "abc" for b in "def"]
+        rows = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks] * 4
+    else:
+        rows = trls.data("completion" if kind == "grpo" else kind).to_list()
+    (folder / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    named = {"model_name_or_path": "model", "dataset_name": "data.jsonl", "output_dir": "out"}
+    given = TOY | {name: str(folder / path) for name, path in named.items()} | settings
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(given))
+    return str(folder / "recipe.yaml")
+
+
+def of_ranks(kind: str, arguments: Sequence[str]) -> None:
+    """This command, of which these are the ranks."""
+    with launched():
+        tuning.train(kind, recipe.read(kind, arguments))
+
+
+def logs(folder: Path) -> list[dict[str, float]]:
+    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
+
+
+def of_trl(kind: str, arguments: Sequence[str]) -> list[dict[str, float]]:
+    """The logs of TRL's own Trainer with the same settings, in this process."""
+    settings = recipe.read(kind, [*arguments, "--use_cpu"])
+    given = recipe.trl()
+    args = recipe.filled(recipe.of_trl(kind, "Config"), settings)
+    args.model_init_kwargs = {"dtype": "float32"}
+    more = {"reward_funcs": [echoed]} if kind == "grpo" else {}
+    adapters = given.get_peft_config(recipe.filled(given.ModelConfig, settings))
+    trainer = recipe.of_trl(kind, "Trainer")(
+        settings.model_name_or_path, args=args, train_dataset=recipe.rows(settings)[0], peft_config=adapters, **more
+    )
+    trainer.train()
+    return trainer.state.log_history
+
+
+def losses(history: list[dict[str, float]]) -> list[float]:
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+KINDS = {
+    "sft": {},
+    "sft, adapters": {"use_peft": True, "lora_r": 4, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"]},
+    "sft, slices": {"num_slices": 2, "recompute": 1},
+    "sft, zbv": {"schedule": "zbv", "gradient_accumulation_steps": 1, "microbatches": 2},
+    "dpo": {"learning_rate": 1e-3},
+    "dpo, adapters": {"use_peft": True, "lora_r": 4, "lora_dropout": 0.0, "learning_rate": 1e-3},
+    "reward": {"learning_rate": 1e-3},
+    "grpo": {"reward_funcs": ["tests.test_recipes.echoed"], "num_generations": 2, "max_completion_length": 4},
+}
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("case", KINDS)
+def test_losses_are_those_of_trl(pool: Pool, tmp_path: Path, case: str) -> None:
+    kind = case.partition(",")[0]
+    arguments = ["--config", toy(tmp_path, kind, **KINDS[case])]
+    expected = losses(of_trl(kind, arguments))
+    pool.run(of_ranks, 2, kind, arguments, timeout=120)
+    assert losses(logs(tmp_path / "out")) == pytest.approx(expected, rel=1e-5) and len(expected) == 4
+
+
+@pytest.mark.turns
+def test_a_run_resumes(pool: Pool, tmp_path: Path) -> None:
+    arguments = ["--config", toy(tmp_path, save_strategy="steps", save_steps=2)]
+    pool.run(of_ranks, 2, "sft", arguments, timeout=120)
+    expected = losses(logs(tmp_path / "out"))
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    checkpoint = tmp_path / "out" / "checkpoint-2" / "trainer_state.json"
+    state = json.loads(checkpoint.read_text())
+    pool.run(of_ranks, 2, "sft", [*arguments, "--resume"], timeout=120)
+    found = logs(tmp_path / "out")
+    assert losses(found) == pytest.approx(expected, rel=1e-5) and state["log_history"] == found[:2]
+
+
+OURS = os.environ | {"PYTHONPATH": str(ROOT)}
+COMMAND = [sys.executable, "-W", "ignore", "-c", "import sys; from pipeshard.cli import main; sys.exit(main())", "sft"]
+
+
+@pytest.mark.turns
+def test_the_command_trains_a_folder_that_transformers_loads(tmp_path: Path) -> None:
+    """As a user starts it: two processes, of which one prints; the model answers alike in one process."""
+    toy(tmp_path)
+    arguments = ["--config", str(ROOT / "recipes" / "smollm2.yaml"), "--model_name_or_path", "model", "--max_steps=3"]
+    arguments += ["--dataset_name=data.jsonl", "--output_dir=out", "--learning_rate=0.02", "--prompt=a d"]
+    with contextlib.chdir(tmp_path):
+        expected = losses(of_trl("sft", arguments))
+        ended = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=240, env=OURS)
+    assert ended.returncode == 0, ended.stderr
+    assert losses(logs(tmp_path / "out")) == pytest.approx(expected, rel=1e-5)
+    steps = re.findall(r"^step (\d)/3  loss ([\d.]+)  lr [\de.-]+  norm [\d.]+  [\d.]+ min left$", ended.stdout, re.M)
+    assert [(int(step), float(loss)) for step, loss in steps] == [
+        (k, pytest.approx(loss, rel=1e-3)) for k, loss in enumerate(expected, 1)
+    ]
+    tokens = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    prompt = tokens.apply_chat_template([{"role": "user", "content": "a d"}], return_tensors="pt", return_dict=True)
+    made = model.generate(**prompt, max_new_tokens=tuning.NEW_TOKENS, do_sample=False)
+    said = tokens.decode(made[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert ended.stdout.endswith(f"saved out\n> <s> a d\n{said.strip()}\n")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_resumes(tmp_path: Path) -> None:
+    """kill -9 of one rank, once there is a checkpoint; the losses are those of an undisturbed run."""
+    arguments = ["--config", toy(tmp_path, max_steps=40, max_restarts=1, save_steps=2, learning_rate=1e-3)]
+    expected = losses(of_trl("sft", arguments))
+    arguments.append("--save_strategy=steps")
+    command = subprocess.Popen([*COMMAND, *arguments], env=OURS)
+    while not list(tmp_path.glob("out/checkpoint-*/trainer_state.json")):
+        assert command.poll() is None
+        time.sleep(0.02)
+    psutil.Process(command.pid).children()[-1].kill()
+    assert command.wait(240) == 0
+    assert losses(logs(tmp_path / "out")) == pytest.approx(expected, rel=1e-5) and len(expected) == 40
+
+
+def said(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--leraning_rate=1"], "--leraning_rate=1 is not a setting of pipeshard sft: did you mean learning_rate"),
+        (["--pp_size", "2"], "--pp_size is not a setting of pipeshard sft: did you mean pp?"),
+        (["--xyzzy"], "--xyzzy is not a setting of pipeshard sft: pipeshard sft --help lists the settings"),
+        (["--max_steps", "x"], "argument --max_steps/--max-steps: invalid int value: 'x'"),
+        (["--schedule", "2f2b"], "argument --schedule: invalid choice: '2f2b'"),
+        (["--microbatches", "3"], "num_microbatches=3 is not a multiple of gradient_accumulation_steps=2"),
+        (["--pp", "0"], "pp_size, the number of stages, must be a positive integer, got 0"),
+        (["--nnodes", "4"], "nnodes=4 does not divide the 2 ranks"),
+        (["--num_slices", "2"], "num_slices=2 does not go with gradient_checkpointing"),
+        (["--model_name_or_path", "some/model"], "model_name_or_path=some/model is not a path, and cannot be loaded"),
+        (["--dataset_name", "none.jsonl"], "dataset_name=none.jsonl does not exist"),
+        (["--dry_run", "--pp", "40"], "fewer than pp_size=40. Use pp_size <="),
+        (["--dry_run", "--device_memory", "1MB"], "device_memory is 1MB: no partition was found that fits. What would"),
+        (["--dry_run", "--device_memory=1MB", "--num_slices=2", "--recompute=1"], "with the best number of slices"),
+    ],
+)
+def test_wrong_settings_are_refused_before_ranks_start(tmp_path: Path, arguments: list[str], message: str) -> None:
+    ended = said("sft", "--config", toy(tmp_path), *arguments)
+    assert ended.exit_code == 1 and message in ended.output and ended.output.count("error: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pp: 2\nlora: 8", "--lora is not a setting of pipeshard sft: did you mean lora_"),
+        ("- pp", "must contain a YAML mapping"),
+        ("pp: [", "the file of --config cannot be read: ParserError"),
+        (None, "the file of --config cannot be read: FileNotFoundError"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "recipe.yaml").write_text(text)
+    ended = said("sft", f"--config={tmp_path}/recipe.yaml")
+    assert ended.exit_code == 1 and message in ended.output
+
+
+def test_missing_packages_are_named() -> None:
+    with mock.patch.object(recipe, "find_spec", lambda name: None):
+        ended = said("dpo")
+    assert "error: pipeshard dpo needs trl and datasets: pip install 'pipeshard[trl]'" in ended.output
+
+
+def test_a_plan_is_of_sft() -> None:
+    assert "--dry_run plans pipeshard sft: a step of dpo runs" in said("dpo", "--dry_run").output
+
+
+def test_data_is_a_file_a_folder_or_a_split(tmp_path: Path) -> None:
+    settings = recipe.read("sft", ["--config", toy(tmp_path), "--eval_strategy", "epoch"])
+    with pytest.raises(ConfigurationError, match="dataset_test_split=test is not in the data, which has train"):
+        recipe.rows(settings)
+    settings.test_split_size = 0.25
+    train, test = recipe.rows(settings)
+    assert (len(train), len(test)) == (27, 9)
+    train.save_to_disk(tmp_path / "folder")
+    train.to_parquet(tmp_path / "data.parquet")
+    settings.test_split_size, settings.eval_strategy = None, "no"
+    for name in ("folder", "data.parquet"):
+        settings.dataset_name = str(tmp_path / name)
+        again, none = recipe.rows(settings)
+        assert again.to_list() == train.to_list() and none is None
+
+
+def test_an_option_overrides_the_file(tmp_path: Path) -> None:
+    settings = recipe.read("sft", ["--config", toy(tmp_path, pp=3, chunks=2), "--pp", "4", "--schedule=interleaved"])
+    found = recipe.plugin_arguments(settings)
+    assert (found["pp_size"], found["num_model_chunks"], found["num_slices"]) == (4, 2, 1)
+
+
+def test_ranks_are_shared_by_machines(tmp_path: Path) -> None:
+    arguments = ["--pp=2", "--dp=2", "--nnodes=2", "--rdzv_endpoint=host:29400", "--config", toy(tmp_path)]
+    with mock.patch("pipeshard.launch.main", return_value=0) as launch, mock.patch.dict(os.environ):
+        assert said("sft", *arguments).exit_code == 0
+    (flags,) = launch.call_args.args
+    assert flags[:4] == ["--nproc-per-node=2", "--nnodes=2", "--max-restarts=0", "--rdzv-endpoint=host:29400"]
+    assert flags[4:] == ["--module", "pipeshard.tuning", "sft", *arguments]
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
+def test_a_recipe_has_a_plan(name: str) -> None:
+    """The largest with fewer layers, each of which takes seconds to plan."""
+    smaller = {"llama-70b-qlora": "llama hidden_size=8192", "qwen3-30b-a3b": "qwen3_moe head_dim=128"}
+    shows_a_plan(name, *([f"--model_config={smaller[name]} num_hidden_layers=8"] if name in smaller else []))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-70b-qlora", "qwen3-30b-a3b"])
+def test_a_large_recipe_has_a_plan(name: str) -> None:
+    shows_a_plan(name)
+
+
+def shows_a_plan(name: str, *options: str) -> None:
+    ended = said("sft", "--config", str(ROOT / "recipes" / f"{name}.yaml"), "--dry_run", *options)
+    assert ended.exit_code == 0, ended.output
+    assert "Memory of the stages of" in ended.output and "idle" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "a b", "completion": "c"}, "a b"),
+        ({"text": "a b c d e f g h i j"}, "a b c d e f g h"),
+        ({"messages": [{"role": "user"}, {"role": "assistant"}]}, [{"role": "user"}]),
+        ({"input_ids": [1]}, ""),
+    ],
+)
+def test_a_prompt_is_what_comes_before_an_answer(row: dict[str, Any], expected: Any) -> None:
+    assert tuning.question(row) == expected
