@@ -1,8 +1,7 @@
 """Interpreter: runs one rank's actions of a Program on its stages, and sends their messages with a P2P.
 
-torch.distributed.pipelining writes each schedule's loop of computation and communication by hand. Here a schedule is
-data in which messages are actions, too, so one loop runs them all: the Program that was simulated and proven free of
-deadlocks is the one that runs.
+torch.distributed.pipelining writes the loop of each schedule by hand. Here a schedule is data in which messages are
+actions, too, so one loop runs them all: the Program that was proven free of deadlocks is the one that runs.
 """
 
 import contextlib

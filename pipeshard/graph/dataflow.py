@@ -58,9 +58,8 @@ class Call:
 
     `leaves` are TensorSpecs and constants, those of all parts in their order. The gradient of leaf k flows to
     `differentiated[k]`: the read values from which it was computed differentiably. `flops` and `elements`
-    (elements computed by its operators) are those of one forward at the traced size; `flops` include those of glue with
-    its own parameters before the call. `writes` is whether it changes an argument in place, `is_cut` whether it is a
-    CutPoint.
+    (computed by its operators) are those of one forward at the traced size; `flops` include glue with its own
+    parameters before the call. `writes` is whether it changes an argument in place, `is_cut` whether it is a CutPoint.
     """
 
     unit: str
@@ -132,8 +131,7 @@ class Dataflow:
     calls that the model's own checkpoints run again in the backward pass, the first and the last of each. `valued` are
     the units that were visited with values, since they do not run on shapes alone. `deciders` are modules without
     parameters that were running when glue decided, and could be units. `differentiated` are the values that get a
-    gradient of the loss from glue. `counts_results` is whether the criterion returns a pair whose second element is
-    computed from unit results.
+    gradient of the loss from glue. `counts_results`: the count of the criterion's pair depends on units.
     """
 
     calls: tuple[Call, ...]

@@ -3,8 +3,7 @@
 torch.fx and torch.export need a graph of the whole model, which much of the code in transformers does not allow: it
 reads values in Python, changes objects, calls libraries. A pipeline only needs to know what happens between units. So
 the model's own forward runs, on the values of a small batch; a unit's call returns zeros of the shapes of its kind, and
-a Taint propagates dependencies from there. Reading reports what glue does outside torch's dispatcher, by watching
-torch's functions.
+a Taint propagates dependencies from there. Reading reports what glue does outside torch's dispatcher.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -12,8 +12,7 @@ Positions = Mapping[tuple[Kind, int, int], int]  # of actions, each among those 
 
 
 def add_communication(program: Program) -> Program:
-    """`program` with a send after each compute action whose result another rank needs, and a receive before the one
-    that needs it.
+    """`program` with a send after each compute action that feeds another rank, and a receive before the one it feeds.
 
     A receive is posted and does not block. It is posted one compute action early (a B and its W are one), so that the
     transfer overlaps that action; or earlier still if the order of messages requires it (see `_posts`). Rank 1 of

@@ -90,8 +90,8 @@ def cost_of(
 
     Both count three times (forward, input gradient, weight gradient), four times if the forward is recomputed. An
     element computed counts as `ELEMENT` operations, and so does each trainable parameter, whose gradient is written
-    and accumulated: this accounts for embeddings. `waiting` parameters are those of layers whose weight gradient can be
-    deferred, `frozen` ones get no gradient.
+    and accumulated: this accounts for embeddings. `waiting` is for layers whose weight gradient can be deferred,
+    `frozen` for parameters without a gradient.
     """
     once = flops + ELEMENT * elements
     weight = waiting_flops + 2 * ELEMENT * waiting_parameters
@@ -153,8 +153,7 @@ def balance(
     fits: Callable[[int, int, int], bool] | None = None,
     ranks: Sequence[int] | None = None,
 ) -> list[int]:
-    """How many consecutive calls each stage gets: minimises the cost of the most expensive stage, then the sum of
-    squares of the costs.
+    """How many consecutive calls each stage gets, minimising the largest cost of a stage, then the sum of squares.
 
     No cut is before a `forbidden` call. `fits(stage, start, end)` says whether a stage may have the calls from start to
     end (exclusive); if a run of calls does not fit, no larger one does. `ranks` has the rank of each stage. If they are
@@ -268,8 +267,7 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
     """The values that cross into each stage (none into stage 0).
 
     A value crosses every boundary between the stage of its call and that of its last reader; the last stage reads for
-    the loss, and for the outputs if they are wanted. A gradient is returned for values that receive one of the loss
-    from a reader on that stage or a later one.
+    the loss, and for wanted outputs. A gradient is returned for values that get one from a reader there or later.
     """
     everything = flow.needed(outputs)
     readers = [(f"unit {call.unit}", call.reads, stage) for call, stage in zip(flow.calls, stages)]
