@@ -27,7 +27,8 @@ from pipeshard.planner.plan import Estimate, StagePlan, crossings, in_short
 from pipeshard.private import TreeSpec
 from pipeshard.schedule.program import Program
 from pipeshard.schedule.simulate import simulate_parts
-from pipeshard.split.partition import Boundary, Cost, Cuts, balance, boundaries, cost_of, forbidden_cuts
+from pipeshard.split.balance import balance
+from pipeshard.split.partition import Boundary, Cost, Cuts, boundaries, cost_of, forbidden_cuts
 from pipeshard.split.policy import Policy
 from pipeshard.split.ties import held_parameters
 

@@ -22,7 +22,8 @@ from pipeshard.errors import ConfigurationError, PartitionError, TraceError, Usa
 from pipeshard.graph.dataflow import Dataflow, Wanted
 from pipeshard.graph.units import find_units, intercept
 from pipeshard.hf import full_name, without_adapters
-from pipeshard.split.partition import Cuts, Partition, balance, boundaries, call_costs, forbidden_cuts, weights
+from pipeshard.split.balance import balance
+from pipeshard.split.partition import Cuts, Partition, boundaries, call_costs, forbidden_cuts, weights
 from pipeshard.split.replay import Replay
 from pipeshard.split.ties import Ownership, refuse_overlaps
 

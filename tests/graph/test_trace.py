@@ -19,7 +19,8 @@ from pipeshard.errors import ConfigurationError, PartitionError, TraceError
 from pipeshard.graph.kinds import Kinds
 from pipeshard.graph.taint import Value
 from pipeshard.graph.units import find_units
-from pipeshard.split.partition import balance, forbidden_cuts
+from pipeshard.split.balance import balance
+from pipeshard.split.partition import forbidden_cuts
 from pipeshard.split.policy import Policy
 from tests import zoo
 

@@ -16,7 +16,7 @@ from pipeshard.errors import ConfigurationError, PartitionError
 from pipeshard.planner.candidate import fit
 from pipeshard.planner.memory import Footprint, alive_at_peak
 from pipeshard.schedule import make_program, simulate
-from pipeshard.split.partition import balance
+from pipeshard.split.balance import balance
 from pipeshard.split.policy import Policy
 from tests import zoo
 

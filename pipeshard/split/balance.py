@@ -1,0 +1,117 @@
+"""Balance: how many consecutive calls each stage gets, so that no stage, or in a V no rank, is slower than needed."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from pipeshard.errors import PartitionError
+from pipeshard.schedule.given import is_v
+
+
+def balance(
+    costs: Sequence[float],
+    num_stages: int,
+    forbidden: Mapping[int, str] | None = None,
+    fits: Callable[[int, int, int], bool] | None = None,
+    ranks: Sequence[int] | None = None,
+) -> list[int]:
+    """How many consecutive calls each stage gets, minimising the largest cost of a stage, then the sum of squares.
+
+    No cut is before a `forbidden` call. `fits(stage, start, end)` says whether a stage may have the calls from start to
+    end (exclusive); if a run of calls does not fit, no larger one does. `ranks` has the rank of each stage. If they are
+    in a V, single calls then move between stages as long as this reduces the cost of the most expensive rank, then the
+    sum of squares over the ranks, then that over the stages.
+
+    Raises PartitionError if there are fewer separable parts than stages, or nothing fits.
+    """
+    if num_stages == 1 and fits is None:
+        return [len(costs)]  # no cut, so no unit call is needed either
+    forbidden = forbidden or {}
+    starts = [k for k in range(len(costs)) if k == 0 or k not in forbidden]
+    if len(starts) < num_stages:
+        why = f"; not every cut is possible: {next(iter(forbidden.values()))}" if forbidden else ""
+        asked, remedy = f"pp_size={num_stages}", f"pp_size <= {len(starts)}"
+        chunks = num_stages // len(set(ranks or range(num_stages)))
+        if chunks > 1:
+            asked = f"pp_size={num_stages // chunks} times {chunks} stages a rank"
+            remedy += " with schedule='1f1b', which has one stage a rank"
+        raise PartitionError(
+            f"the model makes {len(costs)} unit calls in {len(starts)} parts that can be cut apart, fewer than "
+            f"{asked}{why}. Use {remedy}"
+            + ("" if forbidden else ", or name modules inside of units to cut after, partition=[...]")
+        )
+    edges = [*starts, len(costs)]
+    sums = [0.0, *itertools.accumulate(costs)]
+
+    def cost(stage: int, start: int, end: int) -> float:
+        if fits is not None and not fits(stage, edges[start], edges[end]):
+            return math.inf
+        return sums[edges[end]] - sums[edges[start]]
+
+    highest, cuts = _divide(len(starts), num_stages, cost, max)
+    if cuts is not None:
+        _, cuts = _divide(len(starts), num_stages, cost, lambda total, c: total + c * c, most=highest)
+    if cuts is None:
+        raise PartitionError(f"no partition into {num_stages} stages fits")
+    if ranks is not None and is_v(tuple(ranks), num_stages // 2):
+        cuts = _level(cuts, ranks, cost)
+    return [edges[b] - edges[a] for a, b in itertools.pairwise(cuts)]
+
+
+def _level(cuts: list[int], ranks: Sequence[int], cost: Callable[[int, int, int], float]) -> list[int]:
+    """The cuts after single blocks have moved from one stage to another, best move first, while this helps the ranks.
+
+    In a V the last stage shares its rank with the first, so an expensive head leaves little room in front.
+    """
+
+    def value(cuts: Sequence[int]) -> tuple[float, float, float]:
+        costs = [cost(stage, *run) for stage, run in enumerate(itertools.pairwise(cuts))]
+        sums = [0.0] * (max(ranks) + 1)
+        for rank, each in zip(ranks, costs, strict=True):
+            sums[rank] += each
+        return max(sums), sum(each * each for each in sums), sum(each * each for each in costs)
+
+    def moves() -> Iterator[list[int]]:
+        for start, end in itertools.combinations(range(1, len(cuts)), 2):
+            for step in (1, -1):  # the cuts between two stages go that way
+                moved = [*cuts[:start], *(cut + step for cut in cuts[start:end]), *cuts[end:]]
+                if all(a < b for a, b in itertools.pairwise(moved)):
+                    yield moved
+
+    while value(best := min(moves(), key=value, default=cuts)) < value(cuts):
+        cuts = best
+    return cuts
+
+
+def _divide(
+    blocks: int,
+    num_stages: int,
+    cost: Callable[[int, int, int], float],
+    combine: Callable[[float, float], float],
+    most: float = math.inf,
+) -> tuple[float, list[int] | None]:
+    """The least value of `combine` over the stages' costs, and the cuts that achieve it: 0, ..., `blocks`.
+
+    Dynamic programming over (stages, blocks). `cost(stage, start, end)` is infinite if the run is not allowed, grows
+    with the run of blocks, and is at most `most`.
+    """
+    best: list[float] = [0.0] + [math.inf] * blocks
+    choices: list[list[int]] = []
+    for stage in range(num_stages):
+        row, choice = [math.inf] * (blocks + 1), [0] * (blocks + 1)
+        for end in range(stage + 1, blocks + 1):
+            for start in range(end - 1, stage - 1, -1):
+                here = cost(stage, start, end)
+                if here > most or here == math.inf or (combine is max and here >= row[end]):
+                    break
+                value = combine(best[start], here)
+                if value < row[end]:
+                    row[end], choice[end] = value, start
+        best = row
+        choices.append(choice)
+    if best[blocks] == math.inf:
+        return math.inf, None
+    cuts = [blocks]
+    for choice in reversed(choices):
+        cuts.append(choice[cuts[-1]])
+    return best[blocks], cuts[::-1]
