@@ -67,7 +67,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are used: torch and transformers take seconds to import."""
+    """Import public names on first use: torch and transformers take seconds to import."""
     if name not in _MODULES:
         raise AttributeError(f"module 'pipeshard' has no attribute {name!r}")
     module = import_module(_MODULES[name])

@@ -49,7 +49,7 @@ def boost_model(
     dataloader: Any,
     kind: type[PipelineModel] = PipelineModel,
 ) -> tuple[PipelineModel, Criterion | None]:
-    """This rank's stages of a whole model, and what gives its loss. A model that is boosted already stays as it is."""
+    """This rank's stages of a whole model, and its criterion. A model that is already boosted is returned unchanged."""
     fresh = None if isinstance(optimizer, PipelineOptimizer) else optimizer
     if isinstance(model, PipelineModel):
         if fresh is not None:
@@ -127,7 +127,7 @@ def _warn_of_16_bits(model: nn.Module) -> None:
 
 
 def _warn_of_uneven(policy: Policy) -> None:
-    """Say where a stage holds so much of a model that the others hardly save memory."""
+    """Warn if a stage holds so much of a model that the others hardly save memory."""
     sizes = [parameter.numel() * parameter.element_size() for parameter in policy.model.parameters()]
     shares = policy.shares()
     if sum(sizes) < LARGE or max(shares) <= UNEVEN:
@@ -157,7 +157,7 @@ def _warn_of_uneven(policy: Policy) -> None:
 def boost_optimizer(
     model: PipelineModel, optimizer: Any, kind: type[PipelineOptimizer] = PipelineOptimizer
 ) -> PipelineOptimizer | None:
-    """An optimizer of what this rank holds."""
+    """An optimizer of the parameters that this rank holds."""
     pipeline = model.pipeline
     if optimizer is None:
         return None
@@ -174,7 +174,7 @@ def boost_optimizer(
 
 
 def check_optimizer(optimizer: Any, pipeline: Pipeline) -> None:
-    """Raise UsageError for an optimizer that is not one of this boosted model."""
+    """Raise UsageError for an optimizer that does not belong to this boosted model."""
     if not isinstance(optimizer, PipelineOptimizer):
         raise UsageError(
             f"this {type(optimizer).__name__} was not boosted, so it knows nothing of what other stages hold, of "

@@ -30,7 +30,7 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 
 def _writable(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """Refuse a file that could not be written, before the work of which it is the result."""
+    """Refuse an output file that could not be written, before the work starts."""
     folder = os.path.dirname(path or "") or "."
     if path in (None, "-"):
         return path
@@ -45,7 +45,7 @@ def _writable(ctx: click.Context, parameter: click.Parameter, path: str | None) 
 
 
 class _Group(click.Group):
-    """Prints an error that pipeshard raises on purpose as one line."""
+    """Prints one of pipeshard's own errors as one line."""
 
     def invoke(self, ctx: click.Context) -> object:
         try:
@@ -325,7 +325,7 @@ for _kind, (_, _what) in TRAINERS.items():
 @main.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False))
 def crash(folder: str) -> None:
-    """Tell what happened, from the reports that failed ranks have left in FOLDER (crash/rank-0.json, ...)."""
+    """Explain what happened, from the reports that failed ranks have left in FOLDER (crash/rank-0.json, ...)."""
     from pipeshard.distributed.crash import page
 
     try:
@@ -347,7 +347,7 @@ def _chunks(schedule: str | None, asked: int | None) -> int:
 
 
 def _partition(text: str) -> str | list[int] | list[str]:
-    """Lists are written with commas: numbers of unit calls, or units to cut after."""
+    """Parse lists with commas: numbers of unit calls, or units to cut after."""
     entries = [entry.strip() for entry in text.split(",")]
     if all(entry.isdigit() for entry in entries):
         return [int(entry) for entry in entries]
@@ -356,7 +356,7 @@ def _partition(text: str) -> str | list[int] | list[str]:
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Say on a terminal what is going on."""
+    """Show progress on a terminal."""
     if not sys.stderr.isatty():
         yield
         return

@@ -38,7 +38,7 @@ WIDTH = 80
 
 
 def show(plan: Plan, console: Console | None = None, slices: bool = False) -> None:
-    """Print it: the stages, the schedules, what is recommended, and if asked, what `slices` make of the step."""
+    """Print it: the stages, the schedules, the recommendation and, on request, the effect of `slices` on the step."""
     console = console or Console(width=WIDTH, highlight=False)
     for part in render(plan, slices):
         console.print(part)
@@ -63,7 +63,7 @@ def render(plan: Plan, slices: bool = False) -> Iterator[RenderableType]:
 
 
 def _memory(plan: Plan) -> Table:
-    """One row a stage, all in the unit of the largest; columns of zeros are left out."""
+    """One row per stage, all in the unit of the largest; columns of zeros are omitted."""
     size = _unit(max(stage.memory.total for stage in plan.stages))
     parts = {"weights": "parameters", "grads": "gradients", "fp32": "values", "optim.": "optimizer"}
     rest = {"recomp.": "recomputed", "update": "update"}
@@ -82,7 +82,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _times(plan: Plan) -> Table:
-    """One row a stage: what it has, its times, and its messages, all in the unit of the largest."""
+    """One row per stage: its units, its times, and its messages, all in the unit of the largest."""
     crossing = _unit(max(max(stage.received, stage.returned) for stage in plan.stages))
     table = _table(f"Times of the stages in {_TIMES[plan.unit]}, messages in {crossing}")
     table.add_column("stage", justify="right", no_wrap=True)
@@ -155,7 +155,7 @@ def _in(size: int, unit: str) -> str:
 
 
 def _digits(number: float) -> str:
-    """Three digits, or fewer where they would be thousandths."""
+    """Three digits, or fewer if they would be thousandths."""
     return f"{number:.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f}"
 
 
@@ -179,7 +179,7 @@ class Trial:
     steps: int = 3
 
     def run(self) -> Recording:
-        """Run the steps on `pp_size` processes; raises ConfigurationError with what a process died of."""
+        """Run the steps on `pp_size` processes; raises ConfigurationError with the error that ended a process."""
         with tempfile.TemporaryDirectory() as folder:
             _spawn(_rank, (self, folder), self.pp_size)
             return Recording.load(Path(folder) / "recording.json")
@@ -218,7 +218,7 @@ def _rank(rank: int, trial: Trial, folder: str) -> None:
 def demo(pp_size: int, steps: int) -> list[str]:
     """Train a llama of 8 layers, 0.5 million random parameters, on `pp_size` processes, and unsplit in one; the losses.
 
-    Raises VerificationError where they differ.
+    Raises VerificationError if they differ.
     """
     with tempfile.TemporaryDirectory() as folder:
         _spawn(_demo, (pp_size, steps, folder), pp_size)
@@ -274,7 +274,7 @@ CODES = {EXACT: 0, DIFFERENT: 1, PARTLY: 2, UNPROVEN: 2}  # what the command exi
 
 
 def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> Proven:
-    """Run a training script as one process that stands for all ranks, up to its booster.boost."""
+    """Run a training script in one process that stands for all ranks, up to its booster.boost."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -297,7 +297,7 @@ def prove_script(path: Path, arguments: Sequence[str], pp_size: int | None) -> P
 def prove_model(
     source: str, fields: Sequence[str], seq_len: int, dtype: str, make_booster: Callable[[Any], Any]
 ) -> Proven:
-    """Build the model, see `source.build`, with drawn weights, and boost it by `make_booster(batch)`."""
+    """Build the model, see `source.build`, with random weights, and boost it with `make_booster(batch)`."""
     model = build(source, fields, dtype)
     data = drawn_batch(model, 10, seq_len)
     with tempfile.TemporaryDirectory() as folder:
@@ -313,7 +313,7 @@ def prove_model(
 
 
 def drawn_batch(model: nn.Module, rows: int, length: int) -> dict[str, Tensor]:
-    """Random samples, with labels of which each sample has another number."""
+    """Random samples, with a different number of labels in each sample."""
     config = config_of(model)
     generator = torch.Generator().manual_seed(0)
     text = text_config(model)

@@ -1,4 +1,4 @@
-"""Compat: what ColossalAI's own plugins have (arguments, attributes, a stage manager), and here is otherwise."""
+"""Compat: arguments, attributes and a stage manager of ColossalAI's own plugins, which differ here."""
 
 import difflib
 import itertools
@@ -104,7 +104,7 @@ class PipelineStageManager:
         return self.p2p_group
 
     def init_process_group_by_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of the given stages of this pipeline, or None where this process is at none of them.
+        """The group of the given stages of this pipeline, or None if this process is at none of them.
 
         A collective the first time: see `ProcessGroupMesh.get_group_along_axis`.
         """
@@ -112,7 +112,7 @@ class PipelineStageManager:
 
     @contextmanager
     def switch_model_chunk_id(self, model_chunk_id: int) -> Iterator[None]:
-        """In the context, questions are about this chunk."""
+        """Inside, methods refer to this chunk."""
         previous, self.model_chunk_id = self.model_chunk_id, model_chunk_id
         try:
             yield
@@ -124,7 +124,7 @@ class PipelineStageManager:
     ) -> list[int]:
         """Layers of each of the p·v virtual stages, in the model's order.
 
-        Where they do not divide, the middle stages take one more: the first and last have the embedding and the head.
+        If they do not divide, the middle stages get one more: the first and last have the embedding and the head.
 
         Raises:
             ConfigurationError: `num_layers` is not the sum of `num_layers_per_stage`.
@@ -232,7 +232,7 @@ PLUGIN_ATTRIBUTES = {
 
 
 class ForeignAttributeError(UsageError, AttributeError):
-    """An attribute that another plugin has; `hasattr` says that it is not there."""
+    """An attribute of another plugin, which `hasattr` reports as missing."""
 
 
 def refuse_positional(values: Collection[Any]) -> None:
@@ -245,8 +245,8 @@ def refuse_positional(values: Collection[Any]) -> None:
 
 
 def schedule_of(schedule: Schedule, foreign: Mapping[str, Any], known: Collection[str], warns: bool) -> Schedule:
-    """The schedule, which `pp_style` names too. Raises ConfigurationError for what else has no meaning here, and
-    warns of what has none that matters."""
+    """The schedule, which `pp_style` may also name. Raises ConfigurationError for other arguments that have no meaning
+    here, and warns of those that can be ignored."""
     style: Schedule = foreign.get("pp_style", schedule)
     if schedule not in ("1f1b", style):
         raise ConfigurationError(f"schedule={schedule!r} and pp_style={style!r}: give one of the two")
@@ -270,7 +270,7 @@ def schedule_of(schedule: Schedule, foreign: Mapping[str, Any], known: Collectio
 
 
 def missing_attribute(name: str) -> AttributeError:
-    """What to raise for an attribute that the plugin lacks."""
+    """The error to raise for an attribute that the plugin lacks."""
     if name in PLUGIN_ATTRIBUTES:
         return ForeignAttributeError(f"plugin.{name} is ColossalAI's, and not known here: {PLUGIN_ATTRIBUTES[name]}")
     return AttributeError(f"PipelinePlugin has no attribute {name!r}")
@@ -281,7 +281,7 @@ BASE, INTERFACE = "colossalai.booster.plugin.pp_plugin_base", "colossalai.interf
 
 
 def import_booster() -> None:
-    """Import ColossalAI's Booster, if it is installed, without its warnings of what else it would like to have."""
+    """Import ColossalAI's Booster, if it is installed, without its warnings about missing optional packages."""
     with warnings.catch_warnings(), suppress(ImportError):
         warnings.simplefilter("ignore")
         before = logging.root.manager.disable
@@ -293,7 +293,7 @@ def import_booster() -> None:
 
 
 def register_plugin(plugin: type) -> None:
-    """Have ColossalAI's Booster, where that is imported, take `plugin` for one of its own."""
+    """Make ColossalAI's Booster, if it is imported, accept `plugin` as one of its own."""
     base = getattr(sys.modules.get(BASE), "PipelinePluginBase", None)
     if base is not None and not issubclass(plugin, base):
         base.register(plugin)
@@ -301,7 +301,7 @@ def register_plugin(plugin: type) -> None:
 
 
 def wrapper(kind: type[T], interface: str) -> type[T]:
-    """`kind`, which is also the ModelWrapper or OptimizerWrapper of ColossalAI where that is imported."""
+    """`kind`, which is also the ModelWrapper or OptimizerWrapper of ColossalAI if that is imported."""
     base = getattr(sys.modules.get(INTERFACE), interface, None)
     return kind if base is None else _also(kind, base)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""PipelineConfig: the arguments of PipelinePlugin, checked without processes or devices, and what a model adds."""
+"""PipelineConfig: the arguments of PipelinePlugin, checked without processes or devices, and a model's hints."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -32,9 +32,9 @@ OF_ONE_RANK = ("dry_run_input", "timeout")  # arguments that may differ between 
 
 @dataclass(frozen=True)
 class PipelineHints:
-    """The attribute `pipeline_hints` of a model: its own values for what the plugin's arguments leave open.
+    """The attribute `pipeline_hints` of a model: its own values for arguments of the plugin that are not given.
 
-    `num_stages` is the number of parts it is made for, if that matters to it; `recompute` asks that every unit keeps
+    `num_stages` is the number of parts it is made for, if that matters; `recompute` requests that every unit keeps
     no activations, or every one whose class's name is in `checkpointable`.
     """
 
@@ -46,7 +46,7 @@ class PipelineHints:
 
 
 class Settled(NamedTuple):
-    """What holds for a model: the arguments that were given, else the model's hints."""
+    """The values for a model: the given arguments, otherwise the model's hints."""
 
     partition: Cuts
     recompute: Recompute
@@ -57,69 +57,70 @@ class Settled(NamedTuple):
 class PipelineConfig:
     """How to train in a pipeline, the same on every rank; the fields are the arguments of PipelinePlugin.
 
-    What follows from other arguments is settled: `num_model_chunks` is that of the schedule, `num_microbatches` is 1
-    for a single stage that was told neither number, and `verify` is False where PIPESHARD_VERIFY=0 turns "auto" off.
+    Fields that depend on others are resolved: `num_model_chunks` is that of the schedule, `num_microbatches` is 1
+    for a single stage without either number, and `verify` is False if PIPESHARD_VERIFY=0 disables "auto".
 
     Args:
         pp_size: p, the number of stages.
         num_microbatches: how many microbatches each batch is cut into along its samples, or instead
-        microbatch_size: the samples of each. With pp_size=1 and for a PipelineTrainer, both may be left out.
+        microbatch_size: the samples of each. With pp_size=1 and for a PipelineTrainer, both may be omitted.
         schedule: "1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "v-half" or "v-min". With the last four, the weight
-            gradients of linear and embedding layers are computed apart, while a stage would wait. Or a
-            `pipeshard.schedule.Program`, or a function of (p, m, v) that returns one, which is run as it is, messages
-            added.
+            gradients of linear and embedding layers are computed separately, while a stage would wait. Or a
+            `pipeshard.schedule.Program`, or a function of (p, m, v) that returns one, which runs as given, with
+            messages added.
         num_slices: how many slices each microbatch is cut into along its sequence in training, so that stages need not
             wait for whole microbatches of long sequences; "auto" makes slices of at least 256 positions while they
-            shorten the step. For decoders of transformers that have a cache, with "1f1b", "gpipe" or "zb-h1".
-        num_model_chunks: v, the chunks of the model on each process, for "interleaved"; those in a V always have two.
+            shorten the step. For transformers' decoders with a cache, with "1f1b", "gpipe" or "zb-h1".
+        num_model_chunks: v, the model chunks per process, for "interleaved"; the schedules in a V always have two.
         p2p: "broadcast", "isend", or a subclass of `pipeshard.P2P`.
         partition: "auto" (by cost), "uniform", "parameters", "type:REGEX" (equally many units whose class matches),
-            "profile" (by measured time; "profile:PATH" keeps it in a file), how many unit calls each of the p·v stages
+            "profile" (by measured time; "profile:PATH" saves it in a file), how many unit calls each of the p·v stages
             gets, or the names of the units to cut after.
         policy: a Policy class for this model; by default the one registered for it.
-        init_weights: for what is on meta (built under `torch.device("meta")`, or accelerate's `init_empty_weights`).
-            True draws it by the architecture's own rule, False leaves it to `booster.load_model`, a function is called
-            as `fn(module)` or `fn(module, name)` for every module with such tensors. What is drawn depends on the seed
-            (`torch.manual_seed`, of the first stage) and on names only, not on `pp_size`.
-        dry_run_input: a batch the model is traced with, or a function `fn(size, device)` that makes one of so many
+        init_weights: how meta tensors (built under `torch.device("meta")`, or accelerate's `init_empty_weights`) are
+            initialized. True uses the architecture's own rule, False leaves it to `booster.load_model`, a function is
+            called as `fn(module)` or `fn(module, name)` for every module with such tensors. The values depend only on
+            the seed (`torch.manual_seed`, of the first stage) and on names, not on `pp_size`.
+        dry_run_input: a batch for tracing the model, or a function `fn(size, device)` that creates one of `size`
             samples; by default the first samples of the dataloader.
-        shared_weights: groups of names of parameters that are to be one, such as [("embed.weight", "head.weight")],
-            which become so before the model is cut; the first one's values stay.
+        shared_weights: groups of parameter names to tie together, such as [("embed.weight", "head.weight")],
+            before the model is cut; the values of the first one are kept.
         max_norm: clip the gradients of the whole model to this L2 norm in every `optimizer.step()`; 0 does not.
         loss_reduction: "token" makes the loss that of the whole batch, the mean over its valid labels; "batch" does so
             for each replica's batch by itself, and averages the replicas' losses, as DistributedDataParallel does;
-            "microbatch" averages the microbatches' losses as they are.
+            "microbatch" averages the unweighted losses of the microbatches.
         dp_size: the replicas; by default as many as the world has room for.
         tp_size: ranks that slice each stage, by the architecture's own `tp_plan` (transformers 5) or its policy's.
-        tp_plan: another one: by the names of modules, with * for numbers, "colwise", "rowwise" or another style.
+        tp_plan: a custom plan: by the names of modules, with * for numbers, "colwise", "rowwise" or another style.
         zero_stage: 1 divides the optimizer's state among the replicas, by whole parameters.
-        fsdp: True divides parameters, gradients and the optimizer's state of each held unit among the replicas, by
-            torch's `fully_shard`; parameters are gathered once a step. Not with schedules that split the backward.
+        fsdp: True divides parameters, gradients and the optimizer's state of each held unit among the replicas, with
+            torch's `fully_shard`; parameters are gathered once per step. Not with schedules that split the backward.
         precision: "fp32" leaves the model in its own dtype; with "bf16" or "fp16" parameters are in 16 bits, but summed
-            and updated in fp32. "fp16" scales the loss, and skips a step on all ranks where a gradient overflowed.
+            and updated in fp32. "fp16" scales the loss, and all ranks skip a step if a gradient overflowed.
         autocast: keep the parameters in fp32, and run forwards under torch.autocast of `precision`.
-        initial_scale: what the loss is scaled with at first, with "fp16".
-        compile: True, or options of torch.compile: each held unit is compiled by itself, and units of one class once.
+        initial_scale: the initial loss scale, with "fp16".
+        compile: True, or options of torch.compile: each held unit is compiled separately, and units of one class once.
             Not with schedules that split the backward.
-        batch_dims: for leaves of the batch, by path, the dimension that counts the samples where that is not the first
-            (time-major inputs), or None for what every microbatch gets whole. A leaf that may be either is refused.
+        batch_dims: for leaves of the batch, by path, the dimension that counts the samples if it is not the first
+            (time-major inputs), or None for a leaf that every microbatch receives whole. An ambiguous leaf is refused.
         recompute: the units that keep no activations and run again in the backward pass: True (all), a share of each
             stage's units in [0, 1] (repeated layers first), or a list of shares, one for each of the p·v stages.
-        activation_checkpoint_interval: or every k-th unit of the model, where k > 0.
+        activation_checkpoint_interval: alternatively, recompute every k-th unit of the model, with k > 0.
         timeout: seconds that one action of a step, or a wait for another rank, may take (three times as long elsewhere)
-            before all ranks end with a table of what each of them does; None for ever. "adaptive" is 20 times the
+            before all ranks end with a table of what each of them is doing; None for never. "adaptive" is 20 times the
             longest so far, and at least 30. Or a dict of these: for a "step", for any "other" call (a save, a load, a
             boost), and for waits of the script's own "between" two.
-        watchdog: False declines what ends all ranks together: two threads, a small process, faulthandler, and hooks of
-            `atexit`, exceptions, `sys.exit` and SIGTERM (where there is none). Failures show as the backend shows them.
-        check_finite: look at the loss and at what every stage sends and adds up, and stop on what is not finite by an
-            error that names the stage and the parameter. With "fp16", gradients may overflow: they are not looked at.
+        watchdog: False disables the mechanisms that end all ranks together: two threads, a small process, faulthandler,
+            and hooks of `atexit`, exceptions, `sys.exit` and SIGTERM (if there is none). Failures then show as the
+            backend's errors.
+        check_finite: check the loss and the tensors that every stage sends and sums, and stop on a non-finite one with
+            an error that names the stage and the parameter. With "fp16", gradients may overflow: they are not checked.
         verify: prove before the model is cut that it trains as it does unsplit: all stages take two steps in the first
-            process, on samples of the batch that it is traced with, beside the model as it is. "auto" does so for
-            whatever docs/parity.md does not show, where it takes less than 5 seconds and a tenth of the free memory.
+            process, on samples of the batch that it is traced with, and so does the unsplit model. "auto" does so for
+            models that docs/parity.md does not show, if it takes less than 5 seconds and a tenth of the free memory.
             A smaller copy stands for a larger model. A difference is a VerificationError.
-        deferred_batch_norm: running statistics of batch norm move once a step, by mean and variance of the whole batch
-            (of this replica), and not once a microbatch. Not with `compile`.
+        deferred_batch_norm: update batch norm's running statistics once per step, from the replica's whole batch,
+            instead of once per microbatch. Not with `compile`.
 
     Raises ConfigurationError for arguments that cannot work.
     """
@@ -177,7 +178,7 @@ class PipelineConfig:
 
     @property
     def is_v(self) -> bool:
-        """Whether the stages go down the ranks and back up."""
+        """Whether the stages run down the ranks and back up."""
         return self.schedule in IN_A_V or (self.num_model_chunks == 2 and is_v(self.placement, self.pp_size))
 
     @property
@@ -186,7 +187,7 @@ class PipelineConfig:
         return self.num_microbatches, self.microbatch_size
 
     def refuse_uncut(self) -> None:
-        """Raise ConfigurationError unless it is said in one of the two ways how batches are cut."""
+        """Raise ConfigurationError unless exactly one of the two arguments says how to cut batches."""
         if (self.num_microbatches is None) == (self.microbatch_size is None):
             sizes = f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size}"
             raise ConfigurationError(f"{sizes}: give exactly one of the two")
@@ -198,7 +199,7 @@ class PipelineConfig:
 
     @property
     def lowers(self) -> bool:
-        """Whether parameters have 16 bits, with fp32 values beside them."""
+        """Whether parameters have 16 bits, with additional fp32 values."""
         return self.precision != "fp32" and not self.autocast
 
     @property
@@ -207,7 +208,7 @@ class PipelineConfig:
         return self.num_slices != 1
 
     def slices_of(self, totals: Sequence[int]) -> int:
-        """How many slices each of a step's microbatches of so many positions is to be cut into."""
+        """How many slices to cut each microbatch of a step with this many positions into."""
         if isinstance(self.num_slices, int):
             return self.num_slices
         return number_of_slices(str(self.schedule), self.pp_size, len(totals), min(totals) // LEAST_OF_SLICE)
@@ -218,8 +219,8 @@ class PipelineConfig:
 
     @property
     def defers(self) -> bool:
-        """Whether weight gradients may be computed apart though the schedule does not ask for it: nothing else is to
-        happen to the parameters of layers, or to their forwards."""
+        """Whether weight gradients may be computed separately although the schedule does not require it: parameters of
+        layers and their forwards must not be changed in any other way."""
         return not (self.compile or self.fsdp or self.tp_size > 1)
 
     @cached_property
@@ -229,11 +230,11 @@ class PipelineConfig:
 
     @cached_property
     def recomputed(self) -> Recompute:
-        """What the two arguments for recomputation ask for."""
+        """The request of the two arguments for recomputation."""
         return Recompute.of(self.recompute, self.activation_checkpoint_interval, self.num_stages)
 
     def program(self, num_microbatches: int = 1, num_slices: int = 1) -> Program:
-        """The program of a training step, without messages; ConfigurationError where the schedule has none for it."""
+        """The program of a training step, without messages; raises ConfigurationError if the schedule has none."""
         if num_slices > 1:
             program = sliced(str(self.schedule), self.pp_size, num_microbatches, num_slices)
             check_slices(program, num_slices)
@@ -245,7 +246,7 @@ class PipelineConfig:
         return split_backwards(program) if num_slices > 1 else shorten_cooldown(program)
 
     def settled(self, hints: PipelineHints | None, criterion: Criterion | None) -> Settled:
-        """These arguments and the user's criterion, with the model's hints where they leave something open.
+        """These arguments and the user's criterion, completed by the model's hints.
 
         Raises ConfigurationError for a model that is made for another number of stages.
         """
@@ -266,7 +267,7 @@ class PipelineConfig:
 
     @property
     def of_all_ranks(self) -> dict[str, Any]:
-        """The arguments that have to be the same on every rank."""
+        """The arguments that must be the same on every rank."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in OF_ONE_RANK}
 
     def _settle(self, **values: Any) -> None:
@@ -328,7 +329,7 @@ class PipelineConfig:
             self._check_slices()
 
     def _check_slices(self) -> None:
-        """What does not go with slices."""
+        """Refuse options that slices do not support."""
         if self.schedule not in SLICED:
             raise ConfigurationError(
                 f"num_slices={self.num_slices!r} does not go with schedule={name_of(self.schedule)!r}, which has no "
@@ -341,7 +342,7 @@ class PipelineConfig:
             )
 
     def _refuse_split_backward(self, program: Program) -> None:
-        """What does not go with weight gradients that are computed apart."""
+        """Refuse options that separate weight gradients do not support."""
         if not program.has_weight:
             return
         within = f"does not go with schedule={program.name!r}"
@@ -355,13 +356,13 @@ class PipelineConfig:
 
 
 def check_tp_plan(plan: Any) -> None:
-    """Of tensor parallelism: styles by the names of modules, or None."""
+    """Check a plan of tensor parallelism: styles by the names of modules, or None."""
     if plan is not None and not (isinstance(plan, Mapping) and {*map(type, plan.values())} == {str}):
         raise ConfigurationError(f"tp_plan must be a dict of styles by the names of modules, got {plan!r}")
 
 
 def check_replicas(zero_stage: int, fsdp: bool) -> None:
-    """ZeRO and FSDP, beside a pipeline."""
+    """Check ZeRO and FSDP in a pipeline."""
     if zero_stage in (2, 3):
         raise ConfigurationError(
             f"zero_stage={zero_stage}: a pipeline adds up gradients over the microbatches of a step, so each stage "

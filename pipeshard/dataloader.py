@@ -1,9 +1,9 @@
 """Dataloader: the same batches on every stage of a replica, in an order that can be resumed at any batch.
 
-All stages of a replica have to read the same batches, and the replicas' batches together those of one process. torch's
-DataLoader draws its order from a global generator and forgets its place; DistributedSampler deals out single samples,
-so that another number of replicas reads other batches. Here the order depends on seed and epoch alone, `Share` deals
-out whole steps of it, and the loader counts the batches that were taken.
+All stages of a replica must read the same batches, and the replicas' batches together those of one process. torch's
+DataLoader draws its order from a global generator and forgets its position; DistributedSampler distributes single
+samples, so another number of replicas reads other batches. Here the order depends only on seed and epoch, `Share`
+distributes whole steps of it, and the loader counts the batches that were taken.
 """
 
 import logging
@@ -36,7 +36,7 @@ logger = logging.getLogger("pipeshard")
 
 
 def length_of(sized: Any) -> int | None:
-    """Its length; None where it has none."""
+    """Its length; None if it has none."""
     try:
         return len(sized)
     except TypeError:
@@ -45,7 +45,7 @@ def length_of(sized: Any) -> int | None:
 
 @dataclass
 class Share:
-    """One replica's part of an order: of every `size * replicas` entries in a row, its own block."""
+    """One replica's part of an order: of every `size * replicas` consecutive entries, its own block."""
 
     size: int
     replica: int
@@ -69,13 +69,13 @@ class Share:
             yield from together[first : first + self._block(len(together), self.replica)]
 
     def length(self, entries: int) -> int:
-        """How many of so many entries in all are this replica's."""
+        """How many of this many entries belong to this replica."""
         steps, remainder = divmod(entries, self.step)
         last = self._block(remainder, self.replica) if remainder and self._keeps(remainder) else 0
         return steps * self.size + last
 
     def _keeps(self, remainder: int) -> bool:
-        """Whether the last few entries, fewer than a step's, are a batch of every replica."""
+        """Whether the last few entries, fewer than a step's, give a batch to every replica."""
         if remainder < self.replicas and not (self.drop_last or self.has_warned):
             self.has_warned = True
             logger.warning(
@@ -92,10 +92,10 @@ class Share:
 
 @dataclass
 class LoaderPlace:
-    """Where in the data a loader is: its epoch, the batches taken of that, and whether an iterator of it was made.
+    """The position of a loader in the data: its epoch, the batches taken of it, and whether an iterator was created.
 
-    The sampler knows this, not the loader. In a circle with the loader, the workers that persist would be ended by the
-    garbage collector, which may close their pipes before they are told: they take 5 s each then.
+    The sampler holds this, not the loader. A reference cycle with the loader would leave persistent workers to the
+    garbage collector, which may close their pipes before they are stopped: each then takes 5 s.
     """
 
     epoch: int = 0
@@ -109,8 +109,8 @@ class LoaderPlace:
         self.epoch, self.batches, self.begun = epoch, batches, False
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iterator one of this epoch, from its first batch on; if it is one of this epoch by itself, it
-        stays where it is."""
+        """Start the next iterator at the first batch of this epoch; if it would be of this epoch anyway, it
+        keeps its position."""
         if epoch != self.epoch + self.begun:
             self.set(epoch)
 
@@ -119,7 +119,7 @@ OVER = object()  # no entry is left
 
 
 class Peekable(Iterator[Any]):
-    """An iterator that can say whether it is over before its next entry is taken; `inside` is entered around it."""
+    """An iterator that knows whether it is exhausted before its next entry is taken; `inside` is entered around it."""
 
     def __init__(self, entries: Iterator[Any], inside: AbstractContextManager[None]) -> None:
         self._entries, self._inside = entries, inside
@@ -138,8 +138,8 @@ class Peekable(Iterator[Any]):
 
 
 class SharedSampler(Sampler[Any]):
-    """A replica's share of a sampler, without the first `skip` entries of that, and with what other samplers have: the
-    epoch, and where in it to begin. The sampler draws its order from generators that depend on seed and epoch alone."""
+    """A replica's share of a sampler, without its first `skip` entries, and with the usual methods of samplers: the
+    epoch, and the position in it. The sampler uses generators that depend only on seed and epoch."""
 
     def __init__(self, order: Order, share: Share, place: LoaderPlace) -> None:
         self.sampler, self.order, self.share, self.place, self.skip = order.root, order, share, place, 0
@@ -166,7 +166,7 @@ class SharedSampler(Sampler[Any]):
             entries.is_over()
 
     def run_through(self) -> None:
-        """Let the sampler go through this epoch once, as its iterator does."""
+        """Iterate the sampler through this epoch once, as its iterator does."""
         with self._draws():
             for _ in self.sampler:
                 pass
@@ -179,7 +179,7 @@ class SharedSampler(Sampler[Any]):
         self.order.set_epoch(epoch, force=True)
 
     def set_start_index(self, start_index: int) -> None:
-        """Begin after so many of this replica's samples (of its batches, where it gets whole ones)."""
+        """Start after this many of this replica's samples (of its batches, if it gets whole ones)."""
         batches, remainder = divmod(start_index, self.share.size)
         if remainder or batches < 0:
             raise ConfigurationError(
@@ -190,7 +190,7 @@ class SharedSampler(Sampler[Any]):
 
 @dataclass(frozen=True)
 class Keyed:
-    """What a worker is to load, and the key of its random numbers."""
+    """The entry that a worker loads, and the key of its random numbers."""
 
     entry: Any
     key: tuple[int, ...]
@@ -212,7 +212,7 @@ class KeyedSampler:
 
 
 class SeededSamples(Dataset[Any]):
-    """A dataset that draws, as the collator does, random numbers which depend on the Keyed entry alone, in whichever
+    """A dataset and collator whose random numbers depend only on the Keyed entry, in whichever
     process it is loaded; other attributes are the dataset's own."""
 
     samples: Any
@@ -251,10 +251,10 @@ class SeededSamples(Dataset[Any]):
 
 
 class SharedStream(IterableDataset[Any]):
-    """A replica's share of a stream, which a worker reads of its own copy; other attributes are the stream's own.
+    """A replica's share of a stream, of which each worker reads its own copy; other attributes are the stream's own.
 
-    Every replica reads the whole stream, so what it draws depends on seed, epoch and worker, not on the replica.
-    `moment` is memory that is shared with the workers, since those that persist are not told of a new epoch.
+    Every replica reads the whole stream, so its random numbers depend on seed, epoch and worker, not on the replica.
+    `moment` is memory that is shared with the workers, since persistent ones receive no new epoch.
     """
 
     stream: IterableDataset[Any]
@@ -287,7 +287,7 @@ class SharedStream(IterableDataset[Any]):
 
 @dataclass(frozen=True)
 class SharedCollate:
-    """A collator of a stream's samples that draws other numbers on each replica, though the stream does not."""
+    """A collator of a stream's samples that uses different random numbers on each replica, unlike the stream."""
 
     collate_fn: Any
     replica: int
@@ -314,11 +314,11 @@ class Batches(Iterator[Any]):
 
     @property
     def is_counted(self) -> bool:
-        """Whether the loader has made no other iterator since."""
+        """Whether the loader has created no other iterator since."""
         return self.number == self.place.iterators
 
     def is_over(self) -> bool:
-        """Whether no batch is left; it may load the next one to find out."""
+        """Whether no batch is left; may load the next one to find out."""
         return self.batches.is_over()
 
     def __next__(self) -> Any:
@@ -340,37 +340,38 @@ WORKERS = 1_000_003  # how far apart the seeds of two replicas' workers are, so 
 
 
 class ResumableDataLoader(DataLoader[Any]):
-    """A DataLoader whose order depends on the seed and the epoch alone, and which knows its place in it.
+    """A DataLoader whose order depends only on the seed and the epoch, and which knows its position.
 
-    With `num_replicas` n, every step of all replicas together reads `batch_size` x n samples in a row of that order,
-    and this one loads the `replica`-th of n blocks of them: the replicas' batches, one behind the other, are those of
-    one process with n times the batch size. Where fewer are left at the end, each replica gets as many, the first
-    ones one more where they do not divide; fewer samples than replicas are left out, with a warning, and `drop_last`
-    leaves out all of them. So every replica gets equally many batches. A `sampler` of one's own is the order of all
+    With `num_replicas` n, every step of all replicas together reads `batch_size` x n consecutive samples of that order,
+    and this one loads the `replica`-th of n blocks of them. Concatenated, the replicas' batches are those of
+    one process with n times the batch size. If fewer are left at the end, each replica gets equally many; if they do
+    not divide, the first ones get one more. Fewer samples than replicas are omitted, with a warning, and `drop_last`
+    omits all of them. So every replica gets equally many batches. Your own `sampler` gives the order of all
     replicas; of a `batch_sampler`, or with batch_size=None, each replica gets every n-th batch. A stream (an
-    IterableDataset) is read by every replica, and each keeps its own; with workers, this is so for each worker's copy.
+    IterableDataset) is read by every replica, and each keeps its own samples; with workers, this holds for each
+    worker's copy.
 
     `epoch` counts from 0, `batches` are those that the training loop took of this epoch (workers may be ahead), and
-    `remaining` those that it can still take. A loader that was given a `state_dict()` goes on with the next batch; what
-    comes before is not loaded, except from an IterableDataset, which has to be read to that place.
+    `remaining` those that it can still take. After `load_state_dict(...)`, a loader continues with the next batch;
+    earlier ones are not loaded, except from an IterableDataset, which must be read up to that position.
 
-    The sampler's order depends on the seed and the epoch alone: every random generator that it holds is seeded before
-    each epoch, at any depth of samplers in samplers, and it draws from the process's generators as if nothing else did.
-    `set_epoch` is called on every sampler (and dataset) that has it. What a sampler keeps from one epoch to the next
-    is saved with the position: its own `state_dict()`, or else its attributes with plain values that have changed.
+    The sampler's order depends only on the seed and the epoch: every random generator that it holds is seeded before
+    each epoch, however deeply samplers are nested, and it uses the process's generators as if nothing else did.
+    `set_epoch` is called on every sampler (and dataset) that has it. State that a sampler keeps from one epoch to the
+    next is saved with the position: its own `state_dict()`, or else its attributes with plain values that have changed.
     The random numbers of the dataset and the collator depend on seed, epoch and batch too, with any number of workers;
-    those of a stream on seed, epoch, worker and the place in the stream. The program's own generators are left as they
-    were. `dataloader.sampler` has `set_epoch` and `set_start_index`.
+    those of a stream on seed, epoch, worker and the place in the stream. The program's own generators do not change.
+    `dataloader.sampler` has `set_epoch` and `set_start_index`.
 
     Args:
         batch_size: the samples of one replica's batch.
-        seed: what the order of the samples and the workers' seeds depend on, together with the epoch.
+        seed: determines the order of the samples and the workers' seeds, together with the epoch.
         replica: which share of the data this one is.
         num_replicas: how many shares there are.
         options: DataLoader's own. A `generator` among them gives the seed; without a `collate_fn`, samples with lists
-            of numbers are put together by transformers' default_data_collator.
+            of numbers are collated by transformers' default_data_collator.
 
-    Raises ConfigurationError for a sampler that is to be shuffled, or that already takes a replica's share.
+    Raises ConfigurationError for a sampler together with shuffle, or one that already takes a replica's share.
     """
 
     def __init__(
@@ -434,7 +435,7 @@ class ResumableDataLoader(DataLoader[Any]):
 
     @property
     def remaining(self) -> int:
-        """How many batches the iterator made last can still give, or, before any was made, the next one can."""
+        """How many batches the last iterator can still give or, before any was created, the next one can."""
         return len(self) - self.batches
 
     def __len__(self) -> int:
@@ -475,7 +476,7 @@ class ResumableDataLoader(DataLoader[Any]):
 
     @contextmanager
     def _seeded(self) -> Iterator[None]:
-        """Let DataLoader make an iterator whose random numbers depend on the position."""
+        """Let DataLoader create an iterator whose random numbers depend on the position."""
         parts = ("dataset", "collate_fn", "sampler", "batch_sampler")
         own = {name: self.__dict__[name] for name in parts}
         new = dict(own)
@@ -495,12 +496,12 @@ class ResumableDataLoader(DataLoader[Any]):
             self.__dict__.update(own)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iterator one of this epoch, as `LoaderPlace.set_epoch` says."""
+        """Start the next iterator in this epoch, see `LoaderPlace.set_epoch`."""
         self.place.set_epoch(epoch)
 
     @property
     def _length(self) -> int | None:
-        """The number of batches of an epoch, where it is known."""
+        """The number of batches of an epoch, if it is known."""
         return length_of(self) if self._sampler is not None or self.num_workers <= 1 else None
 
     def _has_ended(self) -> bool:
@@ -516,9 +517,9 @@ class ResumableDataLoader(DataLoader[Any]):
         return self.batches == length
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next batch, the same on every replica: numbers, and the state of the samplers that keep one.
+        """The position of the next batch, the same on every replica: numbers, and the state of samplers that keep one.
 
-        Where the length is unknown, it may load the next batch to know whether the epoch is over.
+        If the length is unknown, it may load the next batch to know whether the epoch is over.
         """
         ended = self._has_ended()
         epoch, batches = (self.epoch + 1, 0) if ended else (self.epoch, self.batches)
@@ -527,10 +528,11 @@ class ResumableDataLoader(DataLoader[Any]):
         return {"seed": self.seed, "epoch": epoch, "batches": batches, **self._sizes(), **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there with the next iterator, with any number of replicas that read as many samples a step together.
+        """Continue there with the next iterator, with any number of replicas that together read as many samples per
+        step.
 
-        Raises CheckpointError where the data, the sampler, that number of samples or the workers of a stream are not
-        the same.
+        Raises CheckpointError if the data, the sampler, that number of samples or the workers of a stream have
+        changed.
         """
         sizes = self._sizes()
         # which older states lack: all of them were of one replica; of a stream's workers it is not known
@@ -553,7 +555,8 @@ class ResumableDataLoader(DataLoader[Any]):
             self.place.set(epoch + 1)
 
     def _sizes(self) -> dict[str, int | None]:
-        """What the number of batches counts: samples, or, of a loader that does not make them itself, batches."""
+        """The items that the number of batches counts: samples or, for a loader that does not build batches,
+        batches."""
         n = self._share.replicas
         if self.batch_size is None:
             sizes = {"batch_size": None, "batches_at_once": n, "samples": self._samples}

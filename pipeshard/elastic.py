@@ -1,4 +1,4 @@
-"""Elastic: training that saves itself when it is told to end, and that goes on with the ranks at hand."""
+"""Elastic: training that saves itself when it receives a signal to end, and that resumes with the available ranks."""
 
 import logging
 import signal
@@ -31,11 +31,11 @@ LEFT = 128 + signal.SIGTERM  # the exit status of a rank that was asked to leave
 
 
 class PreemptibleJob:
-    """Training whose state is kept in a folder, and saved when the job is told to end, as by Slurm before it takes the
-    machines away.
+    """Training whose state is kept in a folder, and saved when the job receives a signal to end, as from Slurm before
+    it preempts the machines.
 
-    `resume` goes on from the newest state in `directory`, and `step_done`, called after each step, keeps the state
-    there. SIGUSR1, to any rank, has it saved at the next step boundary; SIGTERM too, and then all ranks leave, with
+    `resume` continues from the newest state in `directory`, and `step_done`, called after each step, saves the state
+    there. SIGUSR1, to any rank, has it saved at the next step boundary; SIGTERM too, and then all ranks exit, with
     status 143.
 
         job = PreemptibleJob("state")
@@ -44,11 +44,11 @@ class PreemptibleJob:
             job.step_done()
 
     Args:
-        directory: for the training states; one that all ranks see.
-        every: steps from one save to the next.
+        directory: for the training states; all ranks must see it.
+        every: the number of steps between saves.
         keep: how many saved steps are kept.
 
-    Raises UsageError where it is not made in the main thread, which alone can listen to signals.
+    Raises UsageError if it is not created in the main thread, the only one that receives signals.
     """
 
     def __init__(self, directory: str | Path, every: int = 100, keep: int = 3) -> None:
@@ -69,7 +69,8 @@ class PreemptibleJob:
         lr_scheduler: LRScheduler | None = None,
         dataloader: Any = None,
     ) -> int:
-        """Go on from the newest state, with all that `booster.boost` returned; the steps that are done, 0 in a new job.
+        """Resume from the newest state, with all that `booster.boost` returned; returns the completed steps, 0 in a new
+        job.
 
         Raises CheckpointError, on every rank, for a state that does not fit.
         """
@@ -81,10 +82,10 @@ class PreemptibleJob:
         return self.step
 
     def step_done(self) -> None:
-        """After each `optimizer.zero_grad()`, on every rank: save where it is time, or was asked for, and leave if so.
+        """After each `optimizer.zero_grad()`, on every rank: save if it is time or requested, and exit if requested.
 
-        Raises SystemExit with status 143 on every rank when one of them got SIGTERM, after the state is saved; to
-        `pipeshard launch` it means that the ranks that remain go on. Otherwise as `save`.
+        Raises SystemExit with status 143 on every rank when one of them received SIGTERM, after the state is saved; for
+        `pipeshard launch` this means that the remaining ranks continue. Otherwise as `save`.
         """
         if self._step_done() == LEAVE:
             dist.destroy_process_group()
@@ -92,7 +93,7 @@ class PreemptibleJob:
 
     @together_in("job.step_done")
     def _step_done(self) -> int:
-        """What all ranks are to do now: the most that one was asked for."""
+        """What all ranks must do now: the most that one of them was signalled to do."""
         self.step += 1
         mine = max((self._wishes.popleft() for _ in range(len(self._wishes))), default=NOTHING)
         wish = int(gather(torch.tensor([mine]), _world()).max())
@@ -101,7 +102,7 @@ class PreemptibleJob:
         return wish
 
     def save(self) -> None:
-        """Save the state now, between two steps, unless it is; every rank calls it.
+        """Save the state now, between two steps, unless it is saved. Call it on all ranks.
 
         Raises UsageError before `resume`, and CheckpointError as `save_training_state` does.
         """
@@ -121,10 +122,11 @@ class PreemptibleJob:
 
 
 class ElasticJob(PreemptibleJob):
-    """One run of a job that `pipeshard launch` starts again whenever ranks come or go, until the script ends.
+    """One run of a job that `pipeshard launch` restarts whenever ranks leave or join, until the script ends.
 
-    It joins the process group (gloo, and NCCL where there is a GPU) unless the script has, and finds the layout of its
-    ranks: as many stages as is legal. When a rank is told to end, the state is saved, and the ranks that remain go on.
+    It initializes the process group (gloo, and NCCL if there is a GPU) unless the script has, and finds the layout of
+    its ranks: as many stages as they allow. If a rank receives a signal to end, the state is saved, and the remaining
+    ranks continue.
 
         job = ElasticJob("state", pp_size=4, global_batch=16)
         plugin = PipelinePlugin(**job.layout.arguments)
@@ -135,16 +137,16 @@ class ElasticJob(PreemptibleJob):
             job.step_done()
 
     Args:
-        directory: for the training states; one that all ranks see.
-        pp_size: the most stages; or a function that chooses a Layout for a number of ranks, such as
-            `lambda ranks: AutoConfig.choose(model, batch, ranks, 16, ...)`. It is asked on rank 0.
-        global_batch: the samples of a step, over all replicas; the same whatever the ranks are.
+        directory: for the training states; all ranks must see it.
+        pp_size: the largest number of stages; or a function that returns a Layout for a number of ranks, such as
+            `lambda ranks: AutoConfig.choose(model, batch, ranks, 16, ...)`. It is called on rank 0.
+        global_batch: the samples of a step, over all replicas, for any number of ranks.
         microbatch_size: the samples of a microbatch.
-        every: steps from one save to the next.
+        every: the number of steps between saves.
         keep: how many saved steps are kept.
         timeout: seconds after which a rank that waits in the default group gives up.
 
-    Raises ConfigurationError, on every rank, where the ranks at hand have no legal layout; UsageError where it is not
+    Raises ConfigurationError, on every rank, if the available ranks have no legal layout; UsageError if it is not
     run by a launcher, or not in the main thread.
     """
 
@@ -171,9 +173,9 @@ class ElasticJob(PreemptibleJob):
 
 @dataclass(frozen=True)
 class Deaf:
-    """A DataLoader's `worker_init_fn`, for workers that outlive the SIGTERM which an agent sends to them too.
+    """A DataLoader's `worker_init_fn`, for workers that survive the SIGTERM which an agent sends to them too.
 
-    Of the dataloader that `resume` gets they do already: if one died of it, so would the step, and the save with it.
+    Workers of the dataloader passed to `resume` do already: if one ended, the step would fail, and the save with it.
     """
 
     then: Callable[[int], None] | None = None
@@ -201,7 +203,7 @@ def _join(timeout: float) -> None:
 
 
 def _chosen_layout(choose: Callable[[int], Layout], ranks: int, global_batch: int) -> Layout:
-    """What rank 0 chooses (a measured profile may differ elsewhere), or its error, on every rank."""
+    """The layout that rank 0 chooses (a measured profile may differ elsewhere), or its error, on every rank."""
     chosen: Any = None
     if dist.get_rank() == 0:
         try:

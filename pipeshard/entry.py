@@ -32,25 +32,25 @@ def initialize(
     plugin: PipelinePlugin | None = None,
     **arguments: Any,
 ) -> "Engine":
-    """Split a model into pipeline stages, of which this process keeps its own; every process calls it.
+    """Split the model into pipeline stages and keep this process's stage. Call it on every rank.
 
         engine = pipeshard.initialize(model, optimizer, dataloader=loader, pp_size=2, num_microbatches=8)
         model, optimizer, criterion, loader, lr_scheduler = engine  # as from ColossalAI's booster.boost
 
     Args:
-        model: any module; where its weights are on meta, each process makes or loads those of its own stage.
-        optimizer: made of the parameters of `model` as it is; without one the model can only be evaluated.
-        criterion: `fn(output, batch)` that gives the loss; None takes the loss that the model returns.
-        dataloader: batches that are the same on every rank, such as `plugin.prepare_dataloader(...)` gives.
+        model: any module; if its weights are on meta, each process initializes or loads those of its own stage.
+        optimizer: created from the parameters of `model`; without one, the model can only be evaluated.
+        criterion: `fn(output, batch)` that returns the loss; None uses the loss that the model returns.
+        dataloader: batches that are the same on every rank, such as those of `plugin.prepare_dataloader(...)`.
         lr_scheduler: of this optimizer.
-        plugin: a PipelinePlugin, where one was made for its `prepare_dataloader`; or else
-        arguments: those of PipelinePlugin (`pipeshard.config.PipelineConfig`), of which `pp_size` is required.
+        plugin: a PipelinePlugin, if you created one for its `prepare_dataloader`; or else
+        arguments: those of PipelinePlugin (`pipeshard.config.PipelineConfig`); `pp_size` is required.
 
-    Joins the process group that torchrun describes, unless the script has joined one. With pp_size=1, a process that no
-    launcher has started makes a group of its own, so this also works in a notebook.
+    Initializes the process group from torchrun's environment, unless the script has. With pp_size=1, a process without
+    a launcher creates its own group, so this also works in a notebook.
 
-    Raises ConfigurationError for arguments that cannot work and for a process that torchrun has not started, and what
-    cutting the model raises: TraceError, PartitionError, CheckpointError, BatchError.
+    Raises ConfigurationError for arguments that cannot work and for a process that torchrun has not started, and errors
+    of cutting the model: TraceError, PartitionError, CheckpointError, BatchError.
     """
     if plugin is not None and arguments:
         raise ConfigurationError(f"plugin={type(plugin).__name__} and {', '.join(arguments)}: give them to the plugin")
@@ -65,8 +65,8 @@ def initialize(
 
 
 def join() -> None:
-    """Join the process group that torchrun describes, by NCCL too where each process of a host has a GPU, unless this
-    process is in one already."""
+    """Initialize the process group from torchrun's environment, with NCCL if each process of a host has a GPU, unless
+    this process is in one already."""
     if dist.is_initialized():
         return
     if "RANK" not in os.environ:
@@ -81,11 +81,11 @@ def join() -> None:
 
 
 class Engine:
-    """What a PipelinePlugin does with a model, without ColossalAI: its methods are named and called as Booster's are.
+    """Runs a model with a PipelinePlugin without ColossalAI: its methods have the names and arguments of Booster's.
 
     Attributes:
         plugin: the PipelinePlugin, which has `prepare_dataloader`, `recording`, `measuring`, `grid` and others.
-        checkpoint_io: what saves and loads.
+        checkpoint_io: saves and loads.
         model: what `boost` returned last, as are the next four; iterating gives these five.
         optimizer: that of this process's part of the model.
         criterion: as it was given.
@@ -114,7 +114,7 @@ class Engine:
         return 5
 
     def __getitem__(self, index: Any) -> Any:
-        """One of the five, or a slice of them, as of the tuple that `boost` returns."""
+        """One of the five, or a slice of them, as in the tuple that `boost` returns."""
         return (*self,)[index]
 
     def boost(
@@ -149,10 +149,10 @@ class Engine:
         return_outputs: ReturnOutputs = False,
         **options: Any,
     ) -> dict[str, Any]:
-        """Run one batch of `data_iter`: `PipelinePlugin.execute_pipeline`, which says what is returned.
+        """Run one batch of `data_iter`; see `PipelinePlugin.execute_pipeline` for the result.
 
-        Without a `model`, with the engine's own model, criterion and optimizer: it trains, except under
-        `torch.no_grad()`. With one, as Booster's: it trains where an `optimizer` is given.
+        Without a `model`, it uses the engine's own model, criterion and optimizer, and trains, except under
+        `torch.no_grad()`. With one, it behaves as Booster's: it trains if an `optimizer` is given.
         """
         if model is None:
             if self.model is None:
@@ -164,7 +164,7 @@ class Engine:
         )
 
     def backward(self, loss: Tensor, optimizer: Any) -> None:
-        """Of a loss that one process with the whole model (pp_size=1) has computed by `model(...)`."""
+        """Backward for a loss that one process with the whole model (pp_size=1) has computed with `model(...)`."""
         optimizer.backward(loss)
 
     def no_sync(

@@ -19,11 +19,11 @@ class TraceError(PipeshardError, RuntimeError):
 
 
 class PartitionError(PipeshardError, ValueError):
-    """The model cannot be cut into the stages asked for."""
+    """The model cannot be cut into the requested stages."""
 
 
 class BatchError(PipeshardError, ValueError):
-    """The data given to a step cannot be used, or differs between ranks."""
+    """The data passed to a step cannot be used, or differs between ranks."""
 
 
 class UsageError(PipeshardError, RuntimeError):
@@ -35,7 +35,7 @@ class CheckpointError(PipeshardError, RuntimeError):
 
 
 class RankError(PipeshardError, RuntimeError):
-    """Another rank has failed, so that this one cannot go on; `fault` tells which, where and why."""
+    """Another rank has failed, so this one cannot continue; `fault` says which, where and why."""
 
     def __init__(self, message: str, fault: Any = None) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class RankError(PipeshardError, RuntimeError):
 
 
 class NonFiniteError(PipeshardError, ArithmeticError):
-    """A loss, an activation or a gradient that is not finite, where `check_finite=True` asks for them to be."""
+    """A loss, an activation or a gradient that is not finite, detected because `check_finite=True`."""
 
 
 class MessageError(PipeshardError, TypeError):
@@ -55,15 +55,15 @@ class MessageSizeError(MessageError):
 
 
 class VerificationError(PipeshardError, ArithmeticError):
-    """A split model that is not the unsplit one: its loss, a gradient, or something else differs."""
+    """The split model does not match the unsplit reference: its loss, a gradient, or something else differs."""
 
 
 class DeadlockError(PipeshardError, RuntimeError):
-    """A program in which ranks wait for each other without end."""
+    """A program that deadlocks."""
 
 
 def of_all(error: Exception) -> Exception:
-    """Mark an error of which all ranks have agreed that each raises one now, so that nobody has to be told."""
+    """Mark an error that every rank raises together, so that it need not be reported to the others."""
     error.__dict__["pipeshard_of_all"] = True
     return error
 
@@ -79,8 +79,8 @@ def summary(error: BaseException) -> str:
 
 @contextmanager
 def explained(explain: Callable[[Exception], Exception], but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Around code of others, which may raise anything: raise what `explain` makes of it. Errors of the classes in `but`
-    stay as they are."""
+    """Around third-party code, which may raise anything: raise the result of `explain` for it. Errors of the classes in
+    `but` are not changed."""
     try:
         yield
     except but:
@@ -96,11 +96,11 @@ def listed(problems: Sequence[str], shown: int = 8) -> str:
 
 
 def hint(name: str, known: Collection[str]) -> str:
-    """What may have been meant by an unknown name."""
+    """A suggestion for an unknown name."""
     close = get_close_matches(name, known, n=3)
     return f"did you mean {' or '.join(close)}?" if close else f"they are {', '.join(known) or 'none'}"
 
 
 def unknown(who: str, name: str, model: str, known: Collection[str], what: str = "units") -> str:
-    """That an argument names something that the model does not have."""
+    """The error for an argument that names something that the model does not have."""
     return f"{who} names {name}, which is not one of the {what} of {model}: {hint(name, known)}"

@@ -1,8 +1,8 @@
-"""Ghost: what a stage keeps of a parameter that it does not hold.
+"""Ghost: the placeholder on a stage of a parameter that it does not hold.
 
 The module tree of a model is the same on every stage, so optimizers, hooks and user code meet parameters without
 values. One on meta would compute results without values, and fail far from the cause. A Ghost has shape, dtype and
-device, takes the memory of one number, and raises an error with its name where its values are asked for.
+device, takes the memory of one number, and raises an error with its name if its values are read.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -52,10 +52,10 @@ _inside = 0
 
 @contextmanager
 def inside_pipeshard() -> Iterator[None]:
-    """Around what pipeshard does with a model, whose glue runs on every stage and meets what others hold.
+    """Around pipeshard's own use of a model, whose glue runs on every stage and meets parameters of other stages.
 
-    Inference mode becomes no_grad: what is kept from one step to the next (buffers, blanks, weights) is to be trained
-    with, too.
+    Inference mode becomes no_grad: tensors kept from one step to the next (buffers, blanks, weights) must remain
+    trainable.
     """
     global _inside  # not of this thread alone: backward passes have threads of their own
     _inside += 1
@@ -72,12 +72,12 @@ def inside_pipeshard() -> Iterator[None]:
 class Ghost(nn.Parameter):
     """A released parameter: visible under its names, with shape, dtype and device, but frozen and without values.
 
-    Whoever reads or writes its values, copies or pickles it, gets a UsageError that names it. Inside pipeshard, where
-    glue may do so as long as nothing depends on it, it reads as not-a-number, and what is written to it is dropped.
+    Reading or writing its values, copying or pickling it raises a UsageError that names it. Inside pipeshard, where
+    glue may do so as long as no result depends on it, it reads as NaN, and writes to it are dropped.
 
     Attributes:
         pipeshard_trainable: whether the parameter is trained, on the stages that hold it.
-        label: its name, and where it is.
+        label: its name, and the stages that hold it.
     """
 
     pipeshard_trainable: bool
@@ -113,7 +113,7 @@ class Ghost(nn.Parameter):
             return func(*args, **kwargs)
 
     def lower(self, dtype: torch.dtype | None) -> None:
-        """Become one of this dtype."""
+        """Change its dtype to this one."""
         with DisableTorchFunctionSubclass():
             self.data = _blank(self.shape, dtype, self.device)
 
@@ -141,7 +141,7 @@ def unheld(ghost: Ghost, what: str) -> UsageError:
 
 
 class Guarded:
-    """In the place of a method of a module that has ghosts: refused before it has written or changed anything."""
+    """In place of a method of a module that has ghosts: refused before it has written or changed anything."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
@@ -153,7 +153,7 @@ class Guarded:
         return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
 
     def _needs(self, name: str, ghost: Ghost, argument: Any = None, *_: Any, state_dict: Any = None, **__: Any) -> bool:
-        """Whether a call with these arguments takes or changes the ghost's values."""
+        """Whether a call with these arguments reads or changes the ghost's values."""
         if self.name == "_apply":
             return argument(ghost) is not ghost
         if self.name == "load_state_dict":
@@ -162,7 +162,7 @@ class Guarded:
 
 
 def guard(model: nn.Module) -> None:
-    """Guard the methods of all modules with ghosts that would otherwise fail half-way."""
+    """Guard the methods of all modules with ghosts that would otherwise fail halfway."""
     for module in model.modules():
         if any(isinstance(parameter, Ghost) for parameter in module.parameters()):
             for name in ("_apply", "load_state_dict", "save_pretrained", "push_to_hub"):
@@ -171,7 +171,7 @@ def guard(model: nn.Module) -> None:
 
 
 def _blank(shape: torch.Size, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """A tensor of not-a-number, zeros where there is none, that takes the memory of one."""
+    """A tensor of NaNs, or zeros if its dtype has none, that takes the memory of one number."""
     has_nan = dtype is None or dtype.is_floating_point or dtype.is_complex
     return torch.full((), float("nan") if has_nan else 0, dtype=dtype, device=device).expand(shape)
 
@@ -187,7 +187,7 @@ def _ghosts(values: Iterable[Any]) -> Iterator[Ghost]:
 
 
 def _written(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
-    """A write in place, without the ghosts among its targets; what this rank holds may not be made of ghosts."""
+    """A write in place, without the ghosts among its targets; tensors of this rank may not be computed from ghosts."""
     targets = kwargs.get("out", next(iter((*args, *kwargs.values()))))
     if isinstance(targets, Ghost):
         return targets

@@ -1,9 +1,9 @@
 """HF: the naming conventions of transformers and peft that pipeshard relies on.
 
-Most of what a pipeline has to know of a model is traced. What a trace cannot tell is what the numbers mean: which leaf
-has labels, which token stands for an image, which axis of a batch belongs to the decoder. transformers says it by
-names alone, so they are here, all of them and nowhere else; no architecture is. `tests/test_hf.py` has a test of each
-with transformers and peft themselves: where a release renames something, these tests say so.
+A trace finds most of what a pipeline needs to know of a model. It cannot find what the numbers mean: which leaf
+has labels, which token stands for an image, which axis of a batch belongs to the decoder. transformers expresses this
+only by names, so all of these names are here and nowhere else; no architecture is. `tests/test_hf.py` has a test of
+each with transformers and peft themselves: if a release renames something, these tests fail.
 """
 
 import inspect
@@ -50,12 +50,12 @@ ADAPTER_CONFIG = "adapter_config.json"  # in a folder that peft has saved
 
 
 def is_target(path: str) -> bool:
-    """Whether a leaf of the batch is what the model's output is compared with."""
+    """Whether a leaf of the batch is a target, with which the model's output is compared."""
     return "label" in path or "target" in path
 
 
 def targets(paths: Iterable[str]) -> list[str]:
-    """Those of these leaves that the model's output is compared with."""
+    """Those of these leaves that are targets."""
     return [path for path in paths if is_target(path)]
 
 
@@ -70,7 +70,7 @@ def is_token(name: str) -> bool:
 
 
 def is_mask(path: str) -> bool:
-    """Whether a leaf of the batch is a mask, of which every dimension may be one of positions."""
+    """Whether a leaf of the batch is a mask, whose dimensions may all be positions."""
     return "mask" in path
 
 
@@ -80,12 +80,12 @@ def is_of_decoder(path: str, encoder_decoder: bool) -> bool:
 
 
 def is_of_encoder(path: str) -> bool:
-    """Whether a leaf is what an encoder has returned, or a mask for that."""
+    """Whether a leaf is an encoder's output, or a mask for it."""
     return path.startswith("encoder_")
 
 
 def counts_items(path: str) -> bool:
-    """Whether a leaf of one whole number a sample may say how many entries of another leaf a sample has."""
+    """Whether a leaf of one integer per sample may be the number of entries of another leaf for each sample."""
     return path.startswith("num_")
 
 
@@ -95,18 +95,18 @@ def media_kind(path: str) -> str | None:
 
 
 def config_of(model: nn.Module) -> Any:
-    """The model's config; None for a model that has none."""
+    """The model's config; None if it has none."""
     return getattr(model, "config", None)
 
 
 def text_config(model: nn.Module) -> Any:
-    """The part of the model's config that is about text, which for a plain language model is the whole."""
+    """The text part of the model's config; for a plain language model, the whole config."""
     config = config_of(model)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def main_input(model: nn.Module) -> str | None:
-    """The name of the input that the model cannot do without."""
+    """The name of the input that the model requires."""
     return getattr(model, "main_input_name", None)
 
 
@@ -124,19 +124,19 @@ def placeholder_token(model: nn.Module, kind: str) -> int | None:
 
 
 def padding_token(model: nn.Module) -> int | None:
-    """The token that fills up shorter samples."""
+    """The token that pads shorter samples."""
     token = getattr(config_of(model), "pad_token_id", None)
     return token if isinstance(token, int) else None
 
 
 def special_tokens(model: nn.Module) -> list[int]:
-    """Tokens that a loss may weigh otherwise, or leave out: padding, beginning, end, ..."""
+    """Tokens that a loss may weight differently or omit: padding, beginning, end, ..."""
     fields = getattr(config_of(model), "__dict__", {})
     return [value for name, value in fields.items() if name.endswith("token_id") and type(value) is int]
 
 
 def image_shape(model: nn.Module) -> tuple[int, int, int] | None:
-    """Channels, height and width of the images that the model takes, if these are of one size."""
+    """Channels, height and width of the images that the model accepts, if they have one size."""
     config = config_of(model)
     size = getattr(config, "image_size", None)
     if size is None:
@@ -175,19 +175,19 @@ def is_cache(value: Any) -> bool:
 
 
 def is_output_class(kind: Any) -> bool:
-    """Whether this is a class of what models of transformers return."""
+    """Whether this is an output class of transformers' models."""
     return isinstance(kind, type) and any(base.__name__ == "ModelOutput" for base in kind.__mro__)
 
 
 def has_parameter(model: nn.Module, name: str) -> bool:
-    """Whether the forward of the model, adapters aside, has an argument of this name."""
+    """Whether the forward of the model, without adapters, has an argument of this name."""
     forward: Any = without_adapters(model)[1].forward
     return name in _parameters(getattr(forward, "__func__", forward))
 
 
 @lru_cache
 def _parameters(function: Any) -> frozenset[str]:
-    """The names of a function's arguments, looked up once: each slice of each step asks."""
+    """The names of a function's arguments, cached, since each slice of each step needs them."""
     return frozenset(inspect.signature(function).parameters)
 
 
@@ -209,7 +209,7 @@ def can_recompute(model: nn.Module) -> bool:
 
 
 def without_adapters(model: nn.Module) -> tuple[str, nn.Module]:
-    """The architecture's own model, which in a PeftModel is a module inside, and what its names there begin with."""
+    """The architecture's own model, which in a PeftModel is a module inside, and the prefix of its names there."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     path = next(name for name, module in model.named_modules() if module is base)
     return f"{path}." if path else "", base
@@ -221,11 +221,11 @@ def cache_argument(model: nn.Module) -> str | None:
 
 
 def full_name(model: nn.Module, name: str) -> str:
-    """The name of a module, where what is inside a PeftModel may be named as the model inside names it."""
+    """The name of a module; modules inside a PeftModel may have their names in the model inside."""
     prefix, _ = without_adapters(model)
     return name if name.startswith(prefix) else f"{prefix}{name}"
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether the model, adapters aside, is one of transformers' own classes."""
+    """Whether the model, without adapters, is of one of transformers' own classes."""
     return type(without_adapters(model)[1]).__module__.startswith("transformers.")

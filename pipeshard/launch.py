@@ -1,7 +1,7 @@
 """Launch: torchrun's elastic agent, with defaults for pipelines that continue when ranks are lost or join.
 
-`pipeshard launch --nnodes 2:4 --rdzv-endpoint HOST:PORT script.py ...`, one agent for each machine (or several on one),
-takes torchrun's flags.
+Run `pipeshard launch --nnodes 2:4 --rdzv-endpoint HOST:PORT script.py ...` with one agent per machine (or several on
+one). It takes torchrun's flags.
 """
 
 import argparse
@@ -58,7 +58,8 @@ flags (torchrun's; torchrun --help lists all):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one agent until the job is done, its workers have failed for good, or a signal ends it; the exit status."""
+    """Run one agent until the job is done, its workers have failed for good, or a signal ends it; returns the
+    status."""
     args = parse(sys.argv[1:] if arguments is None else arguments)
     if not args.module and not args.no_python and (why := unable(args.training_script)):
         logger.error("error: %s", why)
@@ -99,7 +100,7 @@ def _run_agent(args: argparse.Namespace, folder: Path) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """torchrun's flags, with other defaults where neither a flag nor torchrun's variable (PET_...) says something."""
+    """torchrun's flags, with other defaults if neither a flag nor torchrun's variable (PET_...) sets them."""
     parser = get_args_parser()
     parser.prog, parser.usage = "pipeshard launch", "pipeshard launch [FLAGS] SCRIPT [ARGUMENTS]"
     parser.format_help = lambda: HELP  # type: ignore[method-assign]
@@ -122,7 +123,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def unable(script: str) -> str | None:
-    """Why no process could start this script."""
+    """The reason why no process could start this script."""
     try:
         compile(Path(script).read_bytes(), script, "exec")
     except OSError as error:
@@ -145,7 +146,7 @@ def _exit_text(code: int) -> str:
 
 
 def _clean_up() -> None:
-    """End what a second Ctrl-C has kept torch from ending."""
+    """End the processes that a second Ctrl-C has kept torch from ending."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     workers = psutil.Process().children(recursive=True)
@@ -156,7 +157,7 @@ def _clean_up() -> None:
 
 
 def _leave_process(folder: Path, status: int) -> NoReturn:
-    """End this process, in which a signal has left threads of torch in the middle: Python's own end might abort."""
+    """End this process, in which a signal has interrupted threads of torch: Python's own exit might abort."""
     shutil.rmtree(folder, ignore_errors=True)
     logging.shutdown()
     sys.stdout.flush()
@@ -165,7 +166,7 @@ def _leave_process(folder: Path, status: int) -> NoReturn:
 
 
 def _end_if_in_vain(folder: Path) -> list[str]:
-    """End this agent when attempt after attempt ends by the same error, of which the kind is in the list then."""
+    """End this agent if attempt after attempt ends with the same error, whose kind is then in the list."""
     found: list[str] = []
 
     def look() -> None:
@@ -183,9 +184,9 @@ def _end_if_in_vain(folder: Path) -> list[str]:
 
 
 def _forward(number: signal.Signals) -> None:
-    """Hand a signal on to the workers.
+    """Forward a signal to the workers.
 
-    Blocked here, it stays blocked in a worker until that one listens: no worker dies of it while it starts.
+    Blocked here, it stays blocked in a worker until the worker handles it: no worker dies of it while it starts.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [number])
 
@@ -199,10 +200,10 @@ def _forward(number: signal.Signals) -> None:
 
 
 def _end_if_stuck(endpoint: str) -> None:
-    """End this agent when all of its workers have ended, and it has not noticed for a while.
+    """End this agent if all of its workers have ended, and it has not noticed for a while.
 
-    It asks the store of the rendezvous over and over, and where its machine was cut off from that one, it waits for the
-    answer until the kernel gives up the connection, a quarter of an hour later.
+    It polls the store of the rendezvous, and if its machine was cut off from the store, it waits for the
+    answer until the kernel closes the connection, a quarter of an hour later.
     """
 
     def look() -> None:
@@ -218,7 +219,7 @@ def _end_if_stuck(endpoint: str) -> None:
 
 
 def _has_ended(worker: psutil.Process) -> bool:
-    """Whether it has, and the agent has not asked for its exit status yet."""
+    """Whether a worker has ended, and the agent has not read its exit status yet."""
     try:
         return bool(worker.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

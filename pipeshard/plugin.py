@@ -58,20 +58,20 @@ class PipelinePlugin:
     every stage. Rank 0 is the first slice of the first stage of the first replica; then come slices, stages, replicas.
 
     Args:
-        pp_size: the number of stages. It and those that are given by name are the fields of
-            `pipeshard.config.PipelineConfig`, which says what each one means.
-        foreign: what ColossalAI's HybridParallelPlugin takes beside these. `pp_style` is the schedule; options for
-            speed are left out, with a warning; the others are refused, unless they have their defaults, with what to
-            use here instead.
+        pp_size: the number of stages. The keyword arguments and `pp_size` are the fields of
+            `pipeshard.config.PipelineConfig`, which documents them.
+        foreign: further arguments of ColossalAI's HybridParallelPlugin. `pp_style` is the schedule; options for
+            speed are ignored, with a warning; the others are refused unless they have their defaults, and the error
+            names the replacement.
 
-    Every model that is boosted has a pipeline and, with "fp16", a loss scale of its own. Where several are, methods
-    have to be told which one is meant.
+    Every boosted model has its own pipeline and, with "fp16", its own loss scale. If there are several, pass the model
+    to the plugin's methods.
 
     Attributes:
         config: the arguments as a PipelineConfig, which are attributes of the plugin, too.
-        grid: this process's place and the groups of ranks; asked for before `booster.boost`, on every rank.
+        grid: this process's place and the groups of ranks. If you use it before `booster.boost`, do so on every rank.
 
-    Raises ConfigurationError for arguments that cannot work, and `booster.boost` does where they differ between ranks.
+    Raises ConfigurationError for arguments that cannot work; `booster.boost` raises it if they differ between ranks.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class PipelinePlugin:
 
     @cached_property
     def grid(self) -> Grid:
-        """Made by all ranks together, which have to have the same arguments."""
+        """Created by all ranks together, which must have the same arguments."""
         world = dist.group.WORLD
         assert world is not None
         compare_ranks(versions() | texts_of(self.config.of_all_ranks), world, named)
@@ -160,7 +160,7 @@ class PipelinePlugin:
     control_device = control_precision = control_checkpoint_io = support_no_sync = support_lora = _yes
 
     def get_checkpoint_io(self) -> PipelineCheckpointIO:
-        """One for all: it knows of the save in the background."""
+        """The one instance, which tracks the save in the background."""
         return self._checkpoint_io
 
     def supported_devices(self) -> list[str]:
@@ -176,17 +176,17 @@ class PipelinePlugin:
         lora_config: Any = None,
         bnb_quantization_config: Any = None,
     ) -> nn.Module:
-        """Put LoRA adapters on a model, before it is boosted; see `pipeshard.checkpoint.lora.enable_lora`."""
+        """Add LoRA adapters to a model, before it is boosted; see `pipeshard.checkpoint.lora.enable_lora`."""
         return enable_lora(model, pretrained_dir, lora_config, bnb_quantization_config)
 
     @staticmethod
     def from_pretrained(auto_class: Any, path: str | Path, gguf_file: str | None = None, **options: Any) -> nn.Module:
-        """The model of a Hugging Face folder without its weights, which `booster.boost` then loads, each stage its own.
+        """The model of a Hugging Face folder without its weights; `booster.boost` loads those of each stage.
 
         `auto_class` is an AutoModelFor... or a model class; `options` are fields of its config (and `dtype`), as in its
-        own `from_pretrained`, and what the folder lacks is drawn likewise. `gguf_file` names a GGUF file in the folder.
-        In evaluation mode. Raises CheckpointError for a folder without a config, ConfigurationError for an option that
-        the config has not.
+        own `from_pretrained`. Weights that the folder lacks are initialized. `gguf_file` names a GGUF file in the
+        folder. The model is in evaluation mode. Raises CheckpointError for a folder without a config,
+        ConfigurationError for an option that the config does not have.
         """
         return blank_model(auto_class, Path(path), gguf_file, options)
 
@@ -222,19 +222,18 @@ class PipelinePlugin:
         num_batches: int = 1,
         weight: float = 1.0,
     ) -> dict[str, Any]:
-        """Run one batch of `data_iter` through the pipeline; every rank calls it with the same batch.
+        """Run one batch of `data_iter` through the pipeline. Call it on every rank with the same batch.
 
-        Forward and backward where gradients are enabled and an optimizer is given; the gradients are then in place,
-        ties summed. Otherwise (under `torch.no_grad()`, or without an optimizer) forward alone. Returns "loss", a
-        tensor with the same value on every rank, and "outputs", on the last stage what `return_outputs` asks for (None
-        elsewhere): with True the model's output for the whole batch, with a field's name or a list of them an output
-        with these only, with "loss" the losses of the microbatches, shape (m,), and with a function
-        `fn(output, microbatch)`, called under no_grad right after each forward of the last stage, the list of its
-        results, one for each microbatch in order. Nothing else of the outputs is kept.
+        Runs forward and backward if gradients are enabled and an optimizer is given; the gradients are then complete,
+        including ties. Otherwise (under `torch.no_grad()`, or without an optimizer) runs only the forward. Returns
+        "loss", a tensor with the same value on every rank, and "outputs", which on the last stage is what
+        `return_outputs` requests, and None on the others: with True the model's output for the whole batch, with a
+        field's name or a list of them an output with only these, with "loss" the losses of the microbatches, shape
+        (m,), and with a function `fn(output, microbatch)`, called under no_grad right after each forward of the last
+        stage, the list of its results, one per microbatch in order. Nothing else of the outputs is kept.
 
-        With `num_batches` k, the next k batches are run as one step, of which the pipeline fills once: losses and
-        gradients are the sums of what k calls would give, each batch having its own loss, and shapes of its own. They
-        are multiplied by `weight`.
+        With `num_batches` k, the next k batches are run as one step, so the pipeline fills once. Losses and
+        gradients are the sums over k calls, each batch with its own loss and shapes, multiplied by `weight`.
         """
         pipeline = self._pipeline_of(model, "execute_pipeline")
         train = torch.is_grad_enabled() and optimizer is not None
@@ -245,8 +244,8 @@ class PipelinePlugin:
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> Iterator[None]:
-        """Inside, gradients of this model stay as this rank has them; the first step outside, or `sync_grads`, sums
-        what has accumulated over the replicas and the holders of ties."""
+        """Inside, gradients of this model are not reduced; the first step outside, or `sync_grads`, sums the
+        accumulated gradients over the replicas and the holders of ties."""
         pipeline = self._pipeline_of(model, "no_sync")
         before, pipeline.synchronizes = pipeline.synchronizes, False
         try:
@@ -255,11 +254,11 @@ class PipelinePlugin:
             pipeline.synchronizes = before
 
     def sync_grads(self, model: nn.Module | None = None) -> None:
-        """Sum what has accumulated of this model's gradients under `no_sync`, without a step; every rank calls it."""
+        """Sum this model's gradients that were accumulated under `no_sync`, without a step. Call it on every rank."""
         self._pipeline_of(model, "sync_grads").sync_grads()
 
     def _pipeline_of(self, model: nn.Module | None, call: str) -> Pipeline:
-        """That of a boosted model; None is the only one that this plugin has boosted."""
+        """The pipeline of a boosted model; None stands for the only one that this plugin has boosted."""
         if model is None and call != "execute_pipeline":
             if len(self._boosted) > 1:
                 raise UsageError(f"{call} must say which of {len(self._boosted)} models it means: {call}(model)")
@@ -281,9 +280,9 @@ class PipelinePlugin:
     ) -> ResumableDataLoader:
         """A DataLoader from which every stage reads the same batches, in an order that depends on `seed` and epoch.
 
-        It knows its position: `save_training_state(..., dataloader=...)` keeps it, also within an epoch. `options` are
-        DataLoader's own: drop_last, num_workers, collate_fn, batch_sampler, ... and may be combined as there. A
-        `distributed_sampler_cls` is asked for the order of all replicas, as of one, and shared out here.
+        It knows its position, which `save_training_state(..., dataloader=...)` saves, also within an epoch. `options`
+        are DataLoader's own: drop_last, num_workers, collate_fn, batch_sampler, ... and may be combined as there. A
+        `distributed_sampler_cls` is constructed with one replica, and its order is distributed here.
         """
         if distributed_sampler_cls is not None:
             options["sampler"] = distributed_sampler_cls(dataset, num_replicas=1, rank=0, shuffle=shuffle)
@@ -294,16 +293,16 @@ class PipelinePlugin:
         )
 
     def recording(self, model: nn.Module | None = None) -> Recording:
-        """When each rank ran each action of this model's last step, and whom it waited for; every rank has to call it.
+        """When each rank ran each action of this model's last step, and which rank it waited for. Call it on all ranks.
 
         `plugin.recording().summary()` is one line about the step; `draw(path)` shows it above its simulation. On a GPU
-        times are those of its own events.
+        times come from GPU events.
         """
         return self._pipeline_of(model, "recording").recording()
 
     @contextmanager
     def measuring(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Changes nothing: the times of a recording are a GPU's own everywhere. For programs from before they were."""
+        """Does nothing, for compatibility: recordings always use GPU events on a GPU."""
         self._pipeline_of(model, "measuring")
         yield
 

@@ -1,9 +1,9 @@
-"""Private: what torch hides behind an underscore, and pipeshard cannot do without.
+"""Private: torch's private names that pipeshard needs.
 
-A release of torch may rename these without a word. So functions and classes are imported here, under names of their
-own, and nowhere else; what is an attribute stands in `ATTRIBUTES`, by the class that has it. `tests/test_private.py`
-tests each meaning that is relied on, and refuses any other private name in the package: an upgrade of torch is one red
-file.
+A release of torch may rename these silently. So functions and classes are imported only here, under their own
+names, and attributes are listed in `ATTRIBUTES`, by the class that has them. `tests/test_private.py`
+tests each meaning that is relied on, and refuses any other private name in the package: an upgrade of torch breaks at
+most one file.
 """
 
 import sys
@@ -129,15 +129,15 @@ ATTRIBUTES = {
 
 
 def nccl_options(timeout: timedelta) -> Any:
-    """Of a process group with NCCL, to be made with the same timeout: its streams come before others."""
+    """Options of an NCCL process group with the same timeout, whose streams have a high priority."""
     options = getattr(dist, "ProcessGroupNCCL").Options(is_high_priority_stream=True)  # noqa: B009
     options._timeout = timeout
     return options
 
 
 def set_wrapped(function: Any, inner: Any) -> None:
-    """Let a function of torch.nn.utils, which calls another one under no_grad, call `inner` from now on. The function
-    that it has called at first stays its `__wrapped__`."""
+    """Make a function of torch.nn.utils, which calls another one under no_grad, call `inner` from now on. The original
+    inner function stays its `__wrapped__`."""
     names = function.__code__.co_freevars
     function.__closure__[names.index("func")].cell_contents = inner
 
@@ -194,8 +194,8 @@ _PATCH = "colossalai._analyzer._subclasses._meta_registration"
 
 
 def restore_meta_kernels() -> None:
-    """Take back what ColossalAI, once imported, has registered for tensors on meta, which was made for torch 1.12: with
-    it a number read on meta is 0 instead of an error, and convolutions and norms have shapes by formulas of then."""
+    """Undo what ColossalAI, once imported, has registered for tensors on meta, which was written for torch 1.12: with
+    it, reading a number on meta gives 0 instead of an error, and convolutions and norms have outdated shapes."""
     library = getattr(sys.modules.get(_PATCH), "meta_lib", None)
     if library is not None and library._op_impls:
         library._destroy()

@@ -1,7 +1,7 @@
 """Sampling: the objects that decide the order of the data, their random generators, and the state they keep.
 
-A sampler may hold other samplers (a BatchSampler holds a RandomSampler), at any depth, and each of them may draw from a
-generator of its own or from those of the process. If one of them is not seeded, ranks that were seeded differently read
+A sampler may hold other samplers (a BatchSampler holds a RandomSampler), at any depth, and each of them may draw from
+its own generator or from those of the process. If one of them is not seeded, ranks that were seeded differently read
 different batches, and a resumed epoch has another order than the interrupted one.
 """
 
@@ -29,7 +29,7 @@ SCALARS = (type(None), bool, int, float, str, bytes)
 
 
 def reachable(*roots: Any, skip: Callable[[Any], bool] = lambda value: False) -> Iterator[Any]:
-    """The roots and every object and generator that they hold, the nearest first, without those that `skip` says.
+    """The roots and every object and generator that they hold, nearest first, except those that `skip` selects.
 
     Objects of libraries are not entered, except torch's samplers, datasets and modules.
     """
@@ -102,7 +102,7 @@ def _is_of_datasets(value: Any) -> bool:
 
 
 def generators_of(*roots: Any) -> list[Any]:
-    """The random generators that are reached from the roots, in an order that is the same on every rank."""
+    """The random generators reachable from the roots, in an order that is the same on every rank."""
     return [value for value in reachable(*roots) if is_generator(value)]
 
 
@@ -126,7 +126,7 @@ class Order:
         return [one for one in reachable(self.root, skip=self._is_data) if is_generator(one)]
 
     def _is_data(self, value: Any) -> bool:
-        """Whether this has the samples: the order is made by another object."""
+        """Whether this holds the samples: another object determines the order."""
         if value is self.root:
             return False
         return value is self.dataset or (isinstance(value, Dataset) and not isinstance(value, IterableDataset))
@@ -140,7 +140,7 @@ class Order:
                 seed_generator(generator, seed, epoch, number)
 
     def set_epoch(self, epoch: int, force: bool = False) -> None:
-        """Tell the epoch to every member that has `set_epoch`, unless the program has told it another one itself."""
+        """Call `set_epoch` on every member that has it, unless the program has set another epoch itself."""
         for number, member in enumerate(self.members):
             if not hasattr(member, "set_epoch"):
                 continue
@@ -150,7 +150,7 @@ class Order:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Undo what happens to states and generators inside: some samplers draw their batches to count them."""
+        """Undo changes of states and generators inside: some samplers iterate over their batches to count them."""
         if all(type(member).__module__.startswith("torch.") for member in self.members):
             yield
             return
@@ -166,7 +166,7 @@ class Order:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that the root was told."""
+        """The epoch that was set on the root."""
         return _epoch(self.root)
 
     def shares(self) -> list[Any]:
@@ -175,8 +175,8 @@ class Order:
         return [one for one, count in counts if _is_whole_number(count) and count > 1]
 
     def state(self) -> dict[str, Any]:
-        """What the members keep from one epoch to the next: their own `state_dict()`, or else their attributes with
-        plain values that have changed since the loader was made."""
+        """The state that members keep from one epoch to the next: their own `state_dict()`, or else their attributes
+        with plain values that have changed since the loader was created."""
         state: dict[str, Any] = {}
         for number, member in enumerate(self.members):
             if _has_state_dict(member):
@@ -188,7 +188,7 @@ class Order:
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Give it back. Raises CheckpointError for the state of another sampler."""
+        """Restore it. Raises CheckpointError for the state of another sampler."""
         members = {_key(number, member): member for number, member in enumerate(self.members)}
         for key in state:
             if key not in members:
@@ -225,7 +225,7 @@ CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 
 
 def _may_order(value: Any) -> bool:
-    """Whether this may be a sampler or a stream, or what one keeps its state in."""
+    """Whether this may be a sampler or a stream, or an object in which one keeps its state."""
     if isinstance(value, type):
         return False
     if isinstance(value, (Sampler, IterableDataset, SimpleNamespace, *CONTAINERS)) or is_dataclass(value):
@@ -251,7 +251,7 @@ def _has_state_dict(member: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value has a copy that a file can hold."""
+    """Whether a value has a copy that can be saved in a file."""
     if isinstance(value, Mapping):
         return type(value) is dict and is_plain(list(value)) and is_plain(list(value.values()))
     if type(value) in (list, tuple, set, deque):
@@ -262,7 +262,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _has_scalars(values: Collection[Any]) -> bool:
-    """Whether a collection holds nothing else, which is quick to find out of a million indices."""
+    """Whether a collection holds only scalars, which is fast to check for a million indices."""
     return set(map(type, values)) <= set(SCALARS)
 
 
@@ -271,7 +271,7 @@ def copied_value(value: Any) -> Any:
 
 
 def saved(value: Any) -> Any:
-    """The value as lists, tuples, dicts, tensors and scalars, which is what a checkpoint may hold."""
+    """The value as lists, tuples, dicts, tensors and scalars, which a checkpoint may contain."""
     if isinstance(value, Mapping):
         return {saved(key): saved(entry) for key, entry in value.items()}
     if isinstance(value, list | set | deque):
@@ -286,7 +286,7 @@ def saved(value: Any) -> Any:
 
 
 def _give_back(member: Any, name: str, value: Any) -> None:
-    """Set an attribute to what `saved` has made of it; lists and dicts are filled in place, as others may hold them."""
+    """Restore an attribute from the result of `saved`; lists and dicts are filled in place, as others may hold them."""
     current, value = getattr(member, name, None), copied_value(value)
     if isinstance(current, np.ndarray) and isinstance(value, Tensor):
         value = value.numpy()

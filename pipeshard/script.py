@@ -1,7 +1,7 @@
-"""Script: a training script as `pipeshard launch` runs it, where ranks that fail alike say so once.
+"""Script: a training script as `pipeshard launch` runs it; ranks with the same error print it once.
 
-`python -m pipeshard.script train.py ...` is `python train.py ...`, but for what an error prints. It imports little, so
-that it also serves a script of which the first import fails.
+`python -m pipeshard.script train.py ...` is `python train.py ...`, except for the output of an error. It imports
+little, so it also serves a script whose first import fails.
 """
 
 import builtins
@@ -22,7 +22,7 @@ _DIFFERS = re.compile(r"0x[0-9a-f]+|\[rank\d+\]: ?")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script in a `__main__` of its own, with these arguments, its name first."""
+    """Run a script in its own `__main__`, with these arguments, its name first."""
     path = Path.cwd() / arguments[0]
     sys.argv[:] = arguments
     sys.path[0] = str(path.resolve().parent)
@@ -34,7 +34,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def tell_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """An exception hook that prints what no other rank of this agent has printed in this attempt, and notes it."""
+    """An exception hook that prints an error if no other rank of this agent has printed it in this attempt, and notes
+    it."""
     if issubclass(kind, KeyboardInterrupt):
         return
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
@@ -48,13 +49,13 @@ def tell_once(kind: type[BaseException], error: BaseException, trace: TracebackT
 
 
 def fold() -> None:
-    """Have a rank that torchrun started tell errors once, too, unless something else prints its errors."""
+    """Make a rank that torchrun started print errors once, too, unless something else prints its errors."""
     if os.environ.get(TORCHRUN) and sys.excepthook is sys.__excepthook__:
         sys.excepthook = tell_once
 
 
 def notes() -> Path | None:
-    """Where ranks note how they ended; with torchrun a folder of those that print to the same place."""
+    """Where ranks note how they ended; with torchrun a folder of the ranks that print to the same place."""
     if FOLDER in os.environ or not os.environ.get(TORCHRUN):
         return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
     try:
@@ -67,7 +68,7 @@ def notes() -> Path | None:
 
 
 def note(folder: Path, kind: str, text: str) -> bool:
-    """Whether this rank is the first to end so; each adds a byte to a file of the attempt."""
+    """Whether this rank is the first to end with this error; each adds a byte to a file of the attempt."""
     digest = hashlib.blake2b(_DIFFERS.sub("", text).encode(), digest_size=8).hexdigest()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
@@ -81,8 +82,8 @@ def note(folder: Path, kind: str, text: str) -> bool:
 
 
 def endless(folder: Path, attempts: int, seconds: float) -> str | None:
-    """The kind of error in which as many last attempts ended, each within some seconds of the one before; not one that
-    came of another rank's."""
+    """The kind of error with which the last attempts ended, each within some seconds of the one before; not one
+    caused by another rank's."""
     ends: dict[tuple[str, str], dict[int, float]] = {}
     for file in folder.iterdir():
         attempt, kind, digest = file.name.split("-")
@@ -96,7 +97,7 @@ def endless(folder: Path, attempts: int, seconds: float) -> str | None:
 
 
 def repeated(folder: Path) -> list[tuple[str, int]]:
-    """The errors of the last attempt that several ranks had: their kind, and how many ranks beside the first."""
+    """The errors of the last attempt that several ranks had: their kind, and the number of further ranks."""
     files = {file.name: file.stat().st_size for file in folder.iterdir()}
     last = max((int(name.split("-")[0]) for name in files), default=0)
     return [(name.split("-")[1], size - 1) for name, size in files.items() if name.startswith(f"{last}-") and size > 1]

@@ -1,4 +1,4 @@
-"""Policies: what is shipped for architectures by name; `pipeshard.register_policy` adds one."""
+"""Policies: the ones shipped for architectures by name; `pipeshard.register_policy` adds one."""
 
 from pipeshard.policies.tensor_parallel import TP_PLANS
 

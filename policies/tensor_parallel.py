@@ -12,7 +12,7 @@ def _layers(path: str, colwise: str, rowwise: str) -> dict[str, str]:
 
 
 def _heads(attention: str) -> dict[str, str]:
-    """An attention of Whisper, which has the number of heads from its module."""
+    """An attention of Whisper, which reads the number of heads from its module."""
     return {attention: "divide:num_heads"} | _layers(attention, colwise="q_proj k_proj v_proj", rowwise="out_proj")
 
 

@@ -288,7 +288,7 @@ def promises() -> list[str]:
     return found + [TROUBLES + each for each in rows("troubleshooting.md") + headings]
 
 
-HEADS = (TROUBLES + "do not |", TROUBLES + "what one reads |")
+HEADS = (TROUBLES + "do not |", TROUBLES + "message |")
 
 
 def test_every_promise_of_the_pages_on_errors_is_executed_or_has_a_reason() -> None:

@@ -1,4 +1,4 @@
-"""Batch: what a model is called with, which dimension of each leaf counts its samples, and how it is cut by them."""
+"""Batch: the inputs of a model, the dimension of each leaf that counts its samples, and how it is cut by them."""
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,13 +20,13 @@ FOR_CRITERION = "criterion."  # begins the names of what the model is not called
 class Batch:
     """One batch as a flat list of leaves.
 
-    `data` is what the model takes: a mapping is passed as keyword arguments, a tuple or list as positional ones,
-    anything else alone. `rows` is the number of samples; `row_dims[k]` is the dimension of leaf k that counts them (of
-    a list of one entry a sample: 0), or None for a leaf every microbatch gets whole (a scalar, a (1, 1, s, s) mask,
-    a string, ...). `owners` has, for leaves by path whose dimension 0 (or else the last) counts something else, how
-    many of its entries each sample has, () if that is not known. Of positional entries the model is called with the
-    first `taken` ones (None: all), and a criterion gets all of them. `entry` names the module that is called with it,
-    "" for the model itself.
+    `data` is the model's input: a mapping is passed as keyword arguments, a tuple or list as positional ones,
+    anything else as a single argument. `rows` is the number of samples; `row_dims[k]` is the dimension of leaf k that
+    counts them (for a list with one entry per sample: 0), or None for a leaf that every microbatch receives whole (a
+    scalar, a (1, 1, s, s) mask, a string, ...). `owners` has, for leaves by path whose dimension 0 (or else the last)
+    counts something else, how many of its entries each sample has, () if that is not known. Of positional entries, the
+    model is called with the first `taken` ones (None: all), and a criterion gets all of them. `entry` names the module
+    that is called with it, "" for the model itself.
     """
 
     leaves: tuple[Any, ...]
@@ -46,11 +46,11 @@ class Batch:
         declared: BatchDims | None = None,
         lists: dict[str, bool] | None = None,
     ) -> Self:
-        """Read a batch as a dataloader gives it; `main_input` names the tensor whose dim 0 counts the samples, and
-        `declared` has the dimension that does for the leaves of which it is another one. `lists` has which lists of
-        tensors have one entry a sample, as far as known, and learns it.
+        """Read a batch from a dataloader; `main_input` names the tensor whose dimension 0 counts the samples, and
+        `declared` has the dimension that does for leaves where it is another one. `lists` records which lists of
+        tensors have one entry per sample, as far as known, and is updated.
 
-        Raises BatchError without a tensor in it, or a declared dimension does not count the samples.
+        Raises BatchError if it has no tensor, or if a declared dimension does not count the samples.
         """
         declared = declared or {}
         paths, leaves, tree, main = _read_leaves(data, main_input, declared, {} if lists is None else lists)
@@ -73,23 +73,23 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Where the first tensor is, which may be inside of a list."""
+        """The device of the first tensor, which may be inside of a list."""
         return next(tensor.device for leaf in self.leaves for tensor in tensors_in(leaf))
 
     def by_sample(self, path: str) -> Tensor:
-        """The tensor of this path, with the dimension that counts the samples first."""
+        """The tensor at this path, with the dimension that counts the samples first."""
         dim = self.row_dims[self.paths.index(path)]
         return self.tensors[path].movedim(dim or 0, 0)
 
     @property
     def entries(self) -> dict[str, list[Any] | tuple[Any, ...]]:
-        """By path, the lists and tuples of one entry a sample."""
+        """By path, the lists and tuples with one entry per sample."""
         leaves = zip(self.paths, self.leaves, self.row_dims, strict=True)
         return {path: leaf for path, leaf, dim in leaves if is_entries(leaf, dim)}
 
     @property
     def others(self) -> tuple[tuple[str, str], ...]:
-        """What is not a tensor, by path, as text; of what has one entry a sample only that it does."""
+        """Values that are not tensors, by path, as text; for one entry per sample, only that fact."""
         return tuple(
             (path, "one entry a sample" if is_entries(leaf, dim) else text(leaf))
             for path, leaf, dim in zip(self.paths, self.leaves, self.row_dims, strict=True)
@@ -97,7 +97,7 @@ class Batch:
         )
 
     def call(self, model: nn.Module | Callable[..., Any]) -> Any:
-        """`model` called with this batch, but for what is for the criterion alone."""
+        """`model` called with this batch, except entries that are only for the criterion."""
         data = self.data
         if self.entry:
             assert isinstance(model, nn.Module)
@@ -107,7 +107,7 @@ class Batch:
         return model(**{name: value for name, value in data.items() if not str(name).startswith(FOR_CRITERION)})
 
     def for_criterion(self) -> Any:
-        """The batch as a criterion gets it: a tensor that came alone is alone again."""
+        """The batch as a criterion receives it: a tensor that was passed alone is alone again."""
         data = self.data
         return data[0] if isinstance(data, tuple) and len(data) == 1 else data
 
@@ -122,13 +122,13 @@ class Batch:
         return replace(self, leaves=leaves, rows=next(rows, self.rows))
 
     def counted(self, dims: BatchDims) -> Self:
-        """The same, where these dimensions of the leaves with these paths count the samples, or none does."""
+        """The same, with these dimensions (or None) counting the samples in the leaves with these paths."""
         pairs = zip(self.paths, self.row_dims, strict=True)
         owners = {path: counts for path, counts in self.owners.items() if path not in dims}
         return replace(self, row_dims=tuple(dims.get(path, dim) for path, dim in pairs), owners=owners)
 
     def owned(self, owners: Mapping[str, tuple[int, ...]]) -> Self:
-        """The same, where dimension 0 of some leaves counts what `owners` says."""
+        """The same, with dimension 0 of some leaves counting what `owners` says."""
         return replace(self.counted(dict.fromkeys(owners)), owners=owners)
 
     def to(self, device: torch.device) -> Self:
@@ -142,7 +142,7 @@ class Batch:
         return replace(self, leaves=tuple(map(place, self.leaves)))
 
     def copied(self, paths: Collection[str]) -> Self:
-        """The same with copies of the tensors of these paths, one for those that are the same tensor."""
+        """The same with copies of the tensors at these paths, one copy for the same tensor."""
         copies: dict[Any, Tensor] = {}
 
         def copy(path: str, leaf: Tensor, dim: int | None) -> Tensor:
@@ -155,7 +155,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """The elements of `input_ids`, padding included; 0 without."""
+        """The elements of `input_ids`, including padding; 0 without."""
         tokens = self.tensors.get("input_ids")
         return 0 if tokens is None else tokens.numel()
 
@@ -166,8 +166,8 @@ class Batch:
     def split(self, num_microbatches: int | None = None, microbatch_size: int | None = None) -> list[Self]:
         """Cut along the samples, in order, into views.
 
-        `num_microbatches` gives sizes that differ by one at most (and fewer microbatches where there are fewer
-        samples); `microbatch_size` gives equal ones and a smaller last one.
+        `num_microbatches` gives sizes that differ by at most one (and fewer microbatches if there are fewer
+        samples); `microbatch_size` gives equal sizes and a smaller last one.
         """
         sizes = split_sizes(self.rows, num_microbatches, microbatch_size)
         return [self._narrow(end - size, size) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
@@ -184,7 +184,7 @@ class Batch:
         return self._pick(rows, view)
 
     def _pick(self, rows: Sequence[int], select: Callable[[Tensor, int, Sequence[int]], Tensor]) -> Self:
-        """These samples, `select(leaf, dimension, indices)` taking what belongs to them."""
+        """These samples; `select(leaf, dimension, indices)` takes the part that belongs to them."""
 
         def pick(path: str, leaf: Any, dim: int | None) -> Any:
             if is_entries(leaf, dim):
@@ -214,7 +214,7 @@ class Batch:
 
 
 def split_sizes(rows: int, num_microbatches: int | None, microbatch_size: int | None) -> list[int]:
-    """The samples in each microbatch of a batch of so many; see `Batch.split`."""
+    """The samples in each microbatch of a batch of this size; see `Batch.split`."""
     if microbatch_size is not None:
         return [min(microbatch_size, rows - start) for start in range(0, rows, microbatch_size)]
     m = min(num_microbatches or 1, rows)
@@ -224,11 +224,11 @@ def split_sizes(rows: int, num_microbatches: int | None, microbatch_size: int | 
 def _read_leaves(
     data: Any, main_input: str | None, declared: BatchDims, known: dict[str, bool]
 ) -> tuple[tuple[str, ...], tuple[Any, ...], Tree, str | None]:
-    """Paths, leaves and tree of a batch, in which a list of one tensor (or mapping of tensors) a sample is a leaf, and
-    the path of what counts the samples, if that is known already.
+    """Paths, leaves and tree of a batch, in which a list of one tensor (or mapping of tensors) per sample is a leaf,
+    and the path of the leaf that counts the samples, if it is known already.
 
-    `known` has which lists are such ones, by path, as far as known from earlier batches, and learns from this one.
-    Raises BatchError where that is not clear, or where a list has another number of entries than there are samples.
+    `known` records which lists are of this kind, by path, from earlier batches, and is updated from this one.
+    Raises BatchError if this is ambiguous, or if a list has another number of entries than there are samples.
     """
     lists: dict[str, Sequence[Any]] = {}
     paths, leaves, tree = flatten(data, lambda path, entries: bool(lists.update({path: entries})))
@@ -248,11 +248,11 @@ def _read_leaves(
 
 
 def _counting_lists(lists: Mapping[str, Sequence[Any]], declared: BatchDims, known: Mapping[str, bool]) -> list[str]:
-    """The lists of one entry a sample in a batch without a tensor outside of lists; none if no list is surely one.
+    """The lists with one entry per sample in a batch without a tensor outside of lists; none if no list surely is one.
 
-    A list is one if it is declared or known so, if its entries are mappings and not all tensors of the batch have as
-    many rows, or if its entries differ in their number of rows alone, as boxes do; so are the lists that have as many
-    entries as it has.
+    A list is one if it is declared or known, if its entries are mappings and not all tensors of the batch have as
+    many rows, or if its entries differ only in their number of rows, as boxes do; so are the lists with as many
+    entries.
     """
     outermost = {path: entries for path, entries in lists.items() if not _is_inside(path, lists)}
     free = {path: entries for path, entries in outermost.items() if declared.get(path, 0) == 0}
@@ -270,7 +270,7 @@ def _counting_lists(lists: Mapping[str, Sequence[Any]], declared: BatchDims, kno
 
 
 def _refuse_unclear(lists: Mapping[str, Sequence[Any]], differ: bool) -> None:
-    """Raises BatchError for several lists of as many entries that may be the samples: some are mappings, or tensors
+    """Raise BatchError for several lists of equal length that may be the samples: some are mappings, or tensors
     `differ` in their first dimension, as images and labels do."""
     lengths = {len(entries) for entries in lists.values()}
     have_mappings = any(isinstance(entry, Mapping) for entries in lists.values() for entry in entries)
@@ -282,7 +282,7 @@ def _refuse_unclear(lists: Mapping[str, Sequence[Any]], differ: bool) -> None:
 
 
 def _is_ragged(entries: Sequence[Any]) -> bool:
-    """Whether the entries of a list are tensors that differ in their number of rows alone."""
+    """Whether the entries of a list are tensors that differ only in their number of rows."""
     if not all(isinstance(entry, Tensor) and entry.ndim > 0 for entry in entries):
         return False
     alike = {(entry.shape[1:], entry.dtype) for entry in entries}
@@ -290,17 +290,17 @@ def _is_ragged(entries: Sequence[Any]) -> bool:
 
 
 def _is_inside(path: str, lists: Iterable[str]) -> bool:
-    """Whether a path is that of something in one of these lists."""
+    """Whether a path leads into one of these lists."""
     return any(path.startswith(f"{_inner(name)}[") for name in lists)
 
 
 def _inner(path: str) -> str:
-    """How the paths of what is in a list begin."""
+    """The prefix of the paths of a list's entries."""
     return path if path.startswith(("[", ".")) else f"['{path}']"
 
 
 def _is_by_sample(path: str, entries: Sequence[Any], rows: int, declared: BatchDims, known: dict[str, bool]) -> bool:
-    """Whether a list or tuple that holds tensors has one entry a sample, rather than entries that have samples."""
+    """Whether a list or tuple with tensors has one entry per sample, rather than entries with several samples."""
     inner = f"{_inner(path)}["
     if path in declared or any(name.startswith(inner) for name in declared):
         return declared.get(path) is not None
@@ -332,9 +332,9 @@ def _count_rows(
 ) -> tuple[int, tuple[int | None, ...]]:
     """The number of samples, and for each leaf the dimension that counts them (None: every microbatch gets it whole).
 
-    The main input's first dimension counts the samples, or the one that is declared for it. Of other tensors the first
-    dimension does if it has their number; of lists without tensors, and tuples with strings, the entries do likewise.
-    Raises BatchError without a tensor or a sample, and for a declared dimension that has another size.
+    The first dimension of the main input counts the samples, or the one that is declared for it. In other tensors the
+    first dimension does if its size equals their number; so do the entries of lists without tensors, and of tuples with
+    strings. Raises BatchError without a tensor or a sample, and for a declared dimension that has another size.
     """
     named = dict(zip(paths, leaves, strict=True))
     tensors = {path: leaf for path, leaf in named.items() if isinstance(leaf, Tensor) and leaf.ndim > 0}
@@ -362,7 +362,7 @@ def _count_rows(
 
 
 def check_declared(declared: Any) -> None:
-    """Raises ConfigurationError for anything but a mapping of paths to dimensions or None."""
+    """Raise ConfigurationError for anything but a mapping of paths to dimensions or None."""
     good = declared is None or (
         isinstance(declared, Mapping)
         and all(isinstance(path, str) for path in declared)
@@ -375,7 +375,7 @@ def check_declared(declared: Any) -> None:
 
 
 def refuse_unknown(paths: Sequence[str], declared: BatchDims) -> None:
-    """Raises ConfigurationError for a declared path that the batch does not have."""
+    """Raise ConfigurationError for a declared path that the batch does not have."""
     unknown = sorted(declared.keys() - set(paths))
     if unknown:
         raise ConfigurationError(f"batch_dims has {unknown}, which the batch does not: it has {list(paths)}")

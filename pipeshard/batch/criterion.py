@@ -1,4 +1,4 @@
-"""Criterion: what makes a loss of a model's output."""
+"""Criterion: computes a loss from a model's output."""
 
 import contextlib
 import inspect
@@ -23,9 +23,9 @@ def loss_of(output: Any, criterion: Criterion | None, batch: Batch) -> Tensor | 
 def sum_and_count(
     output: Any, criterion: Criterion | None, batch: Batch
 ) -> tuple[Tensor | None, Tensor | float | None]:
-    """What the criterion returns: a scalar and no count, or a sum and what it is to be divided by.
+    """The result of the criterion: a scalar and no count, or a sum and the number to divide it by.
 
-    A criterion of the model's own (`of_batch`) gets the batch as it came, and says None of one without labels.
+    A criterion of the model itself (`of_batch`) receives the original batch, and returns None for one without labels.
     """
     count: Tensor | float | None = None
     if criterion is None:
@@ -48,17 +48,17 @@ def sum_and_count(
 
 
 def _without_dimensions(loss: Tensor | None) -> Tensor | None:
-    """A loss of shape (1,), which torch's own backward takes too, as a scalar."""
+    """A loss of shape (1,), which torch's backward also accepts, as a scalar."""
     return loss.reshape(()) if loss is not None and loss.ndim and loss.numel() == 1 else loss
 
 
 def in_step(criterion: Criterion | None) -> Criterion | None:
-    """What a step calls: a criterion that does more than a loss there has it as `in_step`, and is itself for trials."""
+    """The function that a step calls: a criterion that does more than a loss there has it as `in_step`."""
     return getattr(criterion, "in_step", criterion)
 
 
 def takes_outputs_alone(criterion: Criterion) -> bool:
-    """Whether it is a function of the model's output, not of (outputs, inputs). Raises ConfigurationError for one of
+    """Whether it is a function of only the model's output, not of (outputs, inputs). Raises ConfigurationError if it is
     neither."""
     try:
         signature = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
@@ -106,8 +106,8 @@ def is_tuple_with_loss(output: Any) -> bool:
 
 
 def key_of(criterion: Any) -> Hashable:
-    """What tells a criterion from others; a function that is made anew in each step stays the same one by its code and
-    by what it has captured."""
+    """A key that distinguishes criteria; a function that is created again in each step has the same key by its code and
+    its captured values."""
     if isinstance(criterion, FunctionType):
         return _Function(criterion)
     try:

@@ -1,12 +1,12 @@
 """Read: how samples become a Batch: collated, with batch dims for every leaf and an owner for every image.
 
-Processors put the media of all samples one behind the other, so that a leaf's first dimension counts images, or patches
-of all of them, and nothing in its shape says where a sample's end. A leaf of counts does (`num_local_patches`), or each
-sample's number of placeholder tokens, with the sizes of the images. Where neither does, the batch cannot be cut.
+Processors concatenate the media of all samples, so that a leaf's first dimension counts images, or patches
+of all of them, and nothing in its shape shows where a sample's end. A leaf of counts does (`num_local_patches`), or
+each sample's number of placeholder tokens, with the sizes of the images. If neither does, the batch cannot be cut.
 
-One batch may not tell: a table has as many rows as there are samples by chance, and a (s, b) leaf looks like one that
-every microbatch needs whole. So what a leaf was in one batch it has to be in all, and a leaf that may be cut either way
-is refused until `batch_dims` says which. Of the architectures in docs/parity.md one has such a leaf.
+A single batch may be ambiguous: a table has as many rows as there are samples by chance, and a (s, b) leaf looks like
+one that every microbatch needs whole. So a leaf must have the same role in all batches, and a leaf that may be cut
+either way is refused until `batch_dims` declares it. One of the architectures in docs/parity.md has such a leaf.
 """
 
 import copy
@@ -48,10 +48,10 @@ Owners = dict[str, tuple[int, ...]]  # by path: how many entries each sample has
 def read_batch(
     model: nn.Module, data: Any, declared: BatchDims | None = None, lists: dict[str, bool] | None = None
 ) -> Batch:
-    """A batch for `model` as a dataloader gives it, with the media of each sample.
+    """A batch for `model` from a dataloader, with the media of each sample.
 
     `declared` has, by path, the dimension that counts the samples (None: every microbatch gets the leaf whole), and
-    `lists` which lists of tensors have one entry a sample, as far as known from earlier batches.
+    `lists` records which lists of tensors have one entry per sample, from earlier batches.
     """
     declared = declared or {}
     batch = Batch.of(data, main_input(model), declared, lists)
@@ -73,10 +73,10 @@ def _refuse_meta(batch: Batch) -> None:
 
 
 def taken_by(model: nn.Module, data: Any) -> int | None:
-    """With how many entries of a tuple the model is called, as in `for images, labels in dataloader`: what its forward
-    has no positional argument for is for the criterion, and so are labels that came last where it has an optional mask.
+    """With how many entries of a tuple the model is called, as in `for images, labels in dataloader`: entries without a
+    positional argument in its forward are for the criterion, and so are last labels if it has an optional mask.
 
-    None for all of them.
+    None stands for all of them.
     """
     if not isinstance(data, tuple | list) or len(data) < 2:
         return None
@@ -114,7 +114,7 @@ def _owners(model: nn.Module, batch: Batch) -> Owners:
 
 
 def _several(batch: Batch, path: str) -> tuple[int, ...]:
-    """As many entries for each sample, where a leaf has several times as many as there are samples; else ()."""
+    """Equally many entries per sample, if a leaf has a multiple of the number of samples; otherwise ()."""
     leaf = batch.tensors.get(path)
     count, remainder = divmod(len(leaf) if leaf is not None and leaf.ndim else 0, batch.rows)
     return (count,) * batch.rows if count > 1 and not remainder else ()
@@ -131,7 +131,7 @@ def _by_counts(leaves: Mapping[str, Tensor], batch: Batch) -> Owners:
 
 
 def _by_tokens(leaves: Mapping[str, Tensor], tokens: Sequence[int]) -> Owners:
-    """For each leaf that is not one entry a sample: how many entries each sample has, as its tokens say."""
+    """For each leaf without one entry per sample: how many entries each sample has, by its tokens."""
     sizes = next((leaf for path, leaf in leaves.items() if path.endswith(SIZES) and leaf.ndim == 2), None)
     values = next((leaf for leaf in leaves.values() if leaf.is_floating_point()), None)
     if not tokens or values is None:
@@ -157,7 +157,7 @@ def _by_tokens(leaves: Mapping[str, Tensor], tokens: Sequence[int]) -> Owners:
 
 
 def _assign(areas: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...] | None:
-    """How many items in a row belong to each sample, if each item has as many tokens as its area says."""
+    """How many consecutive items belong to each sample, if each item has as many tokens as its area implies."""
     area, total, counts, at = sum(areas), sum(tokens), [], 0
     for of_sample in tokens:
         first, covered = at, 0
@@ -174,7 +174,7 @@ LeafKind = tuple[str, int]  # a leaf's path and its number of dimensions
 
 
 class RowDims:
-    """Reads batches for one model, and remembers of each leaf what earlier batches have shown."""
+    """Reads batches for one model, and remembers what earlier batches have shown of each leaf."""
 
     def __init__(self, model: nn.Module, declared: BatchDims | None = None) -> None:
         self.model, self.declared = model, dict(declared or {})
@@ -183,18 +183,18 @@ class RowDims:
         self._other: dict[LeafKind, set[int]] = {}  # dimensions that once had a size which does not count the samples
 
     def read(self, data: Any, is_cut: bool = True) -> Batch:
-        """A batch as a dataloader gives it; one that is not cut into microbatches may have leaves that are in doubt.
+        """A batch from a dataloader; one that is not cut into microbatches may have ambiguous leaves.
 
-        Raises BatchError for what cannot be read.
+        Raises BatchError for a batch that cannot be read.
         """
         batch = read_batch(self.model, data, self.declared, self._lists)
         return self.settle(batch) if is_cut else batch
 
     def settle(self, batch: Batch) -> Batch:
-        """The batch with leaves whole that have as many entries as there are samples by chance.
+        """The batch, with leaves kept whole that have as many entries as there are samples by chance.
 
-        Raises BatchError for leaves of which that, or another dimension that may count the samples, is in doubt, and
-        for graphs, which are not cut.
+        Raises BatchError for leaves for which this, or another dimension that may count the samples, is ambiguous, and
+        for graphs, which cannot be cut.
         """
         _refuse_graphs(batch)
         if batch.rows == 1:
@@ -239,8 +239,8 @@ class RowDims:
         return True
 
     def _doubtful(self, path: str, leaf: Tensor, batch: Batch) -> int | None:
-        """The dimension of a leaf that is not cut which may count the samples: the only one of as many entries, or
-        else the first one, where it has several times as many. None that once had another size is in doubt."""
+        """The dimension of an uncut leaf that may count the samples: the only one with as many entries, or otherwise
+        the first one, if it has a multiple. A dimension that once had another size is not ambiguous."""
         if batch.owners.get(path) and path != LABELS:  # labels: (s, b), or one row for each codebook
             return None
         several = leaf.ndim > 0 and len(leaf) % batch.rows == 0
@@ -253,7 +253,7 @@ class RowDims:
 
 
 def _refuse_graphs(batch: Batch) -> None:
-    """Raises BatchError for torch_geometric's Data and Batch, whose tensors count nodes and edges."""
+    """Raise BatchError for torch_geometric's Data and Batch, whose tensors count nodes and edges."""
     kind = next((kind for kind in batch.tree.kinds if hasattr(kind, "__cat_dim__")), None)
     if kind is not None:
         raise BatchError(
@@ -267,7 +267,7 @@ COLLATORS = "DataCollatorForSeq2Seq(tokenizer), DataCollatorWithPadding(tokenize
 
 def collate(samples: list[Any]) -> Any:
     """torch's default_collate, or, for mappings with lists of numbers (as a tokenizer leaves in a `datasets.Dataset`),
-    transformers' default_data_collator, as its Trainer does: `label` becomes `labels`, strings are left out.
+    transformers' default_data_collator, as in its Trainer: `label` becomes `labels`, strings are omitted.
 
     Raises BatchError for lists of different lengths.
     """
@@ -285,10 +285,10 @@ def collate(samples: list[Any]) -> Any:
 
 
 def first_samples(dataloader: DataLoader[Any]) -> Any:
-    """What the dataloader would make of its dataset's first samples; nothing of its order or its state is used up.
+    """The batch that the dataloader would make of its dataset's first samples; its order and state do not change.
 
     Returns None for a loader without a dataset, and for a stream that cannot be copied or read here.
-    Raises BatchError where it would take lists of tokens apart.
+    Raises BatchError if it would split lists of tokens.
     """
     dataset: Any = getattr(dataloader, "dataset", None)
     collate_fn = getattr(dataloader, "collate_fn", None)
@@ -351,9 +351,9 @@ def _is_numbers(value: Any) -> bool:
 
 
 def dummy_inputs(model: nn.Module, rows: int = 2, length: int = 8) -> dict[str, Tensor]:
-    """Dummy inputs: `rows` samples, of `length` tokens each where the model takes tokens.
+    """Dummy inputs: `rows` samples, of `length` tokens each if the model takes tokens.
 
-    Raises BatchError for a model that takes something else than tokens or images of one size.
+    Raises BatchError for a model that takes neither tokens nor images of one size.
     """
     if main_input(model) == IDS:
         ids = torch.zeros(rows, length, dtype=torch.int64)
@@ -375,10 +375,10 @@ def find_sample(
     size: int,
     device: torch.device,
 ) -> Batch:
-    """The user's `dry_run_input` (a batch, or a function `fn(size, device)` that makes one), the dataset's first
-    samples, or else dummy inputs for the model.
+    """The user's `dry_run_input` (a batch, or a function `fn(size, device)` that returns one), the dataset's first
+    samples, or otherwise dummy inputs for the model.
 
-    Raises BatchError for what cannot be read or made up, ConfigurationError for declared leaves that it has not.
+    Raises BatchError if none can be read or made, ConfigurationError for declared leaves that it does not have.
     """
     is_function = callable(dry_run_input) and not (isinstance(dry_run_input, Mapping) or is_keyed(dry_run_input))
     data = dry_run_input(size, device) if is_function else dry_run_input

@@ -1,9 +1,9 @@
 """Tree: nested batches as flat leaves with readable paths.
 
-A batch is cut, compared and sent leaf by leaf, and the model gets it put together again. torch's pytree opens dicts,
-lists, tuples and what is registered with it, process-wide and for good. Batches also hold dataclasses, namespaces,
+A batch is cut, compared and sent leaf by leaf, and the model receives it reassembled. torch's pytree opens dicts,
+lists, tuples and registered classes, process-wide and permanently. Batches also hold dataclasses, namespaces,
 mappings and plain objects with tensors, and which lists are leaves depends on the batch, so the walk is done here: one
-level of what torch knows by its pytree, everything else by its keys or attributes. No class is registered.
+level of what torch knows with its pytree, everything else by its keys or attributes. No class is registered.
 """
 
 import copy
@@ -35,7 +35,8 @@ PathKey = MappingKey[Any, Any] | SequenceKey[Any] | GetAttrKey
 
 @dataclass(frozen=True)
 class Tree:
-    """The structure of a batch around its leaves: a class, the keys of its parts and these; no class is a leaf."""
+    """The structure of a batch around its leaves: a class, the keys of its parts and their Trees; no class is a
+    leaf."""
 
     kind: type | None = None
     keys: tuple[Any, ...] = ()
@@ -51,7 +52,7 @@ class Tree:
             yield from part.kinds
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """What was flattened, with these leaves."""
+        """Reassemble the flattened object with these leaves."""
         return self._filled(iter(leaves))
 
     def _filled(self, leaves: Iterator[Any]) -> Any:
@@ -61,15 +62,15 @@ class Tree:
 def flatten(
     data: Any, by_sample: Decide = lambda path, entries: False
 ) -> tuple[tuple[str, ...], tuple[Any, ...], Tree]:
-    """The leaves of what a dataloader gives, their paths, and the Tree that puts them together again.
+    """The leaves of a dataloader's result, their paths, and the Tree that reassembles them.
 
-    What is not a mapping, tuple or list becomes a tuple of that one thing. A leaf is a tensor, a list or tuple without
-    any tensor in it (of strings, of one number a sample), or one with tensors of which `by_sample(path, list)` says
-    that it has one entry a sample, or whatever else is not a container. Dataclasses, namespaces and objects that have
-    tensors as attributes are put together again in their own class, without calling `__init__` or `__post_init__`.
+    Anything but a mapping, tuple or list becomes a tuple of that one object. A leaf is a tensor, a list or tuple
+    without any tensor in it (of strings, of one number per sample), one with tensors for which `by_sample(path, list)`
+    says that it has one entry per sample, or anything else that is not a container. Dataclasses, namespaces and objects
+    with tensors as attributes are reassembled in their own class, without calling `__init__` or `__post_init__`.
 
-    The path of an entry of the mapping, or a field of the dataclass, that the batch is, is its name; anything deeper
-    is written as Python reads it: ['inputs']['ids'], .inputs.ids.
+    The path of an entry of the mapping, or a field of the dataclass, that the batch is, is its name; deeper paths
+    are Python expressions: ['inputs']['ids'], .inputs.ids.
     """
     if isinstance(data, Mapping):
         data = dict(data)  # also a BatchEncoding: a model gets keyword arguments of it anyway
@@ -94,7 +95,7 @@ def flatten(
 
 
 def tensors_in(node: Any) -> list[Tensor]:
-    """All tensors inside something nested."""
+    """All tensors inside a nested object."""
     if isinstance(node, Tensor):
         return [node]
     opened = _opened(node)
@@ -102,7 +103,7 @@ def tensors_in(node: Any) -> list[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], node: Any) -> Any:
-    """Something nested with each tensor replaced by what the function makes of it."""
+    """A nested object with each tensor replaced by the result of the function for it."""
     if isinstance(node, Tensor):
         return function(node)
     opened = _opened(node)
@@ -118,12 +119,12 @@ def has_tensors(node: Any) -> bool:
 
 
 def is_entries(leaf: Any, dim: int | None = 0) -> bool:
-    """Whether a leaf that is not a tensor is a list or tuple that may have one entry a sample."""
+    """Whether a leaf that is not a tensor is a list or tuple that may have one entry per sample."""
     return type(leaf) in (list, tuple) and dim is not None
 
 
 def text(leaf: Any) -> str:
-    """What is not a tensor, as the same text in every process: without addresses, and sets in one order."""
+    """A value that is not a tensor, as the same text in every process: without addresses, and sets in one order."""
     shown = sorted(map(repr, leaf)) if isinstance(leaf, set | frozenset) else leaf
     return f"{type(leaf).__name__} {re.sub(r' at 0x[0-9a-f]+', '', repr(shown))}"
 
@@ -136,13 +137,13 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
 
 
 def field_of(name: str) -> str:
-    """The field of a model's output that the leaf of this name belongs to; "" where the output is not a mapping."""
+    """The field of a model's output that the leaf of this name belongs to; "" if the output is not a mapping."""
     match = re.match(r"\['(.*?)'\]", name)
     return match[1] if match else ""
 
 
 def _as_dicts(tree: Any) -> Any:
-    """Model outputs, which are ordered dicts, as plain ones: before version 5, transformers told torch no names."""
+    """Model outputs, which are ordered dicts, as plain ones: before version 5, transformers registered no names."""
     return tree_map(
         lambda node: _as_dicts(dict(node)) if isinstance(node, OrderedDict) else node,
         tree,
@@ -151,7 +152,7 @@ def _as_dicts(tree: Any) -> Any:
 
 
 def _opened(node: Any) -> tuple[list[tuple[Any, Any]], Callable[[list[Any]], Any]] | None:
-    """The parts of a container by their keys, and what makes one like it of others; None for what is none."""
+    """The parts of a container by their keys, and a function that rebuilds it from others; None if it is not one."""
     if isinstance(node, Tensor | nn.Module | type | str | int | float | None):
         return None
     children, spec = tree_flatten(node, is_leaf=lambda part: part is not node)  # of what torch knows, one level
@@ -188,7 +189,7 @@ def _opened_mapping(node: Mapping[Any, Any]) -> tuple[list[tuple[Any, Any]], Cal
 
 
 def is_keyed(node: Any) -> bool:
-    """Whether something, no mapping, has entries that can be listed, read and set, as torch_geometric's Data has."""
+    """Whether an object, not a mapping, has entries that can be listed, read and set, like torch_geometric's Data."""
     kind = type(node)
     return not isinstance(node, type | nn.Module | Tensor) and all(
         callable(getattr(kind, name, None)) for name in ("keys", "__getitem__", "__setitem__")
@@ -196,7 +197,7 @@ def is_keyed(node: Any) -> bool:
 
 
 def _tensor_keys(node: Any) -> list[str]:
-    """The keys of such a thing, if there are tensors among its entries."""
+    """The keys of such an object, if there are tensors among its entries."""
     if not is_keyed(node):
         return []
     try:
@@ -216,14 +217,14 @@ def _filled(node: Any, keys: Sequence[str], values: Sequence[Any]) -> Any:
 
 
 def _holds_tensors(node: Any) -> bool:
-    """Whether something, no dataclass, has tensors as attributes, and can be put together of its attributes."""
+    """Whether an object, not a dataclass, has tensors as attributes, and can be rebuilt from its attributes."""
     cls: Any = type(node)
     attributes = getattr(node, "__dict__", {}).values()
     return cls.__new__ is object.__new__ and any(isinstance(value, Tensor) for value in attributes)
 
 
 def _attributes(node: Any) -> dict[str, Any]:
-    """Fields first, in their order, and then what else an instance holds."""
+    """Fields first, in their order, and then the other attributes of an instance."""
     names = [each.name for each in fields(node)] if is_dataclass(node) else []
     held = {name: getattr(node, name) for name in names if hasattr(node, name)}
     return {**held, **getattr(node, "__dict__", {})}

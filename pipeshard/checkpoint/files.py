@@ -21,7 +21,7 @@ from pipeshard.errors import CheckpointError, PipeshardError, of_all, summary
 
 @contextmanager
 def together(group: dist.ProcessGroup) -> Iterator[None]:
-    """All ranks leave together: what one of them raised inside, each of them raises, as CheckpointError."""
+    """All ranks leave together: an error that one of them raised inside is raised on all, as CheckpointError."""
     failure: Exception | None = None
     try:
         yield
@@ -39,7 +39,7 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
 
 @contextmanager
 def writes(path: Path) -> Iterator[None]:
-    """Raise CheckpointError with the path and the space that is left for what fails while this file is written."""
+    """Raise CheckpointError with the path and the remaining space for an error while this file is written."""
     try:
         yield
     except PipeshardError:
@@ -55,15 +55,16 @@ def writes(path: Path) -> Iterator[None]:
 
 
 def new_folder(target: Path, group: dist.ProcessGroup, mark: str) -> AbstractContextManager[Path]:
-    """An empty folder for all ranks to write in, which at the end takes the place and the name of `target`.
+    """An empty folder for all ranks to write in, which at the end replaces `target`.
 
-    At every moment `existing(target)` is the previous folder or the new one, whole. `mark` is as for `make_way`.
+    At every moment `existing(target)` is the complete previous folder or the complete new one. `mark` is as for
+    `make_way`.
     """
     return _written_folder(target, group, lambda: make_way(target, mark), lambda writing: place(writing, target))
 
 
 def make_way(target: Path, mark: str) -> None:
-    """Get ready for a folder that is to take the place of `target`. `mark` is a file that each such folder has: one
+    """Prepare to replace `target` by a folder. `mark` is a file that each such folder has: a folder
     without it holds something else, and is refused, not replaced."""
     if target.is_file():
         raise CheckpointError(f"{target} is a file, but a folder is to be written: choose another name")
@@ -73,7 +74,7 @@ def make_way(target: Path, mark: str) -> None:
 
 
 def place(writing: Path, target: Path) -> None:
-    """Give a folder that is complete and on disk its name, in the place of what has it."""
+    """Rename a folder that is complete and on disk to its name, replacing the existing one."""
     old = hidden(target, "old")
     if target.exists():
         os.rename(target, old)
@@ -83,7 +84,8 @@ def place(writing: Path, target: Path) -> None:
 
 
 def new_file(target: Path, group: dist.ProcessGroup) -> AbstractContextManager[Path]:
-    """An empty folder for all ranks, in which the first one leaves a file called as `target`, which becomes it."""
+    """An empty folder for all ranks, in which the first one leaves a file with the name of `target`, which becomes
+    it."""
 
     def prepare() -> None:
         if target.is_dir():
@@ -96,7 +98,7 @@ def new_file(target: Path, group: dist.ProcessGroup) -> AbstractContextManager[P
 def _written_folder(
     target: Path, group: dist.ProcessGroup, prepare: Callable[[], None], place: Callable[[Path], None]
 ) -> Iterator[Path]:
-    """A hidden folder beside `target`; the first rank prepares before, and places it after all have written."""
+    """A hidden folder next to `target`; the first rank prepares before, and places it after all have written."""
     writing = hidden(target, "writing")
     first = group.rank() == 0
     try:
@@ -118,13 +120,13 @@ def _written_folder(
 
 
 def existing(target: Path) -> Path:
-    """`target`, or the folder that had its place when a save was killed between its two renames."""
+    """`target`, or the folder that it replaced if a save was killed between its two renames."""
     old = hidden(target, "old")
     return old if old.exists() and not target.exists() else target
 
 
 def restore(target: Path) -> None:
-    """Undo what a save left that was killed at its renames: afterwards `target` alone is there."""
+    """Clean up after a save that was killed at its renames: afterwards only `target` exists."""
     old = hidden(target, "old")
     if old.exists() and not target.exists():
         os.rename(old, target)
@@ -132,7 +134,7 @@ def restore(target: Path) -> None:
 
 
 def sync(*paths: Path) -> None:
-    """Have what was written to these files and folders on disk."""
+    """Flush these files and folders to disk."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -158,10 +160,10 @@ BEAT, SILENT = 1.0, 8.0  # seconds between signs of life of a save in the backgr
 
 @dataclass
 class Save(ABC):
-    """A save that every stage writes its part of, of which the first one makes the checkpoint, once all have written.
+    """A save of which every stage writes its part; the first stage completes the checkpoint once all have written.
 
-    A subclass has `write` and `commit`, `abandon`, which removes what this stage has written, and `beside`, hidden
-    files in which the stages meet.
+    A subclass has `write` and `commit`, `abandon`, which removes the files that this stage has written, and `beside`,
+    hidden files through which the stages synchronize.
     """
 
     target: Path
@@ -185,11 +187,11 @@ class Save(ABC):
 
     @property
     def _room(self) -> Path:
-        """For what this stage is writing."""
+        """The folder for what this stage is writing."""
         return self.beside(f"stage{self.stage}.writing")
 
     def start(self) -> None:
-        """Write in the background; at its end Python waits for it."""
+        """Write in the background; Python waits for it at exit."""
         self.thread = threading.Thread(target=self._in_background, name="pipeshard-save")
         self.thread.start()
 
@@ -211,7 +213,7 @@ class Save(ABC):
             over.set()
 
     def _beat(self, over: threading.Event) -> None:
-        """Say that this process is still there, so that the first stage does not wait for one that was killed."""
+        """Signal that this process is alive, so that the first stage does not wait for one that was killed."""
         beats = 0
         while not over.wait(BEAT):
             beats += 1

@@ -31,8 +31,8 @@ SHARD = 1024  # MB of a shard, at most
 class PipelineCheckpointIO:
     """Saves with the architecture's own names, each tied tensor once, as safetensors; nothing is gathered.
 
-    Every rank has to make each call, and all raise CheckpointError if one cannot do its part. What is saved is on disk
-    when the call returns, unless `use_async=True`; what was there before stays whole until then.
+    Make each call on every rank; all raise CheckpointError if one cannot do its part. Saved files are on disk
+    when the call returns, unless `use_async=True`; the previous files stay complete until then.
     """
 
     def __init__(self, grid: Callable[[], Grid]) -> None:
@@ -58,10 +58,10 @@ class PipelineCheckpointIO:
         merge: bool = False,
     ) -> None:
         """Write the folder `checkpoint` (`shard=True`: shards of at most `size_per_shard` MB, their index, the configs;
-        `AutoModel.from_pretrained(checkpoint)` reads it) or one file: what `torch.save` writes, where it is called .pt,
-        .pth or .bin, else safetensors. (`use_safetensors=False` is Booster's default, and says nothing.)
+        `AutoModel.from_pretrained(checkpoint)` reads it) or one file: that of `torch.save` if its name ends in .pt,
+        .pth or .bin, otherwise safetensors. (`use_safetensors=False` is Booster's default, and has no effect.)
 
-        With `use_async=True` a copy of the weights is written while training goes on; the next save waits for it, and
+        With `use_async=True` a copy of the weights is written while training continues; the next save waits for it, and
         so does the end of the process. An error in it is raised by the next save.
 
         `merge=True` writes the folder of a model with adapters as plain transformers reads it, with the active ones
@@ -94,8 +94,8 @@ class PipelineCheckpointIO:
     def save_folder(
         self, model: nn.Module, folder: Path, size_per_shard: int = SHARD, use_async: bool = False, merge: bool = False
     ) -> None:
-        """`save_model` with `shard=True`, also of a model with adapters, or packed weights, of which it has the
-        rest: what `load_model` reads."""
+        """`save_model` with `shard=True`, also of a model with adapters, or with packed weights, without these:
+        the tensors that `load_model` reads."""
         boosted = boosted_model(model)
 
         def plan(tensors: dict[str, Tensor]) -> FolderSave:
@@ -107,13 +107,13 @@ class PipelineCheckpointIO:
         self._save(boosted, use_async, plan)
 
     def planned(self, model: nn.Module, folder: Path) -> FolderSave | None:
-        """A save of the folder from copies, for `write` and `commit`; None where that is not for this rank to do."""
+        """A save of the folder from copies, for `write` and `commit`; None if another rank does it."""
         boosted = boosted_model(model)
         with self._leading(boosted) as (leads, tensors):
             return FolderSave.plan(boosted, tensors, folder, SHARD, snapshot=True) if leads else None
 
     def start(self, save: Save) -> None:
-        """In the background; every rank calls it, or `saving` is set where there is none to start."""
+        """Start the save in the background. Call it on all ranks; `saving` is set if this rank has none to start."""
         self.pending, self.saving = save, True
         save.start()
 
@@ -138,8 +138,8 @@ class PipelineCheckpointIO:
 
     @contextmanager
     def _leading(self, boosted: PipelineModel) -> Iterator[tuple[bool, dict[str, Tensor]]]:
-        """What this stage saves, and whether it is for this rank to do: that of the first replica and slice does, for
-        which all others wait, and then fail where it has failed."""
+        """The tensors that this stage saves, and whether this rank writes them: the rank of the first replica and slice
+        does; all others wait for it, and fail if it fails."""
         boosted.pipeline.gradients.settle()
         with together(self.grid.world):
             tensors = owned(boosted)
@@ -147,7 +147,7 @@ class PipelineCheckpointIO:
             yield self.grid.leads, tensors
 
     def wait(self) -> None:
-        """Until the save in the background is on disk; raises CheckpointError on every rank if it failed."""
+        """Wait until the save in the background is on disk; raises CheckpointError on every rank if it failed."""
         save, self.pending, saving, self.saving = self.pending, None, self.saving, False
         if save is not None and save.thread is not None:
             save.thread.join()
@@ -159,8 +159,8 @@ class PipelineCheckpointIO:
     def load_model(self, model: nn.Module, checkpoint: str, strict: bool = True, **_: Any) -> nn.Module:
         """Read this stage's tensors from a Hugging Face folder, an index or a file, in place.
 
-        A model of `PipelinePlugin.from_pretrained` is filled as `from_pretrained` does: what the checkpoint lacks is
-        drawn, with a warning.
+        A model of `PipelinePlugin.from_pretrained` is filled as `from_pretrained` does: weights that the checkpoint
+        lacks are initialized, with a warning.
         """
         boosted = boosted_model(model)
         self.wait()
@@ -212,7 +212,7 @@ class PipelineCheckpointIO:
 
 
 def refuse_packed(model: nn.Module) -> None:
-    """Raise CheckpointError for a model of which no folder of weights can be written."""
+    """Raise CheckpointError for a model whose weights cannot be written to a folder."""
     if is_quantized(model):
         raise CheckpointError(UNWRITTEN)
 
@@ -223,14 +223,14 @@ def _refuse_prefix(prefix: str | None) -> None:
 
 
 def boosted_model(model: nn.Module) -> PipelineModel:
-    """`model`, if it is what `booster.boost` returned; else CheckpointError."""
+    """`model`, if `booster.boost` returned it; otherwise raises CheckpointError."""
     if not isinstance(model, PipelineModel):
         raise CheckpointError(f"this is a {type(model).__name__}: pass the model that booster.boost(...) returned")
     return model
 
 
 def io_of(model: nn.Module) -> PipelineCheckpointIO:
-    """What saves and loads this boosted model."""
+    """The checkpoint IO of this boosted model."""
     io = boosted_model(model).checkpoint_io
     assert isinstance(io, PipelineCheckpointIO)
     return io

@@ -1,4 +1,4 @@
-"""Load: each stage takes its own tensors out of a Hugging Face checkpoint, which may name or fuse them otherwise."""
+"""Load: each stage reads its own tensors from a Hugging Face checkpoint, which may name or fuse them differently."""
 
 import copy
 import logging
@@ -34,7 +34,7 @@ SHOWN = 8  # names that a warning lists
 
 @dataclass
 class Piece:
-    """Tensors of a checkpoint that become one or several of the model: experts that are stacked, a matrix cut in three.
+    """Tensors of a checkpoint that become one or several of the model: experts to be stacked, a matrix to be cut.
 
     `sources` are their keys, each with the pattern of the transformation that it matched.
     """
@@ -44,7 +44,7 @@ class Piece:
     sources: list[tuple[str, str]] = field(default_factory=list)
 
     def convert(self, model: nn.Module, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The model's tensors by name; `read` gives one of the checkpoint."""
+        """The model's tensors by name; `read` returns one of the checkpoint."""
         if self.transform is None:
             return {self.target: read(self.sources[0][0])}
         transform = copy.deepcopy(self.transform)
@@ -55,9 +55,9 @@ class Piece:
 
 
 class Conversion:
-    """What the keys of one checkpoint become in `model`: `pieces`, and the keys that are `unexpected`.
+    """How the keys of one checkpoint map to `model`: `pieces`, and the keys that are `unexpected`.
 
-    `transforms` are those that were needed; `revert` undoes them, as `save_pretrained` does.
+    `transforms` are the transformations used; `revert` undoes them, as `save_pretrained` does.
     """
 
     def __init__(self, model: nn.Module, keys: Iterable[str], names: Iterable[str]) -> None:
@@ -102,13 +102,13 @@ def revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _older(model: nn.Module) -> Iterable[tuple[str, str]]:
-    """What transformers 4 renames in the checkpoints of some classes: patterns, and what takes their place."""
+    """The renames of transformers 4 in the checkpoints of some classes: patterns and replacements."""
     mapping: dict[str, str] = getattr(model, "_checkpoint_conversion_mapping", None) or {}
     return mapping.items() if core_model_loading is None else ()
 
 
 def _replaced(key: str, renamings: Iterable[tuple[str, str]]) -> str:
-    """The key with the first that matches."""
+    """The key after the first replacement that matches."""
     for pattern, name in renamings:
         renamed, count = re.subn(pattern, name, key)
         if count:
@@ -135,10 +135,10 @@ def _natural(key: str) -> list[Any]:
 def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing: bool = False) -> int:
     """Fill this stage's tensors from a folder, an index or a file; returns the bytes that were read.
 
-    Every rank checks names and shapes of the whole model, so all raise CheckpointError alike: shapes always, with
-    `strict` also what is missing or unexpected. Nothing is changed then. With `draw_missing`, what is missing is drawn
-    by the plugin's `init_weights`, with a warning, as `from_pretrained` does; a model with adapters then takes the
-    weights of the model inside.
+    Every rank checks names and shapes of the whole model, so all raise the same CheckpointError: always for shapes,
+    with `strict` also for missing or unexpected names. Nothing is changed then. With `draw_missing`, missing weights
+    are initialized by the plugin's `init_weights`, with a warning, as `from_pretrained` does; a model with adapters
+    then takes the weights of the model inside.
     """
     pipeline, model = boosted.pipeline, boosted.unwrap()
     with together(pipeline.grid.world):
@@ -157,11 +157,11 @@ def load_weights(boosted: PipelineModel, path: Path, strict: bool, draw_missing:
 
 
 class _Plan:
-    """What of a checkpoint becomes what of the whole model, known without reading it. With `of_base` names are those
-    of the model inside, where there are adapters.
+    """The mapping from a checkpoint to the whole model, known without reading it. With `of_base`, names are those
+    of the model inside, if there are adapters.
 
     Attributes:
-        targets: the full names of what a (first) name stands for; several for a module that has a copy.
+        targets: the full names for a (first) name; several for a module that has a copy.
     """
 
     def __init__(self, model: nn.Module, source: Source, holdings: HeldParameters, of_base: bool) -> None:
@@ -216,7 +216,7 @@ class _Plan:
         return {name: tuple(tensor.shape) for name, tensor in made.items()}
 
     def refuse(self, lists: bool) -> None:
-        """Raise for shapes that differ; with `lists` for what is missing or unexpected, too."""
+        """Raise for shapes that differ; with `lists` also for missing or unexpected names."""
         problems = list(self.problems)
         if lists:
             problems += [f"{name} is missing" for name in self.missing]
@@ -225,7 +225,7 @@ class _Plan:
             raise CheckpointError(f"{self.source.path} does not fit {type(self.model).__name__}: {listed(problems)}")
 
     def fill(self, show: bool) -> None:
-        """Read what this stage holds, one piece at a time."""
+        """Read the tensors of this stage, one piece at a time."""
         pieces = self._of_stage()
         total = sum(
             tensor.nbytes for _, of_names in pieces for tensors in of_names.values() for tensor in tensors.values()
@@ -242,14 +242,14 @@ class _Plan:
                     bar.update(self._take(of_names.get(self.first.get(name, name), {}), made.pop(name)))
 
     def _take(self, tensors: Mapping[str, Tensor], value: Tensor) -> int:
-        """Give each of these tensors the value; returns their bytes."""
+        """Set each of these tensors to the value; returns their bytes."""
         for k, (full, tensor) in enumerate(tensors.items()):
             self._assign(full, tensor, value.clone() if k else value)
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def _of_stage(self) -> list[tuple[Piece, dict[str, dict[str, Tensor]]]]:
-        """The pieces that this stage needs, in the order of the files, and its tensors that each fills, by the name
-        that the piece has for them."""
+        """The pieces that this stage needs, in the order of the files, and its tensors that each fills, by the piece's
+        name for them."""
         own: dict[str, Tensor] = {**self.holdings.held, **dict(self.whole.named_buffers())}
         needed: dict[str, tuple[Piece, dict[str, dict[str, Tensor]]]] = {}
         for name, piece in self.makes.items():
@@ -260,7 +260,7 @@ class _Plan:
 
     @torch.no_grad()
     def _assign(self, name: str, target: Tensor, value: Tensor) -> None:
-        """A parameter takes over memory that holds nothing else, so that it is there once."""
+        """Give a parameter memory that holds nothing else, so that it exists once."""
         weight = self.holdings.weights.get(name)
         if name in self.packed:
             self.packed[name].pack(value.to(target.device))
@@ -275,7 +275,7 @@ class _Plan:
 
 
 def _draw(boosted: PipelineModel, plan: _Plan) -> None:
-    """Draw what the checkpoint lacks, and say so."""
+    """Initialize the weights that the checkpoint lacks, and warn."""
     pipeline, model = boosted.pipeline, boosted.unwrap()
     lost = [name for name in plan.missing if pipeline.blank.intersection(plan.targets[name])]
     pipeline.draw([full for name in lost for full in plan.targets[name]])

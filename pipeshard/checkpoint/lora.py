@@ -1,4 +1,4 @@
-"""LoRA: adapters of peft, put on a model before it is boosted, and saved as peft itself saves them."""
+"""LoRA: adapters of peft, added to a model before it is boosted, and saved as peft itself saves them."""
 
 import warnings
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from pipeshard.split.ties import first_names
 def enable_lora(
     model: nn.Module, pretrained_dir: str | None, lora_config: Any, bnb_quantization_config: Any
 ) -> PeftModel:
-    """`model`, not boosted yet, with new adapters of `lora_config`, or with those of `pretrained_dir` to train on.
+    """`model`, not boosted yet, with new adapters of `lora_config`, or with those of `pretrained_dir` to continue.
 
-    New adapters are drawn from torch's generator, whose seed has to be the same on every rank. The model may be on meta
-    (`PipelinePlugin.from_pretrained`): adapters get the values that they would get on the loaded model, and what they
-    compute from weights (DoRA, PiSSA, OLoRA) each stage computes once it has loaded its own.
+    New adapters are initialized by torch's generator, whose seed must be the same on every rank. The model may be on
+    meta (`PipelinePlugin.from_pretrained`): adapters get the values that they would get on the loaded model, and those
+    computed from weights (DoRA, PiSSA, OLoRA) are computed by each stage once it has loaded its own.
 
     Raises UsageError for a model that is boosted or has adapters, ConfigurationError for quantization and for a
     configuration that does not fit the model, or a model on meta, CheckpointError for a folder that does not.
@@ -75,8 +75,8 @@ def _with_adapter_of(folder: str, model: nn.Module) -> PeftModel:
 def save_lora(model: nn.Module, checkpoint: str) -> None:
     """Write the folder `checkpoint` with every adapter of a boosted PeftModel, as its `save_pretrained` would unsplit.
 
-    `PeftModel.from_pretrained(base, checkpoint)` reads it. The first stage is sent the tensors of the adapters, one at
-    a time, and writes them, always as safetensors. A save that is killed leaves what was there before.
+    `PeftModel.from_pretrained(base, checkpoint)` reads it. The first stage receives the tensors of the adapters, one at
+    a time, and writes them, always as safetensors. An interrupted save leaves the previous files.
 
     Raises CheckpointError, on every rank, for any other model, a file or a folder of something else.
     """
@@ -107,7 +107,7 @@ def save_lora(model: nn.Module, checkpoint: str) -> None:
 
 
 def load_lora(model: PipelineModel, folder: Path) -> None:
-    """Fill the adapters of a boosted PeftModel with what `save_lora`, or peft, wrote; every rank calls it.
+    """Fill the adapters of a boosted PeftModel from the files of `save_lora`, or of peft. Call it on all ranks.
 
     Raises CheckpointError, on every rank, for a folder that lacks one of them, or has others.
     """
@@ -133,7 +133,7 @@ def load_lora(model: PipelineModel, folder: Path) -> None:
 
 
 def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], pipeline: Pipeline) -> None:
-    """Give the first stage the values of these tensors of the model's state, wherever they are."""
+    """Send the values of these tensors of the model's state to the first stage, wherever they are."""
     first = first_names(module)
     for name in names:
         owner = pipeline.policy.ownership.owner(first.get(name, name))
@@ -146,7 +146,7 @@ def _gather(module: PeftModel, state: dict[str, Tensor], names: Sequence[str], p
 
 
 def _saved(module: PeftModel, state: dict[str, Tensor]) -> list[str]:
-    """The names of the tensors that peft saves, of all adapters."""
+    """The names of the tensors of all adapters that peft saves."""
     chosen = [t for adapter in module.peft_config for t in get_peft_model_state_dict(module, state, adapter).values()]
     names = {id(tensor): name for name, tensor in state.items()}
     if any(id(tensor) not in names for tensor in chosen):

@@ -1,4 +1,4 @@
-"""Merging: the weights that a model has once its adapters are part of them, stage by stage."""
+"""Merging: the weights of a model with its adapters merged into them, stage by stage."""
 
 import copy
 from typing import Any
@@ -15,10 +15,10 @@ WHOLE = "of what pipeshard.to_sequential(model, rank=0) returns there"
 
 
 def merged(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of the `tensors` that a stage owns, by full names, what they are once the active adapters are merged, by the
-    names of the model inside. The model itself stays as it is.
+    """The `tensors` that a stage owns (by full names) with the active adapters merged, by their names in the model
+    inside. The model itself does not change.
 
-    Raises CheckpointError for adapters that are no part of a weight, or part of one that is tied.
+    Raises CheckpointError for adapters that are not part of a weight, or part of a tied one.
     """
     assert isinstance(module, PeftModel)
     if any(config.is_prompt_learning for config in module.peft_config.values()):
@@ -39,13 +39,13 @@ def merged(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:
-    """The layers with adapters by their paths; of one inside another the outer one."""
+    """The layers with adapters by their paths; of nested ones only the outer one."""
     layers = {f"{path}.": layer for path, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)}
     return {path: layer for path, layer in layers.items() if not path.endswith("base_layer.")}
 
 
 def _of_base(layer: Any, path: str) -> dict[str, nn.Parameter]:
-    """The parameters of the layer that was there before the adapters, by full names."""
+    """The parameters of the original layer without adapters, by full names."""
     while isinstance(layer, BaseTunerLayer):
         layer, path = _inside(layer), f"{path}base_layer."
     return {f"{path}{name}": parameter for name, parameter in layer.named_parameters()}

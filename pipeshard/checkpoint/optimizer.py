@@ -1,7 +1,7 @@
 """Optimizer checkpoints: states by the names of their parameters, which any number of stages can load.
 
-torch numbers the parameters in `Optimizer.state_dict()` by their places in the groups, which are others on every stage.
-Under names the states of all ranks make one description, which any number of stages, replicas and slices can load.
+torch numbers the parameters in `Optimizer.state_dict()` by their places in the groups, which differ on every stage.
+By name, the states of all ranks form one description, which any number of stages, replicas and slices can load.
 """
 
 import copy
@@ -34,7 +34,7 @@ States: TypeAlias = dict[str, dict[str, Any]]  # what the optimizer keeps of eac
 
 
 def converted(states: States, convert: Callable[[str, Tensor], Any]) -> States:
-    """The same, with `convert(name of the parameter, tensor)` in the place of each tensor."""
+    """The same, with `convert(name of the parameter, tensor)` in place of each tensor."""
     return {
         name: {key: convert(name, value) if isinstance(value, Tensor) else value for key, value in values.items()}
         for name, values in states.items()
@@ -75,8 +75,8 @@ def numbered(optimizer: PipelineOptimizer, packed: Content) -> Iterator[tuple[in
 
 
 def optimizer_content(optimizer: PipelineOptimizer) -> Content:
-    """The state this rank holds. That of a shard is a DTensor as the parameter is; VALUE is where this is in 16
-    bits."""
+    """The state that this rank holds. The state of a shard is a DTensor like the parameter; VALUE is the fp32 value of
+    a parameter in 16 bits."""
     optimizer.follow(adopts=True)
     packed, weights = optimizer.optim.state_dict(), optimizer.weights
     names = {number: name for number, name, _ in numbered(optimizer, packed)}
@@ -102,7 +102,7 @@ def optimizer_content(optimizer: PipelineOptimizer) -> Content:
 
 
 def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
-    """Whether this rank has a slice of what the rank `owner` has one of, that no other rank has."""
+    """Whether this rank has a slice that no other rank has, of a tensor that the rank `owner` has a slice of."""
     grid, parameter = optimizer.grid, optimizer.weights[name].parameter
     at, first = grid.mesh.coordinate(), grid.mesh.unravel(owner, grid.mesh.shape)
     assert isinstance(at, tuple)
@@ -110,7 +110,7 @@ def has_slice(optimizer: PipelineOptimizer, name: str, owner: int) -> bool:
 
 
 def on_meta(content: Content) -> Content:
-    """The same without values of tensors: what the ranks tell each other, and what a folder's description has."""
+    """The same without values of tensors: the form that ranks exchange, and that a folder's description has."""
 
     def meta(_: str, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -120,7 +120,7 @@ def on_meta(content: Content) -> Content:
 
 
 def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
-    """What all ranks hold together, and which is the first to hold each parameter."""
+    """The state that all ranks hold together, and the first rank to hold each parameter."""
     whole: Content = {"format": OPTIMIZER_FORMAT, "parameters": {}, "param_groups": [], "state": {}}
     owners: dict[str, int] = {}
     for rank, description in enumerate(descriptions):
@@ -143,8 +143,8 @@ def merged(descriptions: list[Content]) -> tuple[Content, dict[str, int]]:
 
 
 def content_flaw(content: Content, described: bool) -> str:
-    """What makes a dict that somebody wrote another thing than a Content; "" for a Content. With `described`, tensors
-    are to be on meta; else there are values for all of them."""
+    """Why a dict from a file is not a Content; "" if it is one. With `described`, tensors
+    must be on meta; otherwise all of them must have values."""
     parts: list[Any] = [content.get(part) for part in ("parameters", "param_groups", "state")]
     parameters, groups, states = parts
     if not _by_name(parameters, Tensor):
@@ -183,13 +183,13 @@ DESCRIPTION = "optimizer.pt"  # beside it are the tensors, in the files of every
 
 
 def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) -> None:
-    """Write the optimizer's state by parameter name; every rank writes what it is the first to hold.
+    """Write the optimizer's state by parameter name; every rank writes the part that it is the first to hold.
 
-    With `shard` a folder of safetensors files, which torch.distributed.checkpoint's HuggingFaceStorageReader reads,
-    else one file, which `torch.load(weights_only=True)` reads. What was there before stays until the new one is
+    With `shard`, a folder of safetensors files, which torch.distributed.checkpoint's HuggingFaceStorageReader reads,
+    otherwise one file, which `torch.load(weights_only=True)` reads. The previous files stay until the new ones are
     complete.
 
-    Raises CheckpointError, on every rank, where that is impossible.
+    Raises CheckpointError, on every rank, if this is impossible.
     """
     boosted, target = _boosted(optimizer), Path(checkpoint)
     description, written = _planned(boosted, shard)
@@ -214,15 +214,15 @@ def save_optimizer(optimizer: Optimizer, checkpoint: str | Path, shard: bool) ->
 
 
 def optimizer_part(optimizer: Optimizer) -> tuple[list[FileContent], Content | None]:
-    """Copies of what this rank writes of an optimizer's folder, and on the first rank of its description. Every rank
-    calls it. Raises CheckpointError as `save_optimizer` does."""
+    """Copies of the part that this rank writes of an optimizer's folder, and on the first rank its description. Call it
+    on all ranks. Raises CheckpointError as `save_optimizer` does."""
     boosted = _boosted(optimizer)
     description, written = _planned(boosted, shard=True)
     return list(contents(_in_files(written))), copy.deepcopy(description) if boosted.group.rank() == 0 else None
 
 
 def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[tuple[str, str], Tensor]]:
-    """The description of the whole, and what this rank writes of it, by the name of the parameter and the key."""
+    """The description of the whole, and the part that this rank writes, by the name of the parameter and the key."""
     with together(boosted.group):
         content = optimizer_content(boosted)
         _check_readable(on_meta(content))
@@ -237,7 +237,7 @@ def _planned(boosted: PipelineOptimizer, shard: bool) -> tuple[Content, dict[tup
 
 
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path) -> None:
-    """Give the optimizer the state that `save_optimizer` wrote with any number of stages.
+    """Load the state that `save_optimizer` wrote with any number of stages into the optimizer.
 
     Raises CheckpointError, on every rank and with nothing changed, for anything but such a checkpoint, and for one of
     other parameters, shapes or groups.
@@ -266,7 +266,7 @@ def _boosted(optimizer: Optimizer) -> PipelineOptimizer:
 
 
 def _check_readable(description: Content) -> None:
-    """Refuse what torch.load(weights_only=True) would not read again."""
+    """Refuse values that torch.load(weights_only=True) would not read again."""
     try:
         encode(description)
     except MessageError as error:
@@ -274,7 +274,7 @@ def _check_readable(description: Content) -> None:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, without the rest of a storage it is a part of."""
+    """The tensor on the CPU, without the rest of its storage."""
     tensor = tensor.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
@@ -290,7 +290,7 @@ def _in_files(tensors: Mapping[tuple[str, str], Tensor]) -> dict[str, Tensor]:
 
 
 def _read_content(source: Path) -> Content:
-    """What a folder says of itself, or all of a file; nothing that it says is larger than it is."""
+    """The description in a folder, or the whole content of a file; no declared size exceeds the data."""
     if not source.exists():
         raise CheckpointError(f"{source} cannot be read: it does not exist")
     described = source.is_dir()
@@ -331,7 +331,7 @@ def _saved_states(optimizer: PipelineOptimizer, source: Path, content: Content, 
     parameters = {name: optimizer.weights[name].parameter for name in states}
 
     def blank(name: str, tensor: Tensor) -> Tensor:
-        """What the folder's files are read into: this rank's shard, or all of it where it is packed."""
+        """The tensor to read into: this rank's shard, or the whole tensor if it is packed."""
         parameter = parameters[name]
         if tensor.shape != parameter.shape or not isinstance(parameter, DTensor) or is_packed(parameter):
             return torch.zeros(tensor.shape, dtype=tensor.dtype)

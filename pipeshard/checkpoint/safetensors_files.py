@@ -1,7 +1,7 @@
 """Safetensors files: the tensors of a checkpoint on disk, read one at a time, written by each rank, joined.
 
-The files are those of torch.distributed.checkpoint's `HuggingFaceStorageReader`: their metadata say where in the whole
-tensor each one begins. No rank has to hear of another one to write or read them, and nothing is pickled.
+The files are those of torch.distributed.checkpoint's `HuggingFaceStorageReader`: their metadata contain the offset of
+each tensor in the whole one. Ranks write and read them without communication, and nothing is pickled.
 """
 
 import json
@@ -39,11 +39,11 @@ FILES = (WEIGHTS[0], INDICES[0], WEIGHTS[1], INDICES[1])
 
 
 class Source:
-    """`shapes` are those of all tensors, by key; `bytes_read` counts what `read` gave.
+    """`shapes` are those of all tensors, by key; `bytes_read` counts the bytes that `read` returned.
 
     Safetensors files are read, not mapped, so that a tensor takes memory once; pickled ones (.bin) with
-    `weights_only=True`, which runs no code. The shapes are no larger than the files, and an index names files of its
-    own folder only, whoever wrote them. Raises CheckpointError for what cannot be read.
+    `weights_only=True`, which executes no code. Even in untrusted files, the shapes are no larger than the files, and
+    an index only names files of its own folder. Raises CheckpointError for files that cannot be read.
     """
 
     def __init__(self, path: Path, model: nn.Module | None = None) -> None:
@@ -64,7 +64,7 @@ class Source:
             )
 
     def read(self, key: str) -> Tensor:
-        """The tensor, in memory of its own."""
+        """The tensor, in its own memory."""
         file = self._files[key]
         if file in self._states:
             tensor = self._states[file][key].clone(memory_format=torch.contiguous_format)
@@ -94,7 +94,7 @@ class Source:
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files of a checkpoint, and what its index says of each tensor."""
+    """The files of a checkpoint, and the index entry of each tensor."""
     if path.is_dir():
         found = next((path / name for name in FILES if (path / name).exists()), None)
         if found is None:
@@ -127,9 +127,9 @@ def _of_folder(index: Path, name: object) -> str:
 
 
 def open_file(file: Path) -> Any:
-    """A safetensors file, of which the header was read, and describes what is in the file.
+    """A safetensors file whose header was read, and describes the content of the file.
 
-    Raises CheckpointError for any other.
+    Raises CheckpointError for any other file.
     """
     with _naming_file(file):
         if not file.is_file():
@@ -160,7 +160,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def _from_gguf(file: Path, model: nn.Module | None) -> dict[str, Tensor]:
-    """All of it, for llama.cpp's names and order of rows are transformers' to undo."""
+    """The whole file, since transformers must convert llama.cpp's names and order of rows."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with explained(  # gguf checks little of what it reads
@@ -170,11 +170,11 @@ def _from_gguf(file: Path, model: nn.Module | None) -> dict[str, Tensor]:
 
 
 def joined_file(parts: Sequence[Path], target: Path) -> None:
-    """Write `target` with the tensors of all parts, no two of which have one name.
+    """Write `target` with the tensors of all parts, which all have different names.
 
-    A safetensors file is the length of its header, the header, and the tensors' bytes, to which it has offsets.
+    A safetensors file is the length of its header, the header, and the tensors' bytes, at the header's offsets.
 
-    Raises CheckpointError where a part is not a complete safetensors file.
+    Raises CheckpointError if a part is not a complete safetensors file.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, offset = [], 0
@@ -199,8 +199,8 @@ def joined_file(parts: Sequence[Path], target: Path) -> None:
 
 
 def write_file(tensors: Mapping[str, Tensor], target: Path, room: Path, metadata: dict[str, str] | None = None) -> None:
-    """`save_file`, which may be killed at any moment: what it leaves is in the folder `room`, and anybody who could
-    read another new file may read this one."""
+    """`save_file`, safe to interrupt at any moment: its temporary files are in the folder `room`, and the file
+    has the permissions of an ordinary new file."""
     with writes(target):
         room.mkdir(exist_ok=True)
         path = room / target.name
@@ -220,7 +220,7 @@ Content = tuple[dict[str, Tensor], dict[str, str]]  # of a file: copies of tenso
 
 
 def contents(tensors: Mapping[str, Tensor]) -> Iterator[Content]:
-    """What this rank writes of `tensors`, of which no other rank writes the same slice: file by file, copies."""
+    """Copies of the parts of `tensors` that this rank writes, file by file; no two ranks write the same slice."""
     for names in _shard_files(tensors):
         parts = {name: _on_cpu(local(tensors[name].detach())) for name in names}
         begins = {name: {"saved_offsets": _begin(tensors[name])} for name in names}
@@ -228,7 +228,7 @@ def contents(tensors: Mapping[str, Tensor]) -> Iterator[Content]:
 
 
 def write_files(files: Iterable[Content], folder: Path, rank: int) -> list[Path]:
-    """Write `contents` of this rank into `folder`; the files."""
+    """Write `contents` of this rank into `folder`; returns the files."""
     written = []
     for k, (parts, metadata) in enumerate(files):
         written.append(folder / f"rank-{rank:05d}-{k:05d}.safetensors")
@@ -237,9 +237,9 @@ def write_files(files: Iterable[Content], folder: Path, rank: int) -> list[Path]
 
 
 def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill `tensors`, whole or sliced, in place, with what any number of ranks wrote.
+    """Fill `tensors`, whole or sliced, in place, from the files of any number of ranks.
 
-    Raises CheckpointError for files that cannot be read; what `check_shards` finds is to be refused before.
+    Raises CheckpointError for files that cannot be read; call `check_shards` before.
     """
     reader = HuggingFaceStorageReader(str(folder))
     try:
@@ -253,7 +253,7 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 def check_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Refuse files that do not have exactly the `tensors`, which may be on meta, by name, shape and dtype.
 
-    What passes takes no more memory than its files: nothing has to be allocated to know. Raises CheckpointError.
+    Accepted files take no more memory than their size: the check allocates nothing. Raises CheckpointError.
     """
     stored = _stored(folder)
     problems = [f"{name} is missing" for name in sorted(tensors.keys() - stored.keys())]
@@ -272,7 +272,7 @@ def check_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _shard_files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """The names of what goes into each file; of a sliced tensor this rank may have nothing."""
+    """The names of the tensors in each file; this rank may have no part of a sliced tensor."""
     names: list[str] = []
     size = 0
     for name, tensor in tensors.items():
@@ -289,12 +289,12 @@ def _shard_files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _on_cpu(part: Tensor) -> Tensor:
-    """On the CPU, with a storage of its own: safetensors refuses tensors that share one."""
+    """On the CPU, with its own storage: safetensors refuses tensors that share one."""
     return part.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _begin(tensor: Tensor) -> list[int]:
-    """Where in the whole tensor this rank's part of it begins."""
+    """The offset of this rank's part in the whole tensor."""
     if isinstance(tensor, DTensor):
         (chunk,) = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks, too
         return list(chunk.offsets)
@@ -302,7 +302,7 @@ def _begin(tensor: Tensor) -> list[int]:
 
 
 def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """What the headers of the files say."""
+    """The content of the files by their headers."""
     with explained(  # torch looks for keys of JSON that anybody may have written
         lambda error: CheckpointError(f"{folder} is damaged: {reason(error)}")
     ):
@@ -310,7 +310,7 @@ def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def _is_whole(stored: TensorStorageMetadata) -> bool:
-    """Whether the slices, all inside of the tensor, have as many elements as it has, and none twice."""
+    """Whether the slices, all inside of the tensor, have as many elements as it has, without overlaps."""
     chunks, dims = stored.chunks, len(stored.size)
     if any(len(c.offsets) != dims or len(c.sizes) != dims or min(c.offsets, default=0) < 0 for c in chunks):
         return False

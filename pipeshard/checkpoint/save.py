@@ -1,4 +1,4 @@
-"""Save: each stage writes its own tensors of a Hugging Face checkpoint, which takes the old one's place at once."""
+"""Save: each stage writes its own tensors of a Hugging Face checkpoint, which replaces the old one atomically."""
 
 import copy
 import itertools
@@ -33,10 +33,10 @@ SAVED_FILES = re.compile(r"model(-.*)?\.safetensors|\.pipeshard-.*")  # what a s
 
 
 def owned(model: PipelineModel) -> dict[str, Tensor]:
-    """What this stage saves, by the names of the model: of what several stages hold, the first one's. Packed weights
-    are left out: they are those of the checkpoint that they were loaded from.
+    """The tensors that this stage saves, by the names of the model: for tensors on several stages, the first one saves.
+    Packed weights are omitted: they are in the checkpoint from which they were loaded.
 
-    All ranks call it: what is sliced is gathered from the ranks that have the slices.
+    Call it on all ranks: sliced tensors are gathered from the ranks that have the slices.
     """
     module, policy = model.unwrap(), model.pipeline.policy
     state, saved = module.state_dict(keep_vars=True), saved_names(module)
@@ -50,16 +50,17 @@ def owned(model: PipelineModel) -> dict[str, Tensor]:
 
 
 def _gathered(tensor: Tensor) -> Tensor:
-    """A sliced tensor whole, on the CPU: a GPU that trains slices has no room for all of them whole."""
+    """A sliced tensor whole, on the CPU: a GPU that trains slices may not have room for all of them whole."""
     return whole(tensor).to("cpu") if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass
 class FolderSave(Save):
-    """One save of a folder, planned by all ranks together; `write` and `commit` then need nothing of the others.
+    """One save of a folder, planned by all ranks together; `write` and `commit` then need no communication.
 
-    The index decides which files are the checkpoint, so shards are written under names that the folder does not have
-    yet, and the index (or the single file) is renamed last: a reader finds the previous checkpoint or the new one.
+    The index determines which files belong to the checkpoint. So shards are written under names that do not exist in
+    the folder yet, and the index (or the single file) is renamed last: a reader finds the previous checkpoint or the
+    new one.
     """
 
     configs: list[Any]  # as they are to be written
@@ -77,8 +78,8 @@ class FolderSave(Save):
         snapshot: bool,
         of_base: bool = False,
     ) -> "FolderSave":
-        """By the ranks of one pipeline, of the `tensors` that each of them owns; `of_base`: as the model inside, where
-        there are adapters, has them."""
+        """Plan on the ranks of one pipeline, with the `tensors` that each of them owns; `of_base`: with the names of
+        the model inside, if there are adapters."""
         pipeline, module = boosted.pipeline, boosted.unwrap()
         module = without_adapters(module)[1] if of_base else module
         with together(pipeline.group):
@@ -111,7 +112,7 @@ class FolderSave(Save):
         return set(self.weight_map.values()) == {SINGLE}
 
     def write(self) -> None:
-        """This stage's shards, and on the first the configs and the index, under hidden names."""
+        """Write this stage's shards, and on the first stage the configs and the index, under hidden names."""
         for file, tensors in self.parts.items():
             path = self._path(file)
             ready = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -129,7 +130,7 @@ class FolderSave(Save):
                 sync(self.beside(INDEX))
 
     def commit(self) -> None:
-        """On the first stage, once all have written: make it the folder's checkpoint and remove what was before."""
+        """On the first stage, once all have written: make it the folder's checkpoint and remove the previous one."""
         for config in sorted(self.beside("configs").iterdir()):
             os.replace(config, self.target / config.name)
         last = SINGLE if self.is_single else INDEX
@@ -141,7 +142,7 @@ class FolderSave(Save):
             remove(path)
 
     def abandon(self) -> None:
-        """Remove what this stage has written."""
+        """Remove the files that this stage has written."""
         shutil.rmtree(self._room, ignore_errors=True)
         for file in self.parts:
             self._path(file).unlink(missing_ok=True)
@@ -156,7 +157,7 @@ class FolderSave(Save):
         return self.beside(SINGLE) if file == SINGLE else self.target / file
 
     def _leftovers(self) -> Iterator[Path]:
-        """What neither this save nor the user needs: older shards, and what killed saves left."""
+        """Files that neither this save nor the user needs: older shards, and leftovers of killed saves."""
         kept = set(self.weight_map.values()) | (set() if self.is_single else {INDEX})
         for path in self.target.iterdir():
             if path.name not in kept and (path.name == INDEX or SAVED_FILES.fullmatch(path.name)):
@@ -165,9 +166,9 @@ class FolderSave(Save):
 
 @dataclass
 class FileSave(Save):
-    """One save of a file: each stage writes a part beside it, which the first joins byte by byte.
+    """One save of a file: each stage writes a part next to it, and the first stage concatenates them.
 
-    It is a safetensors file, or by its suffix one of `torch.save`, which has tied tensors under all of their names.
+    By its suffix it is a safetensors file, or one of `torch.save`, which has tied tensors under all of their names.
     """
 
     part: dict[str, Tensor]
@@ -175,7 +176,7 @@ class FileSave(Save):
 
     @classmethod
     def plan(cls, boosted: PipelineModel, tensors: dict[str, Tensor], target: Path, snapshot: bool) -> "FileSave":
-        """By the ranks of one pipeline, of the `tensors` that each of them owns."""
+        """Plan on the ranks of one pipeline, with the `tensors` that each of them owns."""
         pipeline, module = boosted.pipeline, boosted.unwrap()
         with together(pipeline.group):
             if target.is_dir():
@@ -216,7 +217,7 @@ class FileSave(Save):
 
 
 def _configs(module: nn.Module, cached: Collection[Any]) -> list[Any]:
-    """Copies of the model's, with the caches as they were before boost turned them off."""
+    """Copies of the model's configs, with the caches as before boost disabled them."""
     memo: dict[int, Any] = {}
     parts: list[Any] = [getattr(module, name, None) for name in ("config", "generation_config")]
     configs = [copy.deepcopy(part, memo) for part in parts if hasattr(part, "save_pretrained")]
@@ -227,21 +228,21 @@ def _configs(module: nn.Module, cached: Collection[Any]) -> list[Any]:
 
 
 def _ready(tensor: Tensor, snapshot: bool) -> Tensor:
-    """On the CPU; with `snapshot` a copy that training does not change."""
+    """The tensor on the CPU; with `snapshot` a copy that training does not change."""
     there = tensor.to("cpu")
     return there.clone(memory_format=torch.contiguous_format) if snapshot and there is tensor else there
 
 
 def _generation(folder: Path) -> str:
-    """Something that keeps new shards' names apart from those that the folder has."""
+    """A suffix that distinguishes new shards' names from those in the folder."""
     taken = {path.name for path in folder.glob("model*.safetensors")}
     marks = (f"-v{k}" if k else "" for k in itertools.count())
     return next(mark for mark in marks if not any(name.startswith(f"model{mark}-0") for name in taken))
 
 
 def saved_names(model: nn.Module) -> dict[str, str]:
-    """The name under which each parameter is saved, by its first name: of tied ones, that which the architecture ties
-    the others to."""
+    """The name under which each parameter is saved, by its first name: for tied ones, the name to which the
+    architecture ties the others."""
     patterns = _tied_patterns(model)
     return {
         first: next((name for name in names if not any(pattern.search(name) for pattern in patterns)), first)
@@ -250,8 +251,8 @@ def saved_names(model: nn.Module) -> dict[str, str]:
 
 
 def copied_names(model: nn.Module) -> dict[str, str]:
-    """Further names under which a parameter is saved, each with the first one: those that transformers would not tie by
-    itself when it loads the checkpoint, since the user tied them (`shared_weights`)."""
+    """Further names under which a parameter is saved, each with the first one: names that transformers would not tie
+    when it loads the checkpoint, since the user tied them (`shared_weights`)."""
     if not isinstance(model, PreTrainedModel):
         return {}
     patterns, saved = _tied_patterns(model), saved_names(model)
@@ -264,7 +265,7 @@ def copied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _tied_patterns(model: nn.Module) -> list[re.Pattern[str]]:
-    """Of the names that the architecture ties to others."""
+    """Patterns of the names that the architecture ties to others."""
     tied = getattr(model, "all_tied_weights_keys", None)
     tied = tied if tied is not None else getattr(model, "_tied_weights_keys", None) or ()
     return [re.compile(key) for key in tied]

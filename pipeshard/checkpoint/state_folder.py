@@ -1,14 +1,14 @@
-"""State folder: a whole training state on disk, what it consists of, and who writes it.
+"""State folder: a whole training state on disk, its files, and how they are written.
 
-A folder is complete when its manifest is there and every file in it has the size that the manifest says. Disks flip
-bits and people mix folders, so each file's SHA-256 is there too; `sha256sum` prints the same. To read what has just
-been written costs little, as it is still in the page cache; the ranks share it out.
+A folder is complete if it has its manifest and every file has the size given there. Disks flip
+bits and people mix folders, so the manifest also has each file's SHA-256, as `sha256sum` prints it. Reading files that
+have just been written costs little, as they are still in the page cache; the ranks divide the work.
 
-Two jobs that save into one folder (a requeued one beside its zombie) would remove each other's saves under way, so the
-first rank locks the folder for as long as its model lives. The kernel gives such a lock back when a process ends,
-however it ends; forked children do not have it. NFS does not lock folders: there a file `.writer` is locked.
+Two jobs that save into one folder (a requeued one and its zombie) would remove each other's unfinished saves, so the
+first rank locks the folder while its model lives. The kernel releases such a lock when a process ends in any way;
+forked children do not have it. NFS cannot lock folders: there a file `.writer` is locked.
 
-It may be written in the background, from copies, by every rank its part:
+In the background, every rank writes its part from copies:
 
     all ranks, between two steps      copy weights, optimizer and the rest ──▶ go on training
     a thread of each rank             writes its files into a hidden folder, with their sums ──▶ marks its part done
@@ -49,7 +49,8 @@ MARKS = ".marks"  # in the hidden folder, of ranks whose part is done
 
 
 def seal(folder: Path, step: int, stages: int, group: dist.ProcessGroup) -> None:
-    """Write the manifest of all files that the first rank finds in the folder; every rank calls it, and reads some."""
+    """Write the manifest of all files that the first rank finds in the folder. Call it on all ranks: each reads
+    some."""
     with together(group):
         here = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         sums = _shared_out(folder, gather_objects(here, group)[0], group)
@@ -72,8 +73,8 @@ def write_manifest(folder: Path, step: int, stages: int, sums: dict[str, str]) -
 
 
 def flaw(folder: Path, step: int | None = None) -> str:
-    """Why the folder is not a complete training state (of that step); "" if it is, by the names and sizes of its files.
-    Raises nothing, whatever is there."""
+    """Why the folder is not a complete training state (of that step), by the names and sizes of its files; "" if it
+    is. Never raises."""
     try:
         manifest = read_document(folder / MANIFEST)
         if manifest.get("format") != MANIFEST_FORMAT:
@@ -96,8 +97,8 @@ def flaw(folder: Path, step: int | None = None) -> str:
 
 
 def damage(folder: Path, group: dist.ProcessGroup) -> str:
-    """Which files of a complete state are not those that were saved; "" if all are. Every rank calls it, and reads its
-    share. States of before 0.2 have no sums, and pass."""
+    """Which files of a complete state have changed since the save; "" if none has. Call it on all ranks: each reads its
+    share. States from before 0.2 have no checksums, and pass."""
     manifest = read_document(folder / MANIFEST)
     expected = manifest.get("sha256", {})
     names = sorted(manifest["files"].keys() & expected.keys())
@@ -114,7 +115,7 @@ def _shared_out(folder: Path, names: list[str], group: dist.ProcessGroup) -> dic
 
 
 def sum_of(file: Path) -> str:
-    """Its SHA-256; OSError where it cannot be read."""
+    """Its SHA-256; raises OSError if it cannot be read."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
@@ -127,9 +128,9 @@ def _file_sum(file: Path) -> str:
 
 
 def lock(parent: Path, owner: Any) -> None:
-    """Let no other process save into `parent` until `owner` is gone; CheckpointError if one already may.
+    """Let no other process save into `parent` until `owner` is freed; raises CheckpointError if another process may.
 
-    A file system without locks lets everybody write, as before.
+    A file system without locks does not prevent this.
     """
     parent.mkdir(parents=True, exist_ok=True)
     key = str(parent.resolve())
@@ -155,7 +156,7 @@ def _locked(parent: Path) -> int:
 
 
 def _locked_file(parent: Path) -> int:
-    """The lock in a file that is kept in the folder, where the file system does not lock folders."""
+    """The lock on a file in the folder, if the file system cannot lock folders."""
     handle = os.open(parent / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -171,7 +172,7 @@ def _locked_file(parent: Path) -> int:
 
 
 def _holder(handle: int) -> str:
-    """The process that has the lock of this folder, as the kernel knows it; "" if it does not tell."""
+    """The process that holds the lock of this folder, according to the kernel; "" if unknown."""
     number = f":{os.fstat(handle).st_ino}"
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
@@ -192,7 +193,7 @@ _held: dict[str, int] = {}  # of this process, by folder: to close any other han
 
 
 def _leave_locks() -> None:
-    """A forked child, which may outlive this process, does not keep its locks."""
+    """Release the locks in a forked child, which may outlive this process."""
     for handle in _held.values():
         os.close(handle)
     _held.clear()
@@ -203,7 +204,7 @@ os.register_at_fork(after_in_child=_leave_locks)
 
 @dataclass
 class StateSave(Save):
-    """Its stages are all ranks. What they write is planned, and copied, by all of them together."""
+    """Its stages are all ranks, which plan and copy together what each of them writes."""
 
     writing: Path  # the hidden folder
     model: FolderSave | None  # on the ranks of the first replica

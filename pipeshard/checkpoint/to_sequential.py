@@ -23,20 +23,20 @@ from pipeshard.split.packed import is_quantized
 
 @inside_pipeshard()
 def to_sequential(model: nn.Module, rank: int | None = None, device: torch.device | str = "cpu") -> nn.Module | None:
-    """The whole model as it is now, of the architecture's own class: every rank of the pipeline has to call it.
+    """The current whole model, of the architecture's own class. Call it on every rank of the pipeline.
 
-    Each rank gets one, or, with `rank`, that stage (of every replica) alone, and None elsewhere: there no more than one
-    parameter takes memory. It shares no tensor with `model`, which can be trained on. Weights and buffers are those of
-    the stages that train them; ties, frozen parameters, modes, activation checkpointing, hooks and `use_cache` are as
-    the model's own, gradients are not copied.
+    Each rank gets one. With `rank`, only that stage (of every replica) gets one, and the others get None, and hold at
+    most one extra parameter. It shares no tensor with `model`, which can continue to train. Weights and buffers are
+    those of the stages that train them; ties, frozen parameters, modes, activation checkpointing, hooks and `use_cache`
+    are those of the model, gradients are not copied.
 
     Args:
         model: what `booster.boost` returned.
-        rank: the stage that is to get it, from 0; None: all of them.
-        device: where its tensors are to be.
+        rank: the stage that gets it, from 0; None: all of them.
+        device: the device of its tensors.
 
-    Raises UsageError for a model that was not boosted, has no values yet, or cannot be copied, ConfigurationError for a
-    `rank` that is none, on every rank.
+    Raises UsageError for a model that was not boosted, has no values yet, or cannot be copied, ConfigurationError for
+    an invalid `rank`, on every rank.
     """
     if not isinstance(model, PipelineModel):
         raise UsageError(f"to_sequential got a {type(model).__name__}: pass the model that booster.boost(...) returned")
@@ -71,8 +71,8 @@ def to_sequential(model: nn.Module, rank: int | None = None, device: torch.devic
 
 
 class StageTensor(NamedTuple):
-    """A parameter or buffer of the stage that has its present value; `flag` is whether the one requires a gradient,
-    or the other is persistent."""
+    """A parameter or buffer of the stage that has its current value; `flag` is whether the parameter requires a
+    gradient, or the buffer is persistent."""
 
     name: str
     is_buffer: bool
@@ -82,7 +82,7 @@ class StageTensor(NamedTuple):
 
 
 def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
-    """The model of this stage, ghosts and all, with memory for every parameter, and as it was before it was cut."""
+    """A copy of this stage's model, including ghosts, with memory for every parameter, and without the cut."""
     model, memo = pipeline.model, _memo(pipeline.model, device)
     with unsharded_classes(model):
         copied = copy.deepcopy(model, memo)
@@ -106,7 +106,7 @@ def _copied_stage(pipeline: Pipeline, device: torch.device) -> nn.Module:
 
 
 def _memo(model: nn.Module, device: torch.device) -> dict[int, Any]:
-    """What `deepcopy` is not to copy as it does by itself, by id."""
+    """The objects that `deepcopy` must not copy in its own way, by id."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():  # a ghost's copy, and thereby a tie's, is as large as the ghost seems
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -130,7 +130,8 @@ def _module_hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def _is_bound(hook: Any) -> bool:
-    """Whether a hook goes with a module; others, and what they are methods of (a recorder, a trainer), are the user's.
+    """Whether a hook belongs to a module; others, and the objects of their methods (a recorder, a trainer), are the
+    user's.
 
     Torch wraps some hooks in an object that knows their module, the rest may be methods and partial functions.
     """
@@ -151,7 +152,7 @@ def _entries_of_all(pipeline: Pipeline, failure: str) -> list[list[StageTensor]]
 
 
 def _stage_tensors(pipeline: Pipeline) -> Iterator[StageTensor]:
-    """What this stage has to tell the others."""
+    """The description that this stage sends to the others."""
     policy, model = pipeline.policy, pipeline.model
     for name, parameter in model.named_parameters():
         if pipeline.rank == policy.ownership.owner(name):
@@ -164,7 +165,7 @@ def _stage_tensors(pipeline: Pipeline) -> Iterator[StageTensor]:
 
 
 def _shared(pipeline: Pipeline, stage: int, entry: StageTensor) -> Tensor:
-    """The value that `stage` has, on every rank."""
+    """The value of `stage`, on every rank."""
     if stage == pipeline.rank:
         model = pipeline.model
         own = model.get_buffer(entry.name) if entry.is_buffer else model.get_parameter(entry.name)

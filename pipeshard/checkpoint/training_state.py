@@ -1,4 +1,4 @@
-"""Training state: all that a run needs to go on as if it had never stopped, with any number of stages."""
+"""Training state: everything needed to resume a run as if it had never stopped, with any number of stages."""
 
 import copy
 import logging
@@ -39,7 +39,7 @@ from pipeshard.errors import CheckpointError, explained, summary
 
 
 def random_state() -> dict[str, Any]:
-    """Also the seed by which dropout is drawn: torch keeps it in its state."""
+    """The state of the random generators, with the seed of dropout, which torch keeps in its state."""
     algorithm, keys, *rest = np.random.get_state()
     numpy = (algorithm, np.asarray(keys).tolist(), *rest)
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
@@ -47,7 +47,7 @@ def random_state() -> dict[str, Any]:
 
 
 def check_random_state(state: Any) -> None:
-    """Raise what generators made for this raise, if this is not a state of theirs, before any other is changed."""
+    """Raise the error of generators created for this test if this is not a valid state, before any other is changed."""
     torch.Generator().set_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.Generator("cuda").set_state(state["cuda"])
@@ -81,18 +81,19 @@ def save_training_state(
     keep: int = 3,
     use_async: bool = False,
 ) -> None:
-    """Write the folder `directory/step-<step>` between two steps; every rank calls it, after `optimizer.zero_grad()`.
+    """Write the folder `directory/step-<step>` between two steps. Call it on all ranks, after `optimizer.zero_grad()`.
 
-    It holds `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler, the state of
-    the first stage's random numbers and the position in the data. At every moment the steps saved before and this one
-    are there as a whole or not at all; when it is complete, all but the last `keep` are removed.
+    It contains `model`, which `from_pretrained` reads, `optimizer`, and `training.pt` with the LR scheduler, the state
+    of the first stage's random generators and the position in the data. At every moment each step is complete or does
+    not exist; when this one is complete, all but the last `keep` are removed.
 
-    With `use_async=True` copies of it are written while training goes on: they take as much memory of the host as the
-    rank's weights and optimizer state. A save in the background that still runs is waited for by the next one, which
-    raises its error, and by the end of the process.
+    With `use_async=True` copies are written while training continues: they take as much host memory as the
+    rank's weights and optimizer state. The next save waits for a save that still runs in the background, and
+    raises its error; so does the end of the process.
 
-    Raises CheckpointError, on every rank, for what is not boosted, a dataloader that does not know its position, a
-    `directory` that holds a later step, which would be taken for the newest, and one that another job saves into.
+    Raises CheckpointError, on every rank, for an object that is not boosted, a dataloader that does not know its
+    position, a `directory` with a later step, which would be mistaken for the newest, and one that another job saves
+    into.
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
     with together(pipeline.grid.world):
@@ -130,7 +131,7 @@ def _planned_state(
     rest: Callable[[], dict[str, Any]],
     finish: Callable[[], None],
 ) -> StateSave:
-    """A save that needs nothing of the ranks any more; all of them plan it together."""
+    """A save that needs no further communication. Plan it on all ranks together."""
     pipeline = boosted_model(model).pipeline
     world, first = pipeline.grid.world, pipeline.grid.first
     writing = hidden(target, "writing")
@@ -159,8 +160,8 @@ def _planned_state(
 
 
 def _keep(parent: Path, keep: int) -> None:
-    """Remove all complete steps but the last ones; each is hidden first, so that nobody takes it for complete while it
-    goes."""
+    """Remove all complete steps but the last ones; each is hidden first, so that no reader takes it for complete while
+    it is being removed."""
     for old in sorted(_saved_steps(parent))[:-keep]:
         folder = _folder(parent, old)
         removed = hidden(folder, "removed")
@@ -178,14 +179,15 @@ def load_training_state(
     step: int | None = None,
     verify: bool = True,
 ) -> int:
-    """Put everything given back to where it was at `step`, by default the newest whole one, and return that step.
+    """Restore everything given to its state at `step`, by default the newest complete one, and return that step.
 
-    Every rank calls it, with the model as `booster.boost` returned it, on any number of stages. What is not given is
-    not loaded; the random numbers always are. With `verify` every file is compared with the sum that was saved of it;
-    where the newest state has changed, it is renamed to `step-<step>.damaged`, and an older one taken, with a warning.
+    Call it on all ranks, with the model that `booster.boost` returned, on any number of stages. Objects that are not
+    given are not loaded; the random generators always are. With `verify` every file is compared with its saved
+    checksum. If the newest state has changed, it is renamed to `step-<step>.damaged`, and an older one loaded, with a
+    warning.
 
-    Raises CheckpointError, on every rank, where a whole step is missing, where it lacks what is given, and for what
-    does not fit.
+    Raises CheckpointError, on every rank, if no complete step exists, if it lacks what is given, and for objects that
+    do not fit.
     """
     pipeline, parent = boosted_model(model).pipeline, Path(directory)
     with together(pipeline.grid.world):
@@ -228,7 +230,7 @@ def load_training_state(
 
 
 def newest_step(directory: str | Path) -> int | None:
-    """The newest complete step in `directory`; None where there is none."""
+    """The newest complete step in `directory`; None if there is none."""
     return max(_saved_steps(Path(directory)), default=None)
 
 
@@ -290,7 +292,7 @@ def _choose(parent: Path, step: int | None) -> list[int]:
 
 
 def rest_of(pipeline: Pipeline, lr_scheduler: LRScheduler | None, dataloader: Any = None) -> dict[str, Any]:
-    """What of a state is neither of the model nor of the optimizer."""
+    """The parts of a state other than the model and the optimizer."""
     return {
         "steps": pipeline.steps,
         "random": random_state(),
@@ -301,7 +303,7 @@ def rest_of(pipeline: Pipeline, lr_scheduler: LRScheduler | None, dataloader: An
 
 
 def restore_rest(pipeline: Pipeline, rest: dict[str, Any], lr_scheduler: LRScheduler | None) -> None:
-    """Give it back, but for the random numbers."""
+    """Restore these parts, except the random generators."""
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(rest["lr_scheduler"])
     pipeline.steps = rest["steps"]
@@ -310,7 +312,7 @@ def restore_rest(pipeline: Pipeline, rest: dict[str, Any], lr_scheduler: LRSched
 
 
 def read_rest(file: Path) -> dict[str, Any]:
-    """What `rest_of` has made; that it can be given back is known by now."""
+    """Read the result of `rest_of`, after checking that it can be restored."""
     advice = "load another step (step=...)"
     rest = load_plain(file, "the rest of a training state", advice)
     with explained(  # generators, and what anybody may have written in their place, raise anything
@@ -326,7 +328,7 @@ def read_rest(file: Path) -> dict[str, Any]:
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """What saves left that were killed."""
+    """Remove leftovers of killed saves."""
     leftovers = [path for path in parent.glob(".step-*") if HIDDEN.fullmatch(path.name)]
     for path in leftovers:
         if path.suffix == ".old":

@@ -1,8 +1,8 @@
-"""Untrusted: what anybody may have written (JSON, configs, pickles), measured before anything is made of it.
+"""Untrusted: files of unknown origin (JSON, configs, pickles), checked before anything is built from them.
 
-A config of a few bytes may name so many layers, labels or ranks that transformers and peft would fill the memory, or
-never come back: they make what it says, and look at no bounds. And `torch.load(weights_only=True)` runs no code, but a
-few bytes of a pickle may still have it take all memory or never end.
+A config of a few bytes may request so many layers, labels or ranks that transformers and peft would fill the memory, or
+never return: they check no bounds. And `torch.load(weights_only=True)` executes no code, but a
+pickle of a few bytes may still take all memory or never end.
 """
 
 import json
@@ -37,7 +37,7 @@ def read_document(file: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises ValueError, or OSError, for anything else, for a file of more than 64 MiB before it is read, and for one of
-    more than a million values before they are made.
+    more than a million values before they are built.
     """
     if not file.is_file():
         raise FileNotFoundError("it does not exist")
@@ -57,7 +57,7 @@ def read_document(file: Path) -> dict[str, Any]:
 
 def is_inside(name: object) -> TypeGuard[str]:
     """Whether this names a file in a folder or in a folder within it; a link there may lead anywhere, as in the caches
-    of the Hugging Face hub."""
+    of the Hugging Face Hub."""
     if not isinstance(name, str) or "\0" in name:
         return False
     path = PurePosixPath(name)
@@ -73,7 +73,7 @@ MATCHING_SECONDS = 10.0  # seconds in which the names of modules are to be match
 
 
 def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dict[str, Any]) -> nn.Module:
-    """A model on meta, in evaluation mode, which Booster is told to load; see PipelinePlugin.from_pretrained."""
+    """A model on meta, in evaluation mode, which Booster will load; see PipelinePlugin.from_pretrained."""
     path = path if path.is_dir() else _cached(path)
     if gguf_file is not None and not (path / gguf_file).is_file():
         raise CheckpointError(f"{path / gguf_file} is not there: pass a folder that has it")
@@ -98,9 +98,9 @@ def blank_model(auto_class: Any, path: Path, gguf_file: str | None, options: dic
 
 
 def folder_config(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """What `AutoConfig.from_pretrained` makes of a folder with these options, and those of them that are unknown.
+    """The result of `AutoConfig.from_pretrained` for a folder with these options, and the unknown ones among them.
 
-    Raises CheckpointError where that is not a config of a model, or one that is not to be believed.
+    Raises CheckpointError if it is not a config of a model, or one with implausible sizes.
     """
     with _explaining(f"{folder} has no config of a model"):
         for file in sorted(folder.glob("config*.json")):  # one names others, for other versions of transformers
@@ -110,13 +110,13 @@ def folder_config(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def generation_config_of(folder: Path) -> Any:
-    """What `GenerationConfig.from_pretrained` makes of a folder; raises CheckpointError for anything else."""
+    """The result of `GenerationConfig.from_pretrained` for a folder; raises CheckpointError for anything else."""
     with _explaining(f"the generation_config.json of {folder} cannot be read"):
         return GenerationConfig.from_dict(read_document(folder / "generation_config.json"))
 
 
 def check_adapter(folder: Path, model: nn.Module) -> None:
-    """Raise CheckpointError where peft would be lost with the adapter config of a folder and this model."""
+    """Raise CheckpointError if peft would fail or hang with the adapter config of a folder and this model."""
     with _explaining(f"the {ADAPTER_CONFIG} of {folder} cannot be read"):
         document = read_document(folder / ADAPTER_CONFIG)
         for key, number in _whole_numbers(document):
@@ -142,7 +142,7 @@ def _explaining(what: str) -> Iterator[None]:
 
 @contextmanager
 def _counting(folder: Path) -> Iterator[None]:
-    """Inside, modules are made, but not without end; what else goes wrong is the config's fault, too."""
+    """Inside, only a limited number of modules may be built; other errors are attributed to the config, too."""
     made = 0
 
     def count(*_: Any) -> None:
@@ -160,7 +160,7 @@ def _counting(folder: Path) -> Iterator[None]:
 
 
 def _measure_config(document: Any) -> None:
-    """Raise ValueError for a number that transformers would make as many things of."""
+    """Raise ValueError for a number that would make transformers build as many objects."""
     for key, number in _whole_numbers(document):
         is_counted = COUNTED.search(key) and not NOT_COUNTED.search(key)
         most = LABELS if key == "num_labels" else THINGS if is_counted else None
@@ -169,7 +169,7 @@ def _measure_config(document: Any) -> None:
 
 
 def _whole_numbers(document: Any) -> Iterator[tuple[str, int]]:
-    """The whole numbers in it, with the names that they have, or the lists that they are in."""
+    """The integers in it, with their names, or the lists that they are in."""
     rest = [("", document)]
     while rest:
         key, value = rest.pop()
@@ -191,7 +191,7 @@ for pattern in patterns:
 
 
 def _match(patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Try regular expressions on names in a process of its own: some never end, and hold Python's lock meanwhile."""
+    """Try regular expressions on names in a separate process: some never end, and hold the GIL meanwhile."""
     if not patterns:
         return
     command = [sys.executable, "-I", "-S", "-c", MATCHING]
@@ -212,7 +212,7 @@ def _match(patterns: Sequence[str], names: Sequence[str]) -> None:
 
 
 def _cached(name: Path) -> Path:
-    """The folder of a model that the Hugging Face hub has under this name, if it was downloaded."""
+    """The folder of a model with this name in the cache of the Hugging Face Hub, if it was downloaded."""
     message = f"{name} is not there: pass a folder that save_pretrained wrote"
     try:
         return Path(snapshot_download(str(name), local_files_only=True))
@@ -235,9 +235,9 @@ MADE_OF = re.compile(
 
 
 def load_plain(file: Path, kind: str, advice: str) -> Any:
-    """What `torch.save` wrote, by `torch.load(weights_only=True)`; tensors are on the CPU, mapped from the file.
+    """Load a file of `torch.save` with `torch.load(weights_only=True)`; tensors are on the CPU, mapped from the file.
 
-    Raises CheckpointError, which says that the file is not `kind`, and the `advice`, for what cannot be read so.
+    Raises CheckpointError, which says that the file is not `kind`, with the `advice`, for any other file.
     """
     with explained(  # zipfile, pickletools and torch raise anything for a broken file
         lambda error: CheckpointError(f"{file} is not {kind} ({reason(error)}): {advice}")
@@ -250,14 +250,14 @@ def load_plain(file: Path, kind: str, advice: str) -> Any:
 
 
 def has_content(tensor: Tensor) -> bool:
-    """Whether the file has a value for each element: a description may make tensors of any shape of nothing."""
+    """Whether the file has a value for each element: a description may declare tensors of any shape without data."""
     return not tensor.is_meta and tensor.layout is torch.strided and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 def _refuse_bombs(file: Path, zipped: bool) -> None:
-    """A pickle of a few bytes can make gigabytes (`bytearray(2**40)`), or a tuple of tuples that is never hashed to its
-    end, in C, where nothing interrupts it. What `torch.save` writes of plain values needs neither. It never compresses:
-    what is compressed may be of any size once it is unpacked."""
+    """A pickle of a few bytes can create gigabytes (`bytearray(2**40)`), or nested tuples whose hash never ends,
+    in C, where nothing interrupts it. `torch.save` of plain values needs neither, and it never compresses:
+    compressed data may have any size once unpacked."""
     if zipped:
         with zipfile.ZipFile(file) as archive:
             packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
@@ -273,7 +273,7 @@ def _refuse_bombs(file: Path, zipped: bool) -> None:
 
 
 class _Bounded:
-    """A file of which no more is read at once than it has: Python first makes room for all that it is asked for."""
+    """A file that never reads more at once than it has: Python first allocates the requested size."""
 
     def __init__(self, content: IO[bytes], size: int) -> None:
         self.content, self.size = content, size
@@ -284,8 +284,8 @@ class _Bounded:
 
 
 def _measure_pickle(content: Any) -> None:
-    """Go through a pickle without making anything; ValueError for what `torch.save` makes of no plain value, or where
-    the values in it, counted as often as they are referred to, are too many."""
+    """Walk through a pickle without building anything; raises ValueError for opcodes that `torch.save` never uses for
+    plain values, or if the values in it, counted with every reference, are too many."""
     # How many values are in each, in a list, as pickles refer to them; None is a mark.
     stack: list[list[int] | None] = []
     memo: dict[Any, list[int]] = {}

@@ -1,1 +1,1 @@
-"""Distributed: ranks, what they tell each other, and what ends them; knows no model."""
+"""Distributed: ranks, the data they exchange, and how failures end them; knows no model."""

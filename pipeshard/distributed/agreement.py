@@ -1,6 +1,7 @@
-"""Agreement: what has to be the same on all ranks (versions, arguments, models, optimizers), compared at boost.
+"""Agreement: properties that must be the same on all ranks (versions, arguments, models, optimizers), compared at
+boost.
 
-As digests first, and shown line by line where they differ.
+They are compared as digests, and shown line by line if they differ.
 """
 
 import hashlib
@@ -27,9 +28,9 @@ SHOWN_BY_REPR = (bool, int, float, str, type(None), Program)  # what repr tells 
 
 
 def compare_ranks(items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """Raise ConfigurationError, on every rank, where one of these texts is not the same on all ranks of the world.
+    """Raise ConfigurationError, on every rank, if one of these texts differs between ranks of the world.
 
-    Digests travel; the lines themselves do where they differ, and the first one that does is named.
+    Only digests are sent, and the lines themselves if they differ; the error shows the first different line.
     """
     digests = {name: hashlib.blake2b("\n".join(lines).encode()).hexdigest() for name, lines in items.items()}
     ranks = gather_objects(digests, group)
@@ -47,12 +48,12 @@ def compare_ranks(items: Mapping[str, Sequence[str]], group: dist.ProcessGroup, 
 
 
 def texts_of(arguments: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Arguments as texts that are the same in every process, one item for each."""
+    """Arguments as strings that are the same in every process, one per item."""
     return {name: [f"{name}={_value_text(value)}"] for name, value in arguments.items()}
 
 
 def versions() -> dict[str, list[str]]:
-    """Those of Python and of the packages that training depends on."""
+    """The versions of Python and of the packages that training depends on."""
     lines = [f"Python {'.'.join(platform.python_version_tuple()[:2])}"]
     for package in PACKAGES:
         try:
@@ -76,7 +77,7 @@ def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callab
     """Copy the first rank's parameters and persistent buffers to every rank if any rank has other values, as
     DistributedDataParallel does. Call on every rank.
 
-    A few entries of each tensor are compared, which differ if ranks have drawn them with different seeds. Tensors that
+    A few entries of each tensor are compared, which differ if ranks have used different seeds. Tensors that
     are on the meta device on any rank get their values later.
     """
     tensors = model.state_dict(keep_vars=True)
@@ -100,7 +101,7 @@ def take_first_weights(model: nn.Module, group: dist.ProcessGroup, named: Callab
 
 @torch.no_grad()
 def _digest(tensor: Any) -> str | None:
-    """Of up to four entries along each dimension; None for what has no values here."""
+    """A digest of up to four entries along each dimension; None for a tensor without values here."""
     if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
         return None
     some = tensor[tuple(slice(None, None, max(1, -(-size // 4))) for size in tensor.shape)]
@@ -111,8 +112,8 @@ def _digest(tensor: Any) -> str | None:
 def compare_trained(
     trained: Mapping[str, bool], group: dist.ProcessGroup, named: Callable[[int], str]
 ) -> dict[str, bool]:
-    """Which of the parameters that a rank holds are trained, of all ranks together. Raise UsageError, on every rank,
-    where ranks that share a parameter do not all train it, or all not."""
+    """Which of a rank's parameters are trained, over all ranks. Raise UsageError, on every rank,
+    if only some of the ranks that share a parameter train it."""
     ranks = gather_objects(dict(trained), group)
     for rank, of_rank in enumerate(ranks):
         for name, flag in of_rank.items():

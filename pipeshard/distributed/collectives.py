@@ -1,7 +1,7 @@
 """Collectives: small values and tensors exchanged without pickle, by ranks that make the same calls.
 
-A collective call that one rank does not make hangs the others. So every call of the user's begins with one small
-all-gather, in which ranks compare which call they are at.
+If one rank does not make a collective call, the others hang. So every call of the user's begins with one small
+all-gather, in which ranks compare which call they are in.
 """
 
 import io
@@ -27,8 +27,8 @@ from pipeshard.private import StridedShard
 def encode(value: Any) -> bytes:
     """The value as bytes, for `decode`.
 
-    Raises MessageError for what is not made of None, numbers, strings, bytes, tensors, dtypes, torch.Sizes, and dicts,
-    lists, tuples and sets of them: pickle would write much else, but only reads it by running code.
+    Raises MessageError for anything except None, numbers, strings, bytes, tensors, dtypes, torch.Sizes, and dicts,
+    lists, tuples and sets of these: pickle would accept much more, but reads it by executing code.
     """
     buffer = io.BytesIO()
     with explained(
@@ -42,12 +42,12 @@ def encode(value: Any) -> bytes:
 
 
 def decode(content: bytes) -> Any:
-    """The value that `encode` was given; tensors come to the CPU, those on meta stay there."""
+    """Inverse of `encode`; tensors are on the CPU, those on meta stay there."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line, without torch's stack, or how it would run the code that it has not run."""
+    """An error in one line, without torch's stack and its advice on how to allow code execution."""
     text = str(error).strip()
     told = re.search(r"(?:WeightsUnpickler error: |^(?=Trying to load))(.*?)( Please use|$)", text, re.MULTILINE)
     return f"{type(error).__name__}: {told[1] if told else next(iter(text.splitlines()), '')}"
@@ -62,8 +62,8 @@ _on_cpu: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 
 def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group that moves tensors of the CPU among these ranks: what they tell each other neither uses a GPU nor waits
-    for one. That is this one or, where it has NCCL alone, another, which they make when it is first asked for."""
+    """The group that sends CPU tensors among these ranks, so that metadata neither uses a GPU nor waits
+    for one: this group or, if it has only NCCL, another one, created on the first request."""
     if carrier(CPU, group):
         return group
     if group not in _on_cpu:
@@ -91,12 +91,12 @@ def is_own(rank: int, group: dist.ProcessGroup) -> bool:
 
 
 def first_seed(group: dist.ProcessGroup) -> int:
-    """That of the generator of the group's first rank."""
+    """The seed of the generator on the group's first rank."""
     return int(gather(torch.tensor([torch.initial_seed() % 2**63]), group)[0])
 
 
 def _content(value: Any) -> tuple[bytes, bool]:
-    """What the others are to learn: the value as bytes, or else, and then True, why it cannot be sent."""
+    """What to send: the value as bytes, or, with True, the reason why it cannot be sent."""
     try:
         return encode(value), False
     except MessageError as error:
@@ -104,9 +104,9 @@ def _content(value: Any) -> tuple[bytes, bool]:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """What every rank of `group` has, in their order; nothing that comes from another rank is run.
+    """The value of every rank of `group`, in their order; no code from another rank is executed.
 
-    Raises MessageError, on every rank, where one has what is not made of tensors, numbers and strings alone.
+    Raises MessageError, on every rank, if a value contains anything except tensors, numbers and strings.
     """
     content, flawed = _content(value)
     heads = gather(torch.tensor([len(content), flawed]), group).tolist()
@@ -120,9 +120,9 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
-    """What global rank `source` has, on every rank of `group`, on the CPU; nothing that it sends is run.
+    """The value of global rank `source`, on every rank of `group`, on the CPU; no code from it is executed.
 
-    Raises MessageError, on every rank, where that is not made of tensors, numbers and strings alone.
+    Raises MessageError, on every rank, if the value contains anything except tensors, numbers and strings.
     """
     content, flawed = _content(value) if is_own(source, group) else (b"", False)
     group, head = control(group), torch.tensor([len(content), flawed])
@@ -137,7 +137,7 @@ def share_value(value: T, source: int, group: dist.ProcessGroup) -> T:
 
 
 def share_scalar(value: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor | None:
-    """The scalar (or None) that global rank `source` has, on every rank of `group`, with its dtype."""
+    """The scalar (or None) of global rank `source`, on every rank of `group`, with its dtype."""
     content = (0.0, 0.0) if value is None else (float(value), 1.0 + DTYPES.index(value.dtype))
     message, group = torch.tensor(content, dtype=torch.float64), control(group)
     own_progress().wait_in(group, broadcast(message, source, group))
@@ -154,7 +154,7 @@ def sum_scalar(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None, source: int | None = None) -> None:
-    """Give all ranks of `group` the values that the first of them, or the global rank `source`, has."""
+    """Broadcast the values of the first of the ranks of `group`, or of the global rank `source`."""
     if group is None or group.size() == 1 or tensor.numel() == 0:
         return
     flat = tensor.detach().reshape(-1).contiguous()
@@ -163,7 +163,7 @@ def share_tensor(tensor: Tensor, group: dist.ProcessGroup | None, source: int | 
 
 
 def broadcast_bytes(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Fill a contiguous tensor with that of global rank `source`; no backend knows every dtype."""
+    """Broadcast a contiguous tensor from global rank `source`; as bytes, since no backend supports every dtype."""
     if tensor.numel():
         content = as_bytes(tensor)
         group = group if tensor.is_cuda else control(group)
@@ -171,7 +171,7 @@ def broadcast_bytes(tensor: Tensor, source: int, group: dist.ProcessGroup) -> No
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, flat (uint8), as it travels."""
+    """The memory of a contiguous tensor, flat (uint8), as it is sent."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -189,7 +189,7 @@ def set_local_grad(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 
 
 def align_grad(parameter: nn.Parameter) -> None:
-    """Slice a gradient as its parameter is, where backward has left it whole, or as parts of a sum."""
+    """Slice a gradient like its parameter, if backward has left it whole, or as parts of a sum."""
     gradient = parameter.grad
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
@@ -205,12 +205,12 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a sliced tensor, gathered from the ranks that have its slices; all of them call it."""
+    """The whole of a sliced tensor, gathered from the ranks that have its slices. Call it on all of them."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def is_packed(tensor: Tensor) -> bool:
-    """Whether this rank's slice is made of one part of each of several blocks, so that it is not in one place."""
+    """Whether this rank's slice consists of one part of each of several blocks, so it is not contiguous."""
     placements = tensor.placements if isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 1 else ()
     return any(isinstance(placement, StridedShard) for placement in placements)
 
@@ -224,7 +224,7 @@ def slice_like(value: Tensor, tensor: Tensor) -> Tensor:
 
 
 def compare_calls(calls: Sequence[tuple[int, ...]], group: dist.ProcessGroup, named: Callable[[int], str]) -> None:
-    """Raise UsageError where ranks are at other calls, or after another number of them."""
+    """Raise UsageError if ranks are in different calls, or after a different number of them."""
     if len(set(calls)) > 1:
         names = gather_objects(own_progress().call, group)
         table = "; ".join(f"{named(r)}: {name}, its call {calls[r][1]}" for r, name in enumerate(names))
@@ -238,8 +238,8 @@ MOST_NUMBERS = 10  # numbers that each rank may bring to a meeting
 
 
 def meet(group: dist.ProcessGroup, named: Callable[[int], str], numbers: Sequence[int] = ()) -> list[list[int]]:
-    """The numbers of every rank at the beginning of a call, MOST_NUMBERS at most; all ranks raise UsageError where they
-    are not at the same call."""
+    """The numbers of every rank at the beginning of a call, at most MOST_NUMBERS; all ranks raise UsageError if they
+    are in different calls."""
     call = zlib.crc32(own_progress().call.encode()), own_progress().number
     message = torch.tensor([*call, *numbers, *[0] * (MOST_NUMBERS - len(numbers))])
     rows = gather(message, group).tolist()
@@ -249,7 +249,7 @@ def meet(group: dist.ProcessGroup, named: Callable[[int], str], numbers: Sequenc
 
 @contextmanager
 def together_in(name: str) -> Iterator[None]:
-    """A call of the user's that every rank has to make, as the same one after the same others; also a decorator."""
+    """A call that every rank must make, as the same one and in the same order; also a decorator."""
     with calling(name) as is_call:
         if is_call:
             world = dist.group.WORLD

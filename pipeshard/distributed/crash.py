@@ -1,8 +1,8 @@
-"""Crash: what a rank leaves behind when a failure ends it, and the page that tells of all ranks.
+"""Crash: the report that a rank writes when a failure ends it, and the page that summarizes all ranks.
 
-Each rank that can writes `crash/rank-N.json` in its working directory (PIPESHARD_CRASH names another folder; empty, and
-nothing is written): the fault, the stacks of all threads, what it did last, and its memory. `pipeshard crash FOLDER`
-shows them together.
+Each rank that can writes `crash/rank-N.json` in its working directory (set PIPESHARD_CRASH to another folder; if it is
+empty, nothing is written): the fault, the stacks of all threads, its last actions, and its memory. `pipeshard crash
+FOLDER` shows them together.
 """
 
 import json
@@ -31,7 +31,7 @@ LONGEST_REPORT = 16 * 2**20  # bytes of a report that is read
 
 
 def leave_report(rank: int, name: str, fault: Fault, error: BaseException | None) -> None:
-    """Write this rank's report; a failure to do so is logged, and hides nothing."""
+    """Write this rank's report; a failure to do so is logged, and hides no error."""
     if not (folder := os.environ.get(VARIABLE, "crash")):
         return
     try:
@@ -66,7 +66,7 @@ def report(rank: int, name: str, fault: Fault, error: BaseException | None) -> d
 
 
 def page(folder: Path) -> Iterator[str]:
-    """The lines that tell what happened, from the reports in a folder: the ranks, by their times, and what each did.
+    """The lines that explain what happened, from the reports in a folder: the ranks, by time, and what each did.
 
     Raises CheckpointError for a folder without reports, or with one that cannot be read.
     """
@@ -86,7 +86,7 @@ def page(folder: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Report:
-    """What the page shows of a file."""
+    """The content of a file for the page."""
 
     rank: int
     culprit: int

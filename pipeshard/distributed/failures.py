@@ -1,4 +1,4 @@
-"""Failures: how a rank's fault is told to the others, who still answers, and how waits are ended."""
+"""Failures: how a rank's fault is reported to the others, which ranks still respond, and how waits are ended."""
 
 import contextlib
 import json
@@ -27,9 +27,9 @@ THROUGH = "its program being through"  # the message of one that has ended witho
 
 @dataclass(frozen=True)
 class Fault:
-    """`rank` (whose `name` is "rank 2 (stage 2)") has raised an error with `message` while it was at `where`, maybe in
-    the code of `module`; or it is gone, or stalled, or has ended, or its agent has. `told_by` is the rank that says
-    so."""
+    """`rank` (whose `name` is "rank 2 (stage 2)") has raised an error with `message` while it was at `where`, possibly
+    in the code of `module`; or its process has died, stalled or ended, or its agent has. `told_by` is the rank that
+    reports it."""
 
     kind: str
     rank: int
@@ -42,7 +42,7 @@ class Fault:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the ranks are asked what they do, to find out whose fault it is."""
+        """Whether the ranks are asked what they are doing, to find the rank at fault."""
         return self.kind in (GONE, STALLED) and self.told_by >= 0
 
     def __str__(self) -> str:
@@ -68,10 +68,10 @@ LINGER = 2.0  # seconds that the process which holds the store waits for the oth
 
 
 class Alarm:
-    """One Fault for each call of the user's, by its number: the first that is told counts, on every rank.
+    """One Fault for each call of the user's, by its number: the first report counts, on every rank.
 
-    `gone` says that the store does not answer any more; then methods raise DistStoreError at once. `asked` says that
-    somebody waits for what it says, in `ask`.
+    `gone` means that the store does not respond any more; then methods raise DistStoreError at once. `asked` means that
+    a thread waits for the store, in `ask`.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -80,7 +80,7 @@ class Alarm:
         self.rank, self.size, self.gone, self.asked = rank, size, False, False
 
     def ask(self, question: Callable[[], T]) -> T:
-        """`question()`, in a thread of its own: it hangs at a store that is silent, but this one waits until `gone`."""
+        """`question()`, in a separate thread: it hangs if the store is silent, but this call waits until `gone`."""
         answer = _answer_later(question)
         self.asked = True
         try:
@@ -92,13 +92,13 @@ class Alarm:
         raise _gone()
 
     def tell(self, fault: Fault, number: int) -> Fault:
-        """Tell all ranks, unless one was first: what they are told."""
+        """Report a fault to all ranks, unless one was first; returns the fault that counts."""
         self._refuse_gone()
         text = replace(fault, number=number).to_json()
         return Fault.from_json(self.store.compare_set(f"alarm/{number}", "", text))
 
     def told(self, numbers: Sequence[int], patience: float = 0.0) -> Fault | None:
-        """What was told of one of these calls, at the latest in so many seconds."""
+        """The fault reported in one of these calls, within this many seconds."""
         until = time.monotonic() + patience
         while True:
             self._refuse_gone()
@@ -110,8 +110,8 @@ class Alarm:
             time.sleep(0.02)
 
     def leave(self, without: Collection[int]) -> None:
-        """At the end of the process: the one that holds the store stays until the others need it no more; `without` are
-        those that will not say so."""
+        """At the end of the process: the process that holds the store stays until the others no longer need it;
+        `without` are those that will not sign off."""
 
         def leave() -> None:
             self._refuse_gone()
@@ -131,7 +131,7 @@ class Alarm:
 
 
 def _answer_later(question: Callable[[], T]) -> Future[T]:
-    """Put a question in a thread of its own, since it hangs at a store that is silent; what comes of it."""
+    """Ask in a separate thread, since the question hangs if the store is silent; returns its future."""
     answer: Future[T] = Future()
 
     def put() -> None:
@@ -161,7 +161,7 @@ LIBRARY_FRAMES = ("/pipeshard/", "/torch/", "/threading.py", "/contextlib.py")  
 
 
 class RollCall:
-    """Answers in the store, one of each rank, under the number of a call."""
+    """Answers in the store, one per rank, under the number of a call."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
@@ -169,13 +169,13 @@ class RollCall:
         self.silent: list[int] = []  # the ranks that did not answer
 
     def answer(self, number: int) -> None:
-        """Once for each call, by the thread that watches: it lives also where the one that trains hangs."""
+        """Called once per call, by the watch thread: it runs even if the training thread hangs."""
         if self._answered != number:
             self._answered = number
             self.store.set(f"answer/{number}/{self.rank}", json.dumps(_process_state()))
 
     def result(self, fault: Fault, named: Callable[[int], str]) -> Fault:
-        """The fault with a message that names who does not answer, or what everybody does."""
+        """The fault with a message that names the ranks that do not respond, or what each of them is doing."""
         answers = self._collect(fault.number)
         silent = self.silent = [rank for rank in range(self.size) if rank not in answers]
         if fault.kind == GONE:
@@ -196,7 +196,7 @@ class RollCall:
 
 
 def _process_state() -> dict[str, Any]:
-    """What this process does."""
+    """What this process is doing."""
     frames = main_stack()
     users = [frame for frame in frames if not any(part in frame.f_code.co_filename for part in LIBRARY_FRAMES)]
     at = ""
@@ -238,11 +238,11 @@ TAG = 7919  # of a message that nobody sends
 
 
 def abort_groups() -> None:
-    """Break the connections of all process groups, so that what waits in one, in any thread, raises at once.
+    """Break the connections of all process groups, so that a wait in any of them, in any thread, raises at once.
 
-    Collectives of gloo cannot be aborted, but a receive that is given up takes the connections of its group along, and
-    with them all that is on its way there; one over a connection that is broken already does not. Without this a
-    process whose messages nobody takes would not even end: the threads that carry them are joined at its end.
+    Collectives of gloo cannot be aborted, but cancelling a receive closes the connections of its group, and
+    ends everything in flight there; a receive over an already broken connection does not. Without this, a
+    process whose messages are not received would not even exit: it joins the threads that send them at its end.
     """
     backends: list[tuple[dist.ProcessGroup, Any]] = [
         (group, group._get_backend(torch.device(device)))
@@ -261,8 +261,8 @@ ABORTING = 5.0  # seconds, after which those that are not aborted are left behin
 
 
 def _abort(backends: Sequence[Any]) -> None:
-    """Abort all at the same time: the abort of a communicator of NCCL frees memory, which waits for whatever runs on
-    the GPU, and so for the messages of the other communicators, which end only when these are aborted, too."""
+    """Abort all at the same time: the abort of an NCCL communicator frees memory, which waits for everything that runs
+    on the GPU, and so for the messages of the other communicators, which end only when these are aborted, too."""
 
     def abort(backend: Any) -> None:
         with contextlib.suppress(RuntimeError):
@@ -277,7 +277,7 @@ def _abort(backends: Sequence[Any]) -> None:
 
 
 def _gives_up(backend: Any, other: int) -> bool:
-    """Whether a receive was begun, and given up."""
+    """Whether a receive was started, and cancelled."""
     try:
         backend.recv([torch.empty(1)], other, TAG).wait(timedelta(milliseconds=1))
     except RuntimeError as error:
@@ -291,7 +291,7 @@ LOST = re.compile(r"gloo/transport|pair closure|Connection (was )?(closed|reset)
 
 
 def text_of(error: BaseException) -> str:
-    """What others are told of an error, whatever its text is."""
+    """The text of an error for other ranks, even if its own text fails."""
     try:
         text = str(error)
     except Exception as why:  # of the user's own class
@@ -300,7 +300,7 @@ def text_of(error: BaseException) -> str:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error is that of a broken connection, and so not this rank's own. It is raised by a function of
+    """Whether an error is that of a broken connection, and so not this rank's own. It must come from a function of
     torch's: the user's own code may use the same words."""
     if isinstance(error, dist.DistError) or type(error) is not RuntimeError or not LOST.search(str(error)):
         return isinstance(error, dist.DistError)

@@ -1,4 +1,4 @@
-"""Groups: the ranks of a process group, and what carries its tensors."""
+"""Groups: the ranks of a process group, and the backend that sends its tensors."""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ ERRORS_ARE_RAISED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON
 
 @contextmanager
 def raising_errors() -> Iterator[None]:
-    """Groups that are made inside leave the process alive when NCCL fails. What the user has set stays."""
+    """Groups created inside keep the process alive when NCCL fails. Settings of the user are kept."""
     ours = {name: value for name, value in ERRORS_ARE_RAISED.items() if name not in os.environ}
     os.environ.update(ours)  # torch reads them when a group is made
     try:
@@ -34,7 +34,7 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
 
 
 def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
-    """The backend of a group, or of the world, that moves the tensors of a device; "" if it has none."""
+    """The backend of a group, or of the world, for the tensors of a device; "" if it has none."""
     if isinstance(group, LocalGroup):
         return "local"
     try:
@@ -49,7 +49,7 @@ def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str
 
 
 class LocalGroup(dist.ProcessGroup):
-    """A group of ranks that live in one process; `ranks` are their numbers in the world that they are of."""
+    """A group of ranks that live in one process; `ranks` are their numbers in their world."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]  # torch's stub lacks this overload

@@ -268,7 +268,7 @@ class LocalP2P(P2P):
 @dataclass
 class _Edge:
     """The messages from one rank to another. As with processes, the first receive that was posted gets the first one,
-    whichever receive is waited for first."""
+    in whatever order receives are waited for."""
 
     sent: list[Tensor | None] = field(default_factory=list)  # None: copied into its buffer
     received: int = 0  # receives that were posted

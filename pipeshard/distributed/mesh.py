@@ -33,8 +33,8 @@ logger = logging.getLogger("pipeshard")
 class ProcessGroupMesh:
     """Ranks on a grid in row-major order: on a mesh of (2, 2, 2), rank 2 is at coordinate (0, 1, 0).
 
-    The groups along each single axis are those of a `torch.distributed` DeviceMesh and are made here; others are made
-    when asked for. Methods and meanings are those of `colossalai.cluster.ProcessGroupMesh` 0.5. All ranks construct it.
+    The groups along each single axis are those of a `torch.distributed` DeviceMesh and are created here; others are
+    created on request. Methods are those of `colossalai.cluster.ProcessGroupMesh` 0.5. Construct it on all ranks.
 
     Args:
         *size: ranks along each axis; their product is the world size.
@@ -66,7 +66,7 @@ class ProcessGroupMesh:
                 self._groups[ranks, None] = self._device_mesh.get_group(axis) if self.rank in ranks else None
 
     def along(self, *axes: int) -> DeviceMesh:
-        """torch's own mesh of the ranks that differ from this one on these axes alone, in the order of the axes."""
+        """torch's own mesh of the ranks that differ from this one only on these axes, in the order of the axes."""
         return self._device_mesh[tuple(axis_name(axis) for axis in sorted(_axis(axis, self.shape) for axis in axes))]
 
     def size(self, dim: int | None = None) -> int | Coordinate:
@@ -122,9 +122,9 @@ class ProcessGroupMesh:
     def create_group_along_axis(
         self, axis: MeshAxes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """The group of the ranks that differ from this one only on `axis`; made on all ranks where it is not there yet.
+        """The group of the ranks that differ from this one only on `axis`; created on all ranks if it is missing.
 
-        A collective: every rank of the world calls it, with the same `backend`. The axes and indices may differ.
+        A collective: call it on every rank of the world, with the same `backend`. The axes and indices may differ.
 
         Args:
             axis: one axis, or several (the group then spans all their combinations).
@@ -132,7 +132,7 @@ class ProcessGroupMesh:
             backend: None for that of the world.
 
         Returns:
-            The group, or None where this rank's own index is not among `indices_at_axis`.
+            The group, or None if this rank's own index is not among `indices_at_axis`.
 
         Raises:
             ConfigurationError: an axis or index the mesh does not have.
@@ -154,8 +154,8 @@ class ProcessGroupMesh:
     ) -> dist.ProcessGroup | None:
         """Like `create_group_along_axis`, but purely local once all ranks' groups of this kind exist.
 
-        A single full axis always does. For others the first call is a collective; where ranks then differ in their
-        indices, some new and some not, only `create_group_along_axis` is safe.
+        A single full axis always exists. For others the first call is a collective; if some ranks' indices are new then
+        and others' are not, only `create_group_along_axis` is safe.
         """
         wanted = self._ranks_along(axis, indices_at_axis)
         # Every rank's group is looked at, not only this one's, so that all come to the same decision.
@@ -164,12 +164,12 @@ class ProcessGroupMesh:
         return self.create_group_along_axis(axis, indices_at_axis, backend)
 
     def get_ranks_in_group(self, group: dist.ProcessGroup | None) -> list[int]:
-        """The world ranks of a group that this mesh returned, ascending; none of None."""
+        """The world ranks of a group that this mesh returned, ascending; none for None."""
         return [] if group is None else ranks_of(group)
 
     def warm_up(self, device: torch.device) -> None:
-        """Use every group once, in one order on all ranks: amid a step, the connections that a first use makes would
-        have hosts wait for each other, and GPUs for all that was handed to them."""
+        """Use every group once, in one order on all ranks: in a step, lazily created connections would make hosts wait
+        for each other, and GPUs for everything in their queues."""
         for (_, backend), group in sorted(self._groups.items(), key=lambda item: item[0][0]):
             if group is not None and backend is None and group.size() > 1:
                 work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
@@ -184,7 +184,7 @@ class ProcessGroupMesh:
         self._groups.clear()
 
     def _ranks_along(self, axis: MeshAxes, indices_at_axis: Indices | None) -> list[tuple[int, ...]]:
-        """For each rank of the world, the members of the group it would be given."""
+        """For each rank of the world, the members of the group that it would get."""
         if indices_at_axis is None:
             axis = [axis] if isinstance(axis, int) else axis
             indices_at_axis = [range(self.shape[_axis(ax, self.shape)]) for ax in axis]
@@ -194,7 +194,7 @@ class ProcessGroupMesh:
 
 
 def axis_name(axis: int) -> str:
-    """What torch's own mesh calls an axis of this one."""
+    """The name of an axis of this mesh in torch's own mesh."""
     return f"axis{axis}"
 
 
@@ -208,7 +208,7 @@ DP, PP, TP = 0, 1, 2  # the axes of the mesh
 
 
 class Grid:
-    """`dp_size` replicas of a pipeline of `pp_size` stages, each of them on `tp_size` ranks that have a slice of it.
+    """`dp_size` replicas of a pipeline of `pp_size` stages, each stage on `tp_size` ranks with a slice of it.
 
     Neighbouring ranks are slices of one stage, then come the stages, then the replicas: with (2, 2, 1) the pipelines
     are ranks 0, 1 and ranks 2, 3.
@@ -216,10 +216,10 @@ class Grid:
     Attributes:
         mesh: the ranks, with the axes DP, PP and TP.
         replica, stage, slice: this process's place on each.
-        replicas, stages, slices: the groups of the ranks that differ from this one on that axis alone.
+        replicas, stages, slices: the groups of the ranks that differ from this one only on that axis.
         device: where this process computes.
 
-    Raises ConfigurationError where the sizes do not multiply to that of the world.
+    Raises ConfigurationError if the product of the sizes is not the world size.
     """
 
     def __init__(self, pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> None:
@@ -239,17 +239,17 @@ class Grid:
         self.world = self._group([DP, PP, TP])
 
     def p2p(self, kind: object, placement: Sequence[int]) -> P2P | None:
-        """What sends the messages of this rank's pipeline, with stage s on rank `placement[s]`."""
+        """The P2P for the messages of this rank's pipeline, with stage s on rank `placement[s]`."""
         return make_p2p(kind, self.mesh.get_ranks_in_group(self.stages), placement, self.device)
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         return self.dp_size * self.pp_size * self.tp_size
 
     @property
     def leads(self) -> bool:
-        """Whether this process is of the first replica, and of the first slice in it: one that writes for all."""
+        """Whether this process is of the first replica, and of its first slice: one that writes for all."""
         return self.replica == self.slice == 0
 
     @property
@@ -258,7 +258,7 @@ class Grid:
         return self.leads and self.stage == 0
 
     def named(self, rank: int) -> str:
-        """What errors call a rank of the world, as `rank 2 (stage 2)`."""
+        """The name of a rank of the world in errors, as `rank 2 (stage 2)`."""
         replica, stage, piece = self.mesh.unravel(rank, self.mesh.shape)
         names = (
             [f"replica {replica}"] * (self.dp_size > 1) + [f"stage {stage}"] + [f"slice {piece}"] * (self.tp_size > 1)
@@ -281,8 +281,8 @@ class Grid:
         )
 
     def sharing(self, axes: Sequence[int], stages: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of the ranks that differ from this one on `axes` alone, and on PP too where there are several
-        `stages`, of which they are then; None for a rank of none of these. A collective of the world."""
+        """The group of the ranks that differ from this one only on `axes`, and also on PP if there are several
+        `stages`, which they are then of; None for a rank of none of these. A collective of the world."""
         if len(stages) < 2:
             return self._group(axes) if axes else None
         chosen = [list(range(self.mesh.shape[axis])) for axis in axes]
@@ -295,7 +295,7 @@ class Grid:
 
 
 def join_alone(pp_size: int, dp_size: int | None, tp_size: int) -> None:
-    """Make a process group of this process alone if a single stage is requested and no launcher has started ranks, as
+    """Create a process group of this process alone if a single stage is requested and no launcher has started ranks, as
     in a notebook or a plain `python script.py`."""
     is_single = pp_size == tp_size == (dp_size or 1) == 1
     if is_single and not dist.is_initialized() and "RANK" not in os.environ:
@@ -305,9 +305,9 @@ def join_alone(pp_size: int, dp_size: int | None, tp_size: int) -> None:
 
 
 def num_replicas(pp_size: int, dp_size: int | None, tp_size: int) -> int:
-    """How many replicas of a pipeline of these sizes the world has: all that fit, or `dp_size` of them.
+    """The number of replicas of a pipeline of these sizes in the world: all that fit, or `dp_size`.
 
-    Raises ConfigurationError where the sizes do not multiply to that of the world, or there is none.
+    Raises ConfigurationError if the product of the sizes is not the world size, or no world exists.
     """
     if not dist.is_initialized():
         raise ConfigurationError(f"a pipeline needs a world: {NEEDED}")
@@ -324,7 +324,7 @@ def num_replicas(pp_size: int, dp_size: int | None, tp_size: int) -> int:
 
 
 def own_device() -> torch.device:
-    """The GPU on which this process computes, which becomes the current one, or the CPU if there is none."""
+    """The GPU on which this process computes, which becomes the current device, or the CPU if it has none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     bound = getattr(dist.group.WORLD, "bound_device_id", None)  # init_process_group(device_id=...)
@@ -336,8 +336,8 @@ def own_device() -> torch.device:
 
 
 def own_index(bound: torch.device | None, current: int, local: int) -> int:
-    """That of the GPU to which the process group is bound; else the one that is current, if it was chosen (it is 0 if
-    not); else that of this rank's number on its machine."""
+    """The index of the GPU to which the process group is bound; otherwise of the current one, if it was chosen (it is 0
+    if not); otherwise this rank's number on its machine."""
     if bound is not None and bound.type == "cuda" and bound.index is not None:
         return bound.index
     return current or local

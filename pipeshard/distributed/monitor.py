@@ -1,9 +1,9 @@
-"""Monitor: a small process beside a rank, which ends it where it hangs without letting go of the interpreter.
+"""Monitor: a small process for each rank, which ends the rank if it hangs while it holds the interpreter's lock.
 
-A thread of the rank's own needs Python's lock (GIL) to end it, which an extension that hangs, or a regular expression,
-may hold for ever. This program is run by itself, and imports only what Python brings along; it takes 10 MB.
+A thread of the rank itself needs the GIL to end it, which a hanging extension or regular expression
+may hold forever. This program runs separately, and imports only the standard library; it takes 10 MB.
 
-    rank ── each second: for how long it may be silent ──▶ monitor ── SIGABRT, then SIGKILL ──▶ rank
+    rank ── each second: how long it may be silent ──▶ monitor ── SIGABRT, then SIGKILL ──▶ rank
 """
 
 import contextlib
@@ -33,13 +33,14 @@ class Monitor:
         os.set_blocking(self._pipe, False)
 
     def beat(self, limit: float) -> None:
-        """Say that this process lives, and for how many seconds it may be silent from now on; infinity is for ever."""
+        """Report that this process lives, and for how many seconds it may be silent from now on; infinity is
+        forever."""
         with contextlib.suppress(OSError):  # it was killed, or is stopped: training goes on without it
             os.write(self._pipe, f"{0 if limit == float('inf') else limit:.3f}\n".encode())
 
 
 def supervise(rank: int) -> None:
-    """Look after the process `rank`, the parent of this one, until it has ended. Time in which it is stopped, or this
+    """Supervise the process `rank`, the parent of this one, until it has ended. Time in which it is stopped, or this
     process is, does not count."""
     limit, silent = 0.0, 0.0
     while os.getppid() == rank:
@@ -59,7 +60,7 @@ def supervise(rank: int) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """By a signal or a debugger; False where the system does not say."""
+    """Whether a signal or a debugger has stopped it; False if the system does not report it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in b"Tt"

@@ -1,8 +1,8 @@
-"""P2P: messages from one rank of a pipeline to another, each nothing but a tensor's bytes.
+"""P2P: messages from one rank of a pipeline to another, which contain only a tensor's bytes.
 
-Both ends know shapes and dtypes from the trace: no header crosses, nothing is pickled, and no handshake could wait in
-another order than the schedule's. On a GPU with NCCL a message is a kernel at each end, and kernels of
-one communicator run one after the other on each rank; so a P2P says which messages share one (its `lanes`).
+Both ends know shapes and dtypes from the trace: no header is sent, nothing is pickled, and no handshake could wait in
+another order than the schedule's. On a GPU with NCCL a message is a kernel on both ranks, and kernels of
+one communicator run one after the other on each rank; so a P2P states which messages share one (its `lanes`).
 """
 
 import inspect
@@ -28,19 +28,19 @@ Edge = tuple[int, int]
 
 
 class P2P(ABC):
-    """Point-to-point messages of one pipeline; subclass it to bring another transport.
+    """Point-to-point messages of one pipeline; subclass it to add another transport.
 
     `ranks[r]` is the global rank of rank r of the pipeline and `edges` are the (source, destination) pairs, sorted,
-    that will be used, in pipeline ranks. Every rank constructs it at the same time, so groups may be made here, by
-    `new_group`, since there may be other pipelines beside this one. Messages of one edge arrive in the order they were
-    sent. Tensors come contiguous, flat and as bytes (uint8), and both ends know their size. Neither call may wait for
-    the other end: they return something whose `wait()` does.
+    that will be used, in pipeline ranks. Every rank constructs it at the same time, so groups may be created here, with
+    `new_group`, since there may be other pipelines. Messages of one edge arrive in the order they were
+    sent. Tensors are contiguous, flat bytes (uint8), and both ends know their size. Neither call may wait for
+    the other end: they return an object whose `wait()` does.
 
     Attributes:
         lanes: which messages share a communicator; by default, all do.
         kernels: whether messages are kernels on a GPU's streams. Then a step's messages are posted in an order in which
-            these never wait for each other without end.
-        tells: whether `is_completed()` of what `send` returns becomes true by itself. If not, what was sent is kept
+            these never deadlock.
+        tells: whether `is_completed()` of the result of `send` becomes true by itself. If not, the sent tensor is kept
             until it is waited for, which is soon.
     """
 
@@ -53,11 +53,11 @@ class P2P(ABC):
         self.kernels = carrier(device) == "nccl"
 
     def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A new group of these global ranks; every rank of the world calls it with ranks of its own pipeline."""
+        """A new group of these global ranks. Call it on every rank of the world with ranks of its own pipeline."""
         return self.new_groups([ranks])[0]
 
     def new_groups(self, members: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
-        """Several of them, each a group of its own; every rank of the world asks for as many."""
+        """Several separate groups. Request equally many on every rank of the world."""
         world: Any = dist.group.WORLD
         options = options_of_kernels() if self.kernels else {}
         groups: list[Any] = []
@@ -77,8 +77,8 @@ class P2P(ABC):
 
 
 class EdgeP2P(P2P):
-    """A group of two for each edge, and not one for both directions of a pair: the messages of either direction would
-    stand behind those of the other, which may need them first, or be taken for them (`check_streams` finds where)."""
+    """A group of two for each edge, not one for both directions of a pair: messages of one direction would
+    queue behind those of the other, which may need them first, or be mistaken for them (see `check_streams`)."""
 
     def __init__(self, ranks: Sequence[int], edges: Sequence[Edge], device: torch.device) -> None:
         super().__init__(ranks, edges, device)
@@ -140,7 +140,7 @@ P2PS: dict[str, type[P2P]] = {"broadcast": BroadcastP2P, "isend": ISendP2P}
 
 
 def check_p2p(kind: object) -> type[P2P]:
-    """The class that a plugin's `p2p` argument means; raises ConfigurationError for anything else."""
+    """The class for a plugin's `p2p` argument; raises ConfigurationError for anything else."""
     if isinstance(kind, str) and kind in P2PS:
         return P2PS[kind]
     if isinstance(kind, type) and issubclass(kind, P2P) and not inspect.isabstract(kind):
@@ -151,7 +151,7 @@ def check_p2p(kind: object) -> type[P2P]:
 
 
 def edges_of(placement: Sequence[int]) -> list[Edge]:
-    """Between which ranks of a pipeline messages go, with stage s on rank `placement[s]`."""
+    """The pairs of ranks of a pipeline between which messages are sent, with stage s on rank `placement[s]`."""
     pairs = {(a, b) for a, b in itertools.pairwise(placement) if a != b}
     return sorted(pairs | {(b, a) for a, b in pairs})
 
@@ -163,7 +163,8 @@ def make_p2p(kind: object, ranks: Sequence[int], placement: Sequence[int], devic
 
 
 def with_messages(program: Program, p2p: P2P | None) -> Program:
-    """`program` with messages for this P2P. Where they are kernels, it is proven to end; DeadlockError if it is not."""
+    """`program` with messages for this P2P. If they are kernels, it is proven to end; raises DeadlockError
+    otherwise."""
     if p2p is None or not p2p.kernels:
         return add_communication(program)
     program = add_ordered_communication(program)
@@ -172,8 +173,8 @@ def with_messages(program: Program, p2p: P2P | None) -> Program:
 
 
 def options_of_kernels() -> dict[str, Any]:
-    """Of a group for messages alone, which has no gloo beside it. NCCL's own clock runs from the moment in which the
-    host posts a message, and ends the process without a word: whether anything moves is the watch's to say. A message
-    does not wait for room behind the next layer's kernels."""
+    """Options of a group only for messages, without gloo. NCCL's own timer starts when the
+    host posts a message, and aborts the process without an explanation: the watchdog decides what is a stall. A message
+    does not wait for resources behind the next layer's kernels."""
     day = timedelta(days=1)
     return {"backend": "nccl", "timeout": day, "pg_options": nccl_options(day)}

@@ -1,7 +1,7 @@
-"""Peers: the processes of the other ranks on this host, and what the kernel says of them.
+"""Peers: the processes of the other ranks on this host, and what the kernel reports of them.
 
-A rank that was killed leaves its connections open where a child that it has forked lives on, and one that is stopped
-always does; no thread of theirs is left that could tell. The ranks of one host see each other's processes, and need
+A killed rank leaves its connections open if a child that it has forked lives on, and a stopped one
+always does; none of their threads is left to report it. The ranks of one host see each other's processes, and need
 neither a connection nor a timeout to know.
 """
 
@@ -28,8 +28,8 @@ UNASKED = 8  # looks of the watch without an answer after which the store is not
 class Peers:
     """Finds a rank of this host that was killed or is stopped.
 
-    `look` asks the kernel alone, by the thread that looks at the clock; `meet` asks the store, which may be silent, by
-    the one that listens to it.
+    `look` only asks the kernel, and is called by the thread that checks timeouts; `meet` asks the store, which may be
+    silent, and is called by the thread that polls it.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -43,7 +43,7 @@ class Peers:
         self.store.set(f"process/{rank}", json.dumps([_host(), own.pid, own.create_time()]))
 
     def meet(self) -> None:
-        """Learn whose processes are here, and which ranks have left."""
+        """Read which processes are here, and which ranks have left."""
         keys = [f"process/{rank}" for rank in range(self.size)]
         if not self._met and self.store.check(keys):
             self._met = True
@@ -56,8 +56,8 @@ class Peers:
         self._sure = self._suspect >= 0
 
     def look(self, silent: int = 0) -> tuple[int, str] | None:
-        """A rank that was killed or is stopped, and how it is; `silent` is for how many looks the store has not
-        answered. It is taken for killed only once the store does not say that its program was through."""
+        """A rank that was killed or is stopped, and its state; `silent` is the number of looks for which the store has
+        not responded. It counts as killed only once the store does not say that its program had finished."""
         self._looks += 1
         if self._looks % EVERY == 0:
             for rank, process in self._processes.items():
@@ -73,16 +73,16 @@ class Peers:
         return None
 
     def killed(self) -> int:
-        """A rank of this host whose process is not there, and which has not said that it leaves; -1 for none."""
+        """A rank of this host whose process does not exist, and which has not reported that it leaves; -1 for none."""
         gone = (rank for rank, process in self._processes.items() if rank not in self.left and _is_gone(process))
         return next(gone, -1)
 
 
 @dataclass(frozen=True)
 class Attached:
-    """A DataLoader's `worker_init_fn`, for workers that end with their rank, however it does (on Linux).
+    """A DataLoader's `worker_init_fn`, for workers that end with their rank, in any case (on Linux).
 
-    Others look for it every 5 seconds, and keep its connections and its port until then.
+    Ordinary workers check for it every 5 seconds, and keep its connections and its port until then.
     """
 
     then: Callable[[int], None] | None = None
@@ -101,7 +101,7 @@ def attach_workers(dataloader: Any) -> None:
 
 
 def _host() -> list[str]:
-    """What tells whether two processes see each other by their numbers."""
+    """A key that is equal for two processes that can see each other by their process ids."""
     try:
         return [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
     except OSError:  # not on Linux

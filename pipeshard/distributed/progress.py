@@ -1,4 +1,4 @@
-"""Progress: what this process does at the moment, and for whom it waits."""
+"""Progress: what this process is doing, and which ranks it waits for."""
 
 import sys
 import threading
@@ -26,21 +26,21 @@ class Progress:
     """Written by the thread that trains, at the cost of a few attributes, and read by the one that watches it.
 
     Attributes:
-        call: the collective call of the user's that runs, as `execute_pipeline`; "" between two.
-        number: how many of them this process has begun; the same on every rank, whatever they are.
-        action: of a step, what is done, or what the wait is for.
+        call: the current collective call of the user's, as `execute_pipeline`; "" between two.
+        number: how many of them this process has begun; the same on every rank, whichever calls they are.
+        action: the current action of a step, or the purpose of a wait.
         waits: the global ranks that are waited for; () while this process computes.
         since: when the last of these changed, in seconds of `time.monotonic`.
-        longest: the most seconds between two changes within a step so far.
-        in_flight: whether messages are on their way that nobody will take if the step ends here.
-        history: what was done last, and when it began.
+        longest: the longest time between two changes within a step so far, in seconds.
+        in_flight: whether messages are in flight that will not be received if the step ends here.
+        history: the last actions, and when they began.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, in a new world."""
+        """Start again, in a new world."""
         self.call, self.number, self.in_flight = "", 0, False
         self.action: Action | str | None = None
         self.history: deque[tuple[float, Action | str]] = deque(maxlen=50)
@@ -50,7 +50,7 @@ class Progress:
         self.chunks: Sequence[int] = ()  # the stages of this process
 
     def start(self, action: Action | str) -> None:
-        """The next action of a step, or what it does beside the schedule's."""
+        """The next action of a step, from the schedule or not."""
         now = time.monotonic()
         if self.call in STEPS:  # and not in the proof at boost
             self.longest = max(self.longest, now - self.since)
@@ -58,11 +58,11 @@ class Progress:
         self.history.append((now, action))
 
     def wait(self, work: Any, ranks: Sequence[int]) -> None:
-        """`work.wait()`, which these ranks have a part in; if it raises, `waits` still tells them."""
+        """`work.wait()`, in which these ranks take part; if it raises, `waits` still has them."""
         self.wait_until(work.wait, ranks)
 
     def wait_until(self, done: Callable[[], Any], ranks: Sequence[int]) -> None:
-        """The same for a function that returns when it is done."""
+        """The same for a function that returns when it has completed."""
         self.waits, self.since = ranks, time.monotonic()
         done()
         now = time.monotonic()
@@ -85,7 +85,7 @@ class Progress:
 
     @property
     def present(self) -> int:
-        """The number of the call that runs, or of the next one between two."""
+        """The number of the current call, or of the next one between two."""
         return self.number + (not self.call)
 
     @property
@@ -101,7 +101,7 @@ class Progress:
         return f"{self.call}, {self.action} ({what})"
 
     def module(self, frames: Iterable[FrameType]) -> str:
-        """The name of the innermost module whose code runs in these frames, the outermost first; "" for none."""
+        """The name of the innermost module whose code runs in these frames (outermost first); "" for none."""
         if self.model is None:
             return ""
         names = {id(module): name for name, module in self.model.named_modules() if name}
@@ -129,7 +129,7 @@ def running(progress: Progress) -> Iterator[None]:
 
 
 def allowed(timeout: Timeout) -> float:
-    """Seconds that the present may last, by the plugin's `timeout`."""
+    """The seconds that the current state may last, by the plugin's `timeout`."""
     kind = "step" if NOW.call in STEPS else "other" if NOW.call else "between"
     factor, limit = 1 if kind == "step" else OTHER_CALLS, timeout
     if isinstance(timeout, Mapping):
@@ -140,12 +140,12 @@ def allowed(timeout: Timeout) -> float:
 
 
 def collective_of(frames: Sequence[FrameType]) -> FrameType | None:
-    """The frame of torch's function that waits for other ranks at the moment, as `barrier`, if one does."""
+    """The frame of the torch function that currently waits for other ranks, as `barrier`, if any."""
     return frames[-1] if frames and frames[-1].f_code.co_filename.endswith("/distributed_c10d.py") else None
 
 
 def main_stack() -> list[FrameType]:
-    """The frames of the main thread, the outermost first."""
+    """The frames of the main thread, outermost first."""
     frame, frames = sys._current_frames().get(threading.main_thread().ident or 0), []
     while frame is not None:
         frames.append(frame)

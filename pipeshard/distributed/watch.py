@@ -1,4 +1,4 @@
-"""Watch: a thread that looks after this process's calls, so that what fails on one rank ends all of them, by name."""
+"""Watch: a thread that supervises this process's calls, so that a failure on one rank ends all of them and is named."""
 
 import contextlib
 import logging
@@ -46,7 +46,7 @@ NOTE = "pipeshard: "  # how a line below an error begins that says where it was
 
 
 class Interrupt(RankError):
-    """What interrupts the thread that trains, wherever it is."""
+    """Interrupts the thread that trains, wherever it is."""
 
 
 class OtherBatchError(RankError, BatchError):
@@ -54,20 +54,20 @@ class OtherBatchError(RankError, BatchError):
 
 
 class Watch:
-    """Ranks tell each other of failures by the store in which they met, each under the number of its call, which is the
-    same on all of them. The thread of this class looks there; where another rank has failed while this one waits, it
-    breaks the connections, and the wait raises. What raises in `call` is told to the others.
+    """Ranks report failures in the store in which they met, each under the number of its call, which is the
+    same on all of them. The thread of this class polls the store. If another rank has failed while this one waits, it
+    breaks the connections, and the wait raises. Errors raised in `call` are reported to the others.
 
-    An error that all ranks raise in the same call (a batch that none can use) breaks nothing: each has left the call
-    before it is interrupted, and the next call has a number of its own. After any other failure groups are broken, and
+    An error that all ranks raise in the same call (a batch that no rank can use) breaks nothing: each has left the call
+    before it is interrupted, and the next call has its own number. After any other failure groups are broken, and
     each further call raises RankError.
 
     Args:
-        timeout: seconds after which an action of a step, or a wait, is taken for stalled; None for never. "adaptive":
-            20 times the longest one so far, but 30 seconds at least, and 600 until a step is done. A mapping has one
+        timeout: seconds after which an action of a step, or a wait, is considered stalled; None for never. "adaptive":
+            20 times the longest one so far, but at least 30 seconds, and 600 until a step is done. A mapping has one
             for each "step", each "other" call (a save, a load, a boost), and for waits of the user's "between" two.
-        named: what errors call a rank, as `rank 2 (stage 2)`.
-        well: the number of the last call before, if it ended well.
+        named: the name of a rank in errors, as `rank 2 (stage 2)`.
+        well: the number of the last call before, if it ended without an error.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Watch:
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """A call of the user's that every rank makes, and none inside of another. Raises RankError instead of what came
-        of another rank's failure."""
+        """A call of the user's that every rank makes, and not inside of another. Raises RankError instead of an error
+        that another rank's failure caused."""
         NOW.enter(name)
         try:
             self._refuse_broken()
@@ -123,7 +123,7 @@ class Watch:
             thread.start()
 
     def stop(self) -> bool:
-        """End the threads, if the process is to go on without them, or to end; False if one hangs at a silent store."""
+        """End the threads, before the process ends or continues without them; False if one hangs at a silent store."""
         self._stop.set()
         for thread in self._threads[: 1 if self._alarm.gone else 2]:  # who asks a silent store hangs there
             thread.join(timeout=2)
@@ -132,7 +132,7 @@ class Watch:
     # In the thread that trains.
 
     def _explained(self, error: BaseException) -> RankError | None:
-        """What to raise in the place of an error that another rank has caused; None where it is this one's own."""
+        """The error to raise instead of one that another rank has caused; None where it is this one's own."""
         lost, number = is_lost(error), NOW.number
         own, mine = not lost and not isinstance(error, Interrupt), self._fault_of(error, lost)
 
@@ -153,7 +153,7 @@ class Watch:
         return (OtherBatchError if is_of_batch else RankError)(self._met(fault), fault)
 
     def _met(self, fault: Fault) -> str:
-        """A fault, and if that rank has just ended, which call of this rank it did not make."""
+        """A fault and, if that rank has just ended, which call of this rank it did not make."""
         if fault.kind != ENDED or fault.message != THROUGH:
             return str(fault)
         return (
@@ -175,14 +175,14 @@ class Watch:
         return Fault(kind, self.rank, self.named(self.rank), NOW.where, module, message, self.rank)
 
     def leaving(self, kind: str, message: str) -> None:
-        """Tell what ends this process between two calls, to ranks that will wait for it in the next."""
+        """Report what ends this process between two calls, to ranks that will wait for it in the next."""
         with contextlib.suppress(RuntimeError, ValueError):
             if not NOW.call and self.fault is None and self._is_last:
                 fault = self._own(kind, message)
                 self._alarm.ask(lambda: self._alarm.tell(fault, NOW.present))
 
     def ended(self, error: BaseException) -> None:
-        """Tell of an error that ends this process, wherever it came from, and whose fault it is."""
+        """Report an error that ends this process, wherever it came from, and whose fault it is."""
         if is_lost(error):
             until = time.monotonic() + GRACE
             while not (why := self.why()) and time.monotonic() < until:
@@ -204,11 +204,11 @@ class Watch:
 
     @property
     def _is_last(self) -> bool:
-        """Whether this process has made no other world since; the group may have been destroyed."""
+        """Whether this process has created no other world since; the group may have been destroyed."""
         return dist.group.WORLD in (self.world, None)
 
     def why(self) -> str:
-        """What is known to have ended another rank, for a process that is told to end; "" for nothing."""
+        """The known reason why another rank ended, for a process that receives a signal to end; "" if unknown."""
         fault = self.fault or (self._heard[0] if self._heard else None)
         if fault is not None and fault.is_asked:
             with contextlib.suppress(RuntimeError):
@@ -220,7 +220,7 @@ class Watch:
     # In both.
 
     def _killed(self, otherwise: Fault, lost: bool) -> Fault:
-        """Who is known to be gone, where a connection was lost."""
+        """The rank that is known to be dead, if a connection was lost."""
         rank = self._peers.killed() if lost else -1
         return otherwise if rank < 0 else self._gone(rank, KILLED)
 
@@ -228,7 +228,7 @@ class Watch:
         return Fault(GONE, rank, self.named(rank), NOW.where, message=f"{self.named(rank)} {how}")
 
     def _told(self, patience: float = 0.0) -> Fault | None:
-        """What was told of the call before, if that went well here, or of this one (or the next, between two)."""
+        """What was reported of the call before, if it succeeded here, or of this one (or the next, between two)."""
         number = NOW.present
         return self._alarm.told([*([number - 1] if self._well == number - 1 else []), number], patience)
 
@@ -274,7 +274,7 @@ class Watch:
             self._monitor.beat(float("inf"))
 
     def _find_out(self) -> Fault | None:
-        """What ends this process and needs no word from others: they are killed or stopped, or the store is, or the
+        """A reason to end this process that no rank reports: other ranks are killed or stopped, or the store is, or the
         agent."""
         if AGENT in os.environ and os.getppid() != self._parent:
             agent = "the agent (torchrun, or pipeshard.launch) of this process is gone, so nothing would start it again"
@@ -285,7 +285,7 @@ class Watch:
         return None if found is None else self._gone(*found)
 
     def _look_outside(self) -> None:
-        """Note a wait for others in the user's own code. The frame is kept, so that no other is taken for it."""
+        """Record a wait for others in the user's own code. The frame is kept, so that no other is mistaken for it."""
         frame = None if NOW.call else collective_of(main_stack())
         if frame is None or self._outside is None or self._outside[0] is not frame:
             self._outside = None if frame is None else (frame, time.monotonic())
@@ -311,7 +311,7 @@ class Watch:
             self._heard = fault, number, time.monotonic()
 
     def _press(self) -> None:
-        """Where a rank has failed in the call that runs here: first its waits raise, then anything, then it ends."""
+        """If a rank has failed in the current call: first end its waits, then interrupt it, then end the process."""
         heard = self._heard
         if heard is None or not self.interrupts:
             return
@@ -327,7 +327,7 @@ class Watch:
 
     @property
     def interrupts(self) -> bool:
-        """Whether the thread that trains is still where it is to be interrupted."""
+        """Whether the training thread is still where it should be interrupted."""
         heard = self._heard
         if heard is None or heard[1] != NOW.present:
             return False
@@ -347,7 +347,7 @@ class Watch:
 
     @property
     def limit(self) -> float:
-        """Seconds that may pass without a change, in the call that runs, or between two."""
+        """Seconds that may pass without a change, in the current call, or between two."""
         return allowed(self.timeout)
 
     def _is_stalled(self) -> bool:

@@ -1,4 +1,4 @@
-"""Watching: the calls that this process makes together with the others, their Watch, and what ends them all."""
+"""Watching: the calls that this process makes together with the others, their Watch, and how all of them end."""
 
 import atexit
 import contextlib
@@ -25,11 +25,11 @@ class _Process:
     """What this process knows of its calls.
 
     Attributes:
-        world: whose calls are counted.
-        well: the number of the last call that ended well without a watch.
+        world: the process group whose calls are counted.
+        well: the number of the last call that succeeded without a watch.
         interrupts: whether the next SIGTERM is the watch's own.
-        pid: that of the process that has hooks. What it forks inherits them, but is not a rank.
-        exit: how the program has asked to end.
+        pid: the id of the process that has hooks. Its forks inherit them, but are not ranks.
+        exit: how the program has requested to end.
     """
 
     world: dist.ProcessGroup | None = None
@@ -49,8 +49,8 @@ logger = logging.getLogger("pipeshard")
 
 
 def watch_world(timeout: Timeout, watchdog: bool) -> None:
-    """Count the calls of the default process group from now on, and have them watched, unless `watchdog` is declined;
-    every rank does so at the same time."""
+    """Count the calls of the default process group from now on, and watch them, unless `watchdog` is declined.
+    Call it on all ranks at the same time."""
     _count_calls()
     if watchdog:
         if _here.watch is None:
@@ -62,7 +62,7 @@ def watch_world(timeout: Timeout, watchdog: bool) -> None:
 
 
 def _count_calls() -> None:
-    """From the first one on, in a new world."""
+    """Count from the first call on, in a new world."""
     if _here.world is not dist.group.WORLD:
         NOW.reset()
         if _here.watch is not None:
@@ -72,8 +72,8 @@ def _count_calls() -> None:
 
 @contextlib.contextmanager
 def constructing() -> Iterator[None]:
-    """The constructor of a plugin, which counts as a call of the user's. What it refuses on this rank alone ends the
-    others in their next call: that is told them here, where nothing may watch yet."""
+    """The constructor of a plugin, which counts as a call of the user's. If it is refused only on this rank, the others
+    end in their next call, with this error: it is reported here, as nothing may watch yet."""
     _count_calls()
     with calling("PipelinePlugin"):
         try:
@@ -89,10 +89,10 @@ def constructing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def calling(name: str) -> Iterator[bool]:
-    """A call of the user's that every rank makes; gives whether it is one, as none inside of another or before the
-    first boost of this world is.
+    """A call of the user's that every rank makes; yields whether it is one: a call inside of another, or before the
+    first boost of this world, is not.
 
-    Raises RankError instead of what came of another rank's failure, where that is watched.
+    Raises RankError instead of an error that another rank's failure caused, if it is watched.
     """
     with inside_pipeshard():
         if _here.world is None or _here.world is not dist.group.WORLD or NOW.call or own_progress() is not NOW:
@@ -110,17 +110,17 @@ def calling(name: str) -> Iterator[bool]:
 
 
 def name_ranks(names: Callable[[int], str]) -> None:
-    """What errors call the ranks of this world from now on."""
+    """Set the names of the ranks of this world in errors."""
     _names[:] = [names]
 
 
 def named(rank: int) -> str:
-    """What errors call a rank of the world, as `rank 2 (stage 2)`."""
+    """The name of a rank of the world in errors, as `rank 2 (stage 2)`."""
     return _names[0](rank) if _names else f"rank {rank} of {dist.get_world_size()}"
 
 
 def _hook() -> None:
-    """Once in a process: the others are told what ends it between two calls, too."""
+    """Once per process: report errors that end it between two calls, too."""
     _here.pid, _here.monitor = os.getpid(), Monitor()
     if not faulthandler.is_enabled():
         faulthandler.enable(2)  # for the monitor's SIGABRT
@@ -165,7 +165,7 @@ def _unblock_sigterm() -> None:
 
 
 def _in_child() -> None:
-    """A child is not a rank: SIGTERM ends it as if there were no handler."""
+    """A child is not a rank: SIGTERM ends it as without a handler."""
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _unblock_sigterm()

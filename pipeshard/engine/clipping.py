@@ -1,7 +1,7 @@
 """Clipping: the norm, the loss scale and the clipping of a whole model's gradients.
 
-torch.nn.utils.clip_grad_norm_ on a stage would clip by the norm of that stage. Here the norm is of all parameters on
-all ranks, of which each counts once however many ranks hold it, and it is found once a step, whichever optimizer steps
+torch.nn.utils.clip_grad_norm_ on a stage would clip by the norm of that stage. Here the norm is that of all parameters
+on all ranks, each counted once however many ranks hold it. It is computed once per step, whichever optimizer steps
 first.
 """
 
@@ -26,16 +26,16 @@ from pipeshard.private import foreach_mul_
 
 
 class ModelGradients:
-    """The gradients of everything that this rank holds of a model, whichever optimizers train it.
+    """The gradients of all parameters of a model that this rank holds, whichever optimizers train them.
 
-    They are those of the loss times the scale until the first of the optimizers steps: then they are clipped, if
+    They are those of the loss times the scale until the first of the optimizers steps. Then they are clipped, if
     `max_norm > 0`, and unscaled, once, and it is decided whether all optimizers skip this step.
 
     Attributes:
-        names: of every parameter of the whole model, as it was before boosting and as it is.
-        trained: the names of those that an optimizer of the model has.
-        norm: that which they were clipped by.
-        overflow: whether the last step is skipped since one of them overflowed.
+        names: of every parameter of the whole model, before boosting and now.
+        trained: the names of the parameters that an optimizer of the model has.
+        norm: the norm that they were clipped by.
+        overflow: whether the last step is skipped because a gradient overflowed.
     """
 
     def __init__(
@@ -59,22 +59,23 @@ class ModelGradients:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether gradients are multiplied by the loss scale now."""
+        """Whether gradients are currently multiplied by the loss scale."""
         return self._factor != 1.0
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """The name of the model's parameter that this one is, or stands for in an optimizer."""
+        """The name of the model's parameter that this is, or that this replaces in an optimizer."""
         known = (self.names, *(optimizer.names for optimizer in self.updates.in_use().values()))
         return next((names[parameter] for names in known if parameter in names), None)
 
     def trainables(self) -> list[Tensor]:
-        """What this rank has gradients of: the model's parameters, and what optimizers update in their place."""
+        """The tensors with gradients on this rank: the model's parameters, and the ones that optimizers update
+        instead."""
         masters = [weight.master for weight in self.weights.values()]
         return [*self._holders, *masters]
 
     def wholes(self) -> list[tuple[list[Tensor], frozenset[str]]]:
-        """What a loop may take for a whole: this rank's part of the model and of each group of an optimizer, each with
-        the names of the rest of it, which other stages train."""
+        """Sets that a loop may mistake for the whole: this rank's part of the model and of each optimizer group, each
+        with the names of the remaining parameters, which other stages train."""
         elsewhere = frozenset(n for p, n in self.names.items() if isinstance(p, Ghost) and p.pipeshard_trainable)
         model: tuple[list[Tensor], frozenset[str]] = list(self._holders), elsewhere
         groups = [
@@ -85,42 +86,43 @@ class ModelGradients:
         return [model, *groups]
 
     def add_to(self) -> None:
-        """Gradients are about to be added: the norm is theirs no more, and all are to have one scale."""
+        """Before gradients are added: the cached norm becomes stale, and all gradients get one loss scale."""
         self._settle()
         self.updates.judge()
         self.norm, self._stepped = None, None
         self._rescale(self._scale)
 
     def follow(self, adopts: bool) -> bool:
-        """Let parameters be what a loop has written to them or to what optimizers update; whether replicas are to
-        `share` it."""
+        """Copy values that a loop has written between parameters and the tensors that optimizers update; returns
+        whether replicas must `share` them."""
         followed = [optimizer.follow(adopts) for optimizer in self.updates.in_use().values()]
         return any(followed)
 
     def settle(self) -> None:
-        """Before parameters are read outside of a step: `follow` and `share`; all ranks call it."""
+        """Before parameters are read outside of a step: `follow` and `share`. Call it on all ranks."""
         with self.coupling.paused():
             self.follow(adopts=False)
             self.share()
 
     def share(self) -> None:
-        """What replicas update, with ZeRO; all ranks call it."""
+        """Send the parameters that replicas update, with ZeRO. Call it on all ranks."""
         for optimizer in self.updates.in_use().values():
             optimizer.share()
 
     def added(self) -> None:
-        """Lend them to what optimizers update, and remember them, to notice what changes them before an update."""
+        """Lend the gradients to the tensors that optimizers update, and record them to detect changes before an
+        update."""
         for weight in self.weights.values():
             weight.lend_gradient()
         self.updates.added(self._holders)
 
     def _settle(self) -> None:
-        """Parameters have the gradients that a loop has given to what optimizers update."""
+        """Give parameters the gradients that a loop has set on the tensors that optimizers update."""
         for weight in self.weights.values():
             weight.settle_gradient()
 
     def ready(self, optimizer: object) -> bool:
-        """Clip and unscale, unless another optimizer's step has; False if this step is to be skipped."""
+        """Clip and unscale, unless another optimizer's step has; returns False if this step must be skipped."""
         if self._stepped is None or optimizer in self._stepped:
             self._stepped, self.overflow, self.norm = [], False, None
             self._settle()
@@ -138,7 +140,7 @@ class ModelGradients:
         return not self.overflow
 
     def clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale the gradients so that their norm is `max_norm` at most, as torch.nn.utils.clip_grad_norm_ does."""
+        """Scale the gradients so that their norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does."""
         self.norm = self.total(norm_type)
         self._rescale(1.0)
         if error_if_nonfinite and not torch.isfinite(self.norm):
@@ -147,7 +149,7 @@ class ModelGradients:
         return self.norm
 
     def total(self, norm_type: float) -> Tensor:
-        """The norm over the whole model, on every rank; all of them call it."""
+        """The norm over the whole model, on every rank. Call it on all ranks."""
         self._settle()
         return grad_norm(self._holders, self.grid.world, norm_type) / self._factor
 
@@ -165,7 +167,7 @@ class ModelGradients:
             foreach_mul_(gradients, factor)
 
     def _refuse_untrained(self) -> None:
-        """It is unknown whether the norm is to count what no optimizer trains."""
+        """Refuse gradients that no optimizer trains: it is unknown whether they should count in the norm."""
         if self.trained >= self.all:  # as every rank knows
             return
         untrained = [n for n, w in self.weights.items() if n not in self.trained and w.parameter.grad is not None]
@@ -179,8 +181,8 @@ class ModelGradients:
 
 
 def grad_norm(holders: Mapping[nn.Parameter, int], group: dist.ProcessGroup, norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients of the model, over all ranks of `group`; `holders` says of this rank's parameters how
-    many ranks have the same gradient, each of which counts for its part."""
+    """The norm of all gradients of the model, over all ranks of `group`. `holders` has for each of this rank's
+    parameters the number of ranks with the same gradient, each of which counts its part."""
     is_max, group = math.isinf(norm_type), control(group)
     dtype, terms = torch.float32, []
     for parameter, count in holders.items():

@@ -1,8 +1,8 @@
-"""Dependent: a microbatch that does not run by itself, though its whole batch does.
+"""Dependent: a microbatch that does not run by itself, although its whole batch does.
 
 An input may index samples (the edges of a graph, the offsets of bags), or have as many entries as there are samples by
-chance. A model on such a batch raises an error of its own in some microbatch, which names nothing that a user can
-change about the microbatches. So where a microbatch fails, the whole batch is tried.
+chance. A model then raises its own error in some microbatch, which does not say what a user can
+change about the microbatches. So if a microbatch fails, the whole batch is tried.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ from pipeshard.errors import BatchError, PipeshardError
 
 
 def is_of_model(error: BaseException) -> bool:
-    """Whether an error may be about what is in the batch."""
+    """Whether the content of the batch may have caused an error."""
     return isinstance(error, Exception) and not isinstance(error, PipeshardError | torch.OutOfMemoryError)
 
 
 def failing(batch: Batch, parts: Sequence[Batch], run: Callable[[Batch], object]) -> tuple[int, Exception] | None:
-    """The first of these microbatches of a batch that `run` fails on, and its error; None if there is none, or if the
+    """The first of these microbatches of a batch for which `run` fails, and its error; None if none fails, or if the
     batch fails, too."""
     if parts[0].rows == batch.rows or _error(run, batch) is not None:
         return None

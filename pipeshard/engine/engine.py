@@ -58,8 +58,8 @@ TRAINED, UNPROVEN, UNSEEN, TRAINS, WRITTEN = 1, 2, 4, 8, 16
 
 
 class Unseen(NamedTuple):
-    """A training step whose loss nobody has looked at: on the last rank, whether it is a not-a-number, and what it was
-    made of."""
+    """A training step whose loss has not been checked yet: on the last rank, whether it is NaN, and what it was
+    computed from."""
 
     is_nan: Tensor | None
     batch: Batch
@@ -68,8 +68,8 @@ class Unseen(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """A microbatch of the last step: the `share` of its loss, or of its criterion's sum where that is `summed`, in the
-    loss of the step; the latter on the last stage's rank."""
+    """A microbatch of the last step: the `share` of its loss (or of its criterion's sum, if `summed`) in the
+    loss of the step. The loss is on the last stage's rank."""
 
     share: float
     summed: bool
@@ -77,9 +77,9 @@ class Ran(NamedTuple):
 
 
 class Pipeline:
-    """Shards `model` to this rank's stages and runs steps of them; made by every rank at the same time.
+    """Shards `model` into this rank's stages and runs their steps. Create it on all ranks at the same time.
 
-    `costs(partition, flow, sample)` measures the unit calls, where the partition is to go by that.
+    `costs(partition, flow, sample)` measures the unit calls, if the partition uses measured times.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Pipeline:
                 raise error from None
 
     def _partition(self, flow: Dataflow, sample: Batch, by: Cuts, costs: Sequence[float] | None) -> Policy:
-        """What this rank holds and runs, which is the same partition on every rank."""
+        """The part that this rank holds and runs, by a partition that is the same on every rank."""
         config = self.config
         size = config.microbatch_size or max(1, sample.rows // (config.num_microbatches or 1))
         policy = (config.policy or find_policy(self.model))(
@@ -166,7 +166,7 @@ class Pipeline:
         return policy
 
     def _shard(self) -> None:
-        """Keep what this rank holds, in the form that it is trained in, and know its gradients."""
+        """Keep the parameters of this rank, in the form in which they are trained, and set up their gradients."""
         model, config, grid = self.model, self.config, self.grid
         size = grid.tp_size
         plan = plan_of(model, size, config.tp_plan, self.policy.tp_plan) if size > 1 else None
@@ -187,7 +187,7 @@ class Pipeline:
         self.trained = self.holdings.trained()
 
     def _make_stages(self) -> None:
-        """This rank's stages, and what runs their actions and sends their messages."""
+        """This rank's stages, the interpreter of their actions and the P2P of their messages."""
         self.deferral = Deferral(module for unit in self.policy.get_held_layers() for module in unit.modules())
         self.carry = Carry(self.model)
         head = len(self.policy.placement)  # the number of a stage behind the last one
@@ -210,7 +210,7 @@ class Pipeline:
         )
 
     def _sliced_stages(self) -> list[SlicedStage]:
-        """This rank's stages as they run slices, with the head behind the last one."""
+        """This rank's stages for slices, with the head after the last one."""
         stages = [self._stage(SlicedStage, index, False) for index in self.policy.chunks]
         if self.stages[-1].is_last:
             stages[-1].head = self._stage(Stage, len(self.policy.placement), True)
@@ -218,7 +218,7 @@ class Pipeline:
 
     @property
     def last_rank(self) -> int:
-        """The global rank that has the last stage, and so the outputs."""
+        """The global rank that has the last stage, and therefore the outputs."""
         return self.ranks[self.policy.placement[-1]]
 
     def held_parameters(self) -> dict[nn.Parameter, str]:
@@ -305,7 +305,7 @@ class Pipeline:
         return out
 
     def _tell_ghosts(self, trained: Mapping[str, bool]) -> None:
-        """Note which parameters other stages train now, by name, and trace batches for these from now on."""
+        """Record by name which parameters other stages train now, and trace later batches for these."""
         for parameter, name in self.gradients.names.items():
             if isinstance(parameter, Ghost):
                 parameter.pipeshard_trainable = trained.get(name, parameter.pipeshard_trainable)
@@ -313,27 +313,27 @@ class Pipeline:
 
     @together_in("plugin.sync_grads")
     def sync_grads(self) -> None:
-        """Sum what has piled up under `no_sync`."""
+        """Sum the gradients accumulated under `no_sync`."""
         with self.gradients.coupling.paused():
             self.sync.begin()
             self.sync.finish(True)
             self.gradients.added()
 
     def _cut(self, batches: Sequence[Batch]) -> list[list[Batch]]:
-        """The microbatches of each batch; the same ones as long as the batches are."""
+        """The microbatches of each batch; cached for the same batches."""
         if [*map(id, self._parts[0])] != [*map(id, batches)]:
             self._parts = list(batches), [batch.split(*self.config.cut) for batch in batches]
         return self._parts[1]
 
     def _to_find(self, batches: Sequence[Batch], train: bool) -> list[list[Batch]]:
-        """What has to have a way through the stages: the microbatches, and behind them their slices, if there are
+        """The batches that need a way through the stages: the microbatches, followed by their slices, if there are
         any."""
         microbatches = self._cut(batches)
         return microbatches + self._cut_slices(microbatches) if train else microbatches
 
     def _cut_slices(self, cut: list[list[Batch]]) -> list[list[Batch]]:
-        """The slices of each microbatch, as many of each; none where the whole is one. The same ones as long as the
-        microbatches are."""
+        """The slices of each microbatch, equally many each; none if one slice is the whole. Cached for the same
+        microbatches."""
         if self.config.has_slices and self._slices[0] is not cut:
             self._slices = cut, self._sliced_alike([batch for of_batch in cut for batch in of_batch])
         return self._slices[1]
@@ -446,7 +446,7 @@ class Pipeline:
         criterion: Criterion | None,
         outputs: Outputs,
     ) -> BatchError | None:
-        """What to raise for an error in the forward of a microbatch, if the stage runs on the whole batch."""
+        """The error to raise for a failed forward of a microbatch, if the stage runs on the whole batch."""
         action = own_progress().action
         if not isinstance(action, Action) or action.kind is not Kind.F or not is_of_model(error) or is_lost(error):
             return None
@@ -469,8 +469,8 @@ class Pipeline:
 
     @contextmanager
     def _tracing(self, read: Sequence[Batch], criterion: Criterion | None, outputs: Outputs) -> Iterator[None]:
-        """Around traces of microbatches. Raises BatchError on every rank if the model's code between units fails in a
-        microbatch, but not in its batch."""
+        """Around traces of microbatches. Raises BatchError on every rank if the model's code between units fails for a
+        microbatch, but not for its batch."""
         try:
             yield
         except TraceError as error:
@@ -489,7 +489,7 @@ class Pipeline:
 
     @together_in("plugin.recording")
     def recording(self) -> Recording:
-        """The last step on every rank; all of them call it."""
+        """The recording of the last step on every rank. Call it on all ranks."""
         if self.last is None:
             raise UsageError("there is nothing recorded before a step: call booster.execute_pipeline first")
         timeline = self.interpreter.timeline
@@ -497,7 +497,7 @@ class Pipeline:
         return Recording.collect(self.last, timeline, self.steps - 1, self.group, self.device, read.tolist())
 
     def _deferring(self, stages: Sequence[Stage]) -> AbstractContextManager[None]:
-        """Around a step's actions: layers leave their weight gradients to W. Where there is none, embeddings leave
+        """Around a step's actions: layers defer their weight gradients to W. In a step without W, embeddings defer
         theirs to the end of each B."""
         if any(stage.splits for stage in stages):
             return self.deferral.installed()
@@ -505,11 +505,11 @@ class Pipeline:
         return self.deferral.installed(lookups=True) if lookups else nullcontext()
 
     def _norms(self) -> AbstractContextManager[None]:
-        """Around a step's actions: running statistics wait for its end."""
+        """Around a step's actions: running statistics are updated at its end."""
         return deferred(self.policy.held_units.values()) if self.config.deferred_batch_norm else nullcontext()
 
     def finite(self, stage: int, names: Collection[str]) -> NaNCheck | None:
-        """What looks at these of the held parameters, if the plugin is asked to."""
+        """The check of these held parameters for finite values, if the plugin requests it."""
         held = {name: parameter for name, parameter in self.holdings.held.items() if name in names}
         return NaNCheck(stage, held, gradients=self.scaling is None) if self.config.check_finite else None
 
@@ -518,7 +518,7 @@ class Pipeline:
         return with_messages(program if train else forward_only(program), self.interpreter.p2p)
 
     def draw(self, names: Sequence[str]) -> None:
-        """Give the blank parameters of these names what `init_weights` draws; every rank names the same."""
+        """Initialize the parameters with these names by `init_weights`; pass the same names on every rank."""
         if self.config.init_weights:
             self.holdings.draw(names, self.config.init_weights, self.seed)
             self.blank -= set(names)
@@ -535,14 +535,14 @@ class Pipeline:
         return self.scaling.value if self.scaling is not None else 1.0
 
     def _of_replicas(self, end: Stage) -> Tensor | None:
-        """The loss of all replicas' batches together, on the last stage."""
+        """The loss over the batches of all replicas, on the last stage."""
         if end.is_last and end.loss is not None and self.grid.dp_size > 1:
             return sum_scalar(end.loss, self.grid.replicas)
         return end.loss
 
 
 def _scale(flow: Dataflow, sample: Batch, size: int) -> float:
-    """How many times as large as the traced batch a microbatch of `size` samples is."""
+    """The size of a microbatch of `size` samples relative to the traced batch."""
     if not flow.axes.tensors:  # only lists of one entry a sample
         traced_rows, *_ = *flow.axes.sizes, sample.rows
         return size / traced_rows

@@ -1,9 +1,9 @@
 """FSDP: the held units of a stage, each sharded over the replicas by torch's fully_shard.
 
 torch gathers parameters and reduces gradients in hooks around every forward and backward. A pipeline stage leaves the
-model's forward by an exception in its last unit, which skips hooks after it, and has several microbatches between a
-forward and its backward. So the hooks are removed here, and what they would call is called once a step, as
-torch.distributed.pipelining does. What torch has no public name for is in the functions at the top.
+model's forward through an exception in its last unit, which skips hooks after it, and has several microbatches between
+a forward and its backward. So the hooks are removed here, and their work is done once per step, as in
+torch.distributed.pipelining. Private FSDP APIs of torch are wrapped in the functions at the top.
 """
 
 from collections import deque
@@ -40,7 +40,7 @@ def _fsdp_parameters(module: Any) -> Iterator[Any]:
 
 
 def _post_backward(module: Any) -> None:
-    """Start to reduce and scatter the gradients."""
+    """Start to reduce-scatter the gradients."""
     for group in _fsdp_state(module)._fsdp_param_groups:
         group.post_backward()
 
@@ -52,10 +52,10 @@ def _forget_gradient(parameter: Any) -> None:
 
 
 class ShardedUnits:
-    """`units` sharded over the ranks of `mesh`; those that share a parameter, as one.
+    """`units` sharded over the ranks of `mesh`; units that share a parameter are sharded together.
 
     Parameters are gathered at the beginning of a step, stay whole for all microbatches, and are released at its end.
-    Gradients accumulate whole, and are reduced and scattered once, when the unit's stage is done with the step: `used`
+    Gradients accumulate whole, and are reduce-scattered once, when the unit's stage has finished the step: `used`
     has the stages of this rank that run each unit. Parameters in `apart`, which glue reads too, stay whole.
     """
 
@@ -105,11 +105,11 @@ class ShardedUnits:
             parameter._unsharded_param.grad_dtype = torch.float32
 
     def stages_done(self, stages: Set[int]) -> None:
-        """Reduce and scatter the gradients of the units that none but these stages of this rank run."""
+        """Reduce-scatter the gradients of the units that only these stages of this rank run."""
         self._reduce([module for module in self._waiting if self.groups[module] <= stages])
 
     def finish(self, sync: bool) -> None:
-        """After a step: reduce what is left, with `sync`, and release whole parameters."""
+        """After a step: with `sync`, reduce the remaining gradients; release whole parameters."""
         if sync:
             self._reduce(list(self._waiting))
             self.root.set_is_last_backward(True)
@@ -118,7 +118,7 @@ class ShardedUnits:
             module.reshard()
 
     def reset(self, parameters: Collection[nn.Parameter]) -> None:
-        """Forget the gradients of these that were not reduced."""
+        """Discard the unreduced gradients of these parameters."""
         for parameter in self._all_parameters():
             if parameter.sharded_param in parameters:
                 _forget_gradient(parameter)
@@ -138,7 +138,7 @@ class ShardedUnits:
 
 
 class _Root(nn.Module):
-    """The units around which torch keeps what they have in common."""
+    """The module around the units in which torch keeps their common state."""
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class _Root(nn.Module):
 
 
 def _sharing(units: Mapping[str, nn.Module]) -> list[list[str]]:
-    """The names of the units, those that have a parameter in common together."""
+    """The names of the units, grouped by common parameters."""
     groups: list[tuple[list[str], set[nn.Parameter]]] = []
     for name, unit in units.items():
         names, parameters = [name], set(unit.parameters())
@@ -162,7 +162,7 @@ def _sharing(units: Mapping[str, nn.Module]) -> list[list[str]]:
 
 @contextmanager
 def unsharded_classes(model: nn.Module) -> Iterator[None]:
-    """Inside, sharded modules are of the class that they were of, which can be copied."""
+    """Inside, sharded modules have their original classes, which can be copied."""
     sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     for module, kind in sharded:
         module.__class__ = kind.__mro__[2]
@@ -174,18 +174,18 @@ def unsharded_classes(model: nn.Module) -> Iterator[None]:
 
 
 def fsdp_additions(module: nn.Module) -> list[Any]:
-    """What fully_shard has put on a module, which is not to be copied with it."""
+    """The attributes that fully_shard has added to a module, which must not be copied with it."""
     return [values[key] for values, key in _additions(module)]
 
 
 def remove_fsdp(module: nn.Module) -> None:
-    """Make a copy of a sharded module an ordinary one."""
+    """Turn a copy of a sharded module into an ordinary one."""
     for values, key in _additions(module):
         del values[key]
 
 
 def _additions(module: nn.Module) -> list[tuple[dict[Any, Any], Any]]:
-    """The dicts, with their keys, where fully_shard has put something."""
+    """The dicts, with their keys, to which fully_shard has added something."""
     attributes = module.__dict__
     hooks = [value for key, value in attributes.items() if key.endswith("_hooks") and isinstance(value, dict)]
     return [(attributes, key) for key in attributes if key.startswith(FSDP_ATTRIBUTES)] + [

@@ -1,9 +1,9 @@
-"""Gradient sync: the gradients of parameters that several ranks hold, summed once a step.
+"""Gradient sync: the gradients of parameters that several ranks hold, summed once per step.
 
-Tied weights are held by several stages, and every weight by all data parallel replicas. DistributedDataParallel knows
-one group of ranks for a whole model, and sums in hooks of each backward pass; here a step has a backward pass for
-every microbatch and chunk, and which ranks hold a parameter differs by parameter. So parameters are sorted into
-buckets of those with the same holders, and each bucket is reduced as soon as the last stage that uses it is done.
+Tied weights are held by several stages, and every weight by all data-parallel replicas. DistributedDataParallel has
+one group of ranks for a whole model, and sums in hooks of each backward pass. Here a step has a backward pass for
+every microbatch and chunk, and each parameter has its own holders. So parameters are sorted into
+buckets with the same holders, and each bucket is reduced as soon as the last stage that uses it has finished.
 """
 
 import math
@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 class Bucket:
     """Parameters, by name, that all ranks of `group` hold: the stages of a tie, the replicas of data parallelism, or
-    both. Their gradients have one dtype, and travel as one flat tensor: those of a `tie` last, others when the `stages`
-    of this rank that use them are done."""
+    both. Their gradients have one dtype, and are sent as one flat tensor: those of a `tie` last, others when the
+    `stages` of this rank that use them have finished."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, stages: frozenset[int], tie: bool
@@ -40,7 +40,7 @@ class Bucket:
         self.work: dist.Work | None = None
 
     def start(self) -> None:
-        """A holder without a gradient sends zeros; at the end are counts of those that have one."""
+        """Start to reduce. A holder without a gradient sends zeros; at the end are counts of holders that have one."""
         self.trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         if not self.trained:
             return
@@ -56,14 +56,14 @@ class Bucket:
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
     def wait(self) -> Tensor:
-        """The sums of the counts, once the holders have met."""
+        """The sums of the counts, once all holders have joined."""
         assert self.work is not None
         own_progress().wait_in(self.group, self.work)
         self.work = None
         return self.flat[len(self.flat) - len(self.trained) :]
 
     def summed(self, counts: Iterator[float]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Each parameter with its gradient summed over the holders, or None if no holder has one: its count is next."""
+        """Each parameter with its gradient summed over the holders, or None if no holder has one (by its count)."""
         flat, self.flat = self.flat, torch.empty(0)
         shapes = [local(parameter).shape for parameter in self.trained] if len(flat) else []
         *parts, _ = flat.split([*map(math.prod, shapes), len(shapes)])
@@ -74,9 +74,9 @@ class Bucket:
 def reduction_buckets(
     grid: Grid, policy: Policy, parameters: Mapping[str, nn.Parameter], axes: Callable[[str], Sequence[int]]
 ) -> list[Bucket]:
-    """What this rank, which holds `parameters`, shares with others; every rank of the world calls it.
+    """The buckets that this rank, which holds `parameters`, shares with others. Call it on every rank of the world.
 
-    `axes` says along which axes of the mesh, beside that of the stages, the gradient of a parameter is summed.
+    `axes` lists the axes of the mesh, in addition to that of the stages, along which a parameter's gradient is summed.
     """
     keys = {name: (tuple(axes(name)), tuple(policy.ownership.holders(name))) for name in parameters}
     wanted = sorted(set().union(*gather_objects(set(keys.values()), grid.world)))
@@ -103,11 +103,11 @@ def reduction_buckets(
 class GradientSync:
     """Sums each shared gradient over the ranks that hold it, exactly once for every part of it.
 
-    After a synced step all of `p.grad` is summed, whatever its user makes of it, and it is set aside in the next one.
-    Only what this rank adds then is reduced, so gradients may be accumulated over several steps, with or without
-    `no_sync`, and are right after each synced one; after one that was not, `p.grad` is what this rank has added since.
-    Gradients of `sharded` units are reduced and scattered by these, and summed here over the stages of a tie alone;
-    those of `tp_sharded` parameters are brought into the parameter's form.
+    After a synced step all of `p.grad` is summed, even if the user modifies it, and it is set aside in the next step.
+    Only what this rank adds then is reduced. So gradients may be accumulated over several steps, with or without
+    `no_sync`, and are complete after each synced one; after an unsynced one, `p.grad` is what this rank has added
+    since. Gradients of `sharded` units are reduce-scattered by the units, and summed here only over the stages of a
+    tie; those of `tp_sharded` parameters are converted to the parameter's placement.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class GradientSync:
 
     @property
     def is_early(self) -> bool:
-        """Whether anything can be reduced before a step has ended."""
+        """Whether any bucket can be reduced before a step has ended."""
         return self.sharded is not None or any(not bucket.tie for bucket in self.buckets)
 
     def problems(self) -> list[str]:
-        """What would be done to a part of a gradient, though it was meant for all of it."""
+        """Hooks that would see a partial gradient, although they expect the whole one."""
         problems = []
         for name, parameter in self.shared:
             if has_hooks(parameter):
@@ -160,7 +160,7 @@ class GradientSync:
                 set_local_grad(parameter, None)
 
     def stage_done(self, stage: int) -> None:
-        """Start to reduce what no stage of this rank adds to any more; what is tied over stages waits for `finish`."""
+        """Start to reduce the buckets to which no stage of this rank adds any more; ties wait for `finish`."""
         self._done.add(stage)
         if self.sharded is not None:
             self.sharded.stages_done(self._done)
@@ -169,7 +169,7 @@ class GradientSync:
                 bucket.start()
 
     def finish(self, sync: bool) -> None:
-        """Sum this rank's parts over the holders and add what was set aside; without `sync` they stay apart."""
+        """Sum this rank's parts over the holders and add what was set aside; without `sync` they stay separate."""
         if self.sharded is not None:
             self.sharded.finish(sync)
         if sync:
@@ -195,7 +195,7 @@ class GradientSync:
                     set_local_grad(parameter, total if before is None else total.add_(before))
 
     def reset(self, parameters: Collection[nn.Parameter]) -> None:
-        """Forget what the gradients of these were made of: they were set to zero."""
+        """Forget the parts of these gradients: they were set to zero."""
         for parameter in parameters:
             self._forget(parameter)
         if self.sharded is not None:
@@ -207,7 +207,7 @@ class GradientSync:
 
 
 def bundled(items: Iterable[T], key: Callable[[T], Any], nbytes: Callable[[T], int]) -> list[list[T]]:
-    """The items of each key in bundles of at most BUCKET bytes, or of one larger item, in their order."""
+    """The items of each key in bundles of at most BUCKET bytes, or one larger item, in their order."""
     bundles: dict[Any, list[list[T]]] = {}
     filled: Counter[Any] = Counter()  # bytes in the last bundle of each key
     for item in items:
@@ -221,10 +221,10 @@ def bundled(items: Iterable[T], key: Callable[[T], Any], nbytes: Callable[[T], i
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
-    """That in which the gradient is kept: it may be another than the parameter's."""
+    """The dtype in which the gradient is kept, which may differ from the parameter's."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether its gradient is observed, or changed, as it is accumulated."""
+    """Whether its gradient is observed or changed by hooks as it is accumulated."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -1,4 +1,4 @@
-"""Guard: something installed in torch while a boosted model of this process is alive."""
+"""Guard: an object installed in torch while a boosted model of this process is alive."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -7,7 +7,7 @@ from pipeshard.engine.clipping import ModelGradients
 
 
 class Guard(ABC):
-    """Knows the boosted models of this process by their gradients, and is installed as long as there is one."""
+    """Identifies the boosted models of this process by their gradients, and is installed as long as there is one."""
 
     def __init__(self) -> None:
         self._models: weakref.WeakSet[ModelGradients] = weakref.WeakSet()
@@ -28,8 +28,8 @@ class Guard(ABC):
 
     @abstractmethod
     def install(self) -> None:
-        """Put the guard in place."""
+        """Install the guard."""
 
     @abstractmethod
     def remove(self) -> None:
-        """Leave torch as it was."""
+        """Restore torch."""

@@ -1,8 +1,7 @@
-"""Interpreter: runs one rank's actions of a Program on its stages, and sends their messages by a P2P.
+"""Interpreter: runs one rank's actions of a Program on its stages, and sends their messages with a P2P.
 
-torch.distributed.pipelining writes each schedule's loop of computing and communicating by hand. Here a schedule is data
-in which messages are actions, too, so one loop runs them all: what was simulated and proven free of deadlocks is what
-runs.
+torch.distributed.pipelining writes the loop of each schedule by hand. Here a schedule is data in which messages are
+actions, too, so one loop runs them all: the Program that was proven free of deadlocks is the one that runs.
 """
 
 import contextlib
@@ -26,11 +25,11 @@ MAX_PENDING_SENDS = 4  # of a transport that does not tell when a message has ar
 
 
 class Interpreter:
-    """Runs actions in order; waits for a receive when its tensors are needed, and for a send only where its P2P does
-    not tell when it is done, once `MAX_PENDING_SENDS` more have started.
+    """Runs actions in order. It waits for a receive when its tensors are needed. It waits for a send only if its P2P
+    does not report completion, once `MAX_PENDING_SENDS` more have started.
 
     `stages` are this rank's by index, `placement[s]` is the rank of stage s; `timeline` has the times of the last run.
-    Under torch.profiler each action is a range of its own name.
+    Under torch.profiler each action is a range with its own name.
     """
 
     def __init__(self, stages: Mapping[int, Stage], placement: Sequence[int], p2p: P2P | None, device: torch.device):
@@ -41,7 +40,7 @@ class Interpreter:
         self._sends: deque[tuple[list[dist.Work], list[Tensor], int]] = deque()
 
     def run(self, actions: Sequence[Action], stage_done: Callable[[int], None] | None = None) -> None:
-        """Run all of them; `stage_done(s)` is called as soon as the last backward of stage s is done."""
+        """Run all actions; `stage_done(s)` is called as soon as the last backward of stage s has finished."""
         self.timeline.begin()
         ends = {action.stage: action for action in actions if action.kind in (Kind.B, Kind.W)} if stage_done else {}
         profiled = profiler_is_enabled()
@@ -82,7 +81,7 @@ class Interpreter:
         self.timeline.done()
 
     def _take(self, action: Action) -> list[Tensor]:
-        """The input of a compute action: received, or left by a neighbouring stage on this rank."""
+        """The input of a compute action: received, or passed on by a neighbouring stage on this rank."""
         receive = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
         message = Action(receive, action.microbatch, action.stage)
         if message not in self._incoming:

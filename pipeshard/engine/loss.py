@@ -1,9 +1,9 @@
-"""Loss rule: how the loss of a batch is made of the losses of its microbatches, proven by trying.
+"""Loss rule: how the loss of a batch follows from the losses of its microbatches, proven by trial.
 
-The mean over a batch is not the mean of its microbatches' means where these have different numbers of samples or
-valid labels, and a weighted mean divides by something that nobody outside of the criterion knows; gradient accumulation
-usually ignores that. Here the model's own loss code is run on a few samples and on parts of them, with random values,
-and a rule counts as found only if it holds in every trial. A loss that follows no rule is refused.
+The mean over a batch is not the mean of its microbatches' means if these have different numbers of samples or
+valid labels, and a weighted mean divides by a number that only the criterion knows; gradient accumulation
+usually ignores this. Here the model's own loss code is run on a few samples and on parts of them, with random values,
+and a rule is accepted only if it holds in every trial. A loss that follows no rule is refused.
 """
 
 import itertools
@@ -64,7 +64,7 @@ class LossRule:
     """The batch's loss is the sum of the microbatches' losses, each times its count over the batch's.
 
     The count is that of valid labels (entries of `path` from column `shift` on that are not `ignore`), with `adds` the
-    sum of these entries, or the number of samples where `path` is None. With `summed` losses are added as they are,
+    sum of these entries, or the number of samples if `path` is None. With `summed` losses are added unweighted,
     with `each` every microbatch counts one. With `counted` the criterion returns sums, and their counts.
     """
 
@@ -82,9 +82,9 @@ class LossRule:
         total: Callable[[float], float] = lambda count: count,
         counts: Sequence[float] = (),
     ) -> list[float]:
-        """What each microbatch's loss is multiplied with; 0 for one without a valid label, if others have one.
+        """The factor for each microbatch's loss; 0 for one without a valid label, if others have one.
 
-        `total` makes the whole batch's count of that of these microbatches, where other replicas have a part of the
+        `total` maps the count of these microbatches to that of the whole batch, if other replicas have a part of the
         batch. `counts` are those of the criterion, if it returns some.
         """
         counts = counts if self.counted else self._counts(microbatches)
@@ -110,7 +110,7 @@ class LossRule:
     def holds(
         self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch], looser: float = 1.0
     ) -> bool:
-        """Whether the parts' losses make the whole's by this rule, as far as their dtype can tell."""
+        """Whether the parts' losses give the whole's loss by this rule, to the precision of their dtype."""
         shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
         terms = [share * part.value for share, part in zip(shares, parts, strict=True)]
         tolerance = looser * tolerance_of(whole.dtype)
@@ -120,7 +120,7 @@ class LossRule:
         return not self.counted or abs(counts[0] - sum(counts[1:])) <= 1e-5 * max(map(abs, counts))
 
     def holds_for_slopes(self, whole: Measured, parts: Sequence[Measured], microbatches: Sequence[Batch]) -> bool:
-        """The same for gradients by unit results; those that are not numbers tell nothing."""
+        """The same for gradients with respect to unit results; non-finite ones are not evidence."""
         shares = [1.0] * len(parts) if self.counted else self.shares(microbatches)
         close = max(CLOSE_SLOPES, 8 * torch.finfo(whole.dtype).eps)
         for k, slope in enumerate(whole.slopes):
@@ -134,19 +134,19 @@ class LossRule:
 
 
 def _summed(parts: Sequence[Measured], shares: Sequence[float], leaf: int) -> Tensor | None:
-    """The gradient by one leaf of the sum of the parts' losses, each times its share."""
+    """The gradient with respect to one leaf of the sum of the parts' losses, each times its share."""
     pairs = [(part.slopes[leaf], share) for part, share in zip(parts, shares, strict=True)]
     slopes = [slope * share for slope, share in pairs if slope is not None]
     return torch.stack(slopes).sum(0) if slopes else None
 
 
 def is_valid(leaf: Tensor, ignore: float) -> Tensor:
-    """Where this leaf has another value than the one to `ignore`, which may be NaN."""
+    """Where this leaf differs from the value to `ignore`, which may be NaN."""
     return leaf.isnan().logical_not() if math.isnan(ignore) else leaf.ne(ignore)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """How much a sum in this dtype may be off, relative to its largest term."""
+    """The possible error of a sum in this dtype, relative to its largest term."""
     return CLOSE.get(dtype, 2 * torch.finfo(dtype).eps)
 
 
@@ -154,14 +154,14 @@ EACH, SUM = LossRule(each=True), LossRule(summed=True)
 
 
 class ProvenRule(NamedTuple):
-    """A rule, and the sizes up to which it was tried; None if it does not go by sizes."""
+    """A rule, and the sizes up to which it was tried; None if it does not depend on sizes."""
 
     rule: LossRule
     until: Sizes | None = None
 
 
 class _Known(NamedTuple):
-    """A rule, the ranges of values (labels, masks) that it was proven for, and the sizes; None for all of them."""
+    """A rule with the ranges of values (labels, masks) and the sizes that it was proven for; None for all of them."""
 
     rule: LossRule
     ranges: dict[str, Range]
@@ -179,24 +179,25 @@ class LossRules:
         self._known: dict[Any, _Known] = {}
 
     def get(self, kind: Any) -> LossRule | None:
-        """That of batches of this kind, which has two parts: what they are, and the state of what the loss goes by."""
+        """The rule for batches of this kind, which has two parts: their structure, and the state that the loss
+        reads."""
         return self._known[kind].rule if kind in self._known else None
 
     def covers(self, kind: Any, batch: Batch, sizes: Sizes) -> bool:
-        """Whether the rule was proven for such labels as this batch has, and for such sizes."""
+        """Whether the rule was proven for labels and sizes like those of this batch."""
         known = self._known.get(kind)
         if known is None or not (known.tried is None or known.tried.covers(sizes)):
             return False
         return known.covers_values(batch)
 
     def known(self, kind: Any, batch: Batch) -> LossRule | None:
-        """The rule that was proven for such labels as this batch has, in this state of the loss or in another one."""
+        """The rule that was proven for labels like those of this batch, in this state of the loss or in another one."""
         alike = [self._known[kind]] if kind in self._known else []
         alike += [known for other, known in reversed(self._known.items()) if other[0] == kind[0]]
         return next((known.rule for known in alike if known.covers_values(batch)), None)
 
     def add(self, kind: Any, proven: ProvenRule, flow: Dataflow, batch: Batch) -> None:
-        """What was proven before for other labels and sizes still holds if it is the same rule."""
+        """Add a proven rule. Earlier proofs for other labels and sizes remain valid if the rule is the same."""
         now = ranges_of(batch, read_by_loss(flow), floats=proven.until is not None)
         tried = None if proven.until is None else Tried()
         before = self._known.get(kind)
@@ -215,7 +216,7 @@ class LossRules:
 
 
 def find_loss_rule(model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None) -> LossRule:
-    """The rule for a batch that is cut in two; see `prove_loss_rule`."""
+    """The rule for a batch that is cut into two parts; see `prove_loss_rule`."""
     return prove_loss_rule(model, flow, batch, criterion, Sizes.of(batch, 2)).rule
 
 
@@ -230,12 +231,12 @@ def prove_loss_rule(
     """The rule by which the loss of a batch like this follows from those of its parts.
 
     The glue after the units is run on a few samples and on parts of them, cut in different places, with random unit
-    results and with labels, weights and masks that are drawn anew. The rule found so, or the one that is `known` for
-    other sizes, has to hold with as many samples, and as long ones, as the batch has. transformers' own losses do not
-    go by sizes. A part of the loss that is made of side outputs of units (router logits) may follow no rule, which is
-    warned of.
+    results and new random labels, weights and masks. The rule found so, or the one that is `known` for
+    other sizes, must hold with as many samples, and as long ones, as the batch has. transformers' own losses do not
+    depend on sizes. A part of the loss that is computed from side outputs of units (router logits) may follow no rule,
+    which is a warning.
 
-    Raises ConfigurationError where none can be proven.
+    Raises ConfigurationError if no rule can be proven.
     """
     asked = None if criterion is None and is_of_transformers(model) else sizes
     search = _Search(model, flow, batch, criterion, asked)
@@ -285,7 +286,7 @@ def prove_loss_rule(
 
 
 class _Search:
-    """Tries the rules that one loss may follow."""
+    """Tries the rules that a loss may follow."""
 
     def __init__(
         self, model: nn.Module, flow: Dataflow, batch: Batch, criterion: Criterion | None, sizes: Sizes | None
@@ -302,8 +303,8 @@ class _Search:
         self.has_side_outputs = loss is not None and bool(loss.hidden or any(map(flow.is_aside, loss.values)))
 
     def rule(self, side_outputs: bool = False, valid: bool = False, known: LossRule | None = None) -> LossRule | None:
-        """The rule, or None; `side_outputs` are random, too, or zeros. With `valid` labels only, it is that of samples
-        or None. One that is `known` is tried at the batch's own sizes alone."""
+        """The rule, or None; `side_outputs` are random, too, or zeros. With only `valid` labels, it is the rule of
+        samples or None. A `known` rule is tried only at the batch's own sizes."""
         self.valid, self.side_outputs = valid, side_outputs
         self._sized: dict[tuple[int, int], tuple[Batch, Samples, LossTrial]] = {}
         sources = (self.flow.axes.shortened(self.batch, LENGTH), self.batch)
@@ -328,7 +329,7 @@ class _Search:
         return next(filter(self._is_proven, [LossRule()] if valid else self._candidates()), None)
 
     def is_sum_of_means(self) -> bool:
-        """Whether it is one of transformers' own losses, a sum of means over labels of several kinds, all of which are
+        """Whether it is one of transformers' own losses, a sum of means over labels of several kinds, all of them
         valid: then the means are over samples."""
         labels = [self.batch.tensors[path] for path in targets(self.batch.tensors) if path in self.read]
         ignored = any(bool((leaf < 0).any()) for leaf in labels if not leaf.is_floating_point())
@@ -336,8 +337,8 @@ class _Search:
         return known and not ignored and self.rule(valid=True) is not None
 
     def _can_try(self, source: Batch, side_outputs: bool) -> bool:
-        """Whether the loss of samples of this batch is a number, and with how much of the batch and of what unit
-        results drawn at random."""
+        """Whether the loss of samples of this batch is a number, and how much of the batch and which unit
+        results are random then."""
         kinds = {leaf.dtype for call in self.flow.calls for leaf in call.leaves if isinstance(leaf, TensorSpec)}
         ways = (False,) if kinds.isdisjoint(SHORT) else (True, False)
         return any(self._can_try_in(precise, source, side_outputs) for precise in ways)
@@ -347,7 +348,7 @@ class _Search:
         return Samples(self.model, self.batch, source, *reads, count=count, is_known=self.sizes is None)
 
     def _can_try_in(self, precise: bool, source: Batch, side_outputs: bool) -> bool:
-        """The same, with 32 bits in the place of 16; or with 16 where glue takes no others, or rounds by itself."""
+        """The same, with 32 bits instead of 16; or with 16 if glue accepts nothing else, or rounds by itself."""
         try:
             self.samples = self._samples(source)
             self.trial = LossTrial(self.model, self.flow, self.samples.few, self.criterion, side_outputs, precise)
@@ -388,7 +389,7 @@ class _Search:
                 yield from (LossRule(path, shift, ignore) for ignore in paddings for shift in (0, 1))
 
     def _ignored(self, path: str) -> list[int]:
-        """The labels that may mean that there is none; a GPU does not survive one that is out of range."""
+        """The labels that may mean "no label"; a GPU fails on one that is out of range."""
         observed = set(self.samples.pools[path].tolist())
         if self.criterion is None:
             return [IGNORED, *(mark for mark in (-1, UNLABELLED) if mark in observed)]
@@ -400,7 +401,7 @@ class _Search:
         return [ignore for ignore in tried if on_cpu or ignore >= 0 or ignore in observed]
 
     def _is_proven(self, rule: LossRule) -> bool:
-        """Whether a rule holds in every trial, of which enough could have told it from another one."""
+        """Whether a rule holds in every trial, enough of which could have distinguished it from another rule."""
         telling = 0
         for number in range(2 * self.samples.draws):
             losses = self._losses(rule, number)
@@ -417,7 +418,7 @@ class _Search:
         return is_of_few and self._slopes_hold(rule) and self._holds_at_sizes(rule)
 
     def _slopes_hold(self, rule: LossRule) -> bool:
-        """Whether the rule holds for gradients, as far as the loss has some: a loss over its own value, detached, is
+        """Whether the rule holds for gradients, if the loss has any: a loss over its own detached value is
         always 1, and its gradient is divided by a mean over the whole batch."""
         if self.sizes is None:
             return True
@@ -429,8 +430,8 @@ class _Search:
         return True
 
     def _holds_at_sizes(self, rule: LossRule) -> bool:
-        """Whether a rule that holds on a few samples does so at the batch's sizes: at those that end its range, or
-        else at its own. If its own are too large to be run, fewer and shorter samples have to do, and the rule
+        """Whether a rule that holds on a few samples does so at the batch's sizes: at the upper ends of their range, or
+        otherwise at the batch's own. If its own are too large to run, fewer and shorter samples are used, and the rule
         `is_untried` at the batch's."""
         if self.sizes is None:
             return True
@@ -445,7 +446,7 @@ class _Search:
         return holds is not False
 
     def warn_of_untried(self) -> None:
-        """Say that nothing is known of the loss at the batch's sizes, if that is so."""
+        """Warn that the rule was not tried at the batch's sizes, if so."""
         if self.is_untried and self.sizes is not None:
             logger.warning(
                 "the loss of %s could not be tried on %d samples with axes of %s (too many numbers, or no losses that "
@@ -457,7 +458,7 @@ class _Search:
             )
 
     def _larger(self) -> Batch:
-        """The batch, as long as the range of its lengths ends with."""
+        """The batch, extended to the end of the range of its lengths."""
         batch, axes = self.batch, self.flow.axes
         for group in range(1, len(axes.sizes)):
             deltas = axes.deltas(batch)
@@ -467,8 +468,8 @@ class _Search:
         return batch
 
     def _holds_in(self, rule: LossRule, source: Batch, sizes: Sizes, most: int) -> bool | None:
-        """Whether a rule holds with so many samples, as long as those of `source`; if that takes more than so many
-        numbers, with fewer samples and with shorter ones. None if one of these cannot be tried."""
+        """Whether a rule holds with this number of samples, as long as those of `source`. If that takes more than the
+        limit of elements, with fewer and with shorter samples. None if one of these cannot be tried."""
         held: list[bool | None] = []
         for longest, rows in self._plans(source, sizes.rows, most):
             held.append(self._holds_on(rule, longest, rows, min(sizes.part, rows - 1)))
@@ -477,7 +478,7 @@ class _Search:
         return True if held and all(held) else None
 
     def _plans(self, source: Batch, rows: int, most: int) -> list[tuple[Batch, int]]:
-        """The samples to be tried, and how many of them."""
+        """The samples to try, and their number."""
         if self._needs(source, rows) <= most:
             return [(source, rows)]
         axes = self.flow.axes
@@ -490,14 +491,14 @@ class _Search:
         return [(each, count) for each, count in plans if count > 1]
 
     def _needs(self, source: Batch, rows: int) -> float:
-        """About how many numbers are drawn for so many of these samples."""
+        """About how many random elements this number of these samples needs."""
         few = self.samples.few
         pairs = ((leaf.numel(), few.tensors[path].numel()) for path, leaf in source.tensors.items() if leaf.numel())
         longer = max((count / max(1, of_few) for count, of_few in pairs), default=1.0) * few.rows / source.rows
         return max(1.0, self.trial.elements * longer) * rows / few.rows
 
     def _holds_on(self, rule: LossRule, source: Batch, rows: int, part: int) -> bool | None:
-        """Whether a rule holds on so many samples like these, cut after `part`, or before as many."""
+        """Whether a rule holds on this number of samples like these, cut after `part`, or before as many."""
         key = id(source), rows
         try:
             if key not in self._sized:
@@ -522,7 +523,7 @@ class _Search:
         return True if telling else None
 
     def _holds(self, rule: LossRule, number: int, fit: float) -> bool:
-        """Whether a rule holds where the first samples have been learnt, if the loss can be made of such results."""
+        """Whether a rule holds if the first samples are fitted, and the loss can be computed from such results."""
         losses = self._losses(rule, number, fit)
         return losses is None or self._holds_of(rule, number, losses)
 
@@ -543,14 +544,14 @@ class _Search:
         return samples.with_invalid(batch, str(rule.path), rule.ignore, number) if has_labels else batch
 
     def _counts_alike(self) -> bool:
-        """Whether the count that the criterion returns does not depend on unit results."""
+        """Whether the count that the criterion returns is independent of unit results."""
         batch = self.samples.draw(self.level, 0)
         losses = [self.trial.measure(batch, self.cuts[0], seed, self.kind) for seed in range(TELLING)]
         return len({None if loss is None else loss[0].denominator for loss in losses}) == 1
 
 
 def read_by_loss(flow: Dataflow) -> frozenset[str]:
-    """The leaves of the batch that the loss is made of, in glue or inside of a unit that makes it."""
+    """The leaves of the batch that the loss reads, in glue or inside of a unit that computes it."""
     if flow.loss is None:
         return frozenset()
     makers = (flow.calls[value.call].reads for value in flow.loss.values if not flow.spec(value).shape)
@@ -562,7 +563,7 @@ def _cut(batch: Batch, at: int) -> list[Batch]:
 
 
 def _has_views(flow: Dataflow) -> bool:
-    """Whether the loss is made of unit results with several rows for each sample."""
+    """Whether the loss is computed from unit results with several rows per sample."""
     if flow.loss is None or not flow.axes.sizes:
         return False
     rows, same = flow.axes.sizes[0], (0,) * len(flow.axes.sizes)
@@ -575,7 +576,7 @@ def _longest(batch: Batch) -> int:
 
 
 def _tells(whole: Measured, parts: Sequence[Measured]) -> bool:
-    """Whether losses can tell one rule from another: zeros, and equal ones, fit too many."""
+    """Whether losses can distinguish one rule from another: zeros, and equal ones, fit too many."""
     values = [part.value for part in parts]
     scale = max(map(abs, values))
     far = max(LEAST_DIFFERENCE, 4 * tolerance_of(whole.dtype))

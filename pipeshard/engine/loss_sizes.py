@@ -1,8 +1,8 @@
 """Loss sizes: the numbers of samples and the lengths at which a loss rule was tried.
 
-A loss may go by sizes: by chunks of positions, or by terms that come with more samples. So a rule counts as proven
-between two powers of two around sizes at which it held, and is tried again for other ones. A run with ragged lengths
-meets few of these ranges.
+A loss may depend on sizes: on chunks of positions, or on terms that appear with more samples. So a rule counts as
+proven between two powers of two around sizes at which it held, and is tried again for other ones. A run with irregular
+lengths meets few of these ranges.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from pipeshard.batch.batch import Batch
 
 @dataclass(frozen=True)
 class Sizes:
-    """`rows` samples of all replicas, of which a microbatch has `part`, and the sizes of all other axes."""
+    """`rows` samples of all replicas, `part` of them in a microbatch, and the sizes of all other axes."""
 
     rows: int
     part: int
@@ -31,7 +31,7 @@ class Sizes:
 
     @property
     def larger(self) -> Self:
-        """As many samples as the range of these ends with."""
+        """The number of samples at the end of the range of these."""
         rows = power(self.rows)
         return replace(self, rows=rows, part=min(power(self.part), rows - 1))
 
@@ -46,7 +46,7 @@ class Sizes:
 
 
 class Tried:
-    """The sizes at which a rule held: in each range those up to the largest ones."""
+    """The sizes at which a rule held: in each range, all up to the largest ones."""
 
     def __init__(self) -> None:
         self._until: dict[tuple[int, ...], tuple[int, ...]] = {}

@@ -1,9 +1,9 @@
-"""Loss state: what a loss goes by beside its samples, which a user changes between steps.
+"""Loss state: the values other than its samples that a loss depends on, and that a user may change between steps.
 
 The rule of a loss was tried with one set of class weights, one mode, one coefficient. With others it may be another
 loss: weights of 1 that become unequal turn a mean over samples into a weighted one. So a rule counts as proven in one
-state of these tensors and numbers. A state has kinds of values in the place of most values, as coefficients that are
-annealed change in every step: whole numbers up to 64 count as they are, others by their sign and power of four, a
+state of these tensors and numbers. Most values are represented by their kind, since annealed coefficients
+change in every step: integers up to 64 count as they are, other numbers by their sign and power of four, a
 tensor by its range and by whether all of it is one number.
 """
 
@@ -22,8 +22,8 @@ MOST_ELEMENTS = 2**20  # of a tensor that is looked at
 
 
 class LossState:
-    """The state of the tensors that a model has outside of its units, as its user has left them: buffers, tensors in
-    attributes, frozen parameters. What forwards write does not count."""
+    """The state of the tensors that a model has outside of its units, as the user has set them: buffers, tensors in
+    attributes, frozen parameters. Changes by forwards do not count."""
 
     def __init__(self, model: nn.Module) -> None:
         of_units = {module for unit in find_units(model).values() for module in unit.modules()}
@@ -32,14 +32,14 @@ class LossState:
         self._kinds: tuple[Hashable, ...] = ()
 
     def look(self) -> tuple[Hashable, ...]:
-        """The state now."""
+        """The current state."""
         versions = self._look()
         if self._versions is None or not _is_same(versions, self._versions):
             self._versions, self._kinds = versions, tuple(kind_of(tensor) for tensor, _ in versions)
         return self._kinds
 
     def stepped(self) -> None:
-        """A step has been run since `look`: what has changed is a forward's doing."""
+        """A step has run since `look`: changes since then are those of a forward."""
         if self._versions is not None:
             self._versions = self._look()
 
@@ -59,7 +59,7 @@ def _is_same(now: list[tuple[Tensor, int]], then: list[tuple[Tensor, int]]) -> b
 
 
 def of_batch(batch: Batch) -> tuple[Hashable, ...]:
-    """The kinds of the numbers in a batch, and of the small tensors that every microbatch gets whole."""
+    """The kinds of the numbers in a batch, and of the small tensors that every microbatch receives whole."""
     kinds: list[Hashable] = []
     for leaf, dim in zip(batch.leaves, batch.row_dims, strict=True):
         if isinstance(leaf, int | float):
@@ -70,7 +70,7 @@ def of_batch(batch: Batch) -> tuple[Hashable, ...]:
 
 
 def kind_of(tensor: Tensor) -> Hashable:
-    """Two tensors of one kind are taken to make the same rule."""
+    """Two tensors of one kind are assumed to give the same rule."""
     numbers = tensor.detach()
     if is_released(tensor) or not 0 < numbers.numel() <= MOST_ELEMENTS or numbers.is_complex() or numbers.is_sparse:
         return None

@@ -1,9 +1,10 @@
-"""Loss trial: a model's loss on a few samples and on two parts of them, with random values in all that the loss reads.
+"""Loss trial: a model's loss on a few samples and on two parts of them, with random values in all inputs of the loss.
 
-Real values would prove too little: labels that are all of one class, weights that are all 1 or a hinge that is 0 fit
-rules that do not hold for the next batch. So integers are drawn from those that the batch has and from what lies
-between, masks and weights anew, and unit results at random, which also costs nothing: units do not run. A loss that
-bends where it is small (flooding, a free allowance) is found by samples that are learnt beside some that are not.
+Real values would prove too little: labels of one class, weights that are all 1 or a hinge that is 0 fit
+rules that do not hold for the next batch. So integers are drawn from the batch's values and those
+between them, masks and weights are random, and so are unit results, which costs nothing: units do not run. A loss that
+changes its form when it is small (flooding, a free allowance) is found by samples that are fitted next to some that are
+not.
 """
 
 import logging
@@ -42,12 +43,12 @@ LeafKey = tuple[str, int, int]  # of a leaf that leaves a unit: the unit, how ma
 
 
 class Samples:
-    """`few` samples (`count`) from all over `source`, which is `batch` or one of other lengths, and draws of values.
+    """`few` samples (`count`) from all over `source`, which is `batch` or one of other lengths, and random values.
 
-    `read` are the paths of what the loss reads, `consulted` of what Python decides on. Integers are drawn from the
-    values that the batch has, and those between if there are few; masks are drawn as masks; other floating-point
-    numbers are moved, or drawn from those that the batch has and from what may mark a missing one. They are only
-    scaled if the loss `is_known`, as transformers' own are.
+    `read` are the paths that the loss reads, `consulted` those that Python branches on. Integers are drawn from the
+    batch's values, and those between if there are few; masks are drawn as masks. Other floating-point
+    numbers are moved, or drawn from those of the batch and from possible marks of a missing value. They are only
+    scaled if the loss `is_known`, as transformers' own losses are.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Samples:
 
     @property
     def draws(self) -> int:
-        """How many are needed so that each value of a leaf of few is met, and each mark."""
+        """How many draws are needed so that each value of a leaf with few values occurs, and each mark."""
         most = [
             -(-len(pool) // self.few.tensors[path].numel())
             for path, pool in self.pools.items()
@@ -88,7 +89,7 @@ class Samples:
         return min(max([ROWS, *most, *marks]), SPAN // ROWS)
 
     def draw(self, level: int, number: int, valid: bool = False) -> Batch:
-        """Draw `number`: `level` says how much of the batch is drawn. Without negative integers if it is `valid`."""
+        """Draw `number`: `level` is how much of the batch is random. With `valid`, without negative integers."""
         generator = torch.Generator().manual_seed(number)
 
         def redraw(path: str, leaf: Tensor, dim: int | None) -> Tensor:
@@ -104,7 +105,7 @@ class Samples:
         return self.few.map(redraw)
 
     def marks(self, path: str) -> list[float]:
-        """By what a leaf of floating-point numbers may say that a value is missing."""
+        """The values by which a leaf of floating-point numbers may mark a missing value."""
         return self.values[path].marks if path in self.values else []
 
     def _draw_floats(self, path: str, leaf: Tensor, number: int, generator: torch.Generator) -> Tensor:
@@ -120,9 +121,9 @@ class Samples:
         return values.moved(values.filled(leaf, generator), scale, up=number % 4 == 2)
 
     def with_invalid(self, batch: Batch, path: str, ignore: float, number: int) -> Batch:
-        """The same with a random number of valid labels in each sample, two columns or more where there are three; of
-        labels with one column all samples but one. Those of long samples are all over them every other time, fewer
-        towards their ends: code that takes chunks of positions may take none without a label."""
+        """The same with a random number of valid labels in each sample, two columns or more if there are three; with
+        labels of one column, all samples but one. In long samples they are spread over the sample every other time,
+        fewer towards its end: code that processes chunks of positions may accept none without a label."""
         mask = batch.by_sample(MASK) if MASK in batch.tensors else None
         generator = torch.Generator().manual_seed(number)
 
@@ -154,8 +155,8 @@ class Samples:
 
 
 def _pool(leaf: Tensor, special: Tensor) -> Tensor:
-    """The values to draw a leaf of integers from: those it has, `special` tokens, which a loss may weigh otherwise or
-    leave out, more often; if these are few, what is between too, from 0 to 1 at least."""
+    """The values from which to draw a leaf of integers: those it has, with `special` tokens, which a loss may weight
+    differently or omit, more often; if these are few, also the values between, at least from 0 to 1."""
     pool = leaf.detach().long().cpu().unique()
     present = pool[torch.isin(pool, special)]
     classes = pool[:-1] if is_marked(pool) else pool
@@ -169,12 +170,12 @@ def _pool(leaf: Tensor, special: Tensor) -> Tensor:
 
 
 def is_marked(values: Tensor) -> bool:
-    """Whether the highest of these labels, which are in order, marks what has none: it is apart from the classes."""
+    """Whether the highest of these sorted labels marks a missing label: it is apart from the classes."""
     return len(values) > 1 and int(values[-1]) == UNLABELLED and int(values[-2]) < UNLABELLED - 1
 
 
 def _chosen(pool: Tensor, count: int, number: int, generator: torch.Generator) -> Tensor:
-    """So many of the pool: of one that is larger, but not large, the draws with the next numbers have the rest."""
+    """This many of the pool: of a larger, but not large, pool, the draws with the next numbers have the rest."""
     if count < len(pool) <= SPAN:
         order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0))
         return pool[order[(torch.arange(count) + number * count) % len(pool)]]
@@ -182,7 +183,7 @@ def _chosen(pool: Tensor, count: int, number: int, generator: torch.Generator) -
 
 
 def _random_mask(leaf: Tensor, generator: torch.Generator) -> Tensor:
-    """Random zeros and ones, of several in a sample at least one of them a one."""
+    """Random zeros and ones; of several in a sample, at least one is a one."""
     mask = torch.rand(leaf.shape, generator=generator).gt(0.4)
     if leaf.ndim > 1:
         mask[..., 0] |= ~mask.any(-1)
@@ -190,7 +191,7 @@ def _random_mask(leaf: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Random numbers; of many, the first ones again and again, which takes a tenth of the time."""
+    """Random numbers; if there are many, the first ones repeat, which takes a tenth of the time."""
     count = math.prod(shape)
     if count <= REPEATED:
         return torch.randn(tuple(shape), generator=generator)
@@ -199,7 +200,7 @@ def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 class Measured(NamedTuple):
-    """A loss; or the sum of a criterion that returns (sum, count), and its count. `slopes`: gradients, if asked for."""
+    """A loss; or the sum of a criterion that returns (sum, count), and its count. `slopes`: gradients, if requested."""
 
     value: float
     denominator: float | None
@@ -209,8 +210,8 @@ class Measured(NamedTuple):
 
 @contextmanager
 def weighted(unit: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, a unit of which this stage has released parameters has random ones, always the same, in their places: how
-    its loss is made of those of parts does not depend on them."""
+    """Inside, a unit whose parameters this stage has released has fixed random ones in their places: the rule of its
+    loss does not depend on them."""
     released = {name: p for name, p in unit.named_parameters(remove_duplicate=False) if is_released(p)}
     if not released:
         yield
@@ -228,7 +229,7 @@ def weighted(unit: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class Glue:
-    """Runs the glue of a model and its criterion, with other values in the place of unit results. Nothing else may
+    """Runs the glue of a model and its criterion, with other values in place of unit results. Nothing else may
     change the model between two runs."""
 
     def __init__(self, model: nn.Module, criterion: Criterion | None, device: torch.device) -> None:
@@ -245,9 +246,9 @@ class Glue:
         times: int = 1,
         by: Sequence[Tensor] = (),
     ) -> Measured | None:
-        """The loss of `batch`, or None without one, and its gradients `by` these; `result` makes what leaves a unit,
-        but calls that are `running`, whose units run; the criterion is asked so many `times`. Nothing of model,
-        criterion or generators changes."""
+        """The loss of `batch`, or None without one, and its gradients with respect to `by`; `result` gives the results
+        of units, except calls that are `running`, whose units run; the criterion is called this many `times`. Nothing
+        of model, criterion or generators changes."""
         calls, is_inside, randomness = enumerate(flow.calls), False, Randomness(self.device)
 
         def handle(unit: str, original: Any, *arguments: Any) -> Any:
@@ -293,7 +294,7 @@ class Glue:
         return Measured(float(value.detach()), None if count is None else float(count), value.dtype, slopes)
 
     def count(self, batch: Batch, flow: Dataflow, deltas: Sequence[int]) -> float:
-        """What the criterion divides its sum by, which does not depend on unit results: zeros without memory."""
+        """The number that the criterion divides its sum by, independent of unit results: zeros without memory."""
 
         def zeros(key: LeafKey, spec: TensorSpec) -> Tensor:
             return torch.zeros((), dtype=spec.dtype, device=self.device).expand(spec.shape)
@@ -306,10 +307,10 @@ class Glue:
 class LossTrial:
     """A model's loss on all of the samples and on two parts of them.
 
-    The unit results that the loss depends on are random, and the parts have theirs of the whole's; so have they of what
-    glue draws. Side outputs of units are random too if `side_outputs` says so; all others are zeros. A unit that
-    returns a loss itself runs, with random weights where another stage has its own. If it is `precise`, 16 bits are
-    given 32: they could not tell 1 % from nothing.
+    The unit results that the loss depends on are random, and the parts use those of the whole; so do random numbers of
+    glue. Side outputs of units are random too with `side_outputs`; all others are zeros. A unit that
+    returns a loss itself runs, with random weights if another stage has its own. If it is `precise`, 16 bits are
+    replaced by 32: they could not distinguish 1 % from nothing.
     """
 
     def __init__(
@@ -335,12 +336,12 @@ class LossTrial:
 
     @property
     def elements(self) -> int:
-        """How many numbers are drawn at random."""
+        """The number of random elements."""
         whole, deltas = self._flow(range(self.samples.rows))
         return sum(math.prod(whole.spec(value).at(deltas)) for value in self.random)
 
     def rounds(self, batch: Batch, kind: int) -> bool:
-        """Whether glue computes in 16 bits by itself: results that are rounded to these make the same loss."""
+        """Whether glue computes in 16 bits by itself: results rounded to 16 bits give the same loss."""
         results = self._random_results(0, kind)
         rounded = {key: result.bfloat16().float() for key, result in results.items()}
         losses = [self._measure(batch, range(batch.rows), each, SharedDraws()) for each in (results, rounded)]
@@ -350,8 +351,8 @@ class LossTrial:
         self, batch: Batch, at: int, seed: int, kind: int = NORMAL, fit: float = 0.0, sloping: bool = False
     ) -> tuple[Measured, list[Measured]] | None:
         """The loss of the batch, which is the samples with other values, and those of its first `at` samples and of the
-        others; None if one has none, or does not take these values. What the first samples have of unit results is
-        moved by `fit` at most, to where their loss falls. With gradients by all unit results if it is `sloping`."""
+        others; None if one has none, or rejects these values. The unit results of the first samples are
+        moved by at most `fit`, to where their loss falls. With gradients for all unit results if it is `sloping`."""
         rows, draws = range(batch.rows), SharedDraws()
         results = self._random_results(seed, kind)
         try:
@@ -374,7 +375,7 @@ class LossTrial:
         return None if whole is None or len(losses) != len(parts) else (whole, losses)
 
     def is_steady(self, batch: Batch, kind: int) -> bool:
-        """Whether the criterion says the same of one output however often it is asked."""
+        """Whether the criterion returns the same for one output on repeated calls."""
         results, rows = self._random_results(0, kind), range(batch.rows)
         once, again = (self._measure(batch, rows, results, SharedDraws(), times) for times in (1, 3))
         return once is None or again is None or once[:2] == again[:2] or once.value != once.value
@@ -396,7 +397,7 @@ class LossTrial:
             return self.glue.run(part, flow, deltas, result, self.running, times, by)
 
     def _flow(self, rows: range) -> tuple[Dataflow, tuple[int, ...]]:
-        """The Dataflow of these samples, and how their sizes differ from what it was traced with."""
+        """The Dataflow of these samples, and how their sizes differ from those in its trace."""
         if rows not in self._flows:
             part = self.samples.take(torch.tensor(rows))
             flow, deltas = self.flow, self.flow.axes.deltas(part)

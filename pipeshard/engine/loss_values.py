@@ -1,9 +1,9 @@
-"""Loss values: the values at which a loss rule was tried, and those by which data mark what has no value.
+"""Loss values: the values at which a loss rule was tried, and the values by which data mark missing entries.
 
-A loss may leave out entries by what they hold: targets that are NaN, -1 or -100, a depth of 0. A rule that was tried
-on values without such marks tells nothing about a batch that has them. So each rule keeps the ranges of what its loss
-reads, and is tried again for a batch outside of them. Floating-point numbers have wide ranges: a new sign, a zero, a
-NaN, and four times as large a number are outside.
+A loss may omit entries by their value: targets that are NaN, -1 or -100, a depth of 0. A rule that was tried
+on values without such marks proves nothing about a batch that has them. So each rule keeps the ranges of the values
+that its loss reads, and is tried again for a batch outside of them. Floating-point numbers have wide ranges: only a new
+sign, a zero, a NaN, or a number four times as large is outside.
 """
 
 import math
@@ -23,7 +23,7 @@ SHARE = 0.4  # of entries that get a mark in a draw
 
 
 class Range(NamedTuple):
-    """From which value to which one a leaf was drawn, and whether it had a NaN."""
+    """The lowest and highest value in a leaf, and whether it had a NaN."""
 
     low: float
     high: float
@@ -31,7 +31,7 @@ class Range(NamedTuple):
 
     @classmethod
     def of_integers(cls, leaf: Tensor) -> Self:
-        """To infinity where they are many."""
+        """The range of integers, up to infinity if there are many."""
         low, high = (int(extreme) for extreme in leaf.long().aminmax())
         return cls(min(low, 1), float("inf")) if high >= SPAN else cls(min(low, 0), max(high, 1))
 
@@ -45,7 +45,7 @@ class Range(NamedTuple):
 
     @classmethod
     def of_numbers(cls, low: float, high: float) -> Self:
-        """That of numbers from `low` to `high`, or of a NaN."""
+        """The range of numbers from `low` to `high`, or of a NaN."""
         return cls(0.0, 0.0, True) if low != low else cls(-_outward(-low), _outward(high))
 
     def covers(self, other: "Range") -> bool:
@@ -56,7 +56,7 @@ class Range(NamedTuple):
 
 
 def ranges_of(batch: Batch, paths: Collection[str], floats: bool) -> dict[str, Range]:
-    """That of each of these leaves that has numbers; those of floating-point numbers if asked for."""
+    """The range of each of these leaves that has numbers; of floating-point leaves if requested."""
     ranges: dict[str, Range] = {}
     for path in sorted(paths):
         leaf = batch.tensors.get(path)
@@ -70,7 +70,7 @@ def ranges_of(batch: Batch, paths: Collection[str], floats: bool) -> dict[str, R
 
 
 class Values:
-    """The numbers of one leaf of floating-point numbers, and `marks`: those by which a loss may leave entries out."""
+    """The numbers of one leaf of floating-point numbers, and `marks`: values by which a loss may omit entries."""
 
     def __init__(self, leaf: Tensor) -> None:
         numbers = leaf.detach().flatten()
@@ -89,16 +89,17 @@ class Values:
         self.drawn = torch.cat([marks, torch.zeros(1).to(leaf)]) if low < 0 else marks
 
     def filled(self, leaf: Tensor, generator: torch.Generator) -> Tensor:
-        """The leaf with numbers in the places of NaNs."""
+        """The leaf with numbers in place of NaNs."""
         return torch.where(leaf.isnan(), self._chosen(self.valid, leaf, generator), leaf) if self.has_nan else leaf
 
     def moved(self, leaf: Tensor, scale: Tensor, up: bool) -> Tensor:
-        """The leaf times a scale from 0 to 1, or as much nearer to the highest number: a loss may go by a threshold."""
+        """The leaf times a scale from 0 to 1, or moved as much towards the highest number: a loss may have a
+        threshold."""
         return self.high - (self.high - leaf) * scale if up else leaf * scale
 
     def draw(self, leaf: Tensor, number: int, generator: torch.Generator) -> Tensor:
         """Draw `number`: entries of such a leaf in another order, some of them marks, in each sample at least one not;
-        of one entry a sample, one is a mark. Each mark has its turn."""
+        with one entry per sample, one is a mark. All marks occur in turn."""
         values = self._chosen(self.valid, leaf, generator)
         if not len(self.drawn):
             return values
@@ -118,7 +119,7 @@ class Values:
 
 
 def _extremes(leaf: Tensor) -> tuple[float, float]:
-    """The lowest and the highest number; NaN twice if there is one."""
+    """The lowest and the highest number; NaN twice if one is NaN."""
     if not leaf.numel():
         return 0.0, 0.0
     low, high = leaf.aminmax()
@@ -126,7 +127,7 @@ def _extremes(leaf: Tensor) -> tuple[float, float]:
 
 
 def _outward(high: float) -> float:
-    """A bound that numbers up to `high` keep to for a while: a power of four, or a sign."""
+    """A bound that numbers up to `high` will not exceed for a while: a power of four, or a sign."""
     if high <= 0:
         return 0.0 if high == 0 else -TINY
     return high if math.isinf(high) else max(1.0, 4.0 ** math.ceil(math.log(high, 4)))

@@ -1,7 +1,8 @@
 """Microbatches: each with its route through this rank's stages, and its share in the batch's loss.
 
-A trace takes longer than a step of a small model, so what was traced is kept: a batch of other sizes needs arithmetic
-only. Another trace is made where its structure, a flag of the model or an answer that glue gets of the batch differs.
+A trace takes longer than a step of a small model, so traces are cached: a batch of other sizes only needs arithmetic.
+The model is traced again if the batch's structure, a flag of the model or an answer that glue gets from the batch
+differs.
 """
 
 import zlib
@@ -94,19 +95,19 @@ class RouteCache:
         self.look_at_trained()
 
     def remember(self, flow: Dataflow, criterion: Criterion | None) -> None:
-        """Use a Dataflow that was traced already, with the model in the mode it is in."""
+        """Use an existing Dataflow, with the model in its current mode."""
         self.look(criterion)
         if not flow.watched:
             self._flows.setdefault(self._mode(criterion), []).append(flow)
         self._watched |= flow.watched
 
     def look_at_trained(self) -> None:
-        """Parameters may have been frozen or unfrozen, on this stage or on another one."""
+        """Check again which parameters are frozen, on this stage or on another one."""
         frozen = frozenset(name for name, parameter in self.model.named_parameters() if not is_trainable(parameter))
         self._training = self._frozen.setdefault(frozen, len(self._frozen))
 
     def look(self, criterion: Criterion | None) -> None:
-        """Note the state in which the model and the criterion are now, and what the loss goes by."""
+        """Record the current state of the model and the criterion, and the values that the loss depends on."""
         self._state = self.flags.number(), 0
         is_known = criterion is None and self._is_of_transformers
         self._beside = None if is_known else self.loss_state.look()
@@ -117,7 +118,7 @@ class RouteCache:
             self._state = self._state[0], of_criterion.number()
 
     def stepped(self) -> None:
-        """A step has been run since `plan`."""
+        """A step has run since `plan`."""
         for flags in (self.flags, *self.flags_of.values()):
             flags.stepped()
         self.loss_state.stepped()
@@ -131,8 +132,8 @@ class RouteCache:
         exact_loss: bool,
         weight: float = 1.0,
     ) -> list[list[Microbatch]]:
-        """`plan` for several batches one behind the other, the losses of which are added, each times `weight`; `found`
-        is what `find` has returned for them."""
+        """`plan` for several batches in a row, whose losses are summed, each times `weight`; `found` is the result of
+        `find` for them."""
         weight *= 1.0 if self.weight is None else self.weight
         if found is None:
             self.look(criterion)
@@ -144,14 +145,14 @@ class RouteCache:
         return [[replace(part, share=part.share * weight) for part in parts] for parts in stages]
 
     def find(self, cut: Sequence[Sequence[Batch]], criterion: Criterion | None, looks: bool = True) -> FoundWays:
-        """The ways of microbatches, in the state in which the model and the criterion are now; or were when `look` was
-        called, if this one `looks` not again."""
+        """The ways of microbatches, in the current state of the model and the criterion; or in that of the last `look`,
+        if this call does not `look` again."""
         if looks:
             self.look(criterion)
         return FoundWays(self._state, [[self._find(batch, criterion) for batch in batches] for batches in cut])
 
     def number(self, found: FoundWays) -> int:
-        """The same on all ranks whose ways are alike."""
+        """The same number on all ranks with equal ways."""
         return joined([self._number(way) for ways in found.ways for way in ways])
 
     def _number(self, way: Way) -> int:
@@ -172,10 +173,10 @@ class RouteCache:
         grid: Grid,
         found: FoundWays | None,
     ) -> FoundWays | None:
-        """The ways of microbatches for which ranks have found other ones each, or none; all of them call it.
+        """The ways of microbatches for which ranks have found different ones, or none. Call it on all ranks.
 
-        What decides is told by the rank that holds it, and the batches are traced once more. Raises TraceError on all
-        ranks where what crosses a cut, or a number that a unit returns, still differs.
+        The rank that holds the deciding values sends them, and the batches are traced once more. Raises TraceError on
+        all ranks if the values that cross a cut, or a number that a unit returns, still differ.
         """
         size = grid.size // grid.dp_size
         ranks = range(grid.replica * size, grid.replica * size + size)
@@ -205,7 +206,7 @@ class RouteCache:
         return found
 
     def _said(self, found: FoundWays | None, outputs: Wanted, failure: str) -> Said:
-        """What the other ranks are to know of these ways."""
+        """The description of these ways that is sent to the other ranks."""
         ways = [] if found is None else [way for of_batch in found.ways for way in of_batch]
         if found is None:
             return Said([], [], failure or "a batch could not be traced")
@@ -216,7 +217,7 @@ class RouteCache:
         return Said(list(map(self._number, ways)), lines, "")
 
     def _forget(self, found: FoundWays | None) -> None:
-        """Trace anew what these ways are for."""
+        """Discard these ways, so that their microbatches are traced again."""
         gone = {id(flow) for ways in found.ways for flow, _ in ways} if found is not None else set()
         for flows in self._flows.values():
             flows[:] = [flow for flow in flows if id(flow) not in gone]
@@ -233,11 +234,11 @@ class RouteCache:
         exact_loss: bool,
         ways: Sequence[Way] | None = None,
     ) -> list[list[Microbatch]]:
-        """For each stage of this rank, the microbatches with their routes; `stepped()` has to be called when they
-        are done.
+        """For each stage of this rank, the microbatches with their routes; call `stepped()` when they have
+        run.
 
-        With `exact_loss` their shares make the whole batch's loss, of which all `replicas` have a part; `prove` has to
-        come before where it is `unproven`. Without it they make the mean of the microbatches' losses.
+        With `exact_loss` their shares give the whole batch's loss, of which all `replicas` have a part; call `prove`
+        first if it is `unproven`. Without it they give the mean of the microbatches' losses.
         """
         if ways is None:
             self.look(criterion)
@@ -257,7 +258,7 @@ class RouteCache:
         ]
 
     def on_stage(self, batch: Batch, criterion: Criterion | None, outputs: Wanted, place: int) -> Microbatch:
-        """`batch` as one microbatch of this rank's stage number `place`, whose loss is its own."""
+        """`batch` as one microbatch of this rank's stage number `place`, with its own loss."""
         flow, deltas = self._find(batch, criterion)
         route = self.routes(flow, outputs)[place]
         return Microbatch(route.feed(batch, self.policy.replay.device), route, deltas, 1.0)
@@ -280,7 +281,7 @@ class RouteCache:
         return way
 
     def _mode(self, criterion: Criterion | None, batch: Batch | None = None) -> tuple[Any, ...]:
-        """What a Dataflow depends on beside the sizes of a batch and the answers that glue gets of it."""
+        """What a Dataflow depends on, except the sizes of a batch and the answers that glue gets from it."""
         paths = self._watched.intersection(batch.paths) if batch is not None else ()
         watched = digest(batch, paths) if batch is not None and paths else 0
         entry = batch.entry if batch is not None else ""
@@ -301,8 +302,8 @@ class RouteCache:
     def refuse_other_way(
         self, batch: Batch, flow: Dataflow, criterion: Criterion | None, world: dist.ProcessGroup
     ) -> None:
-        """A loss that is not a number may be made of results that nobody sent. All ranks trace anew; TraceError on all
-        of them if one reads others than its Dataflow says. It is not asked again once both were alike."""
+        """A NaN loss may come from results that were not sent. All ranks trace again; raises TraceError on all of them
+        if one reads other results than its Dataflow says. Checked once per Dataflow."""
         if id(flow) in self._confirmed:
             return
         now, then = (
@@ -321,7 +322,7 @@ class RouteCache:
         self._confirmed[id(flow)] = flow
 
     def saw(self, flow: Dataflow) -> None:
-        """Outputs made by this Dataflow were looked at."""
+        """Outputs of this Dataflow were checked."""
         self._seen[id(flow)] = flow
 
     def is_seen(self, flow: Dataflow) -> bool:
@@ -341,7 +342,7 @@ class RouteCache:
         return self._routes[key]
 
     def sliced_routes(self, flow: Dataflow, outputs: Wanted) -> SlicedRoutes:
-        """The routes of such microbatches where slices of them pass the stages, and the head is a stage behind."""
+        """The routes of such microbatches if their slices pass the stages, and the head is a stage after them."""
         key = id(flow), outputs
         if key not in self._sliced:
             ordinary = self.routes(flow, outputs)  # which refuses what cannot be split
@@ -363,7 +364,7 @@ class RouteCache:
         outputs: Wanted,
     ) -> list[list[SlicedMicrobatch]]:
         """For each stage of this rank, the microbatches that `plan_each` has returned, cut into `slices`; `found` is
-        what `find` has returned for both."""
+        the result of `find` for both."""
         known = found.ways[len(cut) :] if found is not None else []
         ways = known or [[self._find(part, criterion) for part in parts] for parts in slices]
         batches = [batch for of_batch in cut for batch in of_batch]
@@ -379,7 +380,7 @@ class RouteCache:
         return made
 
     def _refuse_released(self, flow: Dataflow, stages: Sequence[int], outputs: Wanted) -> None:
-        """Glue may take another way with another batch, and read a parameter that its stage has released."""
+        """Glue may take a different path with another batch, and read a parameter that its stage has released."""
         uses = [(call.reads, stage) for call, stage in zip(flow.calls, stages, strict=True)]
         for use, stage in [*uses, (flow.needed(outputs), len(self.policy.placement) - 1)]:
             released = sorted(use.parameters - self.policy.ownership.held[self.policy.placement[stage]])
@@ -390,23 +391,23 @@ class RouteCache:
                 )
 
     def _unproven(self, batch: Batch, num_microbatches: int, criterion: Criterion | None) -> bool:
-        """Whether it is not known yet how the loss of this batch is made of those of its microbatches."""
+        """Whether the rule for the loss of this batch is not known yet."""
         if num_microbatches == 1 and self.replicas is None:
             return False
         return not self.rules.covers(self._kind(batch, criterion), batch, self._sizes(batch, num_microbatches))
 
     def any_unproven(self, batches: Sequence[Batch], cut: Cut, criterion: Criterion | None) -> bool:
-        """Whether that is not known of one of these batches, in the state at which `look` has looked."""
+        """Whether the rule is unknown for one of these batches, in the state of the last `look`."""
         return any(self._unproven(batch, len(split_sizes(batch.rows, *cut)), criterion) for batch in batches)
 
     def own(self, part: Tensor | None, loss: Tensor | None) -> Tensor | None:
-        """The loss of this replica's outputs, of its `part` in the step's loss."""
+        """The loss of this replica's outputs, with its `part` in the step's loss."""
         return loss if self.weight is None or part is None else part / self.weight
 
     def prove(self, batches: Sequence[Batch], cut: Cut, criterion: Criterion | None, world: dist.ProcessGroup) -> None:
-        """Find that out, on all ranks at the same time; a rank may know it for its own batches.
+        """Find the rule on all ranks at the same time; a rank may know it for its own batches.
 
-        Raises ConfigurationError on all of them where one of them finds nothing.
+        Raises ConfigurationError on all of them if one of them finds none.
         """
         failure: Exception | None = None
         try:
@@ -421,7 +422,7 @@ class RouteCache:
             raise failure or ConfigurationError(reason.removeprefix("ConfigurationError: "))
 
     def learn(self, batch: Batch, first: Batch, criterion: Criterion | None) -> None:
-        """Find it out on this rank alone."""
+        """Find the rule on this rank only."""
         kind, sizes = self._kind(batch, criterion), self._sizes(batch, -(-batch.rows // first.rows))
         if self.rules.covers(kind, batch, sizes):  # another rank, or another batch, is what is new
             return
@@ -449,14 +450,14 @@ class RouteCache:
         return rule
 
     def _kind(self, batch: Batch, criterion: Criterion | None) -> Any:
-        """What batches have in common whose losses follow one rule. Of the numbers in a batch those of transformers'
-        own losses count items alone."""
+        """The properties of batches whose losses follow one rule. Numbers in a batch that transformers' own losses read
+        only count items."""
         others = tuple(other for other in batch.others if not other[1].startswith(("int ", "float ")))
         beside = () if self._beside is None else (self._beside, of_batch(batch))
         return (key_of(criterion), self._state, batch.paths, others), beside
 
     def _counts(self, batches: Sequence[Batch], ways: Sequence[Way], criterion: Criterion | None) -> list[float]:
-        """What the criterion divides its sum by in each microbatch, which has to be known before the first backward."""
+        """The number that the criterion divides its sum by in each microbatch, needed before the first backward."""
         glue = Glue(self.model, criterion, self.policy.replay.device)
         return [glue.count(batch.to(glue.device), *way) for batch, way in zip(batches, ways, strict=True)]
 
@@ -475,5 +476,5 @@ class RouteCache:
 
 
 def _answers(flow: Dataflow, deltas: Sequence[int], batch: Batch) -> bool:
-    """Whether glue gets the answers of this batch, of sizes that differ by `deltas`, that it got when it was traced."""
+    """Whether glue gets the same answers from this batch, whose sizes differ by `deltas`, as in its trace."""
     return all(question.holds(batch.tensors, deltas) for question in flow.questions)

@@ -1,9 +1,9 @@
-"""Mixed precision: parameters or operators in 16 bits, beside values and gradients in fp32.
+"""Mixed precision: parameters or operators in 16 bits, with values and gradients in fp32.
 
-torch.autocast casts per operator and keeps fp32 parameters, which is twice the memory and traffic of 16-bit ones. Here
-a stage's parameters are cast as `from_pretrained(dtype=...)` would make them (what an architecture keeps in fp32 stays
-so), and each that is trained gets a MasterWeight in fp32, which alone an optimizer sees. Autocast is there too, as an
-option.
+torch.autocast casts per operator and keeps fp32 parameters, which take twice the memory and traffic of 16-bit ones.
+Here a stage's parameters are cast as by `from_pretrained(dtype=...)` (parameters that an architecture keeps in fp32
+stay in fp32), and each trained one gets a MasterWeight in fp32, which is all that an optimizer sees. Autocast is
+available, too, as an option.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ LEAST, MOST = 1.0, 2.0**32
 class LossScale:
     """The factor that losses are multiplied with before backward, always a power of two.
 
-    It is halved after a step in which a gradient overflowed, which is skipped, and doubled after `interval` steps in
-    a row without (Micikevicius et al. 2018, arXiv:1710.03740).
+    It is halved after a step in which a gradient overflowed, which is skipped, and doubled after `interval` consecutive
+    steps without an overflow (Micikevicius et al. 2018, arXiv:1710.03740).
     """
 
     def __init__(self, initial: float = 2.0**16, interval: int = 1000) -> None:
@@ -55,13 +55,13 @@ class LossScale:
 
 
 class MasterWeight:
-    """What an optimizer updates for one parameter of a stage: `master` is the parameter itself, this rank's shard of
-    it, or fp32 values of that, where the parameter has them in a lower precision (`full`, whole).
+    """The tensor that an optimizer updates for one parameter of a stage: `master` is the parameter itself, this rank's
+    shard of it, or its fp32 values, if the parameter has a lower precision (`full`, whole).
 
     Attributes:
         holders: the number of ranks that have the same gradient of it.
-        plain: whether the parameter itself is all there is.
-        owner: the replica that updates it for all of them, and alone has the fp32 values (ZeRO), or None.
+        plain: whether `master` is the parameter itself.
+        owner: the replica that updates it for all of them, and that alone has the fp32 values (ZeRO), or None.
         lowered: whether the parameter was cast to 16 bits. If it was frozen then, it gets fp32 values once trained.
     """
 
@@ -81,15 +81,15 @@ class MasterWeight:
 
     @property
     def is_double(self) -> bool:
-        """Whether the values that an optimizer updates are others than those that the model computes with."""
+        """Whether the values that an optimizer updates differ from those that the model computes with."""
         return self.master.dtype != self.parameter.dtype
 
     @torch.no_grad()
     def follow(self, is_master_written: bool, adopts: bool) -> bool:
-        """Let parameter and fp32 values be the same again, as a loop has written to one of them; whether they are.
+        """Make parameter and fp32 values equal again after a loop has written to one of them; returns whether they are.
 
-        The parameter follows its fp32 values at once. These follow the parameter where `adopts`, in the elements that
-        differ: a parameter that was exchanged and put back leaves them as they are.
+        The parameter follows its fp32 values at once. These follow the parameter if `adopts`, in the elements that
+        differ: a parameter that was exchanged and restored leaves them unchanged.
         """
         if self.is_double and not is_master_written:
             if not adopts:
@@ -101,26 +101,26 @@ class MasterWeight:
 
     @property
     def lacks_values(self) -> bool:
-        """Whether there are no fp32 values here, since the parameter was frozen when it was cast."""
+        """Whether the fp32 values are missing, since the parameter was frozen when it was cast."""
         return self.lowered and self.master.dtype is self.parameter.dtype
 
     def complete(self) -> None:
-        """Get fp32 values from the parameter: it was frozen, so it has computed with these alone."""
+        """Create fp32 values from the parameter: it was frozen, so these are the values it has computed with."""
         self.master, self.plain = nn.Parameter(local(self.parameter.detach()).float()), False
         self._lent = None
 
     def leave(self) -> None:
-        """Drop the fp32 values, which the owner alone has."""
+        """Drop the fp32 values, which only the owner keeps."""
         self.master = self.parameter
 
     def settle_gradient(self) -> None:
-        """Let the parameter have the gradient that a loop has put in the place of the lent one."""
+        """Give the parameter the gradient that a loop has set in place of the lent one."""
         if self.master is not self.parameter and self.master.grad is not self._lent:
             set_local_grad(self.parameter, self.master.grad)
             self._lent = self.master.grad
 
     def lend_gradient(self) -> None:
-        """Let what is updated have the gradient of the parameter, too: a loop may change it in either place."""
+        """Give the updated tensor the gradient of the parameter, too: a loop may change it in either place."""
         if self.master is not self.parameter:
             self.master.requires_grad_(self.parameter.requires_grad)
             self.master.grad = self._lent = local_grad(self.parameter)
@@ -153,8 +153,8 @@ class MasterWeight:
 
 @cache
 def casts_have_graphs() -> bool:
-    """Whether torch gives what it has cast where no gradients are recorded (in a reentrant checkpoint) a graph, as
-    another microbatch needs it. Before 2.11 that one would lose its gradients (pytorch#158232)."""
+    """Whether torch gives a graph to casts made while no gradients are recorded (in a reentrant checkpoint), as
+    another microbatch needs it. Before 2.11 that microbatch would lose its gradients (pytorch#158232)."""
     layer, x = nn.Linear(1, 1), torch.zeros(1, 1)
     with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
@@ -177,13 +177,13 @@ class Precision:
         self.scales = self.dtype is torch.float16
 
     def running(self) -> AbstractContextManager[object]:
-        """Around forwards."""
+        """A context for forwards."""
         return torch.autocast(self.device.type, self.dtype) if self.autocasts else nullcontext()
 
     @contextmanager
     def sharing_casts(self, flows: Collection[Dataflow]) -> Iterator[None]:
-        """Around a step's actions: its forwards share what autocast makes of each parameter, where otherwise every
-        microbatch in flight would have its own, unless a forward writes to parameters."""
+        """Around a step's actions: its forwards share autocast's copy of each parameter, instead of one copy for each
+        microbatch in flight. They do not if a forward writes to parameters."""
         kinds = {place.kind for flow in flows for place in flow.carried}
         if not self.autocasts or kinds & {"parameter", "settled"} or not casts_have_graphs():
             yield
@@ -197,8 +197,8 @@ class Precision:
 
     @contextmanager
     def seeming(self, model: nn.Module) -> Iterator[None]:
-        """Inside, what is to be cast has its later dtype, as a trace has to see it. Parameters keep their values as an
-        attribute, for units that do not run without."""
+        """Inside, tensors that will be cast already have their later dtype, as a trace must see it. Parameters keep
+        their values as an attribute, for units that need them to run."""
         before = {tensor: tensor.data for tensor in self.lowered(model)}
         for tensor, data in before.items():  # buffers are small, and may be written to
             if isinstance(tensor, nn.Parameter):
@@ -214,7 +214,7 @@ class Precision:
                 vars(tensor).pop("pipeshard_values", None)
 
     def lower(self, tensors: Iterable[Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Cast these, which are `lowered`, for good; returns the fp32 values of the parameters that are trained."""
+        """Cast these tensors, which are `lowered`, permanently; returns the fp32 values of the trained parameters."""
         full: dict[nn.Parameter, Tensor] = {}
         for tensor in tensors:
             if isinstance(tensor, Ghost):
@@ -227,7 +227,7 @@ class Precision:
         return full
 
     def of_batch(self, batch: Batch) -> Batch:
-        """Images, sounds and the like in the model's precision; labels and targets as they are."""
+        """Images, sounds and the like in the model's precision; labels and targets unchanged."""
         if not self.lowers:
             return batch
 
@@ -237,8 +237,8 @@ class Precision:
         return batch.map(lowered)
 
     def lowered(self, model: nn.Module) -> set[Tensor]:
-        """The parameters and buffers that have this type if the architecture is constructed in it, as by
-        `from_pretrained(dtype=...)`; for other modules all of floating point, as by `model.bfloat16()`."""
+        """The parameters and buffers that have this dtype if the architecture is constructed in it, as by
+        `from_pretrained(dtype=...)`; for other modules all floating-point ones, as by `model.bfloat16()`."""
         if not self.lowers:
             return set()
         in_fp32 = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -255,7 +255,7 @@ class Precision:
         return tensors
 
     def _constructed(self, model: nn.Module) -> dict[str, torch.dtype]:
-        """The dtypes that transformers' constructors give to tensors where this type is the default."""
+        """The dtypes that transformers' constructors give to tensors if this one is the default."""
         dtypes: dict[str, torch.dtype] = {}
         with contextlib.suppress(ConfigurationError):  # a model that cannot be constructed again
             for path, twin in rebuilt_models(model, self.dtype):

@@ -1,4 +1,4 @@
-"""PipelineModel: what a model is to its user once it is boosted, on a stage or in one process."""
+"""PipelineModel: the boosted model that a user works with, on a stage or in one process."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,12 +24,12 @@ class Whole:
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> "Whole | None":
-        """None where this process has a part of the model only, or gathers it in steps."""
+        """None if this process has only a part of the model, or gathers it in steps."""
         grid = pipeline.grid
         return cls(pipeline) if grid.pp_size == grid.tp_size == 1 and not pipeline.config.fsdp else None
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's output. Its own `loss.backward()` is refused where that would not do."""
+        """The model's output. Its own `loss.backward()` is refused if it would be wrong."""
         pipeline, precision = self.pipeline, self.pipeline.precision
         pipeline.refuse_blank()
         if torch.is_grad_enabled():
@@ -50,7 +50,7 @@ class Whole:
 
     @together_in("booster.backward")
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of the mean of the replicas' losses, each as it is."""
+        """Accumulate the gradients of the mean of the replicas' losses, unweighted."""
         pipeline, sync = self.pipeline, self.pipeline.sync
         pipeline.gradients.add_to()
         if problems := sync.problems():
@@ -86,7 +86,7 @@ ANSWERED = ("_apply", *(name for name in PUBLIC if name not in OWN_METHODS))
 
 
 def _answered(name: str) -> Callable[..., Any]:
-    """The method of this name, called on the model itself; where that returns the model, it returns the boosted one."""
+    """The method of this name, called on the model itself; if it returns the model, the boosted one is returned."""
 
     def call(self: "PipelineModel", *args: Any, **kwargs: Any) -> Any:
         module = self.module
@@ -100,7 +100,7 @@ def _answered(name: str) -> Callable[..., Any]:
 class PipelineModel(nn.Module):
     """A boosted model: `unwrap()` is the model itself, of which this rank holds one stage.
 
-    It has the attributes and methods of the model. What is set on it, is set on the model, whose forward reads it.
+    It has the attributes and methods of the model. Attributes are set on the model, whose forward reads them.
     """
 
     def __init__(self, module: nn.Module, pipeline: Pipeline) -> None:
@@ -113,7 +113,7 @@ class PipelineModel(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The model's mode, which is train() or eval() as the model was boosted, until one of the two is called."""
+        """The model's mode: its mode at boost, until train() or eval() is called."""
         module = self._modules.get("module")
         return module is None or module.training
 
@@ -123,13 +123,14 @@ class PipelineModel(nn.Module):
             module.training = mode
 
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
-        """The model that was boosted, a PeftModel too: ColossalAI would give its base, without the adapters' names."""
+        """The model that was boosted, also a PeftModel: ColossalAI would return its base, without the adapters'
+        names."""
         module: nn.Module = self.module
         return module
 
     @property
     def generate(self) -> Any:
-        """`generate` of transformers, by all stages together; only models that have one have this."""
+        """transformers' `generate`, run by all stages together; only for models that have it."""
         getattr(self.module, "generate")  # noqa: B009 - AttributeError
         return self.generation
 
@@ -144,7 +145,7 @@ class PipelineModel(nn.Module):
         delattr(self.module, name)
 
     def __getattr__(self, name: str) -> Any:
-        """What the model has: its config, `generate`, `gradient_checkpointing_enable`, ..."""
+        """The model's attributes: its config, `generate`, `gradient_checkpointing_enable`, ..."""
         if name in ASKED_BY:
             raise UsageError(
                 f"{ASKED_BY[name]} would wrap a model that was boosted: its replicas, its optimizer and its steps are "
@@ -159,7 +160,7 @@ class PipelineModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, where this process has all of it (pp_size=1); its loss goes to `booster.backward`.
+        """The model's output, if this process has the whole model (pp_size=1); pass its loss to `booster.backward`.
 
         Raises UsageError on a stage.
         """

@@ -1,8 +1,8 @@
-"""Norm guard: refuses torch's functions of gradient norms for a boosted model, of which a rank has one stage.
+"""Norm guard: refuses torch's functions of gradient norms for a boosted model, if a rank has only one stage.
 
-`torch.nn.utils.clip_grad_norm_` would clip each stage by the norm of that stage. The guard stands inside of torch's own
-functions while a boosted model is alive, so that it does not matter how a loop, a hook or a library has imported them.
-A part of a model that one stage holds as a whole, and each parameter alone, are clipped as ever.
+`torch.nn.utils.clip_grad_norm_` would clip each stage by the norm of that stage. The guard is installed inside torch's
+own functions while a boosted model is alive, so it does not matter how a loop, a hook or a library has imported them.
+A part of a model that one stage holds as a whole, and each single parameter, can be clipped as usual.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ FUNCTIONS: tuple[Any, ...] = clip_grad_norm_, get_total_norm
 
 
 class NormGuard(Guard):
-    """Checks what torch's functions of gradient norms are called with."""
+    """Checks the arguments of torch's functions of gradient norms."""
 
     def install(self) -> None:
         for function, check in zip(FUNCTIONS, (self._check_parameters, self._check_gradients), strict=True):
@@ -69,8 +69,8 @@ class NormGuard(Guard):
             self._check(held, gradients, "get_total_norm")
 
     def _check(self, held: Sequence[Tensor], gradients: ModelGradients, function: str) -> None:
-        """Raise UsageError for these parameters of one rank, if they are all that the rank has of the model or of a
-        group of an optimizer, of which other stages have more: nobody chose them, but the cut did."""
+        """Raise UsageError if these parameters of one rank are all that it has of the model or of a group of an
+        optimizer, and other stages have more: the cut chose them, not the user."""
         if held and gradients.is_scaled:
             raise UsageError(
                 f"torch.nn.utils.{function} got gradients that are multiplied by the loss scale of precision='fp16' "

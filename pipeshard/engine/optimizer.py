@@ -1,9 +1,9 @@
-"""Pipeline optimizer: the user's optimizer over what a stage holds, its state shared out over replicas with ZeRO.
+"""Pipeline optimizer: the user's optimizer over the parameters of a stage; ZeRO shards its state across replicas.
 
-It keeps the user's object, since LR schedulers hold it and any class of torch.optim.Optimizer is to work, and puts the
-MasterWeights of this rank into its groups. torch's ZeroRedundancyOptimizer makes optimizers of its own, over one group
-of ranks; here each weight's state is on one replica of its stage (`assign_owners`), which sends the others what it
-updated.
+It keeps the user's object, since LR schedulers hold it and any class of torch.optim.Optimizer must work, and puts the
+MasterWeights of this rank into its groups. torch's ZeroRedundancyOptimizer creates its own optimizers, over one group
+of ranks; here each weight's state is on one replica of its stage (`assign_owners`), which sends the updated values to
+the others.
 """
 
 from collections import deque
@@ -57,19 +57,19 @@ VERSION = attrgetter("_version")  # of a tensor: how often it was written to
 
 
 class PipelineOptimizer(Optimizer):
-    """Narrows the groups of `optim` to what this rank trains, now and whenever groups are added to either object.
+    """Narrows the groups of `optim` to the parameters that this rank trains, now and whenever groups are added.
 
-    It is an Optimizer by its class, as schedulers ask; what it has not itself (`state`, hooks) is that of `optim`.
+    Its class is an Optimizer, as schedulers require; other attributes (`state`, hooks) are delegated to `optim`.
 
-    Before a step the `gradients` of the whole model are clipped and unscaled; a step in which one of them is not
-    finite, on any rank, is skipped on all. With `zero` each weight is updated by one replica, which sends it to the
-    others.
+    Before a step the `gradients` of the whole model are clipped and unscaled. If one of them is not
+    finite, on any rank, all ranks skip the step. With `zero` each weight is updated by one replica, which sends it to
+    the others.
 
     Attributes:
-        names: what `optim` trains on this rank, and the names of the model's parameters that it stands for.
-        weights: by name, all that the optimizers of the replicas update together.
-        given: for each group, the names of all that the user gave to it, on whichever stage they are.
-        options: for each group, the options that it had then.
+        names: the tensors that `optim` trains on this rank, and the names of the model's parameters for each.
+        weights: by name, all weights that the optimizers of the replicas update together.
+        given: for each group, the names of all parameters that the user passed, on any stage.
+        options: for each group, its options at that time.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PipelineOptimizer(Optimizer):
         return getattr(self.optim, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Schedulers put a `step` of their own around that of this object."""
+        """Schedulers wrap the `step` of this object in their own."""
         if name in OWN or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
@@ -141,12 +141,12 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What this rank updates."""
+        """The tensors that this rank updates."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by an enabled torch.amp.GradScaler, before it looks for gradients that it has scaled itself."""
+        """Read by an enabled torch.amp.GradScaler, before it looks for gradients that it has scaled itself."""
         raise UsageError(
             "GradScaler.step(optimizer) got a boosted optimizer, whose gradients it has not scaled: leave GradScaler "
             "out and call optimizer.step(). precision='fp16' scales the loss, and skips a step that overflows"
@@ -156,7 +156,7 @@ class PipelineOptimizer(Optimizer):
         return self.optim
 
     def state_dict(self) -> dict[str, Any]:
-        """Of what this rank updates."""
+        """The state of the tensors that this rank updates."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -168,7 +168,7 @@ class PipelineOptimizer(Optimizer):
         return self.grid.world
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train more parameters of the model from now on; every rank names the same, though it may hold none."""
+        """Train more parameters of the model from now on; pass the same names on every rank, even those it lacks."""
         type(self.optim).add_param_group(self.optim, param_group)
         try:
             self._narrow()
@@ -177,8 +177,8 @@ class PipelineOptimizer(Optimizer):
             raise
 
     def _narrow(self) -> None:
-        """Leave what this rank updates in the groups, as the MasterWeights that it has here. A group may become empty,
-        since schedulers count on its place."""
+        """Keep only the tensors that this rank updates in the groups, as its MasterWeights. A group may become empty,
+        since schedulers depend on its position."""
         fresh = self._fresh()
         if not fresh:
             return
@@ -211,7 +211,7 @@ class PipelineOptimizer(Optimizer):
         self._watch()
 
     def _watch(self) -> None:
-        """Know the weights of which there are other values than those that a loop may write to."""
+        """Track the weights whose values exist twice, since a loop may write to either."""
         self._watched = [weight for weight in self.weights.values() if self.zero or weight.is_double]
         self._tensors = [tensor for w in self._watched for tensor in (local(w.parameter), w.master)]
         self._note()
@@ -220,12 +220,12 @@ class PipelineOptimizer(Optimizer):
         return [*zip(map(VERSION, self._tensors), map(Tensor.data_ptr, self._tensors))]
 
     def _note(self) -> None:
-        """Parameters and what is updated agree now."""
+        """Record that parameters and updated tensors agree now."""
         self._noted = self._states()
 
     def follow(self, adopts: bool) -> bool:
-        """Let what the model computes with and what is updated be the same again, where a loop has written to one of
-        them (`MasterWeight.follow`). Whether the replicas are to `share` it."""
+        """Make the model's parameters and the updated tensors equal again, if a loop has written to one of
+        them (`MasterWeight.follow`). Returns whether the replicas must `share` it."""
         now = self._states()
         if now == self._noted:
             return False
@@ -239,7 +239,7 @@ class PipelineOptimizer(Optimizer):
         return self.zero and any(followed)
 
     def share(self) -> None:
-        """Give each replica the values of those that update them; all of them call it."""
+        """Send the values of each updating replica to the others. Call it on all ranks."""
         if not self.zero:
             return
         share_updates(self.weights.values(), self.grid.replicas)
@@ -258,11 +258,11 @@ class PipelineOptimizer(Optimizer):
                 self.options.append(tuple(sorted(group.keys() - UNCOMPARED)))
 
     def _complete(self) -> None:
-        """Give fp32 values to what was frozen when it was cast to 16 bits, and is trained now."""
+        """Create fp32 values for parameters that were frozen when cast to 16 bits, and are trained now."""
         self.complete(w for w in self.weights.values() if w.lacks_values and w.parameter.requires_grad)
 
     def complete(self, weights: Iterable[MasterWeight]) -> None:
-        """Update fp32 values of these, if it is this rank that updates them."""
+        """Update the fp32 values of these, if this rank updates them."""
         became: dict[Tensor, nn.Parameter] = {}
         for weight in weights:
             if weight.lacks_values and self._updates(weight):
@@ -303,12 +303,12 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step was, since a gradient overflowed."""
+        """Whether the last step was skipped, because a gradient overflowed."""
         return self.gradients.overflow
 
     @property
     def _meets(self) -> bool:
-        """Whether the ranks do something together in a step."""
+        """Whether the ranks communicate in a step."""
         return self._shares or self.gradients.updates.is_compared
 
     @property
@@ -318,12 +318,12 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def is_plain(self) -> bool:
-        """Whether what is written to this rank's parameters by anyone is all that there is to write."""
+        """Whether writes to this rank's parameters need no copy elsewhere."""
         return not self.zero and all(weight.plain for weight in self.weights.values())
 
     def refuse_alone(self, kind: str) -> None:
-        """Raise UsageError before a step of the inner optimizer, or of one in it, of class `kind`, that `step` of this
-        object has not called."""
+        """Raise UsageError before a step of the inner optimizer, or of one inside it, of class `kind`, that was not
+        called by `step` of this object."""
         if not self.is_stepping and (self._shares or not self.is_plain):
             raise UsageError(
                 f"this {kind} was boosted, and does not clip, unscale or share what it updates by itself: call the "
@@ -352,7 +352,7 @@ class PipelineOptimizer(Optimizer):
             return self._step(closed, *args, **kwargs)
 
     def _ready(self) -> bool:
-        """Give the optimizer its gradients; False if the step is to be skipped."""
+        """Give the optimizer its gradients; returns False if the step must be skipped."""
         if self.finite is not None:
             self.finite.before_update()
         ready = self.gradients.ready(self)
@@ -405,7 +405,7 @@ class PipelineOptimizer(Optimizer):
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Clip to the norm over the whole model, which it returns. Every rank has to call it."""
+        """Clip by the norm over the whole model, and return it. Call it on every rank."""
         with self.gradients.coupling.paused():
             self.gradients.updates.judge()
             norm = self.gradients.clip(max_norm, norm_type, error_if_nonfinite)
@@ -416,15 +416,15 @@ class PipelineOptimizer(Optimizer):
         nn.utils.clip_grad_value_(self.parameters, clip_value, *args, **kwargs)
 
     def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float:
-        """The norm over the whole model that the last `step` clipped by (as it was before), else that of the gradients
-        now. In the latter case every rank has to call it."""
+        """The norm over the whole model that the last `step` clipped by (before clipping), otherwise that of the
+        current gradients. In the latter case, call it on every rank."""
         if self.gradients.norm is not None:
             return float(self.gradients.norm)
         with self.gradients.coupling.paused(), together_in("optimizer.get_grad_norm"):
             return float(self.gradients.total(norm_type))
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Of a loss that one process with the whole model (pp_size=1) has computed by `model(...)`."""
+        """Backward for a loss that one process with the whole model (pp_size=1) has computed with `model(...)`."""
         if self._backward is None or not loss.requires_grad:
             raise UsageError(BACKWARD)
         self._backward(loss)
@@ -435,9 +435,9 @@ def _shape(value: Any) -> Any:
 
 
 def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
-    """Give each weight an owner, the replica that keeps its optimizer's state, so that each has about as much: the
-    largest first, each to the one that has least (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054, by whole
-    parameters). An owner stays one, whichever optimizer trains the weight: it alone has the fp32 values."""
+    """Give each weight an owner, the replica that keeps its optimizer state, so that each has about as much: the
+    largest first, each to the replica with the least (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054, by whole
+    parameters). An owner never changes, whichever optimizer trains the weight: only the owner has the fp32 values."""
     load = [0] * replicas
     for weight in sorted(weights, key=lambda w: (w.owner is None, -local(w.parameter).numel(), w.name)):
         if weight.owner is None:
@@ -447,7 +447,7 @@ def assign_owners(weights: Iterable[MasterWeight], replicas: int) -> None:
 
 @torch.no_grad()
 def share_updates(weights: Iterable[MasterWeight], group: dist.ProcessGroup) -> None:
-    """Give each replica what the others have updated. While one message is on its way, the next is made."""
+    """Send each replica's updated values to the others. While one message is in flight, the next is built."""
     ranks, under_way = ranks_of(group), deque[tuple[dist.Work, Tensor, list[Tensor]]]()
     bundles = bundled(weights, lambda w: (w.owner, w.parameter.dtype), lambda w: local(w.parameter).nbytes)
     for bundle in bundles:
@@ -470,7 +470,7 @@ def _receive(group: dist.ProcessGroup, work: dist.Work, flat: Tensor, tensors: l
 
 
 def replace_parameters(optim: Optimizer, became: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Where parameters became others, let the optimizer train those, each in the first group that has it."""
+    """If parameters were replaced, let the optimizer train the new ones, each in the first group that has it."""
     seen: set[nn.Parameter] = set()
     for group in optim.param_groups if became else ():
         now = dict.fromkeys(became.get(parameter, parameter) for parameter in group["params"])

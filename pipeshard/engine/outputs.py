@@ -1,8 +1,8 @@
 """Outputs: what a step returns of the model's outputs, collected over its microbatches.
 
-Only the last stage has them, and all logits of a batch may need more memory than the rest of it: so a step keeps what
-`return_outputs` asks for and nothing else. What cannot be put together for the batch (a scalar, a matrix of samples by
-samples) is refused on every rank before the step, where the trace shows it.
+Only the last stage has them, and all logits of a batch may need more memory than everything else: so a step keeps only
+what `return_outputs` requests. Outputs that cannot be combined for the batch (a scalar, a matrix of samples by
+samples) are refused on every rank before the step, if the trace shows them.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -28,8 +28,8 @@ BACKWARD = (
 
 
 class StepLoss(Tensor):
-    """The loss of a step: a tensor without a graph, whose `backward` says so. What is computed of it, copied or saved
-    is a plain tensor."""
+    """The loss of a step: a tensor without a graph, whose `backward` raises an error. Results computed from it, copies
+    and saved values are plain tensors."""
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
@@ -50,13 +50,13 @@ class StepLoss(Tensor):
 
 
 class Outputs:
-    """What one step was asked for by `return_outputs`, and what its microbatches have given of it so far.
+    """The outputs that `return_outputs` requests of one step, and what its microbatches have returned so far.
 
     Attributes:
-        needed: what the last stage needs of the model's output, beside the loss.
-        with_loss: whether the batch's loss is part of what is returned.
+        needed: the parts of the model's output that the last stage needs, in addition to the loss.
+        with_loss: whether the batch's loss is part of the result.
 
-    Raises UsageError for what cannot be asked for.
+    Raises UsageError for an invalid request.
     """
 
     def __init__(self, asked: ReturnOutputs, num_batches: int = 1) -> None:
@@ -78,12 +78,12 @@ class Outputs:
         self._failure: UsageError | None = None
 
     def __str__(self) -> str:
-        """The same on all ranks that were asked for the same."""
+        """The same string on all ranks with the same request."""
         return self._text
 
     def check(self, flow: Dataflow, is_cut: bool) -> None:
-        """Raise UsageError, on every rank, where the model's output lacks what was asked for, or where that of a batch
-        which `is_cut` into microbatches cannot be put together."""
+        """Raise UsageError, on every rank, if the model's output lacks a requested field, or if the outputs of a batch
+        that `is_cut` into microbatches cannot be combined."""
         if self.each_loss and flow.loss is None:
             raise UsageError("return_outputs='loss', but there is none: give the batch labels, or pass a criterion")
         if is_cut and self.function is None:
@@ -104,7 +104,7 @@ class Outputs:
         return not isinstance(self.needed, frozenset) or field_of(path) in self.needed
 
     def keep(self, output: Any, loss: Tensor | None, batch: Batch) -> None:
-        """Take what was asked for of the output and the loss of one microbatch, detached."""
+        """Keep the requested parts of the output and the loss of one microbatch, detached."""
         self._batches.append(batch)
         if self.function is not None:
             self._call(self.function, output, batch)
@@ -119,12 +119,12 @@ class Outputs:
 
     @property
     def latest(self) -> Any:
-        """What was taken of the last microbatch."""
+        """The kept parts of the last microbatch."""
         return self.kept[-1] if self.kept else None
 
     @property
     def has_nan(self) -> bool:
-        """Whether what was taken has a not-a-number: in what nobody sent there is nothing else."""
+        """Whether a kept part has a NaN: values that were not sent are all NaN."""
         with_values = (tensor for tensor in tree_tensors(self.kept) if not tensor.is_meta)
         return any(bool(tensor.isnan().any()) for tensor in with_values if tensor.is_floating_point())
 
@@ -142,7 +142,7 @@ class Outputs:
             self._failure.__cause__ = error
 
     def merged(self, flow: Dataflow, loss: Tensor | None) -> Any:
-        """What the step returns, of all microbatches; `loss` is the batch's."""
+        """The result of the step, over all microbatches; `loss` is the batch's."""
         if self.each_loss:
             return torch.stack(self.kept)
         if self.function is not None or not self.needed:
@@ -153,8 +153,8 @@ class Outputs:
             self._failure = error
 
     def _merge(self, flow: Dataflow, loss: Tensor | None) -> Any:
-        """One output, of the class the model returns: microbatches are concatenated along the dimension that grows with
-        the number of samples, the loss is the batch's."""
+        """One output, of the class that the model returns: microbatches are concatenated along the dimension that grows
+        with the number of samples, the loss is the batch's."""
         specs = {path: spec for path, _, spec in flow.outputs}
         named, tree = flatten_with_names(self.kept[0])
         columns = zip(*(tree_flatten(output)[0] for output in self.kept), strict=True)
@@ -173,8 +173,8 @@ class Outputs:
         return tree_unflatten(leaves, tree)
 
     def _sample_dim(self, name: str, column: Sequence[Tensor]) -> int:
-        """The dimension that counts the samples of an output that was traced at one size alone: if several may, one
-        that does in the batch too."""
+        """The dimension that counts the samples of an output that was traced at only one size: if several may, one
+        that also does in the batch."""
         rows = [batch.rows for batch in self._batches]
         fitting = [dim for dim in range(column[0].ndim) if [tensor.shape[dim] for tensor in column] == rows]
         if len(fitting) > 1 and len(set(rows)) > 1:
@@ -183,8 +183,8 @@ class Outputs:
         return next(iter([*of_batch, *fitting]), 0)
 
     def raise_failure(self, group: dist.ProcessGroup, is_doubtful: bool) -> bool:
-        """Raise UsageError, on every rank of the world, for what has failed on the last stage; returns whether what a
-        rank has is doubtful."""
+        """Raise UsageError, on every rank of the world, for an error on the last stage; returns whether the outputs of
+        a rank are doubtful."""
         if not self.needed:
             return False
         failed, doubtful = gather(torch.tensor([self._failure is not None, is_doubtful]), group).any(0).tolist()
@@ -225,7 +225,7 @@ def _unmergeable(path: str, why: str) -> UsageError:
 
 
 def _same(name: str, column: Sequence[Any]) -> Any:
-    """What all microbatches have; raises UsageError where they differ."""
+    """The common value of all microbatches; raises UsageError if they differ."""
     first = column[0]
     if all(torch.equal(first, other) if isinstance(first, Tensor) else first == other for other in column[1:]):
         return first

@@ -1,4 +1,4 @@
-"""Parameters: those of this rank, in the form that they have here."""
+"""Parameters: those of this rank, in the form that they have on it."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +22,15 @@ logger = logging.getLogger("pipeshard")
 
 
 class HeldParameters:
-    """Brings the parameters that a sharded model holds into their form here; made by every rank at the same time.
+    """Converts the parameters that a sharded model holds to their form here. Create it on all ranks at the same time.
 
-    Their values are broadcast from one holder to the others. Then they are cast to 16 bits where `precision` says so,
+    Their values are broadcast from one holder to the others. Then they are cast to 16 bits if `precision` requires it,
     sharded over the ranks along TP by a `plan`, and with `fsdp` over the replicas. Each step may replace parameters.
 
     Attributes:
-        held: the parameters now, by their first names.
-        weights: what an optimizer trains for each of them, by the same names.
+        held: the current parameters, by their first names.
+        weights: the tensors that an optimizer trains for them, by the same names.
+        sync: sums their gradients.
         sync: what sums their gradients.
     """
 
@@ -65,7 +66,7 @@ class HeldParameters:
         return {name: parameter.requires_grad for name, parameter in self.held.items()}
 
     def draw(self, names: Sequence[str], rule: InitWeights, seed: int) -> None:
-        """Give those of these parameters that are held what `rule` draws."""
+        """Initialize those of these parameters that are held by `rule`."""
         weights = [self.weights[name] for name in names if name in self.weights]
         shaped = [weight for weight in weights if not weight.plain]
         with kept_tied(self.model):  # whole and in full precision, as they would be drawn without all this
@@ -103,7 +104,7 @@ class HeldParameters:
         return holders
 
     def _in_units(self) -> set[nn.Parameter]:
-        """The parameters of held units that glue does not read, and that are not kept in a precision of their own."""
+        """The parameters of held units that glue does not read, and that do not keep their own precision."""
         now = dict(self.model.named_parameters())
         apart = {now[name] for use in self.policy.flow.uses() for name in use.parameters}
         apart |= {now[name] for name in self.kept}
@@ -126,7 +127,7 @@ class HeldParameters:
             return ShardedUnits(self.units, used, self.grid.mesh.along(DP), dtype, apart)
 
     def problems(self, num_microbatches: int | None) -> list[str]:
-        """What would be done to a part of a gradient, though it was meant for all of it."""
+        """Hooks that would see a partial gradient, although they expect the whole one."""
         problems, several = self.sync.problems(), num_microbatches != 1
         hooked = [name for name, parameter in self.held.items() if several and parameter._backward_hooks]
         if hooked and not problems and not self._warned:

@@ -1,7 +1,7 @@
-"""Reader: takes the next batch from the data iterator, and makes sure that all ranks have taken the same.
+"""Reader: takes the next batch from the data iterator, and checks that all ranks have taken the same one.
 
-Every stage reads the whole batch, since the glue of the model runs on all of them; nothing of it is sent. With a loader
-that is seeded otherwise on one rank, stages would silently train on different batches: so ranks compare digests.
+Every stage reads the whole batch, since the glue of the model runs on all of them; nothing of it is sent. If a loader
+has a different seed on one rank, stages would silently train on different batches: so ranks compare digests.
 """
 
 import functools
@@ -48,9 +48,9 @@ def _leaf_content(leaf: Any, is_sample: bool) -> bytes:
 
 
 class Report(NamedTuple):
-    """What a rank tells the others of its step; the ranks of a replica have to have the same `digest` and `rows`, all
-    ranks the same `mode`. `news` are bits, `has_batch` is 0 where the data iterator gave no usable batch, `parts` are
-    the microbatches, and `ways` is a number of the ways that they are to go. `options` and `factor` are of the last
+    """What a rank reports of its step. The ranks of a replica must have the same `digest` and `rows`, all
+    ranks the same `mode`. `news` are bits, `has_batch` is 0 if the data iterator gave no usable batch, `parts` are
+    the microbatches, and `ways` is the number of their ways. `options` and `factor` belong to the last
     update (`Updates.numbers`)."""
 
     has_batch: int
@@ -66,7 +66,7 @@ class Report(NamedTuple):
 
 
 class News(NamedTuple):
-    """What a rank has to tell of the batches that it has read, bits and a number of their ways, and of the last
+    """What a rank reports of the batches that it has read, as bits and a number of their ways, and of the last
     update."""
 
     bits: int = 0
@@ -76,8 +76,8 @@ class News(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """What the ranks have agreed on for a step: the seed of the first rank's generator, by which all draw random
-    numbers, the microbatches of each replica, the `news` that any rank has, whether the ranks of each replica go the
+    """What the ranks have agreed on for a step: the seed of the first rank's generator, which all use for random
+    numbers, the microbatches of each replica, the `news` of all ranks, whether the ranks of each replica have the
     same ways, and whether all ranks' last updates had the same options and factors."""
 
     seed: int
@@ -90,7 +90,7 @@ class Agreement(NamedTuple):
 def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: str, news: News) -> Agreement:
     """Compare this step over all ranks; every rank raises BatchError if they differ.
 
-    `batches` is the error on a rank that got none; `mode` describes the step: forward only, the outputs asked for, ...
+    `batches` is the error on a rank that got none; `mode` describes the step: forward only, the requested outputs, ...
     """
     failure = summary(batches) if isinstance(batches, Exception) else None
     has_batch, read = failure is None, () if isinstance(batches, Exception) else batches
@@ -128,7 +128,7 @@ def agree(grid: Grid, batches: Sequence[Batch] | Exception, parts: int, mode: st
 
 
 def _joined(digests: Sequence[int]) -> int:
-    """One digest of those of several batches."""
+    """One digest of the digests of several batches."""
     if len(digests) == 1:
         return digests[0]
     return int.from_bytes(hashlib.blake2b(repr(digests).encode(), digest_size=7).digest(), "little")
@@ -144,19 +144,19 @@ class Reader:
 
     @property
     def cuts(self) -> bool:
-        """Whether a batch is cut into several microbatches, as far as the plugin's arguments tell."""
+        """Whether a batch is cut into several microbatches, by the plugin's arguments."""
         return self.cut()[0] != 1
 
     def settle(self, batch: Batch) -> Batch:
-        """A batch that was read already, as the model is to get it."""
+        """A batch that was already read, in the form that the model receives."""
         return self.precision.of_batch(self.row_dims.settle(batch) if self.cuts else batch)
 
     def next(
         self, data_iter: Iterator[Any], mode: str, news: Callable[[Sequence[Batch]], News], count: int = 1
     ) -> tuple[list[Batch], Agreement]:
-        """The next `count` batches, compared over the ranks: all of them raise if one has none, or others.
+        """The next `count` batches, compared across ranks: all of them raise if one has none, or others.
 
-        `mode` describes the step, and `news(batches)` is what the other ranks have to learn.
+        `mode` describes the step, and `news(batches)` is what to report to the other ranks.
         """
         batches: list[Batch] | Exception
         try:

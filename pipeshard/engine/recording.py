@@ -1,8 +1,8 @@
 """Recording: when each rank ran each action of one real step, and which rank it waited for.
 
-A simulation of the schedule says where bubbles should be; torch.profiler shows one rank at a time, without actions.
-A Recording has the compute actions of all ranks on one time axis, beside the simulation of the same program with the
-costs that were measured. Times are related by the hosts' wall clocks: several hosts need NTP.
+A simulation of the schedule shows where bubbles should be; torch.profiler shows one rank at a time, without actions.
+A Recording has the compute actions of all ranks on one time axis, with the simulation of the same program at the
+measured costs. The hosts' wall clocks relate the times: several hosts need NTP.
 """
 
 import json
@@ -28,16 +28,16 @@ STRAGGLES = 1.25  # how many times as busy as the median rank a straggler is
 
 @dataclass(frozen=True)
 class Recording:
-    """One step as it was measured. Times are in seconds since the first action of any rank started.
+    """One measured step. Times are in seconds since the first action of any rank started.
 
     Attributes:
-        program: what ran, messages included.
+        program: the program that ran, including messages.
         spans: the compute actions of each rank.
         waited: `waited[r][q]` is how long rank r waited for messages of rank q.
         step: the number of the step, from 0.
-        memory: the most bytes that each rank had taken by then: of its GPU, or as a process.
-        samples: how many all replicas have read.
-        tokens: the elements of `input_ids` in these; 0 where there is none.
+        memory: the peak bytes of each rank so far: of its GPU, or of its process.
+        samples: the number of samples that all replicas have read.
+        tokens: the elements of `input_ids` in these; 0 if there are none.
     """
 
     program: Program
@@ -66,7 +66,7 @@ class Recording:
     def cost(self, kind: Kind) -> tuple[float, ...]:
         """The seconds that an action of this kind takes on each stage, as a median over microbatches; 0 without any.
 
-        Where some backward passes of a stage are split into B and W and others are not, B is what the latter take
+        If only some backward passes of a stage are split into B and W, the B of the others is their time
         beyond W.
         """
         return tuple(self._cost(kind, stage) for stage in range(len(self.program.placement)))
@@ -98,13 +98,14 @@ class Recording:
         return f"{line}, longest wait: rank {rank} for rank {other} ({_seconds(longest)})" if longest > 0 else line
 
     def _beside_others(self, rank: int) -> str:
-        """How much longer a rank is busy than the median, if that is much: a straggler, or an uneven partition."""
+        """How much longer a rank is busy than the median, if that is significant: a straggler, or an uneven
+        partition."""
         median = statistics.median_low(self.busy)
         times = self.busy[rank] / median if median else 1.0
         return f", {times:.1f} times the median rank" if times > STRAGGLES else ""
 
     def metrics(self, prefix: str = "pipeline/") -> dict[str, float]:
-        """The step in numbers, for any tracker: `wandb.log(recording.metrics())`, on one rank, as all have the same.
+        """The step as numbers, for any tracker: `wandb.log(recording.metrics())`, on one rank, as all have the same.
 
         Seconds, shares of 1, samples and tokens per second, and for each rank seconds busy and GB (1e9 bytes).
         """
@@ -118,11 +119,11 @@ class Recording:
         return {prefix + name: value for name, value in found.items()}
 
     def draw(self, path: str | os.PathLike[str], title: str = "") -> None:
-        """The step as measured above the simulated one, as a picture; its suffix names the format. Needs matplotlib."""
+        """Draw the measured step above the simulated one, in the format of the file's suffix. Requires matplotlib."""
         draw_timeline([("measured", self.spans), ("simulated", self.simulation().spans)], path, title=title)
 
     def save(self, path: str | os.PathLike[str], format: str = "json") -> None:
-        """Write it as JSON, for `load`, or with "perfetto" as a trace that ui.perfetto.dev and chrome://tracing show.
+        """Write it as JSON, for `load`, or with "perfetto" as a trace for ui.perfetto.dev and chrome://tracing.
 
         Raises ConfigurationError for another format.
         """
@@ -131,7 +132,7 @@ class Recording:
         Path(path).write_text(json.dumps(self._trace() if format == "perfetto" else self._content()))
 
     def _trace(self) -> dict[str, Any]:
-        """In Chrome's Trace Event Format: one process for what was measured, one for what was simulated."""
+        """In Chrome's Trace Event Format: one process for the measured step, one for the simulated one."""
         events: list[dict[str, Any]] = []
         sides = {"measured": self.spans, "simulated": self.simulation().spans}
         for process, (name, rows) in enumerate(sides.items()):
@@ -163,7 +164,7 @@ class Recording:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read what `save` wrote. Raises ConfigurationError for anything else."""
+        """Read a file that `save` wrote. Raises ConfigurationError for anything else."""
         try:
             content = json.loads(Path(path).read_text())
             ranks = [tuple(Action(Kind(kind), i, stage) for kind, i, stage in row) for row in content["program"]]
@@ -186,8 +187,8 @@ class Recording:
         device: torch.device,
         read: Sequence[int],
     ) -> Self:
-        """All ranks of `group`, which runs the program, call it with their own timeline, and the samples and tokens
-        that were read."""
+        """Collect the timelines of all ranks of `group`, which runs the program, and the samples and tokens that were
+        read. Call it on all of these ranks."""
         counts = [sum(action.kind.is_compute for action in actions) for actions in program.ranks]
         most = 2 * max(counts)  # times; then come the waits, and the memory
         row = torch.zeros(most + len(counts) + 1, dtype=torch.float64)
@@ -215,7 +216,7 @@ class Recording:
 
 
 def _taken(device: torch.device) -> int:
-    """The most bytes so far: of the GPU, or of this process."""
+    """The peak bytes so far: of the GPU, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

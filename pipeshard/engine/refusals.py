@@ -1,8 +1,8 @@
 """Refusals: models, criteria and optimizers that could not be trained exactly in parts, refused at boost.
 
-An optimizer that couples parameters (LBFGS, sharpness-aware minimization, a norm over all of them) would silently do
-something else on every stage. torch's own are known; any other class is tried on tiny parameters, as a whole and in
-halves.
+An optimizer that couples parameters (LBFGS, sharpness-aware minimization, a norm over all of them) would silently
+compute something else on every stage. torch's own are known; any other class is tried on tiny parameters, as a whole
+and in halves.
 """
 
 import copy
@@ -43,8 +43,8 @@ REFUSED: dict[type, str] = {
 
 
 def plain(model: nn.Module, warns: bool = True) -> nn.Module:
-    """`model` as it was before it was compiled as a whole by `torch.compile(model)` or `model.compile()`, which is said
-    with `warns`. Raises ConfigurationError for a model that is wrapped, or has modules that are, by anything else."""
+    """`model` before it was compiled as a whole by `torch.compile(model)` or `model.compile()`; `warns` logs this.
+    Raises ConfigurationError for a model that is wrapped, or has wrapped modules, in any other way."""
     compiled = False
     while (inner := model._modules.get("_orig_mod")) is not None:
         model, compiled = inner, True
@@ -89,7 +89,7 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
 
 
 def refuse_blank_adapters(model: nn.Module) -> None:
-    """Refuse adapters on meta: peft has drawn them, and what it drew is lost."""
+    """Refuse adapters on meta: peft has initialized them, and the values are lost."""
     if not isinstance(model, PeftModel):
         return
     known = base_names(model)
@@ -112,7 +112,7 @@ def refuse_sharded_packing(model: nn.Module, fsdp: bool, tp_size: int) -> None:
 
 
 def refuse_lowered_begin(model: nn.Module, config: PipelineConfig) -> None:
-    """Refuse adapters that are computed from loaded weights where these are not whole and as they were loaded."""
+    """Refuse adapters that are computed from loaded weights if these are not whole or not as loaded."""
     if getattr(model, BEGINNING, None) and (config.lowers or config.fsdp or config.tp_size > 1):
         raise ConfigurationError(
             "DoRA, PiSSA and OLoRA begin with what is computed from the loaded weights, and with precision, fsdp or "
@@ -122,8 +122,8 @@ def refuse_lowered_begin(model: nn.Module, config: PipelineConfig) -> None:
 
 
 def refuse_criterion(criterion: Criterion | None, model: nn.Module) -> None:
-    """Raises ConfigurationError for a criterion that cannot be called, or with parameters to train that are not the
-    model's."""
+    """Raise ConfigurationError for a criterion that cannot be called, or that has trainable parameters that are not
+    the model's."""
     if criterion is not None and not callable(criterion):
         raise ConfigurationError(f"the criterion is a {type(criterion).__name__}: pass criterion(outputs, inputs)")
     if criterion is not None and not hasattr(criterion, "of_batch"):
@@ -141,9 +141,9 @@ def refuse_criterion(criterion: Criterion | None, model: nn.Module) -> None:
 
 
 def refuse_compiled(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
-    """Raise ConfigurationError for a compiled module where its call is cut into parts, or is answered for it.
+    """Raise ConfigurationError for a compiled module whose call is cut into parts, or replayed.
 
-    A unit that `torch.compile(layer)` has put in a layer's place is run whole, and so is what is inside of a unit.
+    A unit that `torch.compile(layer)` has put in a layer's place is run whole, and so is everything inside of a unit.
     """
     around = set(containers(model, units))
     for name, module in model.named_modules():
@@ -159,7 +159,7 @@ def refuse_compiled(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
 
 
 def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module]) -> None:
-    """Raise UsageError for a module around units that recomputes its forward, as it may since the model was cut."""
+    """Raise UsageError for a module around units that recomputes its forward, which may be enabled after the cut."""
     whole = next(filter(recomputes, around), None)
     if whole is not None:
         name = next(name for name, module in model.named_modules() if module is whole)
@@ -170,8 +170,9 @@ def refuse_recomputed(model: nn.Module, around: Iterable[nn.Module]) -> None:
 
 
 class Places:
-    """All places of `model`. What takes one after boosting (a new head, an adapter) was never cut: its gradients would
-    not be summed, and other ranks do not know of it. With `parameters` theirs count too, which FSDP changes itself."""
+    """All places of `model`. A module set there after boosting (a new head, an adapter) was never cut: its gradients
+    would not be summed, and other ranks do not have it. With `parameters` theirs count too, which FSDP itself
+    changes."""
 
     def __init__(self, model: nn.Module, parameters: bool) -> None:
         self._kept = [
@@ -180,7 +181,7 @@ class Places:
         ]
 
     def check(self) -> None:
-        """Raise UsageError where something else is in a place now, or parameters are where there was none."""
+        """Raise UsageError if a place has another module now, or if there are new parameters."""
         for name, module, children, parameters in self._kept:
             key = _changed(module._modules, children) or (parameters and _changed(module._parameters, parameters))
             if key:
@@ -191,7 +192,7 @@ class Places:
 
 
 def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """The first name that stands for something else, or is new and has parameters; "" if there is none."""
+    """The first name whose object was replaced, or that is new and has parameters; "" if there is none."""
     for key, value in before.items():
         if now.get(key) is not value:
             return key
@@ -211,7 +212,7 @@ Place = tuple[int, int]  # of a parameter: its group, and its place in it
 
 
 def check_separable(optimizer: Optimizer, model: nn.Module, config: PipelineConfig, grid: Grid) -> None:
-    """Raise ConfigurationError for an optimizer that would do something else to a part of the model than to all of
+    """Raise ConfigurationError for an optimizer that would update a part of the model differently than all of
     it."""
     name = type(optimizer).__name__
     sharded = grid.tp_size > 1 or (config.fsdp and grid.dp_size > 1)
@@ -258,7 +259,7 @@ def looks_at_whole(optimizer: Optimizer) -> bool:
 
 def gap(optimizer: Optimizer, model: nn.Module, sliced: bool) -> float:
     """How much an optimizer's updates differ, relative to its largest, if each half of its parameters, or (`sliced`) of
-    the rows of each, has an optimizer of its own. Its own methods are tried as well as `step`."""
+    the rows of each, has a separate optimizer. Its own methods are tried as well as `step`."""
     try:
         return _gap_of_few(optimizer, model, sliced, FEW)
     except Exception:  # it may count on all parameters
@@ -294,8 +295,8 @@ def _gap(start: dict[Place, Tensor], run: Callable[[dict[Place, Tensor]], dict[P
 
 
 def own_methods(optimizer: Optimizer) -> list[str]:
-    """The public methods that its class adds to torch's Optimizer, that need no arguments and go through the parameter
-    groups, in the order in which they are written (SAM's first_step before its second_step)."""
+    """The public methods that its class adds to torch's Optimizer, that need no arguments and iterate over the
+    parameter groups, in the order of their definition (SAM's first_step before its second_step)."""
     found: dict[str, None] = {}
     for kind in reversed(type(optimizer).__mro__):
         if kind is object or issubclass(Optimizer, kind) or kind.__module__.startswith("torch."):
@@ -316,7 +317,7 @@ def _goes_through_groups(method: Callable[..., Any]) -> bool:
 
 
 def _tiny(optimizer: Optimizer, sliced: bool, few: int | None) -> dict[Place, Tensor]:
-    """Values in the place of the first `few` parameters of each group, or of all; with `sliced`, of those that have
+    """Values in place of the first `few` parameters of each group, or of all; with `sliced`, of those with
     rows."""
     generator = torch.Generator().manual_seed(0)
     shapes = {
@@ -330,7 +331,7 @@ def _tiny(optimizer: Optimizer, sliced: bool, few: int | None) -> dict[Place, Te
 
 
 def _stepped(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor]) -> dict[Place, Tensor]:
-    """The values after some steps of a copy that has these parameters alone."""
+    """The values after some steps of a copy that has only these parameters."""
     try:
         return _trial(optimizer, model, values, closes=False)
     except Exception as error:  # it may want a closure
@@ -348,7 +349,7 @@ def _trial(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], 
     for scale in SCALES:
 
         def closure(scale: float = scale) -> Tensor:
-            """A loss of each parameter alone, whose gradient differs a little way on; its value depends on none."""
+            """A separable loss, whose gradients change slightly on the way; its value does not depend on parameters."""
             _give_gradients(parameters, scale)
             return torch.ones((), requires_grad=True)
 
@@ -361,7 +362,7 @@ def _trial(optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], 
 def _called(
     optimizer: Optimizer, model: nn.Module, values: dict[Place, Tensor], methods: Sequence[str]
 ) -> dict[Place, Tensor]:
-    """What each of these methods does to the values, one after the other, on gradients that are new each time."""
+    """What each of these methods does to the values, one after the other, with new gradients each time."""
     parameters = _parameters(optimizer, values)
     trial = _copy(optimizer, model, parameters)
     torch.manual_seed(0)
@@ -401,7 +402,7 @@ def _corner(tensor: Tensor) -> Tensor:
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Those in an optimizer's own lists and dicts, and in those of optimizers inside of it."""
+    """The tensors in an optimizer's own lists and dicts, and in those of optimizers inside of it."""
     if isinstance(value, Tensor):
         yield value
     elif depth:
@@ -412,7 +413,7 @@ def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
 
 
 def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Parameter]) -> Any:
-    """The optimizer with these parameters in the place of its own; nothing large is copied."""
+    """The optimizer with these parameters in place of its own; nothing large is copied."""
     content = {key: value for key, value in optimizer.__dict__.items() if key not in (*OVERRIDDEN, "state")}
     memo: dict[int, Any] = {id(tensor): _corner(tensor) for tensor in _tensors(content)}
     memo |= {id(tensor): torch.empty(0) for tensor in (*model.parameters(), *model.buffers())}
@@ -433,8 +434,8 @@ def _copy(optimizer: Optimizer, model: nn.Module, parameters: dict[Place, nn.Par
 
 
 def _like(value: Any, original: nn.Parameter, tried: nn.Parameter) -> Any:
-    """What is kept for a parameter, for the one that stands in its place: of a tensor of its shape, ones, since the
-    tried one may be any slice of it."""
+    """The state of a parameter, for the one that replaces it: for a tensor of its shape, ones, since the
+    replacement may be any slice of it."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value) if isinstance(value, list | dict) else value
     return torch.ones_like(tried, dtype=value.dtype) if value.shape == original.shape else _corner(value)

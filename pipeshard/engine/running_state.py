@@ -1,9 +1,9 @@
-"""Running state: what one forward leaves to the next in the model, kept apart for each of a rank's stages.
+"""Running state: state that one forward leaves to the next in the model, separate for each of a rank's stages.
 
-Every stage runs the glue, for every microbatch once and in their order. So what glue carries on (counters, generators,
-what is made of the batch) is on all stages what it would be in the unsplit model. What is made of unit results is so on
-the stages that have these, which are those that read it; on the others it stays what it was. Batch norm is apart: with
-`deferred`, its running statistics move once a step, by the whole batch.
+Every stage runs the glue, once for every microbatch and in their order. So state that glue carries on (counters,
+generators, values computed from the batch) is the same on all stages as in the unsplit model. State computed from unit
+results is correct on the stages that have these, which are those that read it; on the others it stays unchanged. Batch
+norm is separate: with `deferred`, its running statistics are updated once per step, from the whole batch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ class Carry:
         self.places: dict[str, Place] = {}
 
     def begin(self, routes: Sequence[Route]) -> None:
-        """Get ready for one forward on each of these routes."""
+        """Prepare one forward on each of these routes."""
         has_one_stage, has_one_forward = len({route.stage for route in routes}) == 1, len(routes) == 1
         carried = {
             place.name: place
@@ -64,8 +64,8 @@ class Carry:
 
     @contextmanager
     def _passing(self, route: Route) -> Iterator[None]:
-        """Around a forward that ends before the model's does: what glue has changed so far, and would have put back at
-        its end (a depth, a list of losses that it empties), is put back."""
+        """Around a forward that ends before the model's does: state that glue has changed so far, and would have
+        restored at its end (a depth, a list of losses that it empties), is restored."""
         first = Snapshot({"": self.model}) if route.stop is not None and -1 not in route.proven else None
         places = [Place(self.model, path) for path in route.passing.values()]
         held = [place.take() for place in places]
@@ -83,7 +83,7 @@ class Carry:
         route.proven.add(-1)
 
     def end(self) -> None:
-        """Leave in the model what the last of the stages has that have it right."""
+        """Leave in the model the state of the last of the stages that have it right."""
         for name in self.places:
             start = self.start[name]
             held = [self.left[stage][name] for stage in sorted(self.left) if name in self.left[stage]]
@@ -102,8 +102,8 @@ class Carry:
 
 
 def _is_settled(place: Carried, route: Route, has_one_forward: bool) -> bool:
-    """Whether a place need not be looked after on a rank with one stage; with several forwards, a backward may need
-    what a later one would write to."""
+    """Whether a place can be ignored on a rank with one stage; with several forwards, a backward may need
+    a value that a later one would overwrite."""
     if place.kind == "tensor" and not has_one_forward:
         return False
     return place.until == -1 or place.name not in route.spoiled
@@ -116,8 +116,8 @@ _SUMS: dict[nn.Module, tuple[Tensor, Tensor, int]] = {}
 
 @contextmanager
 def deferred(units: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, each microbatch is normalized by its own statistics, as always; afterwards the running ones of these
-    units have moved once, by mean and (biased) variance of all that was normalized (Kim et al. 2020, arXiv:2004.09910).
+    """Inside, each microbatch is normalized by its own statistics, as always. Afterwards the running ones of these
+    units are updated once, by mean and (biased) variance of all inputs (Kim et al. 2020, arXiv:2004.09910).
     """
     modules: dict[Any, None] = {module: None for unit in units for module in unit.modules() if _tracks(module)}
     before = {module: [buffer.clone() for buffer in _statistics(module)] for module in modules}

@@ -1,10 +1,10 @@
-"""Sliced: a stage that runs microbatches slice by slice, and what it needs to know of them.
+"""Sliced: a stage that runs microbatches slice by slice, and the slices that it runs.
 
     stage 0     F(0,0)  F(0,1)  F(0,2)                          B(0,2)  B(0,1)  B(0,0)
     stage 1             F(0,0)  F(0,1)  F(0,2) head    B(0,2)  B(0,1)  B(0,0)
 
-What the loss needs of all slices is put together on the last stage. The glue behind the last unit and the loss, the
-head, then run once for the whole microbatch, as without slices, so that labels, sums and counts are those of the
+The last stage concatenates the values that the loss needs from all slices. The glue after the last unit and the loss,
+the head, then run once for the whole microbatch, as without slices, so that labels, sums and counts are those of the
 microbatch.
 """
 
@@ -31,8 +31,8 @@ OTHER = "Use num_slices=1 for this model"
 
 @dataclass(frozen=True)
 class SlicedRoutes:
-    """The routes of microbatches through the stages of a rank, each of which leaves what later ones and the head need,
-    and that of the head."""
+    """The routes of microbatches through the stages of a rank, each of which leaves the values that later ones and the
+    head need, and the route of the head."""
 
     stages: Sequence[Route]
     head: Route
@@ -40,8 +40,8 @@ class SlicedRoutes:
 
 @dataclass(frozen=True)
 class SlicedMicrobatch:
-    """A microbatch of one stage: its `slices`, the microbatch as the head takes it, and how each value that it needs
-    is put together."""
+    """A microbatch of one stage: its `slices`, the microbatch as the head receives it, and how each value that the head
+    needs is concatenated."""
 
     slices: Sequence[Microbatch]
     sizes: Sequence[int]
@@ -60,7 +60,7 @@ class SlicedMicrobatch:
         device: torch.device,
     ) -> "SlicedMicrobatch":
         """`whole` as stage number `place` of this rank runs it; `ways` and `routes` are those of its slices, the last
-        of `routes` that of the whole. Raises TraceError where slices are called otherwise than the whole is."""
+        of `routes` that of the whole. Raises TraceError if the slices' calls differ from those of the whole."""
         of_whole, total, states = routes[-1], sum(sizes), dict[Any, Any]()
         head = Microbatch(of_whole.head.feed(batch, device), of_whole.head, whole.deltas, whole.share, whole.summed)
         fed = of_whole.stages[place].feed(batch, device)
@@ -101,7 +101,7 @@ class SlicedStage(Stage):
     head: Stage | None = None
 
     def listener(self, args: Any, kwargs: Any) -> None:
-        """Of calls with a cache, which have other arguments than in the trace."""
+        """The listener of calls with a cache, whose arguments differ from the trace."""
 
     @property
     def end_of_loss(self) -> Stage:
@@ -115,7 +115,7 @@ class SlicedStage(Stage):
         scale: float,
         splits: Collection[int],
     ) -> None:
-        """Get ready for a training step; see `Stage.begin`."""
+        """Prepare a training step; see `Stage.begin`."""
         self.whole, self.n = microbatches, len(microbatches[0].slices)
         slices = [part for microbatch in microbatches for part in microbatch.slices]
         self.begin(slices, criterion, True, outputs, scale, splits)
@@ -161,7 +161,7 @@ class SlicedStage(Stage):
         return sent
 
     def _split(self, number: int, gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The gradients of what the head took, slice by slice."""
+        """The gradients of the head's inputs, slice by slice."""
         whole = self.whole[number]
         enters = whole.head.route.enters
         of_value = dict(zip(enters.values, whole.joints, strict=True))

@@ -1,11 +1,11 @@
 """Stage: one part of the model, run forward and backward on one microbatch at a time, and checked for NaNs.
 
-A NaN in one stage's gradient is in all parameters after the next step, on every rank; torch's anomaly mode finds its
+A NaN in one stage's gradient is in all parameters after the next step, on every rank. torch's anomaly mode finds its
 operator, but is slow and knows neither stages nor microbatches.
 
-A stage runs the model's own forward on every microbatch; calls of units that other stages hold are answered with what
-was received from them, or skipped. So masks, positions and losses are what the model's code makes of them. What enters
-a stage is a leaf of its autograd graph, and backward starts at what leaves it.
+A stage runs the model's own forward on every microbatch. Calls of units that other stages hold return the
+received values, or are skipped. So masks, positions and losses are computed by the model's code. The inputs of
+a stage are leaves of its autograd graph, and backward starts at its outputs.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -35,17 +35,17 @@ from pipeshard.split.route import Route
 
 
 class NaNCheck:
-    """Checks what stage `stage`, which holds `parameters` by name, computes; `gradients` too, unless a loss scale makes
-    them overflow now and then.
+    """Checks the values that stage `stage`, which holds `parameters` by name, computes; `gradients` too, unless a loss
+    scale makes them overflow occasionally.
 
-    Every method raises NonFiniteError, with the stage, the microbatch, and a parameter where one is to blame.
+    Every method raises NonFiniteError, with the stage, the microbatch, and a parameter if one is the cause.
     """
 
     def __init__(self, stage: int, parameters: Mapping[str, nn.Parameter], gradients: bool = True) -> None:
         self.stage, self.parameters, self.gradients = stage, parameters, gradients
 
     def forward(self, i: int, units: Sequence[str], sent: Sequence[Tensor], loss: Tensor | None) -> None:
-        """Check what microbatch i has become: the result of each of `units` for the next stages, or the loss."""
+        """Check the results of microbatch i: of each of `units` for the next stages, or the loss."""
         for unit, tensor in zip(units, sent, strict=True):
             if not _is_finite(tensor):
                 self._stop(f"the result of {unit} for microbatch {i} is not finite")
@@ -95,8 +95,8 @@ def _is_finite(tensor: Tensor) -> bool:
 @dataclass(frozen=True)
 class Microbatch:
     """One microbatch with its route through a stage. The batch's loss is the sum of those of the microbatches, each
-    times its `share`; `summed` says that they are the criterion's sums, without their counts. `sliced` is what the
-    model is called with in the place of the batch, of which it is a slice."""
+    times its `share`; `summed` means that they are the criterion's sums, without their counts. `sliced` is what the
+    model is called with instead of the batch, if it is a slice of the batch."""
 
     batch: Batch
     route: Route
@@ -113,9 +113,9 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a backward needs of its forward: the leaves that entered and are to get a gradient, `others` that are to get
-    none, and where the graph of each value that left begins (None: it has no graph). The values themselves are freed
-    once they are sent. `carried` is what a slice has left to later ones."""
+    """What a backward needs of its forward: the input leaves that require a gradient, `others` that do
+    not, and the root of the graph of each output (None: it has no graph). The values themselves are freed
+    once they are sent. `carried` is the state that a slice has left to later ones."""
 
     entered: list[Tensor]
     others: list[tuple[Value, Tensor]]
@@ -129,12 +129,12 @@ Place = tuple[int, Value]  # of a result that crosses a cut: the id of its Dataf
 
 
 class Stage:
-    """Runs the model as stage `index` does: `forward`, `backward` and `weight` of microbatch i, in any legal order.
+    """Runs the model as stage `index`: `forward`, `backward` and `weight` of microbatch i, in any legal order.
 
-    The last stage computes the loss: `loss` sums it over the microbatches, and `outputs` takes what is wanted of the
-    model's outputs. Forwards run inside `around()` and `carry(route)`. Where `deferral` is installed, `backward` leaves
-    weight gradients to `weight` if it is split, and else those of large embeddings to its own end. `listener` is that
-    of calls with a cache.
+    The last stage computes the loss: `loss` sums it over the microbatches, and `outputs` keeps the requested
+    outputs of the model. Forwards run inside `around()` and `carry(route)`. If `deferral` is installed, `backward`
+    defers weight gradients to `weight` if it is split, and otherwise those of large embeddings to its own end.
+    `listener` is that of calls with a cache.
     """
 
     listener: Listener | None = None
@@ -156,7 +156,7 @@ class Stage:
 
     @property
     def end_of_loss(self) -> "Stage":
-        """What has the loss, if this is the last stage."""
+        """The end of the path to the loss, if this is the last stage."""
         return self
 
     def begin(
@@ -168,8 +168,8 @@ class Stage:
         scale: float = 1.0,
         splits: Collection[int] = (),
     ) -> None:
-        """Get ready for a step; gradients are to be those of the loss times `scale`. `splits`: the microbatches whose
-        backward has a `weight` of its own."""
+        """Prepare a step; gradients are those of the loss times `scale`. `splits`: the microbatches whose
+        backward has a separate `weight`."""
         self.microbatches, self.criterion, self.train, self.outputs = microbatches, criterion, train, outputs
         self.scale, self.splits = scale, splits
         self.replay.criterion = criterion
@@ -184,24 +184,24 @@ class Stage:
         self.remaining = len(microbatches)  # backwards
 
     def end(self) -> None:
-        """Keep nothing of the step but `loss`."""
+        """Discard everything of the step except `loss`."""
         self.saved.clear()
         self.pending.clear()
         self.microbatches = ()
         self.replay.end()
 
     def entering(self, i: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of what `forward(i, ...)` takes."""
+        """Shape and dtype of the inputs of `forward(i, ...)`."""
         microbatch = self.microbatches[i]
         return [microbatch.shape(value) for value in microbatch.route.enters.values]
 
     def returning(self, i: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of what `backward(i, ...)` takes."""
+        """Shape and dtype of the inputs of `backward(i, ...)`."""
         microbatch = self.microbatches[i]
         return [microbatch.shape(value) for value in microbatch.route.leaves.gradients]
 
     def forward(self, i: int, entering: Sequence[Tensor]) -> list[Tensor]:
-        """Run microbatch i on what the previous stage sent; returns what the next stage is to get."""
+        """Run microbatch i on the values from the previous stage; returns those for the next stage."""
         microbatch = self.microbatches[i]
         route = microbatch.route
         self.deferral.whole = i not in self.splits
@@ -230,8 +230,8 @@ class Stage:
         return sent
 
     def try_zeros(self, microbatch: Microbatch, criterion: Criterion | None) -> None:
-        """Run the forward of `microbatch` on zeros in the place of what other stages send, and keep nothing. Raises
-        what the model raises."""
+        """Run the forward of `microbatch` on zeros in place of other stages' values, and keep nothing. Raises the
+        model's own error."""
         route, replay = microbatch.route, self.replay
         shapes = {value: microbatch.shape(value) for value in route.enters.values}
         zeros = {v: torch.zeros(shape, dtype=dtype, device=replay.device) for v, (shape, dtype) in shapes.items()}
@@ -241,7 +241,7 @@ class Stage:
                 sum_and_count(output, criterion, microbatch.batch)
 
     def backward(self, i: int, returning: Sequence[Tensor]) -> list[Tensor]:
-        """Back-propagate the gradients of what `forward(i)` returned; returns those of what it took."""
+        """Back-propagate the gradients of the outputs of `forward(i)`; returns those of its inputs."""
         saved, share = self.saved.pop(i), self.microbatches[i].share
         self.deferral.whole = i not in self.splits  # units that recompute run forward again
         if not self.is_last:
@@ -282,7 +282,8 @@ class Stage:
                 )
 
     def _note_reached(self, i: int, entered: Sequence[Tensor], roots: Sequence[GradientEdge]) -> None:
-        """Note what has got a gradient of microbatch i, and for what a backward of the model's own returned None."""
+        """Record which values have received a gradient of microbatch i, and where a backward of the model returned
+        None."""
         route = self.microbatches[i].route
         flow, missing = route.flow, []
         self._flows[id(flow)] = flow  # as long as its id is looked for
@@ -300,8 +301,8 @@ class Stage:
         self.dropped.update(place for place, tensor in missing if get_gradient_edge(tensor).node in nodes)
 
     def _refuse_none(self) -> None:
-        """Refuse a step in which something gets no gradient at all: its stage would get zeros from here, by which some
-        optimizers (AdamW) decay parameters that they leave alone without a gradient."""
+        """Refuse a step in which a value gets no gradient at all: its stage would receive zeros from here, and some
+        optimizers (AdamW) decay parameters with a zero gradient, but not those without one."""
         for place in (place for place, is_reached in self.reached.items() if not is_reached):
             if place in self._before:
                 why = (
@@ -354,7 +355,7 @@ class Stage:
         return loss
 
     def _refuse_foreign(self, loss: Tensor, output: Any, received: Collection[Tensor]) -> None:
-        """Refuse a criterion that trains weights of its own, which it did not when it was traced: only the graph of the
+        """Refuse a criterion that trains its own weights, which it did not when it was traced: only the graph of the
         criterion itself is searched."""
         until = tree_tensors(output)
         leaves = leaves_of(loss, until)
@@ -367,7 +368,7 @@ class Stage:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The same numbers in a row, as they are: none that are to be conjugated, or negated, when they are read."""
+    """The same numbers, contiguous and resolved: without lazy conjugation or negation."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 

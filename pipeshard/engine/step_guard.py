@@ -1,7 +1,7 @@
-"""Step guard: refuses an optimizer that steps on parameters of a boosted model without having been boosted with it.
+"""Step guard: refuses an optimizer that steps on parameters of a boosted model but was not passed to boost.
 
 Such an optimizer would neither clip by the norm of the whole model, nor remove the loss scale, nor update fp32 values,
-and it would find no gradients at all where the model was boosted without an optimizer. torch calls one global hook
+and it would find no gradients at all if the model was boosted without an optimizer. torch calls one global hook
 before the step of any optimizer; it is installed while a boosted model is alive.
 """
 
@@ -22,7 +22,7 @@ DEPTH = 4  # of lists, dicts and optimizers, in which one optimizer may keep ano
 
 
 class Boosted(Protocol):
-    """What the guard asks of a boosted optimizer."""
+    """The attributes of a boosted optimizer that the guard uses."""
 
     optim: Optimizer
     gradients: ModelGradients
@@ -36,7 +36,7 @@ class Boosted(Protocol):
 
 
 class StepGuard(Guard):
-    """Knows the optimizers that were boosted with each of the models, too."""
+    """Also knows the optimizers that were boosted with each model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,12 +57,12 @@ class StepGuard(Guard):
         self._handle.remove()
 
     def boosted(self, optimizer: Boosted) -> None:
-        """Its inner optimizer is one of its model's from now on."""
+        """Record that its inner optimizer belongs to its model from now on."""
         self._boosted.add(optimizer)
         self._unrelated.clear()
 
     def check(self, optimizer: Optimizer, *_: Any) -> None:
-        """Raise UsageError before a step of an optimizer that would go past a boosted one."""
+        """Raise UsageError before a step of an optimizer that would bypass a boosted one."""
         boosted = list(self._boosted)
         if any(optimizer is other.optim for other in boosted):
             return  # it has a hook of its own
@@ -85,7 +85,7 @@ GUARD = StepGuard()
 
 
 def _named(parameters: list[Tensor], gradients: ModelGradients, boosted: list[Boosted]) -> Mapping[Tensor, str]:
-    """Those of these parameters that are the model's, or stand for one of them, with their names."""
+    """Those of these parameters that are the model's, or replace one of them, with their names."""
     named: dict[Tensor, str] = {}
     for parameter in parameters:
         names = (gradients.names, *(optimizer.names for optimizer in boosted))
@@ -98,7 +98,7 @@ def _named(parameters: list[Tensor], gradients: ModelGradients, boosted: list[Bo
 def _check_related(
     optimizer: Optimizer, named: Mapping[Tensor, str], gradients: ModelGradients, boosted: list[Boosted]
 ) -> None:
-    """Raise UsageError unless a boosted optimizer is what steps, or contains this one, or is contained in it."""
+    """Raise UsageError unless a boosted optimizer steps, or contains this one, or is contained in it."""
     kind = type(optimizer).__name__
     if stepping := next((other for other in boosted if other.is_stepping), None):
         for parameter, name in named.items():

@@ -1,8 +1,8 @@
 """Timeline: when one rank's compute actions begin and end, by the host's clock or by a GPU's events.
 
-A host hands work to its GPU and goes on, so its own clock says when an action was launched, not when it ran; to wait
-for the device in every action would change what is measured. Events are recorded among the kernels instead, and read
-when a step has ended. They also tell how far the GPU is behind.
+A host queues work on its GPU and continues, so its own clock shows when an action was launched, not when it ran.
+Waiting for the device in every action would change the measurement. So events are recorded among the kernels, and read
+when a step has ended. They also show how far the GPU is behind.
 """
 
 import functools
@@ -23,8 +23,8 @@ MAX_AHEAD = 3  # compute actions that a host may be ahead of its GPU
 
 @dataclass(slots=True)
 class Moments:
-    """Of one compute action: when it was its turn, when its messages were there, when it was done. Each is a time on
-    the host, or an event. `source` is the rank of the pipeline that sends the messages, `waits` the same in the world.
+    """The moments of one compute action: its turn, the arrival of its messages, its end. Each is a time on
+    the host, or an event. `source` is the pipeline rank that sends the messages, `waits` the same rank in the world.
     """
 
     action: Action
@@ -36,16 +36,16 @@ class Moments:
 
 
 class Timeline:
-    """Of the steps of one rank on a device, one after the other: `begin`, then for each compute action `turn`,
+    """The timeline of the steps of one rank on a device: `begin`, then for each compute action `turn`,
     `received` and `done`, then `end`.
 
-    On a GPU the host goes on before an action is done, but not further than `MAX_AHEAD` of them: so it lets go of what
-    was sent, and the watch sees which action does not end, and whether that waits for a message or computes.
+    On a GPU the host continues before an action has finished, but is at most `MAX_AHEAD` actions ahead. So it releases
+    sent tensors, and the watch sees which action does not end, and whether it waits for a message or computes.
 
     Attributes:
-        spans: of the last step, the start and end of every compute action by `time.time()`, without waiting.
+        spans: the start and end of every compute action of the last step by `time.time()`, without waiting.
         waited: the seconds that it has waited for each other rank of the pipeline.
-        event: makes an event of the device; None where the host computes.
+        event: creates an event of the device; None if the host computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class Timeline:
         self._moments.append(Moments(action, now, now))
 
     def received(self, source: int, waits: Sequence[int]) -> None:
-        """What the action needs is there, or the GPU waits for it before it goes on."""
+        """The inputs of the action have arrived, or the GPU waits for them before it continues."""
         last = self._moments[-1]
         last.start, last.source, last.waits = self._now(), source, waits
 
@@ -76,7 +76,7 @@ class Timeline:
             self._catch_up(MAX_AHEAD)
 
     def end(self) -> None:
-        """Wait for the GPU, and know the times of the step."""
+        """Wait for the GPU, and compute the times of the step."""
         self._catch_up(0)
         at = self._host_time()
         for moments in self._moments:
@@ -94,7 +94,7 @@ class Timeline:
         return event
 
     def _catch_up(self, most: int) -> None:
-        """Wait until the GPU is behind by so many actions at most."""
+        """Wait until the GPU is at most this many actions behind."""
         while len(self._behind) > most:
             moments = self._behind.popleft()
             own_progress().start(moments.action)
@@ -104,7 +104,7 @@ class Timeline:
             own_progress().wait_until(moments.end.synchronize, ())
 
     def _host_time(self) -> Callable[[Any], float]:
-        """What turns a moment of the step into a time of the host, whose last one is now."""
+        """The conversion from a moment of the step to a time of the host; the last moment is now."""
         if self.event is None or not self._moments:
             return float
         now, last = time.time(), self._moments[-1].end

@@ -1,9 +1,9 @@
-"""Updates: what ranks compare of an update, so that all stages of a model are updated alike.
+"""Updates: the parts of an update that ranks compare, so that all stages of a model are updated in the same way.
 
-A training loop may set a learning rate from what one rank sees, or scale gradients by a norm of one stage's gradients.
-Each stage would then train in its own way, silently. So ranks compare the options of the optimizers' groups, and the
+A training loop may set a learning rate from values of one rank, or scale gradients by a norm of one stage's gradients.
+Each stage would then train differently, silently. So ranks compare the options of the optimizers' groups, and the
 factor by which a loop has multiplied all gradients of its rank. The first updates of a model are compared before they
-change a parameter; later ones at the beginning of the next step, in the message by which every step begins.
+change a parameter; later ones at the beginning of the next step, in its first message.
 """
 
 import hashlib
@@ -38,8 +38,8 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class Grouped(Protocol):
-    """What is asked of a boosted optimizer: its groups, with the names of all that the user gave to each, on whichever
-    stage it is, the options that each had then, and to follow what a loop has written."""
+    """The attributes used of a boosted optimizer: its groups, with the names of all parameters that the user passed to
+    each, on any stage, the options of each at that time, and `follow` for values that a loop has written."""
 
     optim: Optimizer
     names: dict[Tensor, str]
@@ -52,8 +52,8 @@ class Grouped(Protocol):
 
 
 class Told(NamedTuple):
-    """What a rank tells the others of an update. `used` are the options of each group that has parameters on the rank,
-    by a digest of the names given to the group, and `options` those that are set now; `factor` is that of the gradients
+    """What a rank reports of an update. `used` are the options of each group that has parameters on the rank,
+    by a digest of the names in the group, and `options` the current ones; `factor` is that of the gradients
     (None: changed otherwise, or there are none), `before` the latest other than 1 of earlier updates, and `norm` that
     of the gradients times the factor, if it is known. `found` is what a loop has written that is of one stage, and
     `numbered`, by parameter, numbers that it has written with after it has read several (engine/coupling.py)."""
@@ -93,7 +93,7 @@ class Snapshot:
 
     @property
     def is_written(self) -> bool:
-        """Whether a gradient is there that was changed, and is not zero: zero_grad writes no numbers of its own."""
+        """Whether a gradient was changed and is not zero: zero_grad writes no other numbers."""
         return any(p.grad is not None and bool(p.grad.any()) for p in self._changed)
 
     def factor(self) -> float | None:
@@ -115,7 +115,7 @@ def _some(parameter: Tensor) -> Tensor:
 
 
 def _factor(before: Tensor, after: Tensor) -> float | None:
-    """The positive number that `before` times it is `after`; None if there is none."""
+    """The positive number by which `before` becomes `after`; None if there is none."""
     square = float(before.dot(before))
     if square == 0.0 or not math.isfinite(square):
         return None
@@ -166,7 +166,7 @@ class Updates:
             self._added = Snapshot(parameters, self._samples or self.count < FIRST)
 
     def judge(self) -> None:
-        """The gradients are about to be used or changed: note what a loop has done to them since `added`."""
+        """Before the gradients are used or changed: record what a loop has done to them since `added`."""
         self._note(self._added)
         self._added = None
 
@@ -203,8 +203,8 @@ class Updates:
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """A digest of the options that the last update used, of those that are set now and of what the loop has written
-        otherwise than one process would, and the last update's factor, for the message by which a step begins."""
+        """A digest of the options that the last update used, of the current ones and of values that the loop has
+        written differently than one process would, and the last update's factor, for the first message of a step."""
         used = self._digest_of(self._stepped)  # mostly what was set at the last step, whose digest is known
         now = self._digest_of(self._options())
         written = zlib.crc32(repr((self.found, self._numbers)).encode())
@@ -217,7 +217,7 @@ class Updates:
         return self._digest[1]
 
     def in_use(self) -> dict[int, Grouped]:
-        """The optimizers that are not collected yet, which may be others on each rank, by the order of their boosts."""
+        """The live optimizers, which may differ between ranks, by the order of their boosts."""
         every = enumerate(reference() for reference in self.optimizers)
         return {number: optimizer for number, optimizer in every if optimizer is not None}
 
@@ -232,8 +232,8 @@ class Updates:
         return tuple(found)
 
     def compare(self, norm: float | None = None) -> None:
-        """Raise UsageError on every rank if ranks would update their parameters otherwise than one device would; all
-        of them call it."""
+        """Raise UsageError on every rank if ranks would update their parameters differently than one device would. Call
+        it on all ranks."""
         used, now = self._by_group(self._stepped), self._by_group(self._options())
         own = used, now, self._told, self._before, norm, self.found, self._numbers
         told = [Told(*others) for others in gather_objects(own, self.grid.world)]
@@ -260,7 +260,7 @@ class Updates:
         self._has_found |= bool(found)
 
     def _by_group(self, options: tuple[Any, ...]) -> dict[str, dict[str, Any]]:
-        """What `_options` has returned, by the groups that have parameters on this rank."""
+        """The result of `_options`, by the groups that have parameters on this rank."""
         values: dict[tuple[int, int], dict[str, Any]] = {}
         for number, k, key, value in options:
             values.setdefault((number, k), {})[key] = value
@@ -298,7 +298,7 @@ DRAWN = (
 
 
 def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any) -> str:
-    """The first option of a group that is not the same on all ranks that have the group; "" if there is none."""
+    """The first option of a group that differs between the ranks that have the group; "" if there is none."""
     for title in dict.fromkeys(title for of_rank in told for title in of_rank):
         having = [rank for rank, of_rank in enumerate(told) if title in of_rank]
         first = told[having[0]][title]
@@ -327,19 +327,19 @@ def numbers_problem(told: Sequence[Told], named: Any) -> str:
 
 
 def alike(factors: Iterable[float | None]) -> bool:
-    """Whether these factors are one, up to rounding; gradients that were changed otherwise have none."""
+    """Whether these factors are equal up to rounding; gradients that were changed otherwise have none."""
     known = [factor for factor in factors if factor is not None]
     return not known or max(known) - min(known) <= NEAR * max(known)
 
 
 def has_one_factor(numbers: Iterable[int]) -> bool:
-    """`alike` for factors as they travel."""
+    """`alike` for factors in their serialized form."""
     return alike(number / ONE for number in numbers if number != OTHER)
 
 
 def _is_of_a_norm(told: Sequence[Told]) -> bool:
-    """Whether factors that differ between ranks are taken from gradients: constants of the user's do not change from
-    update to update, and do not give several ranks gradients of one norm."""
+    """Whether factors that differ between ranks are computed from gradients: a user's constants do not change between
+    updates, and do not give several ranks gradients of one norm."""
     if any(_is_scaled(each.factor) and not alike([each.factor, each.before]) for each in told):
         return True
     measured = [each for each in told if each.norm is not None]
@@ -358,7 +358,7 @@ def _shown(told: Sequence[Told], named: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """An option that can be compared between processes; None of others. A tensor on a GPU is not waited for."""
+    """An option that can be compared between processes, otherwise None. Does not wait for a tensor on a GPU."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
     if isinstance(value, list | tuple):
@@ -375,7 +375,7 @@ def _is_close(one: Any, other: Any) -> bool:
 
 
 def _norm(parameters: Iterable[Tensor]) -> float:
-    """That of the gradients that the inner optimizer is about to use on this rank."""
+    """The norm of the gradients that the inner optimizer is about to use on this rank."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     squares = [float(torch.linalg.vector_norm(_dense(gradient).float())) ** 2 for gradient in gradients]
     return math.sqrt(sum(squares))

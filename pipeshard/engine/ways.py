@@ -1,9 +1,9 @@
-"""Ways: how each rank goes through the microbatches of a step, which has to be alike on all ranks of a pipeline.
+"""Ways: each rank's path through the microbatches of a step, which must agree on all ranks of a pipeline.
 
-No message has a header: both ends know its size from traces of their own. A unit that does not run by shape alone is
-visited with values, and those of a parameter that another stage holds are zeros here. Where a shape, or a number that
+No message has a header: both ends compute its size from their own traces. A unit that does not run on shapes alone is
+visited with values, and those of a parameter that another stage holds are zeros here. If a shape, or a number that
 the unit returns, depends on such values, ranks trace different ways. So they compare a number of their ways at the
-beginning of every step. Where it differs, they lend each other the small tensors of such units, trace once more, and
+beginning of every step. If it differs, they lend each other the small tensors of such units, trace once more, and
 compare line by line what crosses.
 """
 
@@ -42,7 +42,7 @@ OF_GRADIENTS = (
 
 
 def fingerprint(flow: Dataflow) -> str:
-    """A digest of all that the messages between stages follow from, the same in every process."""
+    """A digest of everything that determines the messages between stages, the same in every process."""
     calls = [
         (
             call.unit,
@@ -60,20 +60,20 @@ def fingerprint(flow: Dataflow) -> str:
 
 
 def constants(call: Call) -> list[tuple[int, Any]]:
-    """What a call returns other than tensors, of kinds that can be compared between processes, by its leaf."""
+    """The constants that a call returns, of kinds that can be compared between processes, by leaf."""
     of_result = call.leaves[: call.parts[0].tree.num_leaves]
     plain_kinds = (*PLAIN, Count)
     return [(k, x) for k, x in enumerate(of_result) if isinstance(x, plain_kinds) and not isinstance(x, torch.device)]
 
 
 def number_of(of_flow: str, deltas: tuple[int, ...]) -> int:
-    """The same on all ranks for ways that are alike: of the fingerprint of the Dataflow, and the sizes."""
+    """The same on all ranks with equal ways: a number of the fingerprint of the Dataflow, and the sizes."""
     content = f"{of_flow} {deltas}".encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") % 2**NUMBER_BITS
 
 
 def joined(numbers: Sequence[int]) -> int:
-    """One number of those of all microbatches, in their order."""
+    """One number from those of all microbatches, in their order."""
     total = len(numbers)
     for number in numbers:
         total = (total * 1_000_003 + number) % 2**NUMBER_BITS
@@ -86,8 +86,8 @@ def valued(ways: Sequence[Way]) -> set[str]:
 
 
 def lend(held: Mapping[str, nn.Module], asked: Sequence[str], group: dist.ProcessGroup, ranks: Sequence[int]) -> Lent:
-    """The small tensors of the units that all ranks of `group` have `asked` for, by the first of `ranks` that runs the
-    unit, as it is among `held`: buffers that others have may be older. All ranks of the group call it."""
+    """The small tensors of the units that all ranks of `group` have `asked` for, from the first of `ranks` that runs
+    the unit, out of `held`: buffers of other ranks may be older. Call it on all ranks of the group."""
     of_ranks = gather_objects({unit: _small(held[unit]) for unit in asked if unit in held}, group)
     lent: dict[str, dict[str, Tensor]] = {unit: {} for unit in asked}
     for rank in reversed(ranks):
@@ -104,14 +104,14 @@ def _small(unit: nn.Module) -> dict[str, Tensor]:
 
 
 class Line(NamedTuple):
-    """One thing that stages tell each other of a microbatch, or take for granted of each other."""
+    """One fact about a microbatch that stages send to each other, or assume of each other."""
 
     what: str
     value: str
 
 
 def lines_of(way: Way, policy: Policy, outputs: Wanted) -> list[Line]:
-    """What crosses each cut, in its order, and the numbers and the like that units return."""
+    """The values that cross each cut, in order, and the numbers and the like that units return."""
     flow, deltas = way
     stages = policy.partition.of_calls(flow)
     crossing = boundaries(flow, stages, len(policy.placement), outputs)
@@ -137,12 +137,12 @@ def _numbers_of(way: Way) -> Iterator[Line]:
 
 
 def plain(lines: Sequence[Line]) -> list[tuple[str, str]]:
-    """Lines as they travel."""
+    """Lines in their serialized form."""
     return [(line.what, line.value) for line in lines]
 
 
 class Said(NamedTuple):
-    """What a rank tells the others of its ways: their numbers, the lines of each, or why there are none."""
+    """What a rank reports of its ways: their numbers, the lines of each, or why there are none."""
 
     numbers: list[int]
     lines: list[list[tuple[str, str]]]
@@ -150,8 +150,8 @@ class Said(NamedTuple):
 
 
 def compare(said: Said, group: dist.ProcessGroup, ranks: Sequence[int], named: Callable[[int], str]) -> list[int]:
-    """The numbers by which these ways are known from now on to the `ranks` of this pipeline; every rank of `group`
-    raises TraceError where those of one pipeline differ in a line."""
+    """The numbers that identify these ways from now on for the `ranks` of this pipeline; every rank of `group`
+    raises TraceError if those of one pipeline differ in a line."""
     told = gather_objects((said.numbers, said.lines, said.failure), group)
     every = [Said(numbers, lines, failure) for numbers, lines, failure in told]
     if failed := next((other.failure for other in every if other.failure), None):
@@ -163,7 +163,7 @@ def compare(said: Said, group: dist.ProcessGroup, ranks: Sequence[int], named: C
 
 
 def _difference(every: Sequence[Said], ranks: Sequence[int], named: Callable[[int], str]) -> str:
-    """The first line that is not the same on all of these ranks; "" if there is none."""
+    """The first line that differs between these ranks; "" if there is none."""
     first = ranks[0]
     for i, lines in enumerate(every[first].lines):
         for rank in ranks[1:]:
@@ -177,7 +177,7 @@ def _difference(every: Sequence[Said], ranks: Sequence[int], named: Callable[[in
 
 
 def _differ_by_gradient(mine: Line | None, theirs: Line | None) -> bool:
-    """Whether two lines are of the same tensor, which gets a gradient on one rank alone."""
+    """Whether two lines are of the same tensor, which gets a gradient on only one rank."""
     if mine is None or theirs is None or mine.what != theirs.what:
         return False
     return mine.value.replace("without", "with") == theirs.value.replace("without", "with")

@@ -1,9 +1,9 @@
-"""Weight gradients: those of linear and embedding layers (dW), computed apart from the rest of a backward pass.
+"""Weight gradients: those of linear and embedding layers (dW), computed separately from the rest of a backward pass.
 
 Zero bubble schedules run the backward of a microbatch in two actions, B for the gradients that the previous stage waits
 for, and W for those of weights. autograd computes both in one pass; torch.distributed.pipelining cuts its graph in two
-and runs it twice. Here layers run a forward whose backward leaves out dW and keeps what it is computed from, so that W
-is a list of matrix products. With these at hand, a large dW is never materialised but accumulated into `.grad`.
+and runs it twice. Here layers run a forward whose backward omits dW and keeps its inputs, so that W
+is a list of matrix products. A large dW is then never materialised, but accumulated into `.grad`.
 """
 
 import inspect
@@ -49,7 +49,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """dW of an embedding: gradients (..., width) of what was read at `ids` (...) of a table with `count` rows; row
+    """dW of an embedding: gradients (..., width) of the rows read at `ids` (...) of a table with `count` rows; row
     `padding` gets none."""
 
     gradients: Tensor
@@ -79,14 +79,14 @@ Gradients = tuple[nn.Parameter, Term]
 
 
 class Deferral:
-    """Makes layers of `modules` leave out dW in a backward pass, and computes it on demand.
+    """Makes layers of `modules` omit dW in a backward pass, and computes it on demand.
 
-    While `installed`, a layer whose class computes exactly `nn.Linear`, `nn.Embedding` or transformers' `Conv1D` puts
-    what dW is made of on the list of the backward pass that runs, and `finish` accumulates it. All other parameters,
-    and weights with hooks of their own, get their gradients in the backward pass itself (the split of Qi et al. 2023,
-    arXiv:2401.10241, by layer), as all do in a pass that is not between `begin` and `end`, or that runs inside of
-    another one (a hook or a custom backward may call autograd, and look at what it gets). What runs forward while
-    `whole` is true defers the gradients of large embeddings only.
+    While `installed`, a layer whose class computes exactly `nn.Linear`, `nn.Embedding` or transformers' `Conv1D`
+    appends the inputs of dW to the list of the current backward pass, and `finish` accumulates it. All other
+    parameters, and weights with hooks of their own, get their gradients in the backward pass itself (the split of Qi et
+    al. 2023, arXiv:2401.10241, by layer). So do all parameters in a pass that is not between `begin` and `end`, or that
+    runs inside another one (a hook or a custom backward may call autograd, and read its result). A forward that runs
+    while `whole` is true defers only the gradients of large embeddings.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -97,7 +97,7 @@ class Deferral:
 
     @contextmanager
     def installed(self, lookups: bool = False) -> Iterator[None]:
-        """Inside, the layers defer, or large embeddings alone; afterwards their forwards are what they were."""
+        """Inside, the layers (or only large embeddings) defer; afterwards their forwards are restored."""
         undo: list[tuple[Any, str, Any]] = []
         for module, kind in self.layers.items():
             if lookups and not _is_large_lookup(kind, module):
@@ -120,17 +120,17 @@ class Deferral:
             self.end()
 
     def begin(self, roots: Iterable[GradientEdge] = ()) -> list[Gradients]:
-        """The list that is filled from now on: by the backward pass from `roots`, or by any."""
+        """The list to fill from now on: by the backward pass from `roots`, or by any."""
         after = (node for root in roots for node, _ in root.node.next_functions if node is not None)
         self._pending, self._within = [], next(after, None)
         return self._pending
 
     def end(self) -> None:
-        """No list is filled any more."""
+        """Stop filling a list."""
         self._pending = self._within = None
 
     def defer(self, parameter: nn.Parameter, term: Term) -> bool:
-        """Put a term on the list, if the pass that runs is to add it to `.grad`: then it may as well be added later."""
+        """Append a term to the list, if the current pass would add it to `.grad`: then it may be added later."""
         if self._pending is None or torch.is_grad_enabled():  # or it is to be differentiated again
             return False
         node = get_gradient_edge(parameter).node
@@ -146,10 +146,10 @@ class Deferral:
 
     @staticmethod
     def finish(pending: list[Gradients]) -> None:
-        """Accumulate what is on the list in `.grad`, in its order; memory is given back on the way.
+        """Accumulate the list into `.grad`, in its order, freeing memory on the way.
 
-        The kernels and their order are autograd's own, which adds up those of one parameter before it adds them to
-        `.grad`; but for what is added to the gradient of a weight of 131,072 elements or more: a product accumulates
+        The kernels and their order are autograd's own, which sums the terms of one parameter before it adds them to
+        `.grad`. The exception is the gradient of a weight of 131,072 elements or more: a product accumulates
         into it, a lookup into the rows it has read (the sums are the same up to the order of their terms).
         """
         pending.reverse()
@@ -181,7 +181,7 @@ class _Deferred:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of the layer's own forward, by which a call is told that it does not take."""
+        """The signature of the layer's own forward, which shows the arguments that a call does not take."""
         return inspect.signature(self.plain)
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def _is_deferrable(parameter: Tensor) -> bool:
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    """Not of a class with products of its own, as a quantized weight is."""
+    """Whether its class uses ordinary products, unlike a quantized weight."""
     known = type(tensor) in (Tensor, nn.Parameter, DTensor)
     return known and tensor.layout is torch.strided and not tensor.is_nested
 
@@ -234,7 +234,7 @@ def _is_large_lookup(kind: Any, module: nn.Module) -> bool:
 @cache
 @torch.enable_grad()
 def _references() -> int:
-    """How many there are to a node that autograd alone keeps, since a graph leads to it."""
+    """The number of references to a node that only autograd keeps, since a graph leads to it."""
     leaf = torch.zeros(1, requires_grad=True)
     graph = leaf.view_as(leaf)
     node = get_gradient_edge(leaf).node
@@ -242,7 +242,7 @@ def _references() -> int:
 
 
 def _weight_grad(ctx: Any, term: Term) -> Tensor | None:
-    """What a backward returns for its weight: None if that is deferred, or nobody asks for it."""
+    """The gradient that a backward returns for its weight: None if it is deferred, or not needed."""
     if not ctx.needs_input_grad[1] or ctx.deferral.defer(ctx.weight, term):
         return None
     return term.value()
@@ -253,7 +253,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _no_view(x: Tensor) -> Tensor:
-    """The same memory as a tensor of its own: an in-place ReLU may not write to a view that came out of a Function."""
+    """The same memory as a separate tensor: an in-place ReLU may not write to a view that came out of a Function."""
     return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 
 

@@ -1,8 +1,8 @@
-"""Cache: which entries of a cache this rank's units have written, and what the other ranks are to know of them.
+"""Cache: the entries of a cache that this rank's units have written, and their description for other ranks.
 
-A stage holds the states of its own layers. Of the others it has ghosts: entries of the same class with the same
+A stage holds the states of its own layers. For the others it has ghosts: entries of the same class with the same
 numbers, whose tensors are on meta, so that lengths are right and no memory is taken. Code that reads the values of a
-ghost fails with an error of torch, as meta tensors mix with no others.
+ghost fails with an error of torch, since meta tensors cannot be combined with others.
 """
 
 import copy
@@ -20,7 +20,7 @@ Path = tuple[str | int, ...]
 
 
 class GhostState(Tensor):
-    """A state of another stage's layer. It stays where it is, also where code moves all states of a cache."""
+    """A state of another stage's layer. It does not move, even if code moves all states of a cache."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -30,7 +30,7 @@ class GhostState(Tensor):
 
 
 class Entries:
-    """The entries of one cache on this rank: its layers, and what else its attributes hold."""
+    """The entries of one cache on this rank: its layers, and its other attributes."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -38,24 +38,24 @@ class Entries:
         self._own: set[Path] = set()
 
     def begin(self) -> None:
-        """A forward begins."""
+        """Start a forward."""
         self._before = {path: _signature(entry) for path, entry in _entries(self.cache)}
 
     def changes(self) -> dict[str, Any]:
-        """What the forward has changed on this rank, for `update` on the others."""
+        """The changes of the forward on this rank, for `update` on the others."""
         changed = {p: e for p, e in _entries(self.cache) if self._before.get(p, _NONE) != _signature(e)}
         self._own |= changed.keys()
         return {_text(path): _described(entry) for path, entry in changed.items()}
 
     def update(self, changes: dict[str, Any]) -> None:
-        """Ghosts of what another rank has changed, and this one has not."""
+        """Create ghosts for changes of another rank that this rank does not have."""
         for text, told in changes.items():
             path = _path(text)
             if path not in self._own:
                 self._set(path, told)
 
     def adopt(self, other: "Entries") -> None:
-        """Take over what a forward has changed in a copy of the cache."""
+        """Take over changes that a forward has made in a copy of the cache."""
         for path, entry in _entries(other.cache):
             if other._before.get(path, _NONE) != _signature(entry):
                 _put_at(self._holder(path), path[-1], entry)
@@ -77,7 +77,7 @@ class Entries:
         return holder
 
     def _lengthen(self, entries: list[Any], last: int) -> None:
-        """Let a cache that grows with the layers that are called have an entry of this number."""
+        """Extend a cache that grows with the layers that are called to this number."""
         if not entries:
             raise TraceError(
                 f"{type(self.cache).__name__} makes its entries in the layers alone, of which this rank has called "
@@ -101,7 +101,7 @@ def _put_at(holder: Any, last: str | int, entry: Any) -> None:
 
 
 def _entries(cache: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The parts of a cache that are told one by one: the members of its lists and mappings, and other attributes."""
+    """The parts of a cache that are sent separately: the members of its lists and mappings, and other attributes."""
     for name, value in vars(cache).items():
         path = (*at, name)
         if is_cache(value):
@@ -115,7 +115,7 @@ def _entries(cache: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def _signature(value: Any) -> Any:
-    """What differs once a value has been changed or replaced."""
+    """A signature that changes when a value is changed or replaced."""
     if isinstance(value, Tensor):
         return id(value), value.shape, 0 if value.is_inference() else value._version
     if isinstance(value, list | tuple):
@@ -129,7 +129,7 @@ def _signature(value: Any) -> Any:
 
 
 def _described(entry: Any) -> Any:
-    """An entry as plain data: a value, or the attributes of an object of a class that the others have as well."""
+    """An entry as plain data: a value, or the attributes of an object of a class that the other ranks also have."""
     inside = getattr(entry, "__dict__", None)
     if inside is None or isinstance(entry, Tensor):
         return {"value": describe(entry, _put, {})}
@@ -143,7 +143,7 @@ def _put(tensor: Tensor) -> Any:
 
 
 def _ghost(told: Any, here: Any) -> Any:
-    """The entry that is told, in the place of what is here."""
+    """The received entry, in place of the current one."""
 
     def get(spec: Any) -> Tensor:
         shape, dtype, *values = spec

@@ -1,7 +1,7 @@
-"""Described: a value as plain data (JSON), with its tensors aside; so one rank tells others what it has.
+"""Described: a value as plain data (JSON), with its tensors separate, for sending it to other ranks.
 
-Nothing that comes from another rank is run: classes are looked up by name among those of outputs and caches that this
-process has already.
+No code from another rank is executed: classes are looked up by name among those of outputs and caches that this
+process already has.
 """
 
 import sys
@@ -21,8 +21,8 @@ Get = Callable[[Any], Tensor]
 
 
 def describe(value: Any, put: Put, known: Mapping[int, str]) -> Any:
-    """The value for `restore`. `known` has names of objects, by id, that the other rank has as well; what is neither
-    known nor made of numbers, strings, tensors and containers becomes None."""
+    """The value for `restore`. `known` has names of objects, by id, that the other rank also has. An object that is
+    neither known nor made of numbers, strings, tensors and containers becomes None."""
     if isinstance(value, Tensor | dict | list | tuple) and id(value) in known:
         return {"known": known[id(value)]}
     if isinstance(value, Tensor):
@@ -44,7 +44,7 @@ def describe(value: Any, put: Put, known: Mapping[int, str]) -> Any:
 
 
 def restore(told: Any, get: Get, known: Mapping[str, Any]) -> Any:
-    """The value that `describe` was given, with `get` for its tensors and what is `known` here by name."""
+    """Inverse of `describe`, with `get` for its tensors and the objects `known` here by name."""
     if not isinstance(told, dict):
         return told
     if "known" in told:
@@ -80,7 +80,7 @@ def spec_of(tensor: Tensor) -> list[Any]:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of this name. Raises MessageError where torch has none."""
+    """The dtype of this name. Raises MessageError if torch has none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise MessageError(f"{name!r}, which another rank names, is not a dtype")

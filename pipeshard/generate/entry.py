@@ -1,8 +1,8 @@
 """Entry: one call of a module of the model, which all stages make together.
 
-While a model generates, its code calls the whole model, its encoder alone, or a part of it. Each such call is a forward
-of the pipeline. Its way through the stages is that of a twin: the same call without a cache, on as many positions as
-are new. The twin is traced like a batch of training.
+While a model generates, its code calls the whole model, only its encoder, or a part of it. Each such call is a forward
+of the pipeline. Its way through the stages is that of a twin: the same call without a cache, with only the
+new positions. The twin is traced like a batch of training.
 """
 
 import inspect
@@ -28,7 +28,7 @@ def entry_of(model: nn.Module, path: str, arguments: Mapping[str, Any]) -> Batch
 
 
 class _Opened(dict[str, bool]):
-    """Of every list, that it has no entry a sample: what an encoder returns may have any number of entries."""
+    """Says for every list that it does not have one entry per sample: an encoder's output may have any number."""
 
     def __contains__(self, path: object) -> bool:
         return True
@@ -44,7 +44,7 @@ def key_of(entry: Batch) -> tuple[Any, ...]:
 
 
 def by_name(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name. Raises UsageError for a forward that takes them by place alone."""
+    """All arguments of a call by name. Raises UsageError for a forward with positional-only arguments."""
     if not args:
         return dict(kwargs)
     bound = inspect.signature(forward).bind(*args, **kwargs)
@@ -60,7 +60,7 @@ def by_name(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def twin(model: nn.Module, path: str, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments of the same call without a cache, and of masks the part for the positions that are new."""
+    """The arguments of the same call without a cache; of masks only the part for the new positions."""
     kept = {name: value for name, value in arguments.items() if name not in CACHES}
     if USES_CACHE in inspect.signature(forward).parameters or USES_CACHE in kept:
         kept[USES_CACHE] = False
@@ -75,7 +75,7 @@ def twin(model: nn.Module, path: str, arguments: Mapping[str, Any], forward: Cal
 
 
 def _newest(mask: Any, new: int) -> Any:
-    """A mask, or several by kind of layer, of the last positions alone."""
+    """A mask, or several by kind of layer, for only the last positions."""
     if isinstance(mask, Mapping):
         return {kind: _newest(part, new) for kind, part in mask.items()}
     if not isinstance(mask, Tensor) or mask.ndim not in (2, 4) or mask.shape[-1] == new:

@@ -1,7 +1,7 @@
 """Forward: one call of a module of the model by all stages, each of which runs its own units.
 
-Lengths grow with every token, so that a trace for each would take longer than the forward. What crosses a cut follows
-from the trace of a twin (`entry.py`); how large it is, a stage tells the next one in a header.
+Lengths grow with every token, so a trace for each length would take longer than the forward. The trace of a twin
+(`entry.py`) determines the values that cross a cut; a stage sends their sizes to the next one in a header.
 """
 
 import json
@@ -48,14 +48,14 @@ class Forward:
         self._sends: list[tuple[dist.Work, Tensor, int]] = []  # with what is sent, and to which rank
 
     def begin(self, last_only: bool, num_microbatches: int | None) -> None:
-        """Get ready for a `generate`. With `last_only` other ranks get the logits of the last position alone."""
+        """Prepare a `generate`. With `last_only` other ranks get only the logits of the last position."""
         self.last_only, self.num_microbatches = last_only, num_microbatches
         self._sends.clear()
         self._ways: dict[Any, Way] = {}
         self._caches: dict[int, Entries] = {}
 
     def __call__(self, path: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the module `path`, whose own forward is `forward`, returns for these arguments, on every rank."""
+        """The result of the module `path`, whose own forward is `forward`, for these arguments, on every rank."""
         self.is_running = True
         try:
             return self._make(path, forward, by_name(forward, args, kwargs))
@@ -94,7 +94,7 @@ class Forward:
         ]
 
     def _meet(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Look at the caches among the arguments of a call: glue may have made new ones."""
+        """Register the caches among the arguments of a call: glue may have created new ones."""
         for value in (*args, *kwargs.values()):
             if not is_cache(value) or id(value) in self._used or id(value) in self._parts:
                 continue
@@ -109,7 +109,7 @@ class Forward:
             self._used[id(value)].begin()
 
     def _way(self, path: str, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Way:
-        """How this call goes through the stages; traced where no call of this structure and these sizes was made."""
+        """The way of this call through the stages; traced if no call with this structure and sizes was made before."""
         model, planner = self.pipeline.model, self.pipeline.planner
         entry = entry_of(model, path, twin(model, path, arguments, forward))
         key = key_of(entry)
@@ -128,8 +128,8 @@ class Forward:
         return self._ways[key]
 
     def _agreed(self, found: FoundWays | None, failure: str, entry: Batch) -> FoundWays:
-        """The way that all ranks of the pipeline have found. Where they differ, ranks lend what decides, as in a step.
-        Raises TraceError on every rank where they still differ, or where one has none."""
+        """The way that all ranks of the pipeline have found. If they differ, ranks lend the deciding values, as in a
+        step. Raises TraceError on every rank if they still differ, or if one has none."""
         grid, planner = self.pipeline.grid, self.pipeline.planner
         number = -1 if found is None else planner.number(found)
         numbers = gather(torch.tensor([number]), self.group)[:, 0].tolist()
@@ -180,8 +180,8 @@ class Forward:
         return self._joined(outputs, [batch.rows for batch in batches])
 
     def _copies(self, rows: int) -> list[tuple[Entries, Entries]]:
-        """Each cache, and a copy for one of several stages of this rank: glue runs on each of them, and is to find the
-        lengths that it had before."""
+        """Each cache, and a copy for each further stage of this rank: glue runs on each of them, and must find the
+        lengths from before."""
         copies = []
         for entries in self._used.values():
             parts = CacheParts(entries.cache, [rows])
@@ -201,7 +201,7 @@ class Forward:
             raise
 
     def _joined(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """One output, of which the caches are whole."""
+        """One output, with whole caches."""
         whole = {id(part): parts.cache for parts in self._parts.values() for part in parts.parts}
         for parts in {id(parts): parts for parts in self._parts.values() if len(parts.parts) > 1}.values():
             parts.join()
@@ -244,7 +244,7 @@ class Forward:
             own_progress().wait(work, (p2p.ranks[other],))
 
     def _share(self, output: Any, entry: Batch, caches: Sequence[Entries]) -> Any:
-        """The output of the last stage on every rank, and ghosts of the entries of caches that others have filled."""
+        """The output of the last stage on every rank, and ghosts of the cache entries that others have filled."""
         pipeline = self.pipeline
         own_progress().start("the output of a forward that generates")
         known: dict[str, Any] = {f"[{k}]": leaf for k, leaf in enumerate(entry.leaves) if _has_content(leaf)}
@@ -286,7 +286,7 @@ class Forward:
         return output
 
     def _checked(self, output: Any) -> Any:
-        """Raises TraceError, on every rank, for logits that are not numbers: what a stage lacks is not a number."""
+        """Raise TraceError, on every rank, for NaN logits: values that a stage lacks are NaN."""
         logits = getattr(output, LOGITS, None)
         if isinstance(logits, Tensor) and logits.is_floating_point() and bool(logits.isnan().any()):
             raise TraceError(
@@ -305,18 +305,18 @@ def _reads_ghost(stage: int, error: Exception) -> TraceError:
 
 
 def _part_of(leaf: Any, cut: Sequence[CacheParts], i: int) -> Any:
-    """The leaf of a batch as microbatch i has it."""
+    """The part of a batch's leaf for microbatch i."""
     return next((parts.parts[i] for parts in cut if parts.cache is leaf), leaf)
 
 
 def _has_content(value: Any) -> bool:
-    """Whether both ranks have it, so that a name is enough."""
+    """Whether both ranks have it, so that sending its name suffices."""
     return isinstance(value, Tensor) or is_cache(value) or isinstance(value, dict)
 
 
 def _gathered(said: dict[str, Any], group: dist.ProcessGroup) -> list[dict[str, Any]]:
-    """What every rank of the group has said, as plain data: JSON, once a token, takes a twentieth of the time that
-    `gather_objects` takes for what may hold tensors."""
+    """The values of every rank of the group, as plain data: JSON, once per token, takes a twentieth of the time that
+    `gather_objects` takes for values that may contain tensors."""
     content = json.dumps(said).encode()
     lengths = gather(torch.tensor([len(content)]), group)[:, 0].tolist()
     padded = torch.frombuffer(bytearray(content.ljust(max(lengths), b" ")), dtype=torch.uint8)

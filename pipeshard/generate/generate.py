@@ -1,7 +1,7 @@
-"""Generate: transformers' own `generate` on a boosted model, with its forward made by all stages.
+"""Generate: transformers' own `generate` on a boosted model, whose forwards all stages run together.
 
-Every rank of a pipeline runs the same loop: it has the same tokens, logits and random numbers, and a cache whose
-entries are those of its own layers. So whatever the loop does (beams, processors, criteria, streamers) works as in one
+Every rank of a pipeline runs the same loop: it has the same tokens, logits and random numbers, and a cache with the
+entries of its own layers. So every feature of the loop (beams, processors, criteria, streamers) works as in one
 process.
 """
 
@@ -31,7 +31,7 @@ class Generation:
 
     @together_in("model.generate")
     def __call__(self, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
-        """What the model's own `generate` returns, on every rank of the pipeline; each of them calls it, with the same
+        """The result of the model's own `generate`, on every rank of the pipeline. Call it on all of them with the same
         prompts and arguments.
 
         Each forward is cut along its samples into `num_microbatches` parts that are in flight together, so that stages
@@ -61,7 +61,7 @@ class Generation:
             own_progress().in_flight = False
 
     def _share_generators(self) -> None:
-        """Let all ranks of the pipeline draw what its first rank draws."""
+        """Let all ranks of the pipeline use the random numbers of its first rank."""
         grid = self.pipeline.grid
         generators = self.pipeline.policy.replay.randomness.generators
         for group in (grid.stages, grid.slices):
@@ -72,7 +72,7 @@ class Generation:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Inside, a call of a module that has units, or is one, is made by all stages."""
+        """Inside, all stages run a call of a module that has units, or is one."""
         pipeline = self.pipeline
         if pipeline.num_stages == 1:
             yield
@@ -97,7 +97,7 @@ class Generation:
 
 
 class _Together:
-    """In the place of a module's forward: inside a forward that all stages make it is the module's own."""
+    """Replaces a module's forward; inside a forward that all stages run, it is the module's own."""
 
     def __init__(self, make: Forward, name: str, own: Callable[..., Any]) -> None:
         functools.update_wrapper(self, own)

@@ -15,7 +15,7 @@ class CacheParts:
     """A cache cut into one for each microbatch, which has `sizes[i]` samples.
 
     Attributes:
-        parts: the caches. What a layer writes in place into the states that it finds is in the whole cache at once.
+        parts: the caches. Layers that write in place into existing states write to the whole cache directly.
     """
 
     def __init__(self, cache: Any, sizes: Sequence[int]) -> None:
@@ -25,7 +25,7 @@ class CacheParts:
         self.parts = [self._cut(cache, start, size) for start, size in zip(starts, sizes)]
 
     def join(self) -> None:
-        """Put the states of all parts together in the cache."""
+        """Concatenate the states of all parts in the cache."""
         self._join(self.cache, self.parts)
 
     def _cut(self, value: Any, start: int, size: int) -> Any:
@@ -48,7 +48,7 @@ class CacheParts:
         return part
 
     def _join(self, whole: Any, parts: Sequence[Any]) -> Any:
-        """What stands for these parts of `whole`, which is changed in its own place where it can be."""
+        """The whole for these parts of `whole`, which is changed in place if possible."""
         first = parts[0]
         if isinstance(first, Tensor):
             return whole if all(map(self._is_as_given, parts)) else joined(parts, self.sizes)
@@ -72,19 +72,19 @@ class CacheParts:
         return mine
 
     def _is_as_given(self, part: Tensor) -> bool:
-        """Whether a layer has left this tensor, or changed it in the whole cache at once."""
+        """Whether a layer has left this tensor unchanged, or changed it in the whole cache directly."""
         _, version = self._given.get(id(part), (None, -2))
         return version == -1 or version == part._version
 
 
 def _is_open(value: Any) -> bool:
-    """Whether this is a cache, or what a cache has for one layer."""
+    """Whether this is a cache, or its entry for one layer."""
     return is_cache(value) or (hasattr(value, "get_seq_length") or hasattr(value, "reorder_cache"))
 
 
 def joined(parts: Sequence[Any], sizes: Sequence[int], whole: dict[int, Any] | None = None) -> Any:
-    """The results of microbatches of `sizes[i]` samples as that of all; `whole` has, by the id of a part, what stands
-    for it."""
+    """The results of microbatches of `sizes[i]` samples as one result; `whole` has, by the id of a part, its whole
+    object."""
     first, whole = parts[0], whole or {}
     if id(first) in whole:
         return whole[id(first)]

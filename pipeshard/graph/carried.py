@@ -1,8 +1,9 @@
 """Carried: state that the glue of one forward leaves to the next: counters, running statistics, generators.
 
-In one process it is simply there. In a pipeline every stage runs the glue, so that each has to know until where in a
-forward such a place changes, of which unit results it is made, and who reads it in the next forward. Two more runs of
-the glue tell: one that watches the places after every call, and one that begins where that has ended.
+In one process this state is simply there. In a pipeline every stage runs the glue, so each needs to know until which
+call of a forward such a place changes, from which unit results it is computed, and what reads it in the next forward.
+Two more runs of the glue find this: one that watches the places after every call, and one that starts where that has
+ended.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from pipeshard.graph.tracer import Tracer
 
 
 class Held(NamedTuple):
-    """What a place has at some time: the value, and the content of one that can be changed itself."""
+    """The content of a place at some time: the value, and the entries of one that can be changed itself."""
 
     value: Any
     content: Snapshot | None
@@ -47,7 +48,7 @@ class Held(NamedTuple):
 
 
 class Place:
-    """Where a model's code keeps something: at the end of a path from the model."""
+    """Where a model's code keeps a value: at the end of a path from the model."""
 
     def __init__(self, model: nn.Module, path: Path) -> None:
         self.path, self.holder = path, resolve(model, path[1:-1])
@@ -71,7 +72,7 @@ class Place:
             held.content.restore()
 
     def has(self, held: Held) -> bool:
-        """Whether this is what is there, or a list made anew of the same items."""
+        """Whether this is the current value, or a new list of the same items."""
         is_there = is_same(self.value, held.value) or _has_same_items(self.value, held.value)
         return is_there and not (held.content and any(held.content.changes()))
 
@@ -81,7 +82,7 @@ def _has_same_items(a: Any, b: Any) -> bool:
 
 
 class _Record:
-    """What the runs of the glue have shown of one place; see Carried."""
+    """What the runs of the glue have found out about one place; see Carried."""
 
     def __init__(self, name: str, place: Place, before: Before) -> None:
         self.name, self.place, self.before = name, place, before
@@ -95,11 +96,11 @@ class _Record:
 
     @property
     def is_late(self) -> bool:
-        """Whether it changes after the last call, to what no tensor is in."""
+        """Whether it changes after the last call, to a value without tensors."""
         return self.until is None and not self.held.tensors
 
     def look(self, call: int | None, is_through: bool) -> None:
-        """Take notice if it has changed since it was last looked at."""
+        """Record whether it has changed since the last look."""
         if not self.place.has(self.held) or self.is_written:
             self._take()
             self.until = call
@@ -107,7 +108,7 @@ class _Record:
 
     @property
     def is_written(self) -> bool:
-        """Whether the tensors that it had were written to since."""
+        """Whether its tensors have been written to since."""
         return self._writes() != self.writes
 
     def end_first(self, tracer: Tracer) -> None:
@@ -157,12 +158,12 @@ class _Record:
         self.writes = self._writes()
 
     def _writes(self) -> list[tuple[int, int]]:
-        """Of each tensor, where its values are and how often they were written."""
+        """For each tensor, where its values are and how often they were written."""
         return [(key, self.before.writes.times[key]) for key in map(storage_of, self.held.tensors)]
 
 
 def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, flow: Dataflow) -> Dataflow:
-    """`flow`, which the tracer has just found with `batch`, and what its glue has left changed since `before`."""
+    """`flow`, which the tracer has just found with `batch`, with the state that its glue has changed since `before`."""
     paths = {format_path(path): path for path in _changed(tracer.model, before)}
     if not paths:
         return flow
@@ -190,7 +191,7 @@ def carrying(tracer: Tracer, batch: Batch, real: Batch | None, before: Before, f
 def _run_next(
     tracer: Tracer, batch: Batch, real: Batch | None, records: Sequence[_Record], flow: Dataflow
 ) -> tuple[str, ...]:
-    """Run the forward that comes next, and find what it reads of the places; the decisions that no stage can take."""
+    """Run the next forward, and find what it reads of the places, and the decisions that no stage can make."""
     tracer.reset = lambda: None
     tracer.kept = {record.name: record.held.tensors for record in records if record.kind != "parameter"}
     with _noting_early(records, lambda: len(tracer.calls) < len(flow.calls)):
@@ -208,7 +209,7 @@ def _run_next(
 
 @contextmanager
 def _noting_early(records: Sequence[_Record], is_early: Callable[[], bool]) -> Iterator[None]:
-    """Inside, notes which late places are read while it is early; what cannot be watched counts as read."""
+    """Inside, records which late places are read too early; reads that cannot be watched are assumed."""
     attributes = {
         (id(record.place.holder), record.place.path[-1].key): record
         for record in records
@@ -227,7 +228,7 @@ def _noting_early(records: Sequence[_Record], is_early: Callable[[], bool]) -> I
 
 
 def _readers(flow: Dataflow, uses: Mapping[str, Reads]) -> dict[str, set[int]]:
-    """What depends on each place, by others too that are made of it."""
+    """What depends on each place, also through other places that are computed from it."""
     ends = [use for use in (flow.loss, *(use for _, use, _ in flow.outputs)) if use is not None]
     reads = [*enumerate(call.reads for call in flow.calls), *((-1, use) for use in ends)]
     readers = {name: {index for index, use in reads if name in use.kept} for name in uses}
@@ -239,7 +240,7 @@ def _readers(flow: Dataflow, uses: Mapping[str, Reads]) -> dict[str, set[int]]:
 
 
 def informed(flow: Dataflow) -> Dataflow:
-    """The same, where what depends on a place depends on what that is made of, as far as it is made before."""
+    """The same, including what depends on the inputs of a place, if they are computed before."""
     calls, loss, outputs, consulted = list(flow.calls), flow.loss, list(flow.outputs), flow.consulted
     for place in flow.carried:
         consulted |= place.uses.inputs
@@ -253,12 +254,13 @@ def informed(flow: Dataflow) -> Dataflow:
 
 
 def _changed(model: nn.Module, before: Before) -> list[Path]:
-    """The places of the model's that are not as they were."""
+    """The places of the model that have changed."""
     return list(dict.fromkeys(place_of(model, change.path) for change in before.changes() if change.path[0].key == ""))
 
 
 def place_of(model: nn.Module, path: Path) -> Path:
-    """Where in the model what is at a path is kept: of what is inside a list, a tuple or a mapping, where that is."""
+    """The place in the model that holds the value at a path: for an entry of a list, a tuple or a mapping, its
+    holder."""
     value: Any = model
     for k, step in enumerate(path[1:], 2):
         try:

@@ -19,8 +19,8 @@ Wanted = bool | frozenset[str]  # of the model's output: all of it, nothing but 
 
 @dataclass(frozen=True)
 class Reads:
-    """What something depends on: unit results, parameters glue reads itself, leaves of the batch, calls whose hidden
-    state it sees, tensors to whose gradient glue listens, and places in which something is since an earlier forward."""
+    """What something depends on: unit results, parameters that glue reads itself, leaves of the batch, calls whose
+    hidden state it sees, tensors whose gradient glue observes, and places with state left by an earlier forward."""
 
     values: frozenset[Value] = frozenset()
     parameters: frozenset[str] = frozenset()
@@ -41,13 +41,13 @@ class Reads:
         )
 
     def joined(self, *others: Self) -> Self:
-        """All that this and the others depend on."""
+        """The union of this and the others."""
         uses = self, *others
         names = [part.name for part in fields(self)]
         return replace(self, **{name: frozenset().union(*(getattr(use, name) for use in uses)) for name in names})
 
     def until(self, call: int) -> Self:
-        """Of this, what is there before a call."""
+        """The part of this that exists before a call."""
         values = frozenset(value for value in self.values if value.call < call)
         return replace(self, values=values, hidden=frozenset(made for made in self.hidden if made < call))
 
@@ -56,11 +56,10 @@ class Reads:
 class Call:
     """One call of a unit: what it reads, and what leaves it, the result first.
 
-    `leaves` are TensorSpecs and constants, those of all parts in their order. The gradient of leaf k flows on to
-    `differentiated[k]`, those of the values read that it was computed from so that one does. `flops` and `elements`
-    (numbers made by its operators) are those of one forward at the traced size; to `flops` belong those of glue with
-    parameters of its own before the call. `writes` is whether it changes an argument in place, `is_cut` whether it is a
-    CutPoint.
+    `leaves` are TensorSpecs and constants, those of all parts in their order. The gradient of leaf k flows to
+    `differentiated[k]`: the read values from which it was computed differentiably. `flops` and `elements`
+    (computed by its operators) are those of one forward at the traced size; `flops` include glue with its own
+    parameters before the call. `writes` is whether it changes an argument in place, `is_cut` whether it is a CutPoint.
     """
 
     unit: str
@@ -75,8 +74,8 @@ class Call:
 
     @property
     def answered(self) -> Iterator[tuple[Part, range]]:
-        """The parts that are repeated in a run without the unit, each with the numbers of its leaves. What hooks inside
-        a unit count is of runs of that unit."""
+        """The parts that are repeated in a run without the unit, each with the numbers of its leaves. Counts of hooks
+        inside a unit are those of runs of that unit."""
         start = 0
         for part in self.parts:
             numbers = range(start, start + part.tree.num_leaves)
@@ -86,20 +85,19 @@ class Call:
 
     @property
     def moves(self) -> bool:
-        """Whether it leaves something at a place: in a buffer, an attribute, an object that it is given."""
+        """Whether it leaves a value at a place: in a buffer, an attribute, an object that it receives."""
         return any(part.source.place for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Carried:
-    """A place in which one forward leaves something to the next.
+    """A place in which one forward leaves state to the next.
 
-    `path` is the way there from the model. `writers` are the unit calls that leave it, -1 for glue. After `until` calls
-    it does not change any more as far as others than its writer are concerned, where None stands for the end of the
-    forward. `uses` is what it is made of in one forward, and `readers` are the unit calls that depend on it in the
-    next, -1 for the loss and the outputs. `kind` is "tensor" for one that is written to in place, "parameter" where it
-    is one, "settled" for a parameter that the next forward does not write to, "generator", "number" for one that is
-    another in each forward, or "".
+    `path` leads to it from the model. `writers` are the unit calls that leave the state, -1 for glue. After `until`
+    calls it is final for every reader except its writer; None stands for the end of the forward. `uses` are the inputs
+    from which one forward computes it, and `readers` the unit calls that depend on it in the next, -1 for the loss and
+    the outputs. `kind` is "tensor" if it is written to in place, "parameter" if it is one, "settled" for a parameter
+    that the next forward does not write to, "generator", "number" for one that differs in each forward, or "".
     """
 
     name: str
@@ -112,7 +110,7 @@ class Carried:
 
     @property
     def makers(self) -> frozenset[int]:
-        """The calls without whose results it is not what it should be."""
+        """The calls whose results it needs to be correct."""
         of_units = self.writers if -1 not in self.writers else frozenset()
         return of_units | self.uses.hidden | {value.call for value in self.uses.values}
 
@@ -122,19 +120,18 @@ class Dataflow:
     """The unit calls of one forward in their order, and what the loss and the outputs need of them.
 
     `outputs` are the tensor leaves of the model's output: (path, use, spec). `written` are values that are changed
-    in place after they were made. `decisions` are lines of glue that decide in Python on an activation before the last
-    call, `late_decisions` those of the forward after it, and `has_branches` is whether it or the criterion decides
-    there. `consulted` are the leaves of the batch it decides on, or writes to (`rewritten`), `watched` those among them
-    whose values are part of what the Dataflow is for: sizes of images, and masks that select. `glue_random` is whether
-    glue draws random numbers, `python_random` whether anything draws from `random` or numpy's generator. `tail` are the
-    flops of glue with parameters of its own after the last call. `touched` are values that operators of glue were
-    given, `questions` what it asked of the batch's values: the Dataflow is for batches with the same answers. `hooks`
-    are those that glue
-    puts on gradients, `carried` is what is left to the next forward. `together` are the calls that the model's own
-    checkpoints run again in the backward pass, the first and the last of each. `valued` are the units that were visited
-    with values, since they do not run by shape alone. `deciders` are modules without parameters that were running when
-    glue decided, and could be units. `differentiated` are the values that get a gradient of the loss from glue.
-    `counts_results` is whether the criterion returns a pair whose second thing is made of unit results.
+    in place after they were computed. `decisions` are lines of glue that decide in Python on an activation before the
+    last call, `late_decisions` those of the forward after it, and `has_branches` is whether it or the criterion decides
+    there. `consulted` are the leaves of the batch on which glue decides, or to which it writes (`rewritten`). `watched`
+    are those among them whose values the Dataflow is specific to: sizes of images, and masks that select. `glue_random`
+    is whether glue draws random numbers, `python_random` whether anything draws from `random` or numpy's generator.
+    `tail` are the flops of glue with its own parameters after the last call. `touched` are values that operators of
+    glue received, `questions` what glue asked of the batch's values: the Dataflow is for batches with the same answers.
+    `hooks` are those that glue puts on gradients, `carried` is the state left to the next forward. `together` are the
+    calls that the model's own checkpoints run again in the backward pass, the first and the last of each. `valued` are
+    the units that were visited with values, since they do not run on shapes alone. `deciders` are modules without
+    parameters that were running when glue decided, and could be units. `differentiated` are the values that get a
+    gradient of the loss from glue. `counts_results`: the count of the criterion's pair depends on units.
     """
 
     calls: tuple[Call, ...]
@@ -163,13 +160,13 @@ class Dataflow:
 
     @cached_property
     def occurrences(self) -> tuple[tuple[str, int], ...]:
-        """The unit of each call, and how many calls of it came before."""
+        """The unit of each call, and how many earlier calls of it there were."""
         before: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         return tuple((call.unit, next(before[call.unit])) for call in self.calls)
 
     @cached_property
     def cut_points(self) -> tuple[int, ...]:
-        """The calls of CutPoints, if there are any: a cut is after one of them, and nowhere else."""
+        """The calls of CutPoints, if there are any: a cut is only after one of them."""
         return tuple(k for k, call in enumerate(self.calls) if call.is_cut)
 
     @property
@@ -179,8 +176,8 @@ class Dataflow:
 
     @cached_property
     def returning(self) -> tuple[frozenset[Value], ...]:
-        """For each call, and last for the loss, the values that get a gradient of the loss from it; one that only
-        integers or frozen units are made of gets none."""
+        """For each call, and last for the loss, the values that get a gradient of the loss from it; a value that is
+        computed only from integers or frozen units gets none."""
         returning = [self._trained(self.differentiated)]
         found = set(returning[0])
         hidden = set(self.loss.hidden if self.loss is not None else ())
@@ -213,11 +210,11 @@ class Dataflow:
         return value.leaf >= self.calls[value.call].parts[0].tree.num_leaves
 
     def uses(self) -> list[Reads]:
-        """All that units, the loss and the outputs depend on."""
+        """Everything that units, the loss and the outputs depend on."""
         return [*(call.reads for call in self.calls), self.needed(True)]
 
     def needed(self, outputs: Wanted = False) -> Reads:
-        """What the last stage needs: for the loss, and for the outputs asked for, or all without a loss."""
+        """What the last stage needs: for the loss, and for the requested outputs, or all outputs without a loss."""
         if isinstance(outputs, frozenset):
             uses = [use for path, use, _ in self.outputs if field_of(path) in outputs]
         else:

@@ -1,7 +1,7 @@
-"""Foreign parameters: tensors to train that a loss is computed from, and that are not the model's.
+"""Foreign parameters: trainable tensors that a loss is computed from, and that are not the model's.
 
-They are found in the autograd graph of the loss, so it does not matter what holds them: a module, a closure, a global,
-a list, a bound method.
+They are found in the autograd graph of the loss, so they may be in a module, a closure, a global,
+a list or a bound method.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -15,7 +15,7 @@ from pipeshard.graph.snapshot import Snapshot
 
 
 def leaves_of(loss: Tensor, until: Iterable[Tensor] = ()) -> list[Tensor]:
-    """The leaves that get a gradient when `loss` is differentiated, but not through the tensors `until`."""
+    """The leaves that get a gradient when `loss` is differentiated, except through the tensors `until`."""
     found: list[Tensor] = []
     queue: list[Any] = [loss.grad_fn]
     seen: set[Any] = {tensor.grad_fn for tensor in until}
@@ -35,7 +35,7 @@ def refuse_foreign(
     loss: Tensor, own: Collection[Tensor], is_made: Callable[[Tensor], bool], criterion: Callable[..., Any] | None
 ) -> None:
     """Raise ConfigurationError for a loss that trains other tensors than `own`, and than those that the forward or the
-    criterion has made (`is_made`)."""
+    criterion has created (`is_made`)."""
     known = {id(tensor) for tensor in own}
     foreign = [leaf for leaf in leaves_of(loss) if id(leaf) not in known and not is_made(leaf)]
     if not foreign:
@@ -55,7 +55,7 @@ def foreign_error(foreign: list[Tensor], criterion: Callable[..., Any] | None) -
 
 
 def kept(leaves: Iterable[Tensor], criterion: Callable[..., Any]) -> list[Tensor]:
-    """Those of these leaves that the criterion has not made in the call in which it used them."""
+    """Those of these leaves that the criterion did not create in the call in which it used them."""
     others = [leaf for leaf in leaves if not isinstance(leaf, nn.Parameter)]
     places = _places(criterion) if others else {}
     return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) or id(leaf) in places]
@@ -67,6 +67,6 @@ def _places(criterion: Callable[..., Any] | None) -> dict[int, str]:
 
 
 def _foreign_names(foreign: list[Tensor], criterion: Callable[..., Any] | None) -> list[str]:
-    """Where the criterion has each of these, sorted; the shape of what it is not seen to have."""
+    """The criterion's names for these tensors, sorted; the shape of a tensor without a known name."""
     places = _places(criterion)
     return sorted(places.get(id(leaf), f"one of shape {tuple(leaf.shape)}") for leaf in foreign)

@@ -1,8 +1,8 @@
-"""Kinds: when two calls of units do the same, so that a trace runs only one of them.
+"""Kinds: which calls of units behave alike, so that a trace runs only one of them.
 
-The many layers of a model mostly do one thing with inputs of one shape. One call of each kind is visited: its forward
-runs on meta, where torch follows shapes, but not what is written to Python objects, shared, or passed on; that is found
-here beside it. Another call is of the same kind if nothing that the visited one has read is different.
+Most layers of a model do the same with inputs of one shape. One call of each kind is visited: its forward
+runs on meta, where torch follows shapes, but not values that are written to Python objects, shared, or passed on; these
+are found here. Another call is of the same kind if everything that the visited one has read is equal.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ FEW = 16  # numbers in such a tensor
 
 
 class Settings:
-    """All that code could read of a unit, or of an argument, but for the values of tensors, to be compared.
+    """Everything that code could read of a unit or an argument, except the values of tensors, for comparison.
 
     Attributes:
         values: by place.
@@ -78,7 +78,7 @@ class Settings:
 
 
 class UnitCall(NamedTuple):
-    """A call of a unit that is to be answered: its forward, and its arguments as leaves of a tree."""
+    """A call of a unit that needs an answer: its forward, and its arguments as leaves of a tree."""
 
     unit: str
     module: nn.Module
@@ -89,14 +89,14 @@ class UnitCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """What the visit of one call has shown.
+    """The result of the visit of one call.
 
     `read` are the attributes of modules that it has read, among those of the modules at `watched`. `leaves` are those
-    of all `parts`: for each leaf, `reached` has the inputs that get a gradient from it, and `reached_aside` the values
-    that do so and that the unit has read elsewhere; `shares` pairs leaves with the inputs whose memory they are,
+    of all `parts`. For each leaf, `reached` has the inputs that get a gradient from it, and `reached_aside` the values
+    read elsewhere that do. `shares` pairs leaves with the inputs whose memory they have,
     `twins` with earlier leaves of the same memory. `written` are the inputs that it
-    writes to, `met` the tags of what it reads beside its inputs and parameters. `own` are the values of the unit's
-    smallest tensors, if it was visited with values: sizes may follow from them.
+    writes to, `met` the tags of what it reads except its inputs and parameters. `own` are the values of the unit's
+    smallest tensors, if it was visited with values: sizes may depend on them.
     """
 
     settings: Settings
@@ -117,25 +117,25 @@ class Kind:
 
     @property
     def is_shared(self) -> bool:
-        """Whether another unit may do the same: this one met nothing, and left nothing, that units have in common."""
+        """Whether it may stand for another unit: it neither read nor left any state that units share."""
         common = any(step.how in ("cell", "global", "class") for part in self.parts for step in part.source.place)
         lists = any(p.source.how in LISTS and p.source.place[0].key == UNIT for p in self.parts)
         opaque = any(not isinstance(leaf, (TensorSpec, Known, Enum, *PLAIN)) for leaf in self.leaves)
         return not (self.met or common or lists or opaque)
 
     def is_of(self, settings: Settings) -> bool:
-        """Whether a unit with these settings does what this one did: attributes that nobody has read may differ."""
+        """Whether a unit with these settings behaves like this one: attributes that were not read may differ."""
         places = self.settings.differences(settings)
         return all(place[0] in self.watched and place not in self.read for place in places)
 
 
 class Kinds:
-    """The kinds that are known of a model's units, from run to run. A `meter` listens to every visit. `device` is that
-    of glue, `runs_on` that of units which do not run on meta: the GPU that they are for, wherever the model is. `lent`
+    """The known kinds of a model's units, from run to run. A `meter` observes every visit. `device` is that
+    of glue, `runs_on` that of units which do not run on meta: their GPU, wherever the model is. `lent`
     has, by unit, values of tensors that other ranks hold.
 
     Attributes:
-        valued: the units that are of a kind which was visited with values.
+        valued: the units of a kind that was visited with values.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Kinds:
         self._settings: dict[str, Settings] = {}
 
     def of(self, call: UnitCall, taint: Taint) -> Kind:
-        """What this call of a unit does, as far as it is known from one that was visited, else by a visit."""
+        """The kind of this call of a unit: cached, or found by a visit."""
         settings = self._settings_of(call)
         # What glue has put in the places of its parameters (torch.func.functional_call) is this call's affair.
         if lent := taint.of(p for p in call.module.parameters() if id(p) not in self._own[call.unit]):
@@ -176,7 +176,7 @@ class Kinds:
         return kind.is_of(settings) and (kind.own is None or kind.own == self._values_of(call))
 
     def _values_of(self, call: UnitCall) -> Own:
-        """Those of the unit's smallest tensors, as far as they are known here."""
+        """The values of the unit's smallest tensors, as far as they are known here."""
         named = (*call.module.named_parameters(), *call.module.named_buffers())
         few = {name: tensor for name, tensor in named if tensor.numel() <= FEW}
         lent = self.lent.get(call.unit, {})
@@ -186,15 +186,15 @@ class Kinds:
         return tuple((name, tuple(tensor.tolist())) for name, tensor in values.items())
 
     def _settings_of(self, call: UnitCall) -> Settings:
-        """Those of a unit now; glue seldom changes any between two calls."""
+        """The current settings of a unit; glue seldom changes any between two calls."""
         settings = self._settings.get(call.unit)
         if settings is None or any(flagged(settings.snapshot)):
             settings = self._settings[call.unit] = Settings(call.module)
         return settings
 
     def _visit(self, call: UnitCall, taint: Taint, settings: Settings) -> Kind:
-        """Run a unit's own forward on meta, or with throw-away values where it does not run there, or where torch
-        casts by itself, which it does on the device that it casts for alone."""
+        """Run a unit's own forward on meta, or with temporary values if it does not run there, or if torch
+        casts by itself, which autocast does only on its own device."""
         try:
             return self._visit_on(torch.device("meta"), call, taint, settings)
         except TraceError:
@@ -268,7 +268,7 @@ class Kinds:
         )
 
     def _spec(self, leaf: Any) -> Any:
-        """What is kept of a leaf that a visit has left."""
+        """What is kept of a leaf of a visit."""
         if isinstance(leaf, torch.device) and leaf.type == "meta":
             return self.device  # a cache remembers where it is
         if isinstance(leaf, GeneratorType):
@@ -277,13 +277,13 @@ class Kinds:
 
 
 def modes() -> tuple[Any, ...]:
-    """What glue may switch between two calls, and torch computes by."""
+    """The global modes that glue may switch between two calls, and that affect torch's results."""
     casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in CASTING]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *casts
 
 
 def describe(leaf: Any) -> Any:
-    """What an argument has in common with others for which a unit does the same."""
+    """The properties that an argument shares with others for which a unit behaves alike."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     if isinstance(leaf, PLAIN):
@@ -308,7 +308,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _lent(leaf: Any, device: torch.device, taint: Taint) -> Any:
-    """An argument for a visit: of a tensor, and of a mapping with the tensors in it, a copy on that device."""
+    """An argument for a visit: for a tensor, or a mapping with tensors, a copy on that device."""
     if isinstance(leaf, Tensor):
         return copy_to(leaf, device)
     if not isinstance(leaf, MutableMapping):
@@ -326,8 +326,8 @@ def _lent(leaf: Any, device: torch.device, taint: Taint) -> Any:
 def _reached_aside(
     count: int, tensors: Sequence[tuple[int, Tensor]], taint: Taint, of_buffers: frozenset[Value]
 ) -> tuple[frozenset[Value], ...]:
-    """For each of `count` leaves, which values that a unit has read beside its inputs get a gradient from it; of those
-    that are in its buffers it may be any."""
+    """For each of `count` leaves, which values that a unit has read other than its inputs get a gradient from it; if
+    they are in its buffers, possibly all."""
     reached: list[frozenset[Value]] = [frozenset()] * count
     for k, tensor in tensors:
         reached[k] = taint.reached(tensor) | of_buffers

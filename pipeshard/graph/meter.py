@@ -1,4 +1,5 @@
-"""Meter: what each unit call of a trace costs, and what autograd keeps of it, at the sizes of the batch."""
+"""Meter: the cost of each unit call of a trace, and the memory that autograd keeps for it, at the sizes of the
+batch."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ aten = torch.ops.aten
 
 
 class FusedAttention(TorchFunctionMode):
-    """Attention by shape as fused kernels do it: what they keep are inputs, result and a number a row, no scores."""
+    """Attention by shape as in fused kernels: they keep inputs, result and a number per row, but no scores."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -75,10 +76,10 @@ NO_WORK = {aten.detach, aten._unsafe_view, aten.lift_fresh}  # results are their
 class Work:
     """One call of a unit at the traced sizes, and the glue between the call before it and this one.
 
-    `flops` and `elements` (numbers made) are those of one forward; `by_parameter` are the flops of operators that read
-    a parameter of the unit, by its name there (that of the largest: not the bias). `kept` are the bytes of each tensor
-    that autograd keeps for the backward, parameters aside: a result of a unit under its `Value`, another one under a
-    key that all calls share which keep it.
+    `flops` and `elements` (elements computed) are those of one forward; `by_parameter` are the flops of operators that
+    read a parameter of the unit, by its name there (the largest one: not the bias). `kept` are the bytes of each tensor
+    that autograd keeps for the backward, except parameters: a result of a unit under its `Value`, another one under a
+    key that all calls which keep it share.
     """
 
     flops: int
@@ -88,7 +89,7 @@ class Work:
 
 
 class _Kept:
-    """Stands in for a tensor that autograd keeps, and goes when its graph goes."""
+    """Stands in for a tensor that autograd keeps, and is freed with its graph."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.storage = tensor.untyped_storage()
@@ -97,9 +98,9 @@ class _Kept:
 
 @dataclass
 class Visit:
-    """What one run of a unit told: its work; what it keeps: of its own making, inputs and results (by position).
+    """The result of one run of a unit: its work, and what it keeps: its own tensors, inputs and results (by position).
 
-    `passed` are the results that are inputs, passed on as they are.
+    `passed` are the results that are unchanged inputs.
     """
 
     flops: int = 0
@@ -114,15 +115,15 @@ class Visit:
 
 
 class Meter(DispatchMode):
-    """Listens to a Tracer, below its Taint.
+    """Observes a Tracer, below its Taint.
 
-    Glue that works on results of units runs by shape alone, because there are no values to compute with: so a batch of
+    Glue that works on results of units runs on shapes only, because there are no values to compute with: so a batch of
     its real sizes costs neither time nor memory. Attention runs as one fused operator, as on a device.
 
     Attributes:
         works: of each unit call.
-        tail: the bytes that the glue after the last call keeps, the loss's among them, as in `Work.kept`.
-        same: of results that are an argument, passed on as it is, the key of that in `Work.kept`.
+        tail: the bytes that the glue after the last call keeps, including the loss's, as in `Work.kept`.
+        same: for results that are an unchanged argument, its key in `Work.kept`.
     """
 
     def __init__(self) -> None:
@@ -134,7 +135,7 @@ class Meter(DispatchMode):
 
     @contextmanager
     def running(self, taint: Taint) -> Iterator[None]:
-        """One run of a Tracer; at its end, everything is known."""
+        """Around one run of a Tracer; at its end, everything is known."""
         self.taint, self.works, self.same = taint, [], {}
         self.glue: list[WeakSet[_Kept]] = [WeakSet()]
         self.persistent = {key for key, tags in taint.tags.items() if tags}  # parameters, and the batch
@@ -148,7 +149,7 @@ class Meter(DispatchMode):
 
     @contextmanager
     def visit(self, module: nn.Module, inputs: Sequence[Any]) -> Iterator[Visit]:
-        """A run of one unit on throw-away tensors."""
+        """Around a run of one unit on temporary tensors."""
         self.visiting = visit = Visit()
         visit.parameters = {storage_of(t): name for name, t in module.named_parameters()}
         visit.given = {storage_of(t): k for k, t in enumerate(inputs) if isinstance(t, Tensor)}
@@ -165,7 +166,7 @@ class Meter(DispatchMode):
 
     @staticmethod
     def end(visit: Visit, leaves: Sequence[Any]) -> None:
-        """The unit has returned these leaves: what it keeps of them is not its own any more."""
+        """The unit has returned these leaves: kept ones no longer count as its own."""
         made = {storage_of(t): k for k, t in enumerate(leaves) if isinstance(t, Tensor)}
         visit.passed = {k: visit.given[key] for key, k in made.items() if key in visit.given}
         visit.results = {made[key] for key in visit.own if key in made}
@@ -228,8 +229,8 @@ class Meter(DispatchMode):
 
 
 def _computes(func: Any) -> bool:
-    """Whether what an operator does to values is not needed where there are none; a view is one all the same, and a
-    tensor that takes only its shape from another has values of its own."""
+    """Whether an operator can be skipped if there are no values. A view cannot be skipped, and a tensor that takes
+    only its shape from another has its own values."""
     changes_shape = torch.Tag.inplace_view in func.tags
     return not (_is_view(func) or changes_shape or func._overloadpacket in SHAPED)
 

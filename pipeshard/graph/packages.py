@@ -1,8 +1,8 @@
-"""Packages: whose code a walk of Python state looks into, and whose it leaves alone.
+"""Packages: the modules whose code a walk of Python state enters, and those that it skips.
 
 A model of a package (diffusers, timm) reaches tens of thousands of objects through that package's registries, loaders
-and dependencies, none of which a forward changes. The walk stays in the user's own code, and in the files of a package
-in which layers are written.
+and dependencies, none of which a forward changes. The walk is limited to the user's own code, and to the files of a
+package that define layers.
 """
 
 import functools
@@ -20,13 +20,13 @@ INSTALLED = ("site-packages", "dist-packages")  # folders that installers alone 
 
 
 def is_library(module: str) -> bool:
-    """Whether this module's objects have no state of a model's."""
+    """Whether this module's objects have no model state."""
     return module.partition(".")[0] in LIBRARIES
 
 
 @functools.cache
 def is_users(module: str | None) -> bool:
-    """Whether the code of this module is looked into: the user's own, or that of a package's layers."""
+    """Whether the walk enters the code of this module: the user's own, or that of a package's layers."""
     if module is None:
         return False
     package = module.partition(".")[0]
@@ -36,14 +36,15 @@ def is_users(module: str | None) -> bool:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether an installer has put this package where it is; one that is being edited is elsewhere."""
+    """Whether an installer has put this package where it is; an editable one is elsewhere."""
     of = sys.modules.get(package)
     folders = [getattr(of, "__file__", None), *getattr(of, "__path__", ())]
     return any(name in str(folder) for folder in folders for name in INSTALLED)
 
 
 def _is_of_directory(package: str) -> bool:
-    """Whether it was installed from a folder on this machine (`pip install .`), as one's own is, not from an index."""
+    """Whether it was installed from a folder on this machine (`pip install .`), as the user's own is, not from an
+    index."""
     for distribution in _distributions().get(package, ()):
         origin = importlib.metadata.distribution(distribution).read_text("direct_url.json")
         if origin is not None and "dir_info" in json.loads(origin):
@@ -57,7 +58,7 @@ def _distributions() -> dict[str, list[str]]:
 
 
 def _has_modules(module: str) -> bool:
-    """Whether a class of modules is written in this file."""
+    """Whether this file defines a class of modules."""
     of = sys.modules.get(module)
     content = [] if of is None else list(vars(of).values())
     kinds = (value for value in content if isinstance(value, type) and issubclass(value, nn.Module))

@@ -1,7 +1,7 @@
-"""Places: where Python code can keep something, and how what is there is read and put back.
+"""Places: where Python code can keep a value, and how it is read and restored.
 
 A model's code leaves values in attributes, slots, lists, dicts, closures, globals, classes and random generators. Torch
-knows only registered parameters and buffers. Here each of these is a holder with a content that can be listed, compared
+only knows registered parameters and buffers. Here each of these is a holder with a content that can be listed, compared
 and replaced, and a place is the path of steps that leads to one entry of it.
 """
 
@@ -38,7 +38,7 @@ COLLECTIONS = (MutableMapping, MutableSequence, MutableSet)
 
 
 class PathStep(NamedTuple):
-    """One step on the way to a place: how ("attr", "item", "cell", "global", ...), and the name or index."""
+    """One step on the path to a place: how ("attr", "item", "cell", "global", ...), and the name or index."""
 
     how: str
     key: Any
@@ -58,7 +58,7 @@ MISSING = Missing()
 
 
 def is_comparable(value: Any) -> bool:
-    """Whether two such values are the same if they are equal."""
+    """Whether two such values can be compared with ==."""
     return isinstance(value, PLAIN)
 
 
@@ -67,7 +67,7 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def format_path(path: Path) -> str:
-    """A path as a person would write it."""
+    """A path in Python syntax."""
     text, before = "", None
     for how, key in path:
         if how == "item" and before not in REGISTERED:
@@ -81,7 +81,7 @@ def format_path(path: Path) -> str:
 
 
 def resolve(root: Any, path: Iterable[PathStep]) -> Any:
-    """The value at the end of a path that begins at `root`."""
+    """The value at the end of a path that starts at `root`."""
     for how, key in path:
         if how in ("attr", "class", "code"):
             root = getattr(root, key)
@@ -97,7 +97,7 @@ def resolve(root: Any, path: Iterable[PathStep]) -> Any:
 
 
 def put(holder: Any, how: str, key: Any, value: Any) -> None:
-    """Let `holder` have `value` at `key`, or nothing if that is MISSING."""
+    """Set `key` of `holder` to `value`, or delete it if that is MISSING."""
     if how == "state":
         _set_state(holder, value)
     elif how == "cell":
@@ -118,14 +118,14 @@ def put(holder: Any, how: str, key: Any, value: Any) -> None:
 
 
 def put_content(holder: Any, content: Iterable[Any]) -> None:
-    """Let these be all entries of a list, a set or a deque."""
+    """Replace all entries of a list, a set or a deque."""
     holder.clear()
     for entry in content:
         (holder.add if isinstance(holder, MutableSet) else holder.append)(entry)
 
 
 def content_of(holder: Any, how: str) -> Any:
-    """A copy of all that is in a holder now: a dict by key, or for "list" a list."""
+    """A copy of the current content of a holder: a dict by key, or for "list" a list."""
     if how == "attr":
         held = {key: value for key, value in getattr(holder, "__dict__", {}).items() if key not in OF_TORCH}
         return {key: getattr(holder, key) for key in slots(holder) if hasattr(holder, key)} | held
@@ -143,7 +143,7 @@ def content_of(holder: Any, how: str) -> Any:
 
 
 def ways_to_hold(value: Any) -> Iterator[str]:
-    """How the content of a value may be changed; none for what only reads, as a tuple."""
+    """How the content of a value may be changed; none for an immutable one such as a tuple."""
     if is_generator(value) or is_array(value) or _is_iterator(value) or isinstance(value, ContextVar):
         yield "state"
     if isinstance(value, MutableMapping):
@@ -164,7 +164,7 @@ def ways_to_hold(value: Any) -> Iterator[str]:
 
 
 def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
-    """What else is reached by a value that cannot be changed there."""
+    """Other objects that a value reaches and that cannot be replaced there."""
     if isinstance(value, tuple):
         yield from ((PathStep("item", k), entry) for k, entry in enumerate(value))
     elif isinstance(value, functools.partial):
@@ -188,29 +188,29 @@ def constants_of(value: Any) -> Iterator[tuple[PathStep, Any]]:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> tuple[str, ...]:
-    """All names in a function's code, and its strings, which `getattr` may be given."""
+    """All names in a function's code, and its strings, which may be passed to `getattr`."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in names_in(const)]
     strings = (const for const in code.co_consts if isinstance(const, str))
     return tuple(dict.fromkeys((*code.co_names, *code.co_freevars, *strings, *inner)))
 
 
 def is_generator(value: Any) -> bool:
-    """Whether this is a random generator of the model's own, not the one of the process."""
+    """Whether this is a random generator of the model, not that of the process."""
     return isinstance(value, GENERATORS) and not any(value is other for other in OF_PROCESS)
 
 
 def is_array(value: Any) -> bool:
-    """Whether this is a numpy array whose numbers are looked at."""
+    """Whether this is a numpy array whose numbers are compared."""
     return isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes <= LARGEST_ARRAY
 
 
 def _is_iterator(value: Any) -> bool:
-    """Whether this is an iterator of Python's own, which cannot be wound back."""
+    """Whether this is one of Python's own iterators, which cannot be rewound."""
     return hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools")
 
 
 def _whereabouts(value: Any) -> Any:
-    """What is another once an iterator has moved on."""
+    """A value that changes once an iterator has advanced."""
     if isinstance(value, GeneratorType):
         frame = value.gi_frame
         inner = () if frame is None else [(name, _whereabouts(of)) for name, of in frame.f_locals.items()]
@@ -240,7 +240,7 @@ def _state(generator: Any) -> Any:
 
 
 def _text(state: Any) -> bytes:
-    """Nested plain values as Python would read them; arrays become lists."""
+    """Nested plain values in Python syntax; arrays become lists."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -272,7 +272,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is an object whose attributes are looked at."""
+    """Whether a value is an object whose attributes are walked."""
     if isinstance(value, type | ModuleType | FunctionType | MethodType | Tensor | Enum | BaseException):
         return False
     is_known = type(value) in NAMESPACES or isinstance(value, torch.distributions.Distribution)
@@ -298,7 +298,7 @@ def _is_slot(kind: Any, name: str) -> bool:
 
 
 def _is_state(key: str, value: Any) -> bool:
-    """Whether a class's attribute is something that changes, rather than code."""
+    """Whether a class's attribute is mutable state rather than code."""
     code = (FunctionType, classmethod, staticmethod, property, type)
     return not key.startswith("__") and not isinstance(value, code) and not hasattr(type(value), "__get__")
 
@@ -315,7 +315,7 @@ def _value(cell: Any) -> Any:
 
 
 def _globals(function: Any) -> Iterator[str]:
-    """The global names in a function's code that stand for something that may change, in the user's modules too."""
+    """The global names in a function's code whose values may change, also in the user's modules."""
     space, names = function.__globals__, names_in(function.__code__)
     for name in names:
         if name in space and _may_change(space[name]):

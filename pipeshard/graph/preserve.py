@@ -1,7 +1,7 @@
-"""Preserving a model: it can be run, and is afterwards as it was before.
+"""Preserving a model: it can be run, and is restored afterwards.
 
 A copy would do for a small model, but not for one that fills the machine, or is on meta. So the model itself is run.
-Python state is put back from a Snapshot; of tensors, only those that an operator is about to write to are copied.
+Python state is restored from a Snapshot; only tensors that an operator is about to write to are copied.
 """
 
 import contextlib
@@ -23,11 +23,12 @@ from pipeshard.private import DispatchMode
 def preserving(
     model: nn.Module, criterion: Callable[..., Any] | None = None, timed: bool = False, before: "Before | None" = None
 ) -> Iterator["Before"]:
-    """Undo what runs leave in the modules and in all that their code, or the criterion, reaches: cached tensors,
-    counters, statistics, generators, hooks, and tensors that are written to, parameters too. No caches inside.
+    """Undo the changes of runs in the modules and in everything that their code, or the criterion, reaches: cached
+    tensors, counters, statistics, generators, hooks, and tensors that are written to, including parameters. No caches
+    inside.
 
-    Where it is `timed`, nothing is looked at in between: of tensors, buffers alone get their values back. `before` is
-    what an earlier one has yielded, if nothing has changed the model since: looking at a large model takes long.
+    If it is `timed`, nothing is observed in between, and only buffers get their values back. `before` is
+    the yield of an earlier call, if nothing has changed the model since: a snapshot of a large model takes long.
     """
     cached = disable_caches(model)
     before = before or Before(model, criterion)
@@ -42,7 +43,7 @@ def preserving(
 
 
 class Before:
-    """A model and a criterion as they are now, with all that their code reaches."""
+    """The current state of a model and a criterion, with everything that their code reaches."""
 
     def __init__(self, model: nn.Module, criterion: Callable[..., Any] | None = None) -> None:
         self.snapshot = Snapshot({"": model, "the criterion": criterion})
@@ -57,7 +58,7 @@ class Before:
             )
 
     def changes(self) -> Iterator[Change]:
-        """What differs now."""
+        """The differences now."""
         yield from self.snapshot.replaced()
         for path, holder, key, tensor, _ in self.snapshot.tensors:
             if self.writes.times[storage_of(tensor)] or is_moved(tensor, self.tensors[tensor]):
@@ -79,7 +80,7 @@ class Before:
 
 
 class Writes(DispatchMode):
-    """Keeps the bytes of each of these storages as they were before the first operator that writes to it.
+    """Keeps the bytes of each of these storages from before the first operator that writes to it.
 
     Attributes:
         times: how often each storage was written to.
@@ -109,7 +110,7 @@ class Writes(DispatchMode):
             self._kept[key] = storage, storage.clone()
 
     def _is_blank(self, tensor: Tensor) -> bool:
-        """Whether it only seems to have values of its own."""
+        """Whether it has no real values of its own."""
         return storage_of(tensor) in self.storages and tensor.numel() > 1 and not any(tensor.stride())
 
     def undo(self) -> None:
@@ -119,7 +120,7 @@ class Writes(DispatchMode):
 
 
 def is_moved(tensor: Tensor, data: Tensor) -> bool:
-    """Whether a tensor has other memory, or sees it another way, than when it had this data."""
+    """Whether a tensor has other memory, or another view of it, than when it had this data."""
     return storage_of(tensor) != storage_of(data) or tensor.shape != data.shape or tensor.stride() != data.stride()
 
 

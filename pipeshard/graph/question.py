@@ -1,8 +1,8 @@
-"""Questions: what glue asks of the values of a batch in Python (`if mask.all():`), asked again of every other batch.
+"""Questions: what glue asks of a batch's values in Python (`if mask.all():`), evaluated again for every other batch.
 
-Where the answer is another one, the model may go another way, for which another Dataflow is needed. torch.export gives
-up at such a branch, or bakes one way in. Here the operators that led from the batch to the question are kept; whole
-numbers among their arguments may follow from the sizes of the batch (`mask.sum() == mask.numel()`).
+If the answer differs, the model may take a different path, which needs another Dataflow. torch.export fails
+at such a branch, or specializes to one path. Here the operators that led from the batch to the question are kept;
+integers among their arguments may follow from the sizes of the batch (`mask.sum() == mask.numel()`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ class _Slot:
 
 
 class _Result(NamedTuple):
-    """What an operator of glue has made, as long as nobody writes to it."""
+    """The result of an operator of glue, valid until something writes to it."""
 
     tensor: Tensor
     version: int
@@ -38,15 +38,15 @@ class _Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Number:
-    """A whole number that follows from the sizes of the batch, as their sum or as their product: `slopes[g]` is what
-    it grows by per unit of axis group g where all others are as traced."""
+    """An integer that follows from the sizes of the batch, as their sum or as their product: `slopes[g]` is its
+    growth per unit of axis group g with all others as traced."""
 
     value: int
     slopes: tuple[int, ...]
     is_product: bool
 
     def at(self, deltas: Sequence[int]) -> int:
-        """The number where the groups' sizes differ by `deltas` from the traced ones."""
+        """The number if the groups' sizes differ by `deltas` from the traced ones."""
         grown = [slope * delta for slope, delta in zip(self.slopes, deltas)]  # pinned groups have no delta
         if not self.is_product:
             return self.value + sum(grown)
@@ -54,14 +54,14 @@ class Number:
 
 
 class Operator(NamedTuple):
-    """One that a question is made by; `leaves` are those of its arguments."""
+    """One operator of a question; `leaves` are those of its arguments."""
 
     func: Any
     leaves: tuple[Any, ...]
     tree: TreeSpec
 
     def is_as(self, other: "Operator") -> bool:
-        """Whether they differ in whole numbers at most."""
+        """Whether they differ at most in integers."""
         same = self.func is other.func and self.tree == other.tree and len(self.leaves) == len(other.leaves)
         return same and all(map(_are_alike, self.leaves, other.leaves))
 
@@ -75,8 +75,8 @@ def _are_alike(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class Question:
-    """Operators on the leaves with these `paths`, the last of which gives the `answer` for the batch that was traced;
-    None if no other batch can be asked, so that the answer is good for these very values."""
+    """Operators on the leaves with these `paths`, the last of which gives the `answer` for the traced batch;
+    None if no other batch can be asked, so that the answer is valid only for these very values."""
 
     steps: tuple[Operator, ...] | None
     answer: Any
@@ -84,11 +84,11 @@ class Question:
     paths: frozenset[str]
 
     def holds(self, tensors: Mapping[str, Tensor], deltas: Sequence[int]) -> bool:
-        """Whether a batch gives the same answer, whose sizes differ by `deltas` from the traced ones."""
+        """Whether a batch, whose sizes differ by `deltas` from the traced ones, gives the same answer."""
         return self.ask(tensors, deltas) == (True, self.answer)
 
     def ask(self, tensors: Mapping[str, Tensor], deltas: Sequence[int] = ()) -> tuple[bool, Any]:
-        """Whether these leaves of a batch can be asked, and what they answer."""
+        """Whether these leaves of a batch can be asked, and their answer."""
         if self.steps is None:
             return False, None
         results: list[Any] = []
@@ -110,18 +110,18 @@ class Question:
         return True, results[-1]
 
     def is_as(self, other: "Question") -> bool:
-        """Whether it is the same but for whole numbers, with the same answer."""
+        """Whether it is the same except for integers, with the same answer."""
         if self.steps is None or other.steps is None or len(self.steps) != len(other.steps):
             return False
         return self.answer == other.answer and all(a.is_as(b) for a, b in zip(self.steps, other.steps, strict=True))
 
     @property
     def numbers(self) -> Iterator[Any]:
-        """Whole numbers among the arguments."""
+        """Integers among the arguments."""
         return (leaf for step in self.steps or () for leaf in step.leaves if type(leaf) in (int, Number))
 
     def with_numbers(self, numbers: Iterator[Any]) -> "Question":
-        """The same with these, in the order of `numbers`, which are taken from the iterator."""
+        """The same with these numbers, in the order of `numbers`, from the iterator."""
         steps = [
             Operator(func, tuple(next(numbers) if type(leaf) in (int, Number) else leaf for leaf in leaves), tree)
             for func, leaves, tree in self.steps or ()
@@ -130,10 +130,10 @@ class Question:
 
 
 class Recipes:
-    """How tensors were made of the batch, as far as operators of glue made them of nothing else."""
+    """How tensors were computed from the batch, if operators of glue computed them from nothing else."""
 
     def __init__(self, device: torch.device, batch: Batch | None = None, real: Batch | None = None) -> None:
-        """`real` is the batch to be asked, if a shorter `batch` is run."""
+        """`real` is the batch to ask, if a shorter `batch` is run."""
         self.device, self.real = device, real
         self.questions: list[Question] = []
         self._sizes = {} if batch is None or real is None else _products(batch, real)
@@ -145,14 +145,14 @@ class Recipes:
 
     @property
     def rewritten(self) -> frozenset[str]:
-        """The leaves of the batch that somebody has written to."""
+        """The leaves of the batch that have been written to."""
         return frozenset(path for leaf, version, path in self._leaves.values() if leaf._version != version)
 
     def note(self, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
         self._results[id(output)] = _Result(output, output._version, func, args, kwargs)
 
     def ask(self, func: Any, args: Any, kwargs: Any, answer: Any, paths: frozenset[str]) -> Question:
-        """Keep the question that `func` asks; its answer, of yes or no, is that of the real batch."""
+        """Keep the question that `func` asks; its answer, yes or no, is that of the real batch."""
         steps: list[Operator] = []
         is_known = self._follow(func, args, kwargs, steps, {})
         question = Question(tuple(steps) if is_known else None, answer, self.device, paths)
@@ -165,7 +165,7 @@ class Recipes:
         return question
 
     def _follow(self, func: Any, args: Any, kwargs: Any, steps: list[Operator], known: dict[int, int]) -> bool:
-        """Append the steps that lead to a call of `func`; False where one cannot be made again."""
+        """Append the steps that lead to a call of `func`; False if one cannot be repeated."""
         is_good = True
 
         def slot(leaf: Any) -> Any:
@@ -190,7 +190,7 @@ class Recipes:
 
 
 def _products(batch: Batch, real: Batch) -> dict[int, int]:
-    """By the sizes of a batch, and products of two of them, those of the real one in the same places."""
+    """Maps the sizes of a batch, and products of two of them, to those of the real batch."""
     sizes = {size: of for path, leaf in batch.tensors.items() for size, of in zip(leaf.shape, real.tensors[path].shape)}
     sizes = {size: of for size, of in sizes.items() if size > 1}
     return {a * b: sizes[a] * sizes[b] for a, b in combinations(sizes, 2)} | sizes
@@ -199,8 +199,8 @@ def _products(batch: Batch, real: Batch) -> dict[int, int]:
 def general_questions(
     questions: Sequence[Question], others: Sequence[tuple[int, Sequence[Question]]], sizes: Sequence[int]
 ) -> tuple[Question, ...]:
-    """`questions` with the numbers that follow from the sizes of the batch; `others` are for each group of axes by how
-    much it was larger than its one of `sizes`, and what was asked then."""
+    """`questions` with the numbers that follow from the sizes of the batch. `others` has for each group of axes by how
+    much it was larger than its entry in `sizes`, and what was asked then."""
     runs = [(delta, [number for question in asked for number in question.numbers]) for delta, asked in others]
 
     def numbers() -> Iterator[Any]:

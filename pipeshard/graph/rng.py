@@ -1,4 +1,4 @@
-"""RNG: random numbers that do not depend on which stage draws them, nor on how often a unit runs."""
+"""RNG: random numbers that depend neither on the stage that draws them nor on how often a unit runs."""
 
 import hashlib
 import random
@@ -19,8 +19,8 @@ from pipeshard.private import DispatchMode, saved_tensors_hooks, tree_leaves
 class Randomness:
     """Seeds all generators by (seed, step, microbatch, place in the forward), so that a mask is the same for every p.
 
-    A place is a unit call, or the glue before one: each stage that runs it draws what the unsplit model would. Torch is
-    always seeded, for dropout; `random` and numpy, which take longer, where `python` says that the model draws from
+    A place is a unit call, or the glue before one: each stage that runs it uses the numbers of the unsplit model. Torch
+    is always seeded, for dropout; `random` and numpy, which take longer, only if `python` says that the model uses
     them (layerdrop, masked features).
     """
 
@@ -33,9 +33,9 @@ class Randomness:
 
     @contextmanager
     def step(self, seed: int, step: int, first: int = 0) -> Iterator[None]:
-        """Inside, forwards draw the numbers of this step; afterwards the user's generators are as they were.
+        """Inside, forwards use the random numbers of this step; afterwards the user's generators are restored.
 
-        `first` is the number of the first microbatch, that of a replica comes after those of the replicas before.
+        `first` is the number of the first microbatch; a replica's microbatches come after those of earlier replicas.
         """
         states = _states(self.generators)
         self._key, self._first = (seed, step, first), first
@@ -49,20 +49,20 @@ class Randomness:
         self._key = (*self._key[:2], self._first + i)
 
     def at(self, place: int) -> Callable[[], None]:
-        """What is drawn from now on belongs to this place; returns what brings the generators back to it later."""
+        """Random numbers from now on belong to this place; returns a function that restores the generators to it."""
         number = _number(struct.pack("<4q", *self._key, place))
         _seed(self.generators, number, self.python)
         return partial(_seed, self.generators, number, self.python)
 
     def state(self) -> bytes:
-        """A digest of where torch's generators are."""
+        """A digest of the states of torch's generators."""
         states = b"".join(generator.get_state().numpy().tobytes() for generator in self.generators)
         return hashlib.blake2b(states, digest_size=16).digest()
 
 
 class Draws:
-    """A stream of random numbers of torch's CPU generator, `random` and numpy. Inside `with self:` they begin at the
-    seed that `key` gives, and continue in the next `with self:`. Outside, the program's own are unchanged."""
+    """A stream of random numbers of torch's CPU generator, `random` and numpy. Inside `with self:` they start from the
+    seed `key`, and continue in the next `with self:`. Outside, the program's own generators are unchanged."""
 
     def __init__(self, *key: int) -> None:
         self._key, self._inside, self._generators = key, None, PROCESS
@@ -70,7 +70,7 @@ class Draws:
 
     @classmethod
     def from_here(cls, device: torch.device) -> "Draws":
-        """A stream that begins where the generators are now, with those of `device`."""
+        """A stream that starts at the current state of the generators, with those of `device`."""
         made = cls()
         made._generators = Randomness(device).generators
         made._inside = _states(made._generators)
@@ -111,7 +111,7 @@ Generators = Sequence[torch.Generator]
 
 
 def _states(generators: Generators) -> Any:
-    """Where these generators, `random` and numpy are."""
+    """The states of these generators, `random` and numpy."""
     return [generator.get_state() for generator in generators], random.getstate(), np.random.get_state()
 
 
@@ -123,7 +123,7 @@ def _restore(generators: Generators, states: Any) -> None:
 
 
 def _number(key: bytes) -> int:
-    """A seed of 32 bits, which is all that numpy takes."""
+    """A seed of 32 bits, the most that numpy takes."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little")
 
 
@@ -136,7 +136,7 @@ def _seed(generators: Generators, number: int, python: bool = True) -> None:
 
 
 def python_state() -> tuple[object, ...]:
-    """Changes when `random` or numpy's generator is drawn from."""
+    """A value that changes when `random` or numpy's generator is used."""
     of_numpy = np.random.get_state(legacy=False)
     return random.getstate(), str(of_numpy["state"]["key"].tobytes()), of_numpy["state"]["pos"]
 
@@ -145,7 +145,7 @@ MOST_REPEATS = 1 << 16  # calls that are kept where no step has an end: under an
 
 
 def own_checkpoint() -> object:
-    """What stands for the torch.utils.checkpoint (without use_reentrant) that runs now, if there is one."""
+    """The frame of the torch.utils.checkpoint (without use_reentrant) that runs now, if any."""
     hooks = saved_tensors_hooks(False)
     return hooks[0] if hooks and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.") else None
 
@@ -158,7 +158,7 @@ class CheckpointSpans:
         self._last: object = None
 
     def note(self, call: int) -> None:
-        """This call is made now."""
+        """Record that this call is made now."""
         now = own_checkpoint()
         if now is not None:
             first = self.spans.pop()[0] if now is self._last else call
@@ -168,8 +168,8 @@ class CheckpointSpans:
 
 @dataclass(slots=True)
 class Repeat:
-    """What a second run of a call takes: what brings the generators to where they were before the first and after it,
-    and its result where another stage ran it, which may be one of the same rank."""
+    """What a second run of a call needs: functions that restore the generators to before the first run and to after it,
+    and its result if another stage ran it, which may be a stage of the same rank."""
 
     before: Callable[[], object] = tuple
     after: Callable[[], object] = tuple
@@ -178,9 +178,9 @@ class Repeat:
 
 
 class Repeats:
-    """Those of the calls that are made now. A checkpoint brings torch's generators back to where it began, and each
-    microbatch has come to a unit with them in another state, so that this tells which call of a `stage` is repeated:
-    several stages of a rank come to it with them in the same state."""
+    """The repeats of the calls of the current forward. A checkpoint restores torch's generators to its start, and each
+    microbatch reaches a unit with another state of them, so this state tells which call of a `stage` is repeated:
+    several stages of a rank reach it with the same state."""
 
     def __init__(self, randomness: Randomness) -> None:
         self.randomness = randomness
@@ -188,8 +188,8 @@ class Repeats:
         self._kept: dict[tuple[int, str, bytes], Repeat] = {}
 
     def of(self, unit: str, reentrant: bool) -> Repeat:
-        """That of a call of `unit` which is made now, to be filled. A `reentrant` checkpoint may be around it, too: it
-        switches gradients off, and what is called from there on is on one stage."""
+        """The repeat of the current call of `unit`, to be filled. A `reentrant` checkpoint may be around it, too: it
+        disables gradients, and all calls from there on are on one stage."""
         repeat = Repeat()
         if own_checkpoint() is not None or (reentrant and not torch.is_grad_enabled()):
             self._kept[self.stage, unit, self.randomness.state()] = repeat
@@ -198,7 +198,7 @@ class Repeats:
         return repeat
 
     def pop(self, unit: str) -> Repeat | None:
-        """That of the call that is repeated now; None for a user's own call."""
+        """The repeat of the call that is run again now; None for a user's own call."""
         return self._kept.pop((self.stage, unit, self.randomness.state()), None)
 
     def clear(self) -> None:
@@ -206,7 +206,7 @@ class Repeats:
 
 
 class SharedDraws(DispatchMode):
-    """Random numbers that glue draws: a part of the samples gets its own of those that all of them got."""
+    """Random numbers that glue draws: a part of the samples uses its part of the numbers drawn for all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class SharedDraws(DispatchMode):
         return result
 
     def drawn(self, func: Any, tensor: Tensor) -> None:
-        """Give what an operator has just drawn its values."""
+        """Set the values that an operator has just drawn."""
         if self.is_whole:
             self.whole.append(tensor.clone())
         else:
@@ -246,13 +246,13 @@ class SharedDraws(DispatchMode):
 
 
 def torch_states() -> list[Tensor]:
-    """Where torch's generators are."""
+    """The states of torch's generators."""
     on_device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return [torch.default_generator.get_state(), *on_device]
 
 
 def part_of(full: Tensor, shape: Sequence[int], rows: range) -> Tensor:
-    """What belongs to the first samples, or to the last ones: of each dimension in which it is smaller that end."""
+    """The part for the first samples, or for the last ones: that end of each dimension in which it is smaller."""
     for dim, size in enumerate(shape):
         if size != full.shape[dim]:
             full = full.narrow(dim, 0 if rows.start == 0 else full.shape[dim] - size, size)

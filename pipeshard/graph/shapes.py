@@ -22,7 +22,7 @@ Group = tuple[tuple[str, int], ...]  # axes that always have one size: (path of 
 class TensorSpec:
     """Shape and dtype of a tensor, and whether a gradient flows to it.
 
-    `slopes[d][g]` is what dimension d grows by per unit of axis group g.
+    `slopes[d][g]` is the growth of dimension d per unit of axis group g.
     """
 
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def at(self, deltas: Sequence[int]) -> tuple[int, ...]:
-        """The shape where the groups' sizes differ by `deltas` from the traced ones."""
+        """The shape if the groups' sizes differ by `deltas` from the traced ones."""
         if not any(deltas) or not self.slopes:
             return self.shape
         return tuple(
@@ -46,7 +46,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Count:
-    """A whole number that a unit returns and that follows from the sizes of the batch."""
+    """An integer that a unit returns and that follows from the sizes of the batch."""
 
     value: int
     slopes: tuple[int, ...]
@@ -60,7 +60,7 @@ class Axes:
     """The groups of axes of one batch structure; group 0 counts the samples.
 
     Axes of one size on the same side (encoder or decoder) are one group. Everything else is pinned: a batch in which
-    a pinned size differs has to be traced anew.
+    a pinned size differs must be traced again.
     """
 
     groups: tuple[Group, ...]
@@ -126,7 +126,7 @@ class Axes:
         return tuple(deltas)
 
     def shortened(self, batch: Batch, length: int) -> Batch:
-        """`batch` with no group but that of the samples longer than `length`; the same object if none was."""
+        """`batch` with no group longer than `length`, except that of the samples; the same object if none was."""
         deltas = self.deltas(batch) or (0,) * len(self.sizes)
         for group, (size, delta) in list(enumerate(zip(self.sizes, deltas)))[1:]:
             if size + delta > length:
@@ -156,7 +156,7 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "lin
 
 
 class _StandIn(torch.autograd.Function):
-    """Zeros that require grad and are no leaf, so that they may be written to in place."""
+    """Zeros that require grad and are not a leaf, so that they may be written to in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
@@ -164,7 +164,7 @@ class _StandIn(torch.autograd.Function):
 
 
 def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
-    """Zeros whose memory the system gives only where glue touches it: those of a large model are mostly passed on."""
+    """Zeros whose memory the system allocates only if glue touches it: those of a large model are mostly passed on."""
     if device.type != "cpu" or 0 in spec.shape:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
     size = math.prod(spec.shape) * spec.dtype.itemsize
@@ -173,14 +173,14 @@ def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
 
 
 def placeholder(spec: TensorSpec, device: torch.device) -> Tensor:
-    """Zeros of this kind."""
+    """Zeros of this spec."""
     if spec.requires_grad:
         return _StandIn.apply(torch.zeros((), requires_grad=True), spec, device)
     return _zeros(spec, device)
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same kind of tensor there, with its values: masks and positions that no unit made have their true ones."""
+    """The same kind of tensor there, with its values: masks and positions that no unit computed are correct."""
     copied = placeholder(TensorSpec.of(tensor), device)
     copied.data.copy_(tensor)
     return copied

@@ -1,12 +1,12 @@
-"""Snapshot: what code can reach from some objects and change, and what has become of it since.
+"""Snapshot: everything that code can reach from some objects and change, and how it has changed since.
 
-What a unit or the glue leaves behind is found by difference: everything within reach is walked before, and compared
-after. So it takes no list of the ways in which models do that. Copies would not do: hooks, generators and shared
-objects have to stay the same objects.
+The state that a unit or the glue leaves behind is found by difference: everything within reach is walked before, and
+compared after. So no list of the ways in which models do that is needed. Copies would not do: hooks, generators and
+shared objects must stay the same objects.
 
-A Dataflow is good for the flags it was traced with. torch.compile guards what its trace has read; here what glue and
-units read is not known one by one, so the whole Python state is compared, in every step, and a state that has been seen
-before is known again by its number.
+A Dataflow is valid for the flags it was traced with. torch.compile guards what its trace has read; here the reads of
+glue and units are not all known, so every step compares the whole Python state, and a known state is recognised by its
+number.
 """
 
 import functools
@@ -42,8 +42,8 @@ MOST_OBJECTS = 200_000  # objects that are walked
 
 
 class Change(NamedTuple):
-    """At `path` from the root, `holder[key]` was `before` and is `now`; with `before is now`, a tensor that was written
-    to. The whole content of a list or set counts as one place, of which `key` is None."""
+    """At `path` from the root, `holder[key]` was `before` and is `now`; if `before is now`, a tensor that was written
+    to. The whole content of a list or set counts as one place, whose `key` is None."""
 
     path: Path
     holder: Any
@@ -58,7 +58,7 @@ class Change(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """Something whose content can be changed, with that content, and the live dict in which it is, if it is in one."""
+    """An object whose content can be changed, with that content, and the live dict that has it, if there is one."""
 
     path: Path
     object: Any
@@ -69,8 +69,8 @@ class Holder(NamedTuple):
 
 
 class Snapshot:
-    """All that is reached from `roots`, but not through those of `without`, as it is now. The name of each root begins
-    its paths.
+    """The current state of everything reached from `roots`, except through those of `without`. Paths begin with the
+    name of their root.
 
     Attributes:
         paths: where each holder is, by its address.
@@ -88,7 +88,7 @@ class Snapshot:
         self._full = [holder for holder in self.holders if holder.live is None or holder.values]
 
     def changes(self) -> Iterator[Change]:
-        """What differs now, in the order of the walk: places with another value, then tensors that were written to."""
+        """The current differences, in the order of the walk: replaced values, then tensors that were written to."""
         yield from self.replaced()
         with DisableTorchFunction():
             written = [entry for entry in self.tensors if entry[3]._version != entry[4]]
@@ -96,9 +96,9 @@ class Snapshot:
             yield Change(path, holder, key, tensor, tensor)
 
     def replaced(self, same: Callable[[Any, Any], bool] = is_same) -> Iterator[Change]:
-        """The places that have another value now. Fast where nothing differs: in every step a whole model is compared.
+        """The places that have another value now. Fast if nothing differs: every step compares a whole model.
 
-        `same` is whether two values that are not the same object count as equal.
+        `same` says whether two values that are not the same object count as equal.
         """
         for path, holder, how, content, live, values in self.holders if any(self._empty) else self._full:
             if live is not None and len(live) == len(values) and all(map(operator.is_, live.values(), values)):
@@ -114,7 +114,7 @@ class Snapshot:
                     yield Change((*path, _step(how, key)), holder, key, old, new)
 
     def restore(self) -> None:
-        """Put back what every place held; the values of tensors are not looked at."""
+        """Restore what every place held, except the values of tensors."""
         for change in list(self.replaced()):
             undo(change)
 
@@ -144,14 +144,14 @@ class Snapshot:
         return ways_to_hold(value)
 
     def _entries(self, path: Path, content: Any) -> Iterable[tuple[Any, Any]]:
-        """What is in a holder, by key, as far as it is looked into."""
+        """The entries of a holder, by key, as far as they are walked."""
         return content.items() if isinstance(content, dict) else enumerate(content)
 
     def _constants_of(self, value: Any) -> Iterator[tuple[PathStep, Any]]:
         return constants_of(value)
 
     def _meet(self, path: Path, holder: Any, key: Any, entry: Any, queue: deque[tuple[Path, Any]]) -> None:
-        """Take notice of what `holder` has at `key`: a tensor, or something to be walked."""
+        """Record what `holder` has at `key`: a tensor, or an object to walk."""
         if not isinstance(entry, Tensor):
             if not isinstance(entry, PLAIN):
                 queue.append((path, entry))
@@ -161,7 +161,7 @@ class Snapshot:
 
 
 def _live_dict(holder: Any, how: str) -> dict[Any, Any] | None:
-    """The dict in which a holder's content is, where it is one: that is compared fast."""
+    """The dict that has a holder's content, if there is one: its comparison is fast."""
     live = holder
     if how == "attr":
         live = None if slots(holder) else holder.__dict__
@@ -169,7 +169,7 @@ def _live_dict(holder: Any, how: str) -> dict[Any, Any] | None:
 
 
 def undo(change: Change) -> None:
-    """Put back what a place held."""
+    """Restore what a place held."""
     if change.is_of_list:
         put_content(change.holder, change.before)
     else:
@@ -177,7 +177,7 @@ def undo(change: Change) -> None:
 
 
 def _step(how: str, key: Any) -> PathStep:
-    """From a holder to its entry `key`."""
+    """The step from a holder to its entry `key`."""
     return PathStep("item" if how == "list" else how, key)
 
 
@@ -185,7 +185,7 @@ def _step(how: str, key: Any) -> PathStep:
 def noting_reads(objects: Iterable[Any], note: Callable[[Any, str], None]) -> Iterator[set[int]]:
     """Inside, `note` is called with an object and a name whenever an attribute of one of these objects is read.
 
-    Yields the ids of the objects that are watched: a class of C's cannot be.
+    Yields the ids of the objects that are watched: a class implemented in C cannot be.
     """
     classes: dict[Any, set[int]] = {}
     for value in objects:
@@ -213,11 +213,11 @@ MOST_STATES = 16  # states that are known again
 
 
 class Flags:
-    """Numbers the states in which the Python side of a model has been, or that of something `beside` it.
+    """Numbers the states of the Python side of a model, or of something `beside` it.
 
-    What the forwards themselves change (counters, caches, lists that they fill) does not count: it is found by
-    comparing a state before and after a step. Beside a model the values of tensors count, too, where the user changes
-    them, but not those of numbers that are not zero (weights that are annealed from step to step).
+    Changes by the forwards themselves (counters, caches, lists that they fill) do not count: they are found by
+    comparing a state before and after a step. Beside a model the values of tensors count, too, if the user changes
+    them, except those of nonzero numbers (weights that are annealed from step to step).
     """
 
     def __init__(self, model: nn.Module, beside: Any = None) -> None:
@@ -231,7 +231,7 @@ class Flags:
         self.next = 0
 
     def number(self) -> int:
-        """That of the state in which the model is now."""
+        """The number of the model's current state."""
         for number in self.states:
             if any(leaf.requires_grad != required for leaf, required in self.trained[number]):
                 continue
@@ -256,7 +256,7 @@ class Flags:
         return [(leaf, leaf.requires_grad) for leaf in leaves]
 
     def stepped(self) -> None:
-        """A step has been run since `number` was asked for."""
+        """A step has run since `number` was read."""
         if self.unsure is not None and self.unsure in self.states:
             self.moved |= {(id(change.holder), change.key) for change in self._changes(self.unsure)}
         self.unsure = None
@@ -271,7 +271,7 @@ class Flags:
 
 
 def flagged(before: Snapshot) -> Iterator[Change]:
-    """What differs from a snapshot in a way that a trace may depend on: not by the values of tensors."""
+    """The differences from a snapshot that a trace may depend on: not the values of tensors."""
     return before.replaced(_is_alike)
 
 
@@ -292,7 +292,7 @@ def _is_annealed(before: Any, now: Any) -> bool:
 
 
 def is_mentioned(place: Path, unit: nn.Module, model: nn.Module, criterion: Any) -> bool:
-    """Whether the code of another module than those in `unit`, or a criterion, could read what is at a place that a
+    """Whether the code of a module outside `unit`, or a criterion, could read the place that a
     call of the unit has written to."""
     name = next((step.key for step in reversed(place) if step.how in ("attr", "class", "cell", "global")), None)
     if name is None:

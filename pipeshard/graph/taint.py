@@ -1,8 +1,8 @@
 """Taint: which values every tensor was computed from, kept by storage.
 
-Autograd's graph tells what floating-point results were computed from, but not integers and masks, what was written in
-place, and what Python has read and decided by. So every operator of glue passes a dispatch mode that carries tags from
-its inputs to its outputs; tags belong to storages, so that views have those of their base.
+Autograd's graph shows what floating-point results were computed from, but not integers and masks, in-place
+writes, or values that Python has read and branched on. So every operator of glue passes a dispatch mode that propagates
+tags from its inputs to its outputs; tags belong to storages, so that views have those of their base.
 """
 
 import inspect
@@ -44,19 +44,19 @@ class Input(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """Something made inside unit call `call` that left it by a way that cannot be followed."""
+    """Something computed inside unit call `call` that escaped it untracked."""
 
     call: int
 
 
 class Kept(NamedTuple):
-    """What glue keeps in a place of this name, since an earlier forward."""
+    """State from an earlier forward that glue keeps in a place of this name."""
 
     name: str
 
 
 class Hooked(NamedTuple):
-    """A tensor to whose gradient glue listens, the number `hook` among these."""
+    """A tensor whose gradient glue observes with hook number `hook`."""
 
     hook: int
 
@@ -77,7 +77,7 @@ CASTING = "cuda", "cpu"  # kinds of devices on which torch.autocast may be on
 
 
 class Hook(NamedTuple):
-    """A gradient hook that glue puts on a tensor once so many unit calls are made; `home` is the value that it is."""
+    """A gradient hook that glue puts on a tensor after this many unit calls; `home` is the value that the tensor is."""
 
     calls: int
     home: Value | None
@@ -85,16 +85,16 @@ class Hook(NamedTuple):
 
 
 class Taint(DispatchMode):
-    """Carries tags from tensor to tensor through every operator: integers, views and in-place writes too.
+    """Propagates tags from tensor to tensor through every operator, including integers, views and in-place writes.
 
-    Outside units (`inside is None`) results carry the tags of what they were computed from. Inside unit call c every
+    Outside units (`inside is None`) results have the tags of what they were computed from. Inside unit call c every
     new storage is marked Hidden(c), tags met there are collected in `met`, and work is counted in `flops` and
-    `elements`. Glue never computes on meta tensors: an operator that meets one (a parameter of a model on meta)
-    runs by shape alone, and its result is zeros.
+    `elements`. Glue never computes on meta tensors: an operator that receives one (a parameter of a model on meta)
+    runs on shapes only, and its result is zeros.
     """
 
     def __init__(self, device: torch.device, recipes: Recipes | None = None) -> None:
-        """`recipes` are given if glue is to decide by the values of another batch than it runs on."""
+        """Pass `recipes` if glue should decide by the values of another batch than it runs on."""
         super().__init__()
         self.device = device
         self.recipes = recipes or Recipes(device)
@@ -124,12 +124,12 @@ class Taint(DispatchMode):
         self._alive: list[Any] = []  # that no address is used again
 
     def of(self, tensors: Iterable[Any]) -> frozenset[Tag]:
-        """All tags of these tensors; what is not a tensor has none."""
+        """All tags of these tensors; other objects have none."""
         return NOTHING.union(*(self.tags.get(storage_of(t), NOTHING) for t in tensors if isinstance(t, Tensor)))
 
     def reached(self, tensor: Tensor) -> frozenset[Value]:
-        """The values that get a gradient if a tensor does: not those that were detached, or only compared, on the way
-        to it."""
+        """The values that get a gradient if a tensor does, except those that were detached, or only compared, on the
+        path to it."""
         found, seen = set[Value](), set[Node]()
         stack = [] if tensor.grad_fn is None else [tensor.grad_fn]
         while stack:
@@ -144,7 +144,7 @@ class Taint(DispatchMode):
         return frozenset(found)
 
     def mark(self, tensor: Tensor, tags: frozenset[Tag], home: Value | None = None) -> None:
-        """Replace the tags of a tensor's storage; `home` says that the storage is this value itself."""
+        """Replace the tags of a tensor's storage; `home` means that the storage is this value itself."""
         self._alive.append(_address(tensor))
         self.tags[storage_of(tensor)] = tags
         if home is not None:
@@ -165,7 +165,7 @@ class Taint(DispatchMode):
         return result
 
     def is_made(self, tensor: Tensor) -> bool:
-        """Whether a tensor is computed, or part of the batch or the model, rather than there before."""
+        """Whether a tensor is computed, or part of the batch or the model, rather than existing before."""
         return storage_of(tensor) in self.made or bool(self.of([tensor]))
 
     def _note_made(self, func: Any, output: Tensor, inputs: list[Tensor]) -> None:
@@ -217,7 +217,7 @@ class Taint(DispatchMode):
         return result, hidden
 
     def _without_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
-        """What an operator of glue returns; of a model on meta, zeros where there are no values."""
+        """The result of an operator of glue; for a model on meta, zeros if there are no values."""
         on_meta, device = [t.is_meta for t in inputs], kwargs.get("device")
         if not any(on_meta):
             moved = device is not None and torch.device(device).type == "meta"  # to where a parameter is
@@ -235,8 +235,8 @@ class Taint(DispatchMode):
     def decide(
         self, tags: frozenset[Tag], shaping: bool = False, is_asked: bool = False, is_for_all: bool = False
     ) -> None:
-        """Python, or a shape, depends on values with these tags; inside a unit that is the unit's own affair. With
-        `is_for_all` it is something that not even the last stage can do."""
+        """Python, or a shape, depends on values with these tags; inside a unit this is ignored. `is_for_all`: not even
+        the last stage can make the decision."""
         if self.inside is not None or self.is_checking or not tags:
             return
         inputs = {tag.path for tag in tags if isinstance(tag, Input)}
@@ -252,7 +252,7 @@ class Taint(DispatchMode):
 
     @contextmanager
     def inside_call(self, inputs: Mapping[int, int]) -> Iterator[set[int]]:
-        """Inside, operators are those of the unit call that comes next, with `inputs` by storage: yields the numbers of
+        """Inside, operators are those of the next unit call, with `inputs` by storage: yields the numbers of
         those that it writes to."""
         homes, written = self.homes, self.written
         self.homes, self.written = {storage: Value(-1, number) for storage, number in inputs.items()}, set()
@@ -265,13 +265,13 @@ class Taint(DispatchMode):
             self.inside, self.homes, self.written = None, homes, written
 
     def hook(self, tensor: Tensor) -> None:
-        """Glue listens to the gradient of a tensor."""
+        """Glue observes the gradient of a tensor."""
         if self.inside is None and any(isinstance(tag, Value) for tag in self.of([tensor])):
             self._add(tensor, frozenset({Hooked(len(self.hooks))}))
             self.hooks.append(Hook(self.calls, self.homes.get(storage_of(tensor)), _where()))
 
     def write(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
-        """A tensor is changed in place by something with these tags."""
+        """A tensor is changed in place by a value with these tags."""
         self._add(tensor, tags)
         reached, waiting = {storage_of(tensor)}, [storage_of(tensor)]
         while waiting:
@@ -285,8 +285,8 @@ class Taint(DispatchMode):
                     waiting.append(storage_of(other))
 
     def alias(self, one: Tensor, other: Tensor, unseen: frozenset[Tag]) -> None:
-        """Two tensors are of one memory in truth, though not here: when one is written to, the other changes as
-        something with these tags."""
+        """Two tensors really share memory, though not in the trace: if one is written to, the other changes as
+        a value with these tags."""
         for a, b in ((one, other), (other, one)):
             self._alive.append(_address(a))
             self.aliases.setdefault(storage_of(a), []).append((b, unseen))
@@ -304,7 +304,7 @@ def casting() -> str | None:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What tells whose memory a tensor has; a sparse one has none of its own, and one of torch.func that of another."""
+    """A key for a tensor's memory; a sparse tensor has none of its own, and one of torch.func that of another."""
     if tensor.layout is not torch.strided:
         return -id(tensor)
     try:
@@ -314,7 +314,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def _address(tensor: Tensor) -> Any:
-    """What keeps the address of a tensor's memory from being given to another, though not that memory itself."""
+    """An object that keeps the address of a tensor's memory from being reused, but not the memory itself."""
     return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else tensor
 
 
@@ -338,7 +338,7 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator draws random numbers; attention without dropout does not, though it is marked so."""
+    """Whether an operator draws random numbers; attention without dropout does not, although it is tagged so."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for position, argument in enumerate(func._schema.arguments):
@@ -357,7 +357,7 @@ def _deciding(func: Any, args: Any) -> list[Tensor]:
 
 
 def running_modules(modules: Mapping[int, str]) -> list[str]:
-    """The names of these modules that have a method running now, the innermost one first."""
+    """The names of these modules that have a method running now, innermost first."""
     found: dict[str, None] = {}
     frame = inspect.currentframe()
     while frame is not None and frame.f_back is not None:
@@ -369,7 +369,7 @@ def running_modules(modules: Mapping[int, str]) -> list[str]:
 
 
 def _where() -> str:
-    """The line of the model's code that runs now."""
+    """The current line of the model's code."""
     for frame in reversed(traceback.extract_stack()):
         if _is_model_code(frame.filename):
             name = frame.filename.rpartition("site-packages" + os.sep)[2]
@@ -378,7 +378,7 @@ def _where() -> str:
 
 
 def _is_model_code(file: str) -> bool:
-    """Whether a file is neither pipeshard's, torch's nor Python's own: a decorator of contextlib decides nothing."""
+    """Whether a file is neither pipeshard's, torch's nor Python's own, unlike a decorator of contextlib."""
     package, library = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
     if file.startswith((package + os.sep, library + os.sep, "<")):
         return False

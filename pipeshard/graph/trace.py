@@ -42,13 +42,13 @@ def trace(
 ) -> Dataflow:
     """The Dataflow of `model` called with `batch`, and of `criterion(output, batch)` (by default the output's loss).
 
-    Only glue runs; each unit is stood in for by the shapes of its result, which one unit of a kind (class, parameter
-    shapes, input shapes) finds on meta. Nothing of the model changes, and no random number is drawn from the user's
-    generators. The trace is repeated with other batch and sequence sizes, so that shapes are known for all of them;
-    with `exact` it is run once, on the batch as it is, and holds for its sizes alone. Works for a model on meta.
-    Modules named in `cuts` are units, whatever they are inside of. A unit that does not run on meta (it asks for
+    Only glue runs; each unit is replaced by the shapes of its result, which one unit of a kind (class, parameter
+    shapes, input shapes) determines on meta. The model does not change, and the user's random generators are not
+    used. The trace is repeated with other batch and sequence sizes, so that shapes are known for all of them;
+    with `exact` it is run once, on the batch as it is, and is valid only for its sizes. Works for a model on meta.
+    Modules named in `cuts` are units, wherever they are. A unit that does not run on meta (it needs
     values, or its kernels need memory) runs once on `device`, by default the model's, with its own values: the `lent`
-    ones, those that are here, and zeros for the rest.
+    ones, those of this rank, and zeros for the rest.
 
     A module without parameters whose code decides on activations is a unit as well.
 
@@ -112,7 +112,7 @@ def _trace_any(
 
 
 def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: Batch) -> Dataflow:
-    """`flow` with the slope of every dimension in every group of axes; groups it is not affine in are pinned."""
+    """`flow` with the slope of every dimension in every group of axes; non-affine groups are pinned."""
     shapes: dict[int, list[tuple[int, ...]]] = {}
     asked: dict[int, tuple[int, tuple[Question, ...]]] = {}
     for group in range(len(axes.sizes)):
@@ -136,13 +136,13 @@ def _generalize(tracer: Tracer, flow: Dataflow, batch: Batch, axes: Axes, real: 
 
 
 def _pinned(flow: Dataflow, keep: int) -> Dataflow:
-    """`flow` for batches in which only the first `keep` groups of axes have other sizes."""
+    """`flow` for batches in which only the first `keep` groups of axes may have other sizes."""
     return replace(flow, axes=flow.axes.pin(set(range(keep, len(flow.axes.sizes)))))
 
 
 def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, real: Batch) -> bool:
-    """Whether `general` holds with every free size a little larger, and much larger where the model runs so: sizes
-    that are rounded (to windows, by strides) look constant from close by."""
+    """Whether `general` holds with every free size slightly larger, and much larger if the model runs: sizes
+    that are rounded (to windows, by strides) look constant for small changes."""
     lengths = len(general.axes.sizes) - 1
     near = _holds(tracer, flow, general, batch, real, [2, *range(3, 3 + lengths)])
     far = (
@@ -156,7 +156,7 @@ def _verified(tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, r
 def _holds(
     tracer: Tracer, flow: Dataflow, general: Dataflow, batch: Batch, real: Batch, growth: Sequence[int]
 ) -> bool | None:
-    """Whether a run with each size larger by `growth` has the shapes that `general` says; None if it does not run."""
+    """Whether a run with each size larger by `growth` has the shapes of `general`; None if it does not run."""
     axes = general.axes
     for group in range(len(axes.sizes)):
         batch = axes.resized(batch, group, growth[group])
@@ -187,7 +187,7 @@ def _numbers(flow: Dataflow) -> Iterator[Any]:
 
 
 def _constant(leaf: Any) -> Any:
-    """What has to be the same for all sizes."""
+    """What must be the same for all sizes."""
     if isinstance(leaf, TensorSpec):
         return leaf.dtype, leaf.requires_grad
     return type(leaf), leaf if is_comparable(leaf) and not _is_count(leaf) else None
@@ -198,7 +198,7 @@ def _is_count(leaf: Any) -> bool:
 
 
 def _sizes(spec: Any, deltas: Sequence[int] = ()) -> tuple[int, ...]:
-    """The shape of a tensor, or a number that may follow from the sizes of the batch, where they differ by `deltas`."""
+    """The shape of a tensor, or a number that may follow from the sizes of the batch, if they differ by `deltas`."""
     size = spec if isinstance(spec, int) else spec.at(deltas)
     return (size,) if isinstance(size, int) else size
 

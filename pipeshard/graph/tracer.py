@@ -1,10 +1,9 @@
-"""Tracer: runs a model's glue with its units stood in for, and watches what depends on what.
+"""Tracer: runs a model's glue with placeholders for its units, and watches what depends on what.
 
-torch.fx and torch.export want a graph of the whole model, which much of the code in transformers does not give: it asks
-values in Python, changes objects, calls libraries. A pipeline only needs to know what happens between units. So the
-model's own forward runs, on the values of a small batch; a unit's call is answered by zeros of the shapes that its kind
-returns, and a Taint follows from there what is computed from what. What glue does past torch's operators, it is told by
-who watches torch's functions.
+torch.fx and torch.export need a graph of the whole model, which much of the code in transformers does not allow: it
+reads values in Python, changes objects, calls libraries. A pipeline only needs to know what happens between units. So
+the model's own forward runs, on the values of a small batch; a unit's call returns zeros of the shapes of its kind, and
+a Taint propagates dependencies from there. Reading reports what glue does outside torch's dispatcher.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,18 +37,18 @@ SMALL = 4  # numbers per sample, at most, in an input of sizes (of images, patch
 
 
 class _SeenOutside(Exception):
-    """Something made inside a unit was met outside of it, so no unit may be skipped as one of a known kind."""
+    """A tensor created inside a unit was met outside of it, so no unit may be skipped as one of a known kind."""
 
 
 class Tracer:
-    """Runs the glue of one model; remembers the kinds of its units from run to run, which are visited on `device` where
-    they need one. A `meter` listens to every run.
+    """Runs the glue of one model; caches the kinds of its units from run to run, which are visited on `device` if
+    they need one. A `meter` observes every run.
 
     Attributes:
         reset: called before every run.
         listen: called before a call with its number and False, after it with True, and at the end of the forward with
             None.
-        kept: by name, what is since an earlier forward in a place of glue's.
+        kept: by name, state from an earlier forward in a place of glue.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Tracer:
         self.kept: Mapping[str, Sequence[Tensor]] = {}
 
     def run(self, batch: Batch, real: Batch | None = None) -> Dataflow:
-        """One run of the glue; shapes are those of `batch`, without slopes. Where glue asks for values in Python, it
+        """One run of the glue; shapes are those of `batch`, without slopes. If glue asks for values in Python, it
         gets the answers of `real`."""
         batch = batch.to(self.device)
         try:
@@ -140,7 +139,7 @@ class Tracer:
             ) from error
 
     def _refuse_packed(self, error: Exception) -> None:
-        """Raises TraceError where glue, or the next unit, has failed with the lengths that a unit packs its result by:
+        """Raise TraceError if glue, or the next unit, has failed with the lengths that a unit packs its result by:
         they are results of the unit, which only its stage has."""
         packs = (call for call in self.calls if any(PackedSequence.__name__ in str(part.tree) for part in call.parts))
         call = next(packs, None)
@@ -167,14 +166,14 @@ class Tracer:
         return loss if loss is None or count is None else loss / count
 
     def _refuse_foreign(self, loss: Tensor | None) -> None:
-        """Refuse a criterion that trains what is not the model's: every rank traces it, so all of them raise."""
+        """Refuse a criterion that trains other tensors than the model's: every rank traces it, so all of them raise."""
         if loss is not None and self.criterion is not None:
             refuse_foreign(loss, list(self.model.parameters()), self.taint.is_made, self.criterion)
 
     def _dataflow(
         self, output: Any, loss: Tensor | None, batch: Batch, sealed: Sequence[int], of_forward: Mapping[str, int]
     ) -> Dataflow:
-        """`of_forward` are the decisions that were taken before the criterion was called."""
+        """`of_forward` are the decisions made before the criterion was called."""
         taint, rewritten, through = self.taint, self.taint.recipes.rewritten, len(self.calls)
         late = self._use([], taint.decided.get(through, frozenset()))  # which the last stage has to have
         named, _ = flatten_with_names(output)
@@ -212,7 +211,7 @@ class Tracer:
         )
 
     def _answer(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Stand in for one call of a unit."""
+        """Answer one call of a unit."""
         taint = self.taint
         if taint.inside is not None:  # called by another unit: part of that one
             return original(*args, **kwargs)
@@ -255,7 +254,7 @@ class Tracer:
         return answered
 
     def _refuse_seed(self, unit: str) -> None:
-        """Refuse a forward that seeds torch for what is drawn inside of a unit, or after it: there stages reseed."""
+        """Refuse a forward that seeds torch for random numbers inside a unit or after it: stages reseed there."""
         seed = torch.initial_seed()
         if seed != self.seed and torch.equal(torch.Generator().manual_seed(seed).get_state(), torch.get_rng_state()):
             raise TraceError(
@@ -265,7 +264,7 @@ class Tracer:
             )
 
     def _use(self, tensors: Sequence[Any], others: frozenset[Tag] = frozenset()) -> Reads:
-        """What tensors, and what has `others` as tags, depend on."""
+        """What tensors, and values with the tags `others`, depend on."""
         use = Reads.of(self.taint.of(tensors) | others)
         if use.hidden and self.kinds.reuse:
             raise _SeenOutside
@@ -294,13 +293,13 @@ class Tracer:
 
 
 class Reading(TorchFunctionMode):
-    """Tells a Taint what happens to a tensor past all operators.
+    """Reports to a Taint what happens to a tensor outside all operators.
 
     A tensor is read by `tolist`, `numpy`, `np.asarray`, or as a number in a sequence that becomes a tensor or an index;
-    one that is only checked decides nothing. Somebody listens to its gradient. Glue computes gradients by itself, which
+    a mere check is not a decision. Its gradient is observed. Glue computes gradients itself, which
     is a decision, since each stage has only a part of the graph through units: here they are zeros. Inside a unit on
-    meta it ends what torch would cast, which on meta it does not, and what takes the address of a tensor, which is 0
-    there: a kernel that is given it (Triton's) would read and write there.
+    meta it raises where autocast would cast, since meta tensors are not cast, and where the address of a tensor is
+    taken, which is 0 there: a kernel that receives it (Triton's) would read and write at that address.
     """
 
     READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
@@ -337,7 +336,7 @@ class Reading(TorchFunctionMode):
             self.taint.is_checking = False
 
     def _are_of_units(self, outputs: Any) -> bool:
-        """Whether what is differentiated is computed from results of units; inside a unit that is its own affair."""
+        """Whether the differentiated tensor is computed from results of units; inside a unit this is ignored."""
         tags = frozenset(tag for tag in self.taint.of(tensors_in([outputs])) if isinstance(tag, Value | Hidden))
         self.taint.decide(tags, is_for_all=True)
         return bool(tags) and self.taint.inside is None
@@ -352,7 +351,7 @@ class Reading(TorchFunctionMode):
 @contextmanager
 def noting_functions(taint: Taint) -> Iterator[list[int]]:
     """Yields the unit calls inside a custom autograd function (reformer's reversible layers), whose backward calls them
-    again in a way of its own."""
+    again in its own way."""
     sealed: list[int] = []
     original = torch.autograd.Function.__dict__["apply"]
 

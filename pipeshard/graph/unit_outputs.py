@@ -1,9 +1,9 @@
-"""Unit outputs: all ways by which values leave a unit call: its result, hooks inside it, and places it writes to.
+"""Unit outputs: all paths by which values leave a unit call: its result, hooks inside it, and places it writes to.
 
-A stage that does not run a unit has to leave behind what the unit would have. Its result alone is not enough: models
-leave auxiliary losses in attributes, lists and contexts, and transformers collects router logits by forward hooks.
+A stage that does not run a unit must leave behind what the unit would have. Its result alone is not enough: models
+leave auxiliary losses in attributes, lists and contexts, and transformers collects router logits with forward hooks.
 Places are found by difference (`Snapshot`). Each output is a pytree whose tensors can be sent; objects of the user's
-classes are nodes of it that torch's pytree does not have to know.
+classes are nodes of it that need not be registered with torch's pytree.
 """
 
 import itertools
@@ -36,8 +36,8 @@ UNIT, ARGUMENTS = "unit", "arguments"  # the roots of places
 class Source(NamedTuple):
     """Where a tree of values leaves a unit call.
 
-    The result of the unit itself (neither `module` nor `place`); what a module inside the unit returned in its call
-    number `occurrence`, which its forward hooks take away (attentions, router logits); or what the unit left at a
+    The result of the unit itself (neither `module` nor `place`); the result of a module inside the unit in its call
+    number `occurrence`, which its forward hooks collect (attentions, router logits); or what the unit left at a
     `place`, a path from the unit or from its arguments: it was "set" there, "added" to a list, is "all" of one, or was
     "written" into the tensor that is there.
     """
@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
     @property
     def by_hook(self) -> bool:
-        """Whether a hook inside the unit has left it, which may just count its runs."""
+        """Whether a hook inside the unit has left it, which may only count its runs."""
         return any(str(step.key).endswith("_hooks") for step in self.place)
 
 
@@ -67,7 +67,7 @@ logger = logging.getLogger("pipeshard")
 
 @dataclass(frozen=True)
 class Known:
-    """In the place of something that could be reached before the call, and is at `path`."""
+    """In place of an object that was reachable before the call, at `path`."""
 
     path: Path
 
@@ -80,7 +80,7 @@ class OldEntry:
 
 
 class _Opened:
-    """An object of the user's, or a mapping, as a node of a tree: its class, and what it holds."""
+    """An object of the user's, or a mapping, as a node of a tree: its class, and its content."""
 
     def __init__(self, kind: Any, content: Mapping[Any, Any], known: Mapping[int, Path]) -> None:
         self.kind, self.names = kind, tuple(content)
@@ -127,12 +127,12 @@ def opened(content: Any, known: Mapping[int, Path] | None = None) -> Any:
 
 
 def resolve_from(path: Path, unit: nn.Module, arguments: Any) -> Any:
-    """What is at a place that is seen from a call of `unit`."""
+    """The value at a place, as seen from a call of `unit`."""
     return resolve(unit if path[0].key == UNIT else arguments, path[1:])
 
 
 def answer(unit: nn.Module, parts: Sequence[Part], leaves: Sequence[Any], arguments: Any) -> Any:
-    """Return the result that `leaves` make, once hooks and places have got what the unit would have given them."""
+    """Return the result made of `leaves`, once hooks and places have received what the unit would have given them."""
     result, remaining = None, iter(leaves)
     for source, tree in parts:
         of_part = itertools.islice(remaining, tree.num_leaves)
@@ -148,7 +148,7 @@ def answer(unit: nn.Module, parts: Sequence[Part], leaves: Sequence[Any], argume
 
 
 def changed(snapshot: Snapshot, but: Iterable[Tensor] = ()) -> Iterator[tuple[Source, Any]]:
-    """What a call has left at places since the snapshot of UNIT and ARGUMENTS; tensors of `but` are left out."""
+    """What a call has left at places since the snapshot of UNIT and ARGUMENTS, except the tensors of `but`."""
     known, skipped = snapshot.paths, {id(tensor) for tensor in but}
     for change in snapshot.changes():
         if change.is_of_list and _grows(change.before, change.now):
@@ -204,8 +204,8 @@ def run_collecting(
 ) -> list[tuple[Source, Any]]:
     """Run one call of `unit` with its positional and keyword `arguments`, and return what leaves it, the result first.
 
-    `modules` are those inside whose results count; with `silent` their hooks hear nothing of it. `places` are the
-    sources to look at afterwards.
+    `modules` are those inside whose results count; with `silent` their hooks are not called. `places` are the
+    sources to read afterwards.
     """
     args, kwargs = arguments
     heard: list[tuple[Source, Any]] = []
@@ -256,7 +256,7 @@ def flattened(result: Any, known: Mapping[int, Path]) -> tuple[list[Any], TreeSp
 def _tell(unit: nn.Module, path: str, result: Any) -> None:
     """Call the forward hooks of a module inside a unit as if it had just returned `result`.
 
-    There are no arguments to tell: a hook that fails for want of them is passed over, here as in the trace.
+    The arguments are not available: hooks that fail without them are skipped, here as in the trace.
     """
     module = unit.get_submodule(path)
     for key, hook in list(module._forward_hooks.items()):

@@ -24,19 +24,20 @@ _handling = 0  # contexts in which units are handled: all CutPoints that are cal
 
 
 class CutPoint(nn.Module):
-    """Call it on what flows on at a place where the model may be cut: `x = self.cut(x)` (Varuna, Athlur et al. 2022,
-    arXiv:2111.04007). It returns what it was given, the very same object.
+    """Call it on the value that flows past a place where the model may be cut: `x = self.cut(x)` (Varuna, Athlur et al.
+    2022, arXiv:2111.04007). It returns its argument, the very same object.
 
-    A model with CutPoints is cut after some of them and nowhere else; p stages need p - 1. Each is for one place: in a
+    A model with CutPoints is cut only after some of them; p stages need p - 1. Each is for one place: in a
     loop use an `nn.ModuleList` of them. `x` is a tensor (b, ...) whose dimension 0 counts the samples, or a tuple, list
-    or dict of anything that has tensors. Other values that are used on both sides of a cut (skip connections, numbers,
+    or dict that contains tensors. Other values that are used on both sides of a cut (skip connections, numbers,
     masks) need no mark: they are found.
 
-    Raises UsageError for a value without a tensor. One that is not a module of the model is a TraceError at boost.
+    Raises UsageError for a value without a tensor. A CutPoint that is not a module of the model is a TraceError at
+    boost.
     """
 
     def forward(self, value: T) -> T:
-        """The value itself."""
+        """Return the value itself."""
         if _handling and "forward" not in self.__dict__:  # no Interception has found it
             raise TraceError(
                 "a CutPoint is called that is not a module of the model (one of a plain list or dict?), so that "
@@ -51,7 +52,7 @@ class CutPoint(nn.Module):
 
 
 def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: int) -> None:
-    """Refuse a call, after these, of a CutPoint that was called before, or gets a tensor that does not count the `rows`
+    """Refuse a call, after these, of a CutPoint that was called before, or whose tensor does not count the `rows`
     samples in dimension 0."""
     if any(call.unit == name for call in calls):
         raise TraceError(
@@ -66,8 +67,8 @@ def check_call(name: str, args: Sequence[Any], calls: Sequence["Call"], rows: in
 
 
 def check_aliases(calls: Sequence["Call"], written: Set["Value"], final: Sequence["Reads"]) -> None:
-    """Refuse writing to what a CutPoint returned where what it was given may be used further on: where it is a cut, the
-    one is a copy of the other. `written` is what is changed in place, `final` what the loss and the outputs need."""
+    """Refuse writing to the output of a CutPoint if its input may be used later: at a cut, one is a copy of the other.
+    `written` is what is changed in place, `final` what the loss and the outputs need."""
     changed = {value.call for value in written}
     for index in [k for k, call in enumerate(calls) if call.is_cut and k in changed]:
         given, later = calls[index].reads.values, [*(call.reads for call in calls[index + 1 :]), *final]
@@ -83,15 +84,15 @@ Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], A
 
 
 def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Module]:
-    """The units of `model` by name, in the order of registration; those of a model that was cut stay what they were.
+    """The units of `model` by name, in the order of registration; those of a model that was cut do not change.
 
     A unit is a member of an `nn.ModuleList`, or any other child with parameters of the modules around such lists. A
-    member that is a list itself is cut into its members, as any `nn.ModuleDict` is, and so is a stage of a hierarchy
+    member that is itself a list is cut into its members, as any `nn.ModuleDict` is, and so is a stage of a hierarchy
     (swin, resnet), unless it is recomputed as a whole. In a model without such lists and without CutPoints, an
-    `nn.Sequential` is one, of which each member is a unit, whatever it has: as glue, a pooling layer would run on every
-    stage behind it. CutPoints are units, and so are the modules named in `cuts`; what they are inside of is none.
-    A module reached under several names counts once, under its first name. Of a list that says so (`pipeshard_uncut`),
-    each member is a unit, whatever it has.
+    `nn.Sequential` is one, and each of its members is a unit, even without parameters: as glue, a pooling layer would
+    run on every later stage. CutPoints are units, and so are the modules named in `cuts`; modules around them are not.
+    A module with several names counts once, under its first name. In a list with the attribute `pipeshard_uncut`,
+    each member is a unit, even without parameters.
     """
     forwards = [(module, module.__dict__.get("forward")) for module in model.modules()]
     if cut := {forward.name: module for module, forward in forwards if isinstance(forward, Interception)}:
@@ -106,7 +107,7 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
     seen: set[nn.Module] = set()
 
     def walk(prefix: str, module: nn.Module, in_hierarchy: bool = False) -> None:
-        """Look at the children of a module that is not a unit, `in_hierarchy` at those of one stage of several."""
+        """Visit the children of a module that is not a unit, `in_hierarchy` at those of one stage of several."""
         uncut, in_sequence = getattr(module, "pipeshard_uncut", False), sequences and _is_sequence(module)
         is_list = (
             isinstance(module, nn.ModuleList) or in_sequence or (isinstance(module, nn.Sequential) and in_hierarchy)
@@ -131,9 +132,9 @@ def find_units(model: nn.Module, cuts: Iterable[str] = ()) -> dict[str, nn.Modul
 
 
 def paths_of(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """The full names of modules, of which those inside a PeftModel may be named as the model inside names them.
+    """The full names of modules; modules inside a PeftModel may have their names in the model inside.
 
-    Raises PartitionError, with names that come close, for what is not a module of the model, and for the model itself.
+    Raises PartitionError, with similar names, for names that are not modules of the model, and for the model itself.
     """
     known = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
     full = [full_name(model, name) for name in names]
@@ -152,7 +153,7 @@ def containers(model: nn.Module, units: Mapping[str, nn.Module]) -> list[nn.Modu
 
 
 def modules_apart(model: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules outside of the units, by name, that have no unit inside, as those without parameters: any of them
+    """The modules outside of the units, by name, that contain no unit, such as those without parameters: any of them
     could be a unit."""
     inside = {child for unit in units.values() for child in unit.modules()}
     for name, module in model.named_modules():
@@ -174,7 +175,7 @@ def _is_sequence(module: nn.Module) -> bool:
 
 
 def _is_dict(module: nn.Module) -> bool:
-    """Whether this is a mapping that cannot be called itself, so that its members are, one by one."""
+    """Whether this is a mapping that cannot be called itself, but its members can."""
     return isinstance(module, nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
@@ -185,7 +186,7 @@ def _is_layers(module: nn.Module) -> bool:
 
 
 def _is_hierarchy(layers: nn.ModuleList) -> bool:
-    """Whether these are stages that differ in size, each with layers of its own."""
+    """Whether these are stages of different size, each with its own layers."""
     shapes: dict[str, torch.Size] = {}
     differ = False
     for stage in layers.children():  # a ModuleList may hold None, too
@@ -198,18 +199,18 @@ def _is_hierarchy(layers: nn.ModuleList) -> bool:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    """Or running statistics, which one stage has to keep."""
+    """Whether it has parameters, or running statistics, which one stage must keep."""
     if next(module.parameters(), None) is not None:
         return True
     return any(getattr(inner, "track_running_stats", False) for inner in module.modules())
 
 
 class Interception:
-    """Stands in for one unit's `forward`; whoever sets `handler` decides what a call of the unit does.
+    """Replaces one unit's `forward`; whoever sets `handler` decides what a call of the unit does.
 
     It is set on the instance, so the unit keeps its class, its hooks and its activation checkpointing. Checkpointing is
     inside `forward` since transformers 5; before, it is around the call of the unit, and `Recomputation` moves it.
-    `compiled` runs instead of the original where it is given.
+    `compiled`, if given, runs instead of the original.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -230,8 +231,8 @@ class Interception:
         return self.handler(self.name, forward, args, kwargs)
 
     def _fits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the arguments are those of the forward. A call with others ends in a TypeError before anything runs;
-        a model may catch it and call the unit in another way. Nothing answers such a call."""
+        """Whether the arguments match the forward. A call with others raises TypeError before anything runs;
+        a model may catch it and call the unit differently. Such a call is not answered."""
         form = len(args), tuple(kwargs)
         if form not in self._fitting:
             self._fitting[form] = _binds(self.original, args, kwargs)
@@ -256,9 +257,9 @@ def _recomputed(forward: Callable[..., Any], checkpoint: Callable[..., Any]) -> 
 
 
 class Recomputation:
-    """Stands in for the checkpointing function of a unit that calls it around its own call, not in its forward.
+    """Replaces the checkpointing function of a unit that calls it around its own call, not in its forward.
 
-    A replayed call must not be recomputed: the unit may be on another stage by name only. So the function is handed to
+    A replayed call must not be recomputed: the unit may be on another stage. So the function is passed to
     the Interception, around whose original it belongs.
     """
 
@@ -274,7 +275,7 @@ class Recomputation:
 
 
 def intercept(units: Mapping[str, nn.Module]) -> list[Interception]:
-    """Put an Interception before each unit's `forward`, or return the one that is there."""
+    """Install an Interception before each unit's `forward`, or return the existing one."""
     interceptions = []
     for name, module in units.items():
         if not isinstance(module.forward, Interception):
@@ -289,9 +290,9 @@ def intercept(units: Mapping[str, nn.Module]) -> list[Interception]:
 
 @contextmanager
 def handled(units: Mapping[str, nn.Module], handler: Handler) -> Iterator[None]:
-    """Let `handler` answer the units' calls inside this context; afterwards everything is as it was.
+    """Let `handler` answer the units' calls inside this context; afterwards everything is restored.
 
-    Compiled units run as they were written: tracing shapes does not compile for them.
+    Compiled units run uncompiled: tracing shapes does not compile for them.
     """
     global _handling
     before = {name: module.__dict__.get("forward") for name, module in units.items()}

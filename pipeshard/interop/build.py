@@ -1,4 +1,4 @@
-"""Build: a model cut into stages, each of them an ordinary `nn.Module`, and handed to the runtime that trains them."""
+"""Build: a model cut into stages, each an ordinary `nn.Module`, and passed to the runtime that trains them."""
 
 import importlib
 import inspect
@@ -31,12 +31,12 @@ SHIPPED_TARGETS = "pipeshard.interop.targets"
 class StageModule(nn.Module):
     """Stage `index` of a model: `stage(*received, **batch)` on the stage's values, in one process or in many.
 
-    `received` are the tensors that the stage before returned (none on the first one), `batch` is the whole microbatch
+    `received` are the tensors that the previous stage returned (none on the first one), `batch` is the whole microbatch
     by the names of the model's arguments, on every stage. It returns a tuple of tensors, with their graph; the last
-    stage the loss where the batch or the criterion gives one, and otherwise, or with `whole`, the model's output.
+    stage returns the loss if the batch or the criterion gives one, and otherwise, or with `whole`, the model's output.
 
     Its modules are the units that it runs, under their names in the model, and the parameters that glue reads. Random
-    numbers depend on torch's seed, which has to be the same on every rank, and on the number of forwards so far.
+    numbers depend on torch's seed, which must be the same on every rank, and on the number of forwards so far.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class StageModule(nn.Module):
         return self.index == self.num_stages - 1
 
     def train(self, mode: bool = True) -> "StageModule":
-        """Of all units, since glue asks the modules around them."""
+        """Set the mode of all units, since glue reads that of the modules around them."""
         super().train(mode)
         self._source[0].train(mode)
         return self
 
     def microbatch(self, batch: Mapping[str, Any]) -> Microbatch:
-        """What this stage makes of a microbatch: its route, and the shapes of what enters and leaves."""
+        """A microbatch for this stage: its route, and the shapes of its inputs and outputs."""
         model, policy, criterion = self._source
         place = policy.chunks.index(self.index)
         return self._planner.plan([read_batch(model, dict(batch))], criterion, self.whole, False)[place][0]
@@ -103,7 +103,7 @@ class StageModule(nn.Module):
 
 
 def _node(root: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The module that this path ends in, of empty ones where there are none yet, and the name in it."""
+    """The module at the end of this path, with empty ones for missing modules, and the name in it."""
     *above, key = path.split(".")
     for name in above:
         if name not in root._modules:
@@ -113,7 +113,7 @@ def _node(root: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 def as_keywords(model: nn.Module, data: Any) -> dict[str, Any]:
-    """A batch by the names of the model's arguments; BatchError for one that does not fit them."""
+    """A batch by the names of the model's arguments; raises BatchError for one that does not fit them."""
     if isinstance(data, Mapping):
         return dict(data)
     batch = Batch.of(data)
@@ -125,15 +125,15 @@ def as_keywords(model: nn.Module, data: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Split:
-    """A model that was cut, for a target to take.
+    """A model that was cut, as the input of a target.
 
     Attributes:
-        model, sample, criterion: what `build` was given, the sample as a Batch.
-        flow: what depends on what. policy: what this process holds and runs.
-        ties: the tied names of each group with their stages, as `analyze_tied_weights` gives them; and in
-            `policy.ownership.shared()` what several processes hold, parameters that glue reads too.
-        live: what enters each stage.
-        stages: those of this process, by index; none where the target shards by itself.
+        model, sample, criterion: the arguments of `build`, the sample as a Batch.
+        flow: the Dataflow. policy: the parts that this process holds and runs.
+        ties: the tied names of each group with their stages, as `analyze_tied_weights` returns them;
+            `policy.ownership.shared()` has parameters on several processes, including those that glue reads.
+        live: the inputs of each stage.
+        stages: those of this process, by index; none if the target shards by itself.
     """
 
     model: nn.Module
@@ -151,22 +151,22 @@ class Split:
 
 
 class Target:
-    """What `pipeshard.build(..., target=name, **options)` hands a model's stages to; made with the options.
+    """The receiver of a model's stages in `pipeshard.build(..., target=name, **options)`; created with the options.
 
     Attributes:
-        whole_output: whether the last stage returns the model's output, and not the loss where there is one.
-        shards_itself: whether it takes the model as it is, with the partition alone.
+        whole_output: whether the last stage returns the model's output instead of the loss.
+        shards_itself: whether it takes the whole model, with only the partition.
     """
 
     whole_output = False
     shards_itself = False
 
     def placed(self, num_stages: int) -> tuple[Sequence[int], int]:
-        """The process that each stage is on, and which one this is; by default all are on this one."""
+        """The process of each stage, and the number of this one; by default all are on this one."""
         return [0] * num_stages, 0
 
     def take(self, split: Split) -> Any:
-        """What `build` returns."""
+        """Return the result of `build`."""
         raise ConfigurationError(f"{type(self).__name__} has no method take(split)")
 
 
@@ -175,7 +175,7 @@ _KINDS: dict[str | None, type[Target]] = {}
 
 
 def register_target(name: str | None, kind: TargetClass) -> TargetClass:
-    """Let `build(..., target=name)` use this class; ConfigurationError for a name that is taken, or for no Target."""
+    """Let `build(..., target=name)` use this class; raises ConfigurationError for a used name, or for another class."""
     if not (isinstance(kind, type) and issubclass(kind, Target)):
         raise ConfigurationError(f"register_target({name!r}, ...) wants a subclass of Target, not {kind!r}")
     importlib.import_module(SHIPPED_TARGETS)  # whose names are taken
@@ -186,7 +186,7 @@ def register_target(name: str | None, kind: TargetClass) -> TargetClass:
 
 
 def find_target(name: str | None, options: Mapping[str, Any]) -> Target:
-    """The target of this name, with these options; ConfigurationError where there is none, or it has none of these."""
+    """The target of this name, with these options; raises ConfigurationError for an unknown name or option."""
     importlib.import_module(SHIPPED_TARGETS)
     if name not in _KINDS:
         names = sorted(known for known in _KINDS if known is not None)
@@ -210,19 +210,19 @@ def build(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> Any:
-    """Cut `model` into stages and hand them to `target`, whose object is returned.
+    """Cut `model` into stages and pass them to `target`, whose object is returned.
 
     Args:
-        cuts: the names of the modules to cut after (Slapo, Chen et al. 2023, arXiv:2302.08005), nested ones too; or how
-            many unit calls each stage gets; or the number of stages, balanced by cost.
-        target: None keeps all stages in this process, as one module that is called like the model; else the name of a
-            runtime in `pipeshard.interop`, or of one that was added by `register_target`.
-        batch: a microbatch of the real sizes; made up for models of transformers where there is none.
+        cuts: the names of the modules to cut after (Slapo, Chen et al. 2023, arXiv:2302.08005), also nested ones; or
+            how many unit calls each stage gets; or the number of stages, balanced by cost.
+        target: None keeps all stages in this process, as one module that is called like the model; otherwise the name
+            of a runtime in `pipeshard.interop`, or of one that was added with `register_target`.
+        batch: a microbatch of the real sizes; by default dummy inputs, for transformers models.
         criterion: `criterion(output, batch)`, for a model whose output has no loss.
-        device: where the stages' tensors are to be.
+        device: the device of the stages' tensors.
         options: the target's own, see `pipeshard.interop`.
 
-    Raises ConfigurationError for an unknown target or option, PartitionError for cuts that cannot be, TraceError for a
+    Raises ConfigurationError for an unknown target or option, PartitionError for impossible cuts, TraceError for a
     model that cannot be cut.
     """
     chosen = find_target(target, options)
@@ -246,7 +246,7 @@ def partition(
     target: Target,
     device: torch.device,
 ) -> tuple[Dataflow, Policy]:
-    """Which stage runs each unit call, and which process each stage."""
+    """The stage that runs each unit call, and the process of each stage."""
     if isinstance(cuts, str) or (isinstance(cuts, int) and cuts < 1):
         raise ConfigurationError(f"cuts={cuts!r}: give the names of the modules to cut after, or a number of stages")
     names = [] if isinstance(cuts, int) else named_modules_of(cuts)
@@ -259,18 +259,18 @@ def partition(
 
 
 def analyze_ties(model: nn.Module, policy: Policy) -> list[tuple[tuple[str, int], ...]]:
-    """The tied names with their stages, before anything is released."""
+    """The tied names with their stages, before any parameter is released."""
     calls = zip(policy.flow.calls, policy.stages, strict=True)
     return analyze_tied_weights(model, {call.unit: stage for call, stage in calls})
 
 
 def consolidate(model: nn.Module, policy: Policy, device: torch.device) -> None:
-    """Release what this process does not hold, and bring the rest to the device, with values where it was on meta."""
+    """Release the parameters of other processes, and move the rest to the device, initializing meta tensors."""
     shard(model, policy, device, seed=torch.initial_seed() % 2**63)
 
 
 def liveness(flow: Dataflow, policy: Policy, whole: bool) -> list[Boundary]:
-    """What enters each stage: the values that it or a later one needs of earlier ones, for the loss or all outputs."""
+    """The inputs of each stage: values of earlier stages that it or a later one needs, for the loss or all outputs."""
     return boundaries(flow, policy.stages, len(policy.placement), whole)
 
 

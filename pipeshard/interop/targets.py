@@ -21,7 +21,7 @@ STEP_ARGUMENTS = {"target", "losses", "return_outputs", "loss_kwargs"}  # argume
 
 
 class SplitModel(nn.Module):
-    """The stages of a model one after the other; what passes between them is what would cross between processes."""
+    """The stages of a model one after the other; only values that would cross between processes pass between them."""
 
     def __init__(self, model: nn.Module, stages: list[StageModule]) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ register_target(None, OneProcess)
 
 
 class BoostedModel(NamedTuple):
-    """A booster, and what its `boost` returned."""
+    """A booster, and the result of its `boost`."""
 
     booster: Any
     model: Any
@@ -61,7 +61,7 @@ class Colossalai(Target):
 
     Args:
         num_microbatches: how each batch is cut.
-        optimizer: the model's, or a function that makes it of its parameters.
+        optimizer: the model's, or a function that creates it from the parameters.
         plugin: further arguments of PipelinePlugin.
     """
 
@@ -97,7 +97,7 @@ register_target("colossalai", Colossalai)
 
 
 def loss_of_stage(output: Tensor, target: Any) -> Tensor:
-    """The loss, for a runtime that asks a function for it: the last stage has computed it."""
+    """The loss, for a runtime that calls a function for it: the last stage has computed it."""
     return output
 
 
@@ -111,23 +111,23 @@ class TorchStages:
         built.sync_gradients()
         optimizer.step()                                # of built.parameters()
 
-    Every rank passes the whole batch by keywords. What torch leaves to the user, `sync_gradients` does: it adds up the
-    gradients of tied weights over the stages that hold them.
+    Every rank passes the whole batch by keywords. torch leaves tied weights to the user: `sync_gradients` sums their
+    gradients over the stages that hold them.
     """
 
     stages: list[Any]
     gradients: GradientSync
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What this rank trains, each parameter once."""
+        """The trained parameters of this rank, each once."""
         return iter(dict.fromkeys(p for stage in self.stages for p in stage.submod.parameters()))
 
     def sync_gradients(self) -> None:
-        """After a step, before the optimizer's; every rank calls it."""
+        """Call it after a step, before the optimizer's, on all ranks."""
         self.gradients.finish(True)
 
     def zero_grad(self) -> None:
-        """As an optimizer's: gradients become None."""
+        """Like an optimizer's: gradients become None."""
         self.gradients.reset(set(self.parameters()))
         for parameter in self.parameters():
             parameter.grad = None
@@ -136,15 +136,15 @@ class TorchStages:
 
 
 class Torch(Target):
-    """`target="torch"`: TorchStages; a process group is there, of one rank for each stage (or `num_model_chunks`).
+    """`target="torch"`: TorchStages; needs a process group with one rank for each stage (or `num_model_chunks`).
 
     Args:
         num_model_chunks: stages of each rank, for torch's interleaved schedules; 2 by default for those in a V.
-        style: "loop": stage s is on rank s % p; "v": two stages a rank, down the ranks and back up, for
+        style: "loop": stage s is on rank s % p; "v": two stages per rank, down the ranks and back up, for
             ScheduleZBVZeroBubble and ScheduleDualPipeV.
 
-    `build` raises UsageError without a loss, which the last stage is to make, BatchError for a batch with names that
-    `schedule.step` has for its own arguments.
+    `build` raises UsageError without a loss, which the last stage must compute, BatchError for a batch with names that
+    `schedule.step` uses for its own arguments.
     """
 
     def __init__(self, num_model_chunks: int | None = None, style: str = "loop") -> None:
@@ -190,8 +190,8 @@ class Torch(Target):
 
 
 def _stage_class(stages: Iterable[StageModule]) -> Any:
-    """Torch's, but for what it divides by the number of microbatches at the end of each stage: a weight that several
-    stages of this rank share is divided once, at the end of the last of them."""
+    """torch's class, except for the division by the number of microbatches at the end of each stage: a weight that
+    several stages of this rank share is divided once, at the end of the last of them."""
     from torch.distributed.pipelining import PipelineStage
 
     holders = Counter(parameter for stage in stages for parameter in stage.parameters())
@@ -208,7 +208,7 @@ def _stage_class(stages: Iterable[StageModule]) -> Any:
 
 
 def _shapes(stage: StageModule, batch: dict[str, Any], split: Split) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Tensors like those that enter and leave the stage with this microbatch, so that torch need not find out."""
+    """Tensors like the inputs and outputs of the stage for this microbatch, so that torch need not find them."""
     microbatch = stage.microbatch(batch)
     route, receiving = microbatch.route, split.flow.receiving
 
@@ -224,7 +224,7 @@ register_target("torch", Torch)
 
 
 class StageLayer(nn.Module):
-    """A stage for DeepSpeed, whose layers get one tuple of tensors: the microbatch itself goes along in its front."""
+    """A stage for DeepSpeed, whose layers receive one tuple of tensors, which starts with the microbatch itself."""
 
     def __init__(self, stage: StageModule, names: Sequence[str]) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class StageLayer(nn.Module):
 
 
 class Tied(nn.Module):
-    """One tied weight of a stage, for DeepSpeed to broadcast it and to add up its gradients; what flows passes by."""
+    """One tied weight of a stage, for DeepSpeed to broadcast and to sum its gradients; its input passes through."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -249,11 +249,11 @@ class Tied(nn.Module):
 
 
 class Deepspeed(Target):
-    """`target="deepspeed"`: a PipelineModule for `deepspeed.initialize(model=...)`; ranks that are more than stages are
-    replicas. Each stage is built by its own ranks, and is one layer; tied weights are TiedLayerSpecs beside them.
+    """`target="deepspeed"`: a PipelineModule for `deepspeed.initialize(model=...)`; more ranks than stages form
+    replicas. Each stage is built on its own ranks, and is one layer; tied weights are additional TiedLayerSpecs.
 
-    Its engine is fed with `module.microbatches(batches)`, an iterator over microbatches as the model takes them: a
-    dict, all tensors. `microbatch_names` are those of the batch that `build` was given.
+    Its engine takes `module.microbatches(batches)`, an iterator over microbatches as the model takes them: a
+    dict, all tensors. `microbatch_names` are those of the batch passed to `build`.
 
     Args:
         module: further arguments of PipelineModule (dynamic_shape, ...).
@@ -309,7 +309,7 @@ class Deepspeed(Target):
 
 
 def _refuse_unsendable(split: Split, batch: Mapping[str, Any]) -> None:
-    """DeepSpeed sends tensors alone, and a gradient back for each that has floating numbers."""
+    """DeepSpeed sends only tensors, and a gradient back for each floating-point one."""
     for name, value in batch.items():
         if not isinstance(value, Tensor) or (value.is_floating_point() and split.num_stages > 1):
             what = f"a {type(value).__name__}" if not isinstance(value, Tensor) else f"a tensor of {value.dtype}"

@@ -1,7 +1,7 @@
-"""Pipeline modules: a model as a list of layers, each called with what the one before it returned.
+"""Pipeline modules: a model as a list of layers, each called with the result of the previous one.
 
-DeepSpeed's `PipelineModule` is such a list, which each rank builds its part of, and which only its own engine trains.
-This class takes the same arguments and is an ordinary module beside: one process runs all layers, and the plugin cuts
+DeepSpeed's `PipelineModule` is such a list, of which each rank builds its part, and which only its own engine trains.
+This class takes the same arguments and is also an ordinary module: one process runs all layers, and the plugin cuts
 between them as between those of any other model.
 """
 
@@ -23,30 +23,30 @@ from pipeshard.split.ties import names_of
 
 
 class PipelineModule(nn.Module):
-    """The layers one after the other: `model(inputs, *labels)` is what the last one returns.
+    """The layers one after the other: `model(inputs, *labels)` is the result of the last one.
 
-    Each gets what the one before it returned as one argument (a tuple stays one), the first gets `inputs`. No layer is
-    cut. A layer of a spec is known by its shapes alone, on meta, until it is built: behind `booster.boost` by the ranks
-    that hold it, else by `build()`, the first call, a move to a device or `load_state_dict`. Its values depend on
-    `torch.initial_seed()` (in a pipeline the first rank's) and its place in the list only.
+    Each receives the result of the previous one as one argument (a tuple stays one), the first receives `inputs`.
+    Layers are never cut. A layer of a spec exists only as shapes on meta until it is built: in `booster.boost` on the
+    ranks that hold it, otherwise by `build()`, the first call, a move to a device or `load_state_dict`. Its values
+    depend only on `torch.initial_seed()` (in a pipeline the first rank's) and its place in the list.
 
     Args:
         layers: modules, LayerSpecs, TiedLayerSpecs, and functions, lambdas, partials, bound methods or other callables
-            of one argument, in any iterable: an nn.Sequential or nn.ModuleList too.
+            of one argument, in any iterable: also an nn.Sequential or nn.ModuleList.
         num_stages: refuse a pipeline of another number of stages (times the chunks on each process).
-        topology: None; the plugin says which rank does what.
+        topology: None; the plugin places the ranks.
         activation_checkpoint_func: None; recompute is pipeshard's own.
-        loss_fn: `loss_fn(output, labels)`, a scalar; the criterion where `boost` gets none. Batches are then
+        loss_fn: `loss_fn(output, labels)`, a scalar; the criterion if `boost` receives none. Batches are then
             `(inputs, labels)`; `(inputs,)` has none.
         seed_layers: layer k of a spec is built after `seed_fn(base_seed + k)` instead, by default torch.manual_seed.
-        partition_method: as the `partition` of PipelinePlugin, which wins unless it is "auto".
-        activation_checkpoint_interval: k > 0: every k layers keep what the first of them got, and run again in the
-            backward pass; in a pipeline each layer does, unless the plugin says which.
+        partition_method: like `partition` of PipelinePlugin, which overrides it unless it is "auto".
+        activation_checkpoint_interval: k > 0: every k layers keep only the input of the first, and run again in the
+            backward pass; in a pipeline each layer does, unless the plugin selects them.
         checkpointable_layers: names of classes: with the interval, only layers of these run again.
-        dynamic_shape: taken either way; batches of any shape always run.
+        dynamic_shape: ignored; batches of any shape always run.
 
-    Raises ConfigurationError for what is not a layer, a constructor that does not run on meta, parameters that cannot
-    be tied, or any other argument that cannot work.
+    Raises ConfigurationError for an entry that is not a layer, a constructor that does not run on meta, parameters that
+    cannot be tied, or any other argument that cannot work.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class PipelineModule(nn.Module):
         )
 
     def forward(self, inputs: Any, *labels: Any) -> Any:
-        """The last layer's output. Labels are for the loss alone."""
+        """The last layer's output. Labels are only for the loss."""
         if not self._is_cut:
             self.build()
         interval = self.activation_checkpoint_interval
@@ -116,9 +116,9 @@ class PipelineModule(nn.Module):
         return inputs
 
     def build(self) -> Self:
-        """Build here, for real, every layer that is not yet; returns the module itself.
+        """Build every layer that is not built yet; returns the module itself.
 
-        Raises UsageError for a stage of a pipeline, ConfigurationError for a layer that is not as it was on meta.
+        Raises UsageError for a stage of a pipeline, ConfigurationError for a layer that differs from its form on meta.
         """
         if self._is_cut:
             raise UsageError("this is one stage of a pipeline: pipeshard.to_sequential(model) has all layers built")
@@ -127,7 +127,7 @@ class PipelineModule(nn.Module):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As every module's, into layers that are built; of a tie one of its names is enough."""
+        """As for any module, into built layers; one name of a tie suffices."""
         state = dict(state_dict)
         for names in names_of(self.build()).values():
             present = [name for name in names if name in state]
@@ -175,7 +175,7 @@ class LabelledLoss:
 
 
 def _layer_entries(layers: Any) -> list[Any]:
-    """What there is a layer of, in order; of a Sequential, as DeepSpeed has it, its members."""
+    """The entries of the layers, in order; of a Sequential its members, as in DeepSpeed."""
     if isinstance(layers, nn.Sequential):
         hooked = any(vars(layers)[name] for name in vars(layers) if name.endswith("_hooks"))
         if hooked or type(layers).forward is not nn.Sequential.forward or "forward" in vars(layers):
@@ -193,7 +193,7 @@ def _layer_entries(layers: Any) -> list[Any]:
 
 
 def _refuse_unsupported(topology: Any, checkpoint_func: Any, checkpointable: Any) -> None:
-    """DeepSpeed's arguments that mean nothing here, or something else than they were given."""
+    """Refuse DeepSpeed's arguments that are not supported, or mean something else here."""
     if topology is not None:
         raise ConfigurationError(
             f"topology={topology!r}: which rank does what is said by PipelinePlugin(pp_size=, dp_size=, tp_size=). "
@@ -209,7 +209,7 @@ def _refuse_unsupported(topology: Any, checkpoint_func: Any, checkpointable: Any
 
 
 def _layer(place: int, entry: Any, seed: Callable[[], Any] | None) -> nn.Module:
-    """The module of an entry of the list; that of a spec is not built yet."""
+    """The module for an entry of the list; the module of a spec is not built yet."""
     if isinstance(entry, LayerSpec):
         return skeleton(entry.construct, functools.partial(entry.build, seed), place, repr(entry))
     if isinstance(entry, nn.Module):
@@ -225,5 +225,5 @@ def _layer(place: int, entry: Any, seed: Callable[[], Any] | None) -> nn.Module:
 
 
 def _seed_torch(number: int) -> None:
-    """torch's own is put in another function's place by torch.compile, and cannot be pickled then."""
+    """torch.compile replaces torch's own function, which then cannot be pickled."""
     torch.manual_seed(number)

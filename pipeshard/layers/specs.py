@@ -1,4 +1,4 @@
-"""Specs: what a layer of a list is made of: a class and its arguments, built where needed, or a function."""
+"""Specs: how a layer of a list is built: from a class and its arguments, when needed, or from a function."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,12 +12,12 @@ from pipeshard.split.ties import share_weights
 
 
 class LayerSpec:
-    """How a layer is made: `typename(*module_args, **module_kwargs)`, when and where it is needed.
+    """How a layer is built: `typename(*module_args, **module_kwargs)`, when and where it is needed.
 
     Attributes:
-        builds: how often this process has built it for real.
+        builds: how often this process has built it with memory.
 
-    Raises ConfigurationError for a `typename` that cannot be called, UsageError for modules that are built already.
+    Raises ConfigurationError for a `typename` that cannot be called, UsageError for modules that are already built.
     """
 
     def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
@@ -37,22 +37,22 @@ class LayerSpec:
         return f"{type(self).__name__}({getattr(self.typename, '__name__', self.typename)})"
 
     def build(self, seed: Callable[[], Any] | None = None) -> nn.Module:
-        """The layer, with memory and values; `seed()` is called before."""
+        """Build the layer, with memory and values; `seed()` is called before."""
         self.builds += 1
         if seed is not None:
             seed()
         return self.construct()
 
     def construct(self) -> nn.Module:
-        """The same, without being counted: on meta only shapes are wanted."""
+        """The same, without being counted: on meta only shapes are needed."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
 class TiedLayerSpec(LayerSpec):
-    """A LayerSpec of which some parameters are one with those of all others of the same `key`.
+    """A LayerSpec with parameters tied to those of all others of the same `key`.
 
-    Each occurrence is a module of its own. The parameters that it names in `tied_weight_attr` (one or a list, dotted
-    names too) are, one by one, those that the first occurrence names, with its values; everything else is its own. With
+    Each occurrence is a separate module. The parameters that it names in `tied_weight_attr` (one or a list, also dotted
+    names) are, one by one, those that the first occurrence names, with its values; all others are separate. With
     `forward_fn` the layer returns `forward_fn(module, x)` instead of `module(x)`.
     """
 
@@ -71,7 +71,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 def tie(layers: nn.ModuleList, specs: Mapping[int, TiedLayerSpec]) -> None:
-    """Put the parameters of each key's first occurrence into the others; `specs` are by their place in `layers`.
+    """Tie the parameters of each key's occurrences to the first; `specs` are by their place in `layers`.
 
     Raises ConfigurationError for names that a module does not have, and for parameters of other shapes.
     """
@@ -87,10 +87,10 @@ def tie(layers: nn.ModuleList, specs: Mapping[int, TiedLayerSpec]) -> None:
 
 
 class Function(nn.Module):
-    """Calls `fn(x)`, or `fn(module, x)` where it has a module.
+    """Calls `fn(x)`, or `fn(module, x)` if it has a module.
 
-    Modules that the callable carries with it (a method's own, arguments of a partial) are registered, so that their
-    parameters are known. Raises ConfigurationError for parameters that could not be: those of a closure, or bare ones.
+    Modules that the callable refers to (a method's own, arguments of a partial) are registered, so that their
+    parameters are found. Raises ConfigurationError for parameters that cannot be: those of a closure, or bare ones.
     """
 
     def __init__(self, fn: Callable[..., Any], place: int, module: nn.Module | None = None) -> None:
@@ -128,7 +128,7 @@ def _function_name(fn: Any) -> str:
 
 
 def _carried(fn: Any) -> Iterator[Any]:
-    """What is copied with a callable."""
+    """The objects that are copied with a callable."""
     if isinstance(fn, nn.Module):
         yield fn
     elif isinstance(fn, functools.partial):
@@ -142,7 +142,7 @@ def _carried(fn: Any) -> Iterator[Any]:
 
 
 def _closed_over(fn: Any) -> Iterator[Any]:
-    """What a function keeps that is not copied with it."""
+    """The objects of a function that are not copied with it."""
     if isinstance(fn, functools.partial | MethodType):
         yield from _closed_over(fn.func if isinstance(fn, functools.partial) else fn.__func__)
     elif isinstance(fn, FunctionType):

@@ -1,7 +1,7 @@
-"""Planner: what a pipeline would take and how fast it would be, without running it.
+"""Planner: the memory and time of a pipeline, without running it.
 
-`plan` traces a model (on meta too) at the sizes of a microbatch, cuts it for every schedule, simulates them, and says
-which to use. `profile_units` measures the units where estimates are not good enough.
+`plan` traces a model (also on meta) at the sizes of a microbatch, cuts it for every schedule, simulates them, and
+recommends one. `profile_units` measures the units if estimates are not accurate enough.
 """
 
 from pipeshard.planner.plan import Plan

@@ -1,4 +1,4 @@
-"""AutoConfig: stages, replicas, microbatches and schedule for the ranks at hand, chosen by simulating all of them."""
+"""AutoConfig: stages, replicas, microbatches and schedule for the available ranks, chosen by simulating all of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +20,10 @@ from pipeshard.split.policy import Policy
 
 @dataclass(frozen=True)
 class Layout:
-    """`dp_size` replicas of a pipeline of `pp_size` stages, which together read `global_batch` samples a step.
+    """`dp_size` replicas of a pipeline of `pp_size` stages, which together read `global_batch` samples per step.
 
-    A step has the same microbatches under every layout: they are dealt out to the replicas whole. So its loss and its
-    gradients are the same sums, in another order, and dropout draws the same. Each stage is of `tp_size` ranks.
+    A step has the same microbatches under every layout: they are distributed to the replicas whole. So its loss and its
+    gradients are the same sums, in another order, and dropout uses the same masks. Each stage has `tp_size` ranks.
     """
 
     pp_size: int
@@ -38,7 +38,7 @@ class Layout:
 
     @property
     def batch_size(self) -> int:
-        """The samples of a replica's batch: what its dataloader is made with."""
+        """The samples of a replica's batch, for its dataloader."""
         return self.global_batch // self.dp_size
 
     @property
@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What it says to the plugin: `PipelinePlugin(**layout.arguments, ...)`."""
+        """Its arguments of the plugin: `PipelinePlugin(**layout.arguments, ...)`."""
         sliced = {"tp_size": self.tp_size} if self.tp_size > 1 else {}
         sizes = {"pp_size": self.pp_size, "dp_size": self.dp_size, "microbatch_size": self.microbatch_size}
         return sizes | sliced
@@ -56,7 +56,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ToldLayout(Layout):
-    """A layout that another rank has chosen, of whatever class, with the `arguments` that it is `told` to have."""
+    """A layout that another rank has chosen, of any class, with the `arguments` received from there as `told`."""
 
     told: dict[str, Any]
 
@@ -68,9 +68,9 @@ class ToldLayout(Layout):
 def layouts(
     ranks: int, global_batch: int, microbatch_size: int = 1, pp_size: int | None = None, tp_size: int = 1
 ) -> list[Layout]:
-    """Every layout of `ranks` that is legal, with at most `pp_size` stages of `tp_size` ranks; the most stages first.
+    """Every legal layout of `ranks` with at most `pp_size` stages of `tp_size` ranks; the most stages first.
 
-    Raises ConfigurationError, with the numbers, where there is none.
+    Raises ConfigurationError, with the numbers, if there is none.
     """
     most = ranks if pp_size is None else pp_size
     sizes = {"ranks": ranks, "global_batch": global_batch, "microbatch_size": microbatch_size, "pp_size": most}
@@ -99,7 +99,7 @@ def layouts(
 
 @dataclass(frozen=True)
 class Considered:
-    """A layout with a schedule, and what the planner says of it."""
+    """A layout with a schedule, and the planner's result for it."""
 
     layout: Layout
     estimate: Estimate
@@ -116,11 +116,11 @@ class Considered:
 
 @dataclass(frozen=True)
 class AutoConfig(Layout):
-    """The layout and the schedule with the fastest step that fits in memory; made by `AutoConfig.choose`.
+    """The layout and the schedule with the fastest step that fits in memory, as returned by `AutoConfig.choose`.
 
-    `partition` has how many unit calls each stage gets. `time` is a step's in `unit`: "seconds" where units were
-    measured, else "relative": 1 is a step without idle time on all the ranks. `considered` is the table of all that
-    were compared, in the order of their time, and what cannot be cut last.
+    `partition` has how many unit calls each stage gets. `time` is a step's in `unit`: "seconds" if units were
+    measured, otherwise "relative": 1 is a step without idle time on all the ranks. `considered` lists all layouts
+    that were compared, by their time; those that cannot be cut are last.
     """
 
     schedule: str
@@ -158,22 +158,22 @@ class AutoConfig(Layout):
         tp_size: int = 1,
         tp_plan: Mapping[str, str] | None = None,
     ) -> Self:
-        """Simulate a step of `global_batch` samples for each number of stages that is legal on `ranks`.
+        """Simulate a step of `global_batch` samples for each legal number of stages on `ranks`.
 
         The model and the other arguments are those of `pipeshard.plan`; `batch` has at least `microbatch_size` samples,
         or is None. Among steps that are at most 3 % slower than the fastest, the one with the fewest stages is chosen,
-        then the simplest schedule. As in a plan, messages take no time, nor does the sum over replicas: without
+        then the simplest schedule. As in a plan, messages take no time, nor does the reduction over replicas: without
         `device_memory`, replicas of the whole model are fastest.
 
         Args:
-            microbatch_size: its samples, or several sizes to choose from. Only measured times tell what a larger one
-                saves: `partition="profile"` times units at each of them.
+            microbatch_size: its samples, or several sizes to choose from. Only measured times show the benefit of a
+                larger one: `partition="profile"` times units at each of them.
             schedules: the ones to choose from.
-            pp_size: the most stages; by default as many as ranks.
-            tp_size: ranks that slice each stage; stages and replicas are made of `ranks / tp_size`.
+            pp_size: the largest number of stages; by default the number of ranks.
+            tp_size: ranks that slice each stage; stages and replicas divide `ranks / tp_size`.
 
-        Raises ConfigurationError where no layout is legal, PartitionError where none can be cut or fits in
-        `device_memory`, with the numbers; else as `pipeshard.plan`.
+        Raises ConfigurationError if no layout is legal, PartitionError if none can be cut or fits in
+        `device_memory`, with the numbers; otherwise as `pipeshard.plan`.
         """
         training = Training(optimizer, precision, 1, zero_stage, fsdp, tp_size)
         sizes = [microbatch_size] if isinstance(microbatch_size, int) else list(microbatch_size)

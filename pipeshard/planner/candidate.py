@@ -41,10 +41,10 @@ def metered(
     recompute: bool = True,
     cuts: Sequence[str] = (),
 ) -> tuple[Dataflow, Meter]:
-    """A trace at the sizes of `microbatch`, for these alone, and what it costs; nothing is computed, only shapes.
+    """A trace for exactly the sizes of `microbatch`, and its costs; only shapes are computed.
 
-    Of a model in evaluation mode it is that of training all the same. Without `recompute`, units that are recomputed
-    are taken as if they were not. Modules named in `cuts` are units.
+    For a model in evaluation mode, it is nevertheless that of training. Without `recompute`, recomputed units
+    count as ordinary ones. Modules named in `cuts` are units.
     """
     meter = meter or Meter()
     with preserving(model, criterion):
@@ -60,7 +60,7 @@ def metered(
 
 @dataclass
 class Capture:
-    """The arguments of a unit call; `made_up` are the leaves that come from units, and so have no values."""
+    """The arguments of a unit call; `made_up` are the leaves that come from units, and therefore have no values."""
 
     leaves: list[Any]
     made_up: frozenset[int]
@@ -93,12 +93,12 @@ class Captures(Meter):
 
 
 def copied_argument(leaf: Any) -> Any:
-    """An argument that a unit may change, such as a cache, for one run of it."""
+    """An argument that a unit may change, such as a cache, copied for one run."""
     return copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf
 
 
 def unit_cost(unit: nn.Module, work: Work) -> Cost:
-    """The relative time of a call of `unit` that is this much work."""
+    """The relative time of a call of `unit` with this much work."""
     layers = {path: layer for path, layer in unit.named_modules() if deferring_function(layer) is not None}
     waiting = {
         f"{path}.{name}".lstrip("."): parameter
@@ -118,7 +118,7 @@ def unit_cost(unit: nn.Module, work: Work) -> Cost:
 
 
 def runs_of(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """The first call of each stage, and the first after it."""
+    """The first call of each stage, and the one after its last."""
     return list(itertools.pairwise([0, *itertools.accumulate(counts)]))
 
 
@@ -130,11 +130,11 @@ Caps = tuple[tuple[tuple[int | None, float], ...], ...]
 def fit(
     program: Program, weights: Sequence[float], forbidden: Mapping[int, str], footprint: Footprint, limit: int
 ) -> list[int] | None:
-    """How many calls each stage of `program` gets, or None where no partition is found to fit in `limit` bytes a rank.
+    """How many calls each stage of `program` gets, or None if no partition is found to fit in `limit` bytes per rank.
 
-    With one stage a rank, what it takes depends on its calls alone, and dynamic programming finds the best one. With
-    several, the search is best-first: of a partition with a rank that takes too much, one of that rank's stages must
-    become smaller, whichever; each choice is looked at in the order of what it costs. It ends after `TRIES` partitions.
+    With one stage per rank, its memory depends only on its calls, and dynamic programming finds the best partition.
+    With several, the search is best-first: if a rank of a partition takes too much, any one of that rank's stages must
+    become smaller; each choice is visited in the order of its cost. It ends after `TRIES` partitions.
     """
     order = itertools.count()
     num_stages = len(program.placement)
@@ -168,8 +168,8 @@ def fit(
 
 
 def _heaviest(program: Program, counts: Sequence[int], footprint: Footprint) -> dict[int, tuple[int | None, int]]:
-    """Of the rank that takes most: for each of its stages, the microbatches alive when it does (None: at the end of a
-    step), and the bytes."""
+    """For the rank with the largest memory: for each of its stages, the microbatches alive at the peak (None: at the
+    end of a step), and the bytes."""
     runs = runs_of(counts)
     kept = [footprint.activations(*run) for run in runs]
     peaks = [alive_at_peak(actions, kept) for actions in program.ranks]
@@ -181,10 +181,10 @@ def _heaviest(program: Program, counts: Sequence[int], footprint: Footprint) -> 
 
 @dataclass(eq=False)
 class Subject:
-    """What is planned, and what is known of it: the cost of each unit call, and what runs of calls take.
+    """The subject of a plan: the cost of each unit call, and the memory of runs of calls.
 
     `forms` are those that parameters have in `training`. `in_seconds` says whether costs are, `recomputed` whether a
-    unit recomputes its activations. `bandwidth` is that of messages, in bytes a second; without it they take no time.
+    unit recomputes its activations. `bandwidth` is that of messages, in bytes per second; without it they take no time.
     """
 
     model: nn.Module
@@ -203,20 +203,20 @@ class Subject:
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The model's, by their first name."""
+        """The model's parameters, by their first name."""
         return dict(self.model.named_parameters())
 
     def takes(self, parameters: Sequence[nn.Parameter]) -> Memory:
-        """What these parameters take with all that training adds."""
+        """The memory of these parameters with everything that training adds."""
         return self.training.takes(parameters, self.forms)
 
     def replicated(self, dp_size: int) -> "Subject":
-        """The same with so many replicas, and the same policies."""
+        """The same with this many replicas, and the same policies."""
         training = replace(self.training, dp_size=dp_size)
         return replace(self, training=training, footprint=self.footprint.trained(training))
 
     def cut(self, partition: Cuts, placement: tuple[int, ...]) -> Policy:
-        """The policy that cuts the model so; schedules of one placement share it."""
+        """The policy for this cut; schedules with one placement share it."""
         key = str(partition), placement
         if key not in self.policies:
             ranks, costs = max(placement) + 1, [sum(cost) for cost in self.costs]
@@ -228,8 +228,8 @@ class Subject:
 class Candidate:
     """The model, cut into the stages of `program`.
 
-    Raises PartitionError where that is not possible. A partition that is given by name is changed where a rank would
-    take more than the limit, if one that fits is found.
+    Raises PartitionError if that is impossible. A partition given by name is changed if a rank would
+    exceed the limit and one that fits is found.
     """
 
     def __init__(self, subject: Subject, program: Program, num_model_chunks: int) -> None:
@@ -243,7 +243,7 @@ class Candidate:
                 self.cut(counts)
 
     def cut(self, partition: Cuts) -> None:
-        """Cut the model so, and find out what each rank takes."""
+        """Cut the model in this way, and compute the memory of each rank."""
         subject, placement = self.subject, self.program.placement
         self.policy = subject.cut(partition, placement)
         self.counts = [self.policy.stages.count(stage) for stage in range(len(placement))]
@@ -274,7 +274,7 @@ class Candidate:
         return [Cost(*(part / unit for part in parts)) for parts in sums]
 
     def estimate(self, unit: float) -> Estimate:
-        """How long a step takes, in this unit."""
+        """The time of a step, in this unit."""
         simulation = simulate_parts(self.program, *zip(*self.costs(unit), strict=True), latency=self.latency)
         return Estimate(
             self.program.name,
@@ -292,7 +292,7 @@ class Candidate:
 
     @property
     def latency(self) -> float:
-        """The seconds that the largest message takes."""
+        """The seconds of the largest message."""
         subject = self.subject
         if subject.bandwidth is None:
             return 0.0

@@ -1,4 +1,4 @@
-"""Memory: what a run of unit calls takes on a device, and what a rank's program keeps alive of it."""
+"""Memory: the memory of a run of unit calls on a device, and how much of it a rank's program keeps alive."""
 
 import bisect
 import copy
@@ -27,7 +27,7 @@ UNITS |= {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "tib": 2**40}  # as S
 
 
 def parse_bytes(size: str | int, name: str = "device_memory") -> int:
-    """The number of bytes that "80GB", "79.2 GiB" or a plain number says; ConfigurationError for anything else."""
+    """The number of bytes in "80GB", "79.2 GiB" or a plain number; raises ConfigurationError for anything else."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE)
     unit = found[2].lower() if found else ""
     if found is None or (unit or "b") not in UNITS or float(found[1]) <= 0:
@@ -46,7 +46,7 @@ def format_bytes(size: float) -> str:
 
 
 def check_positive(**sizes: Any) -> None:
-    """Raises ConfigurationError for what is not a positive integer."""
+    """Raise ConfigurationError unless the value is a positive integer."""
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ConfigurationError(f"{name} must be a positive integer, got {size!r}")
@@ -60,9 +60,9 @@ FULL = 4  # bytes of a number in fp32
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a device, by what they hold: `values` are the fp32 values of parameters in 16 bits, and what a replica
-    keeps of those that fsdp divides; `recomputed` is what is recomputed at a time, for a backward; `update` is what the
-    end of a step takes when there are no activations any more, so that only the larger of the two counts."""
+    """Bytes on a device, by content: `values` are the fp32 values of parameters in 16 bits, and the shards that a
+    replica keeps with fsdp; `recomputed` is the memory recomputed at a time, for a backward; `update` is that of the
+    end of a step, when there are no activations any more, so that only the larger of the two counts."""
 
     parameters: int = 0
     gradients: int = 0
@@ -74,7 +74,7 @@ class Memory:
 
     @property
     def always(self) -> int:
-        """What is there at every moment of a step, activations or not."""
+        """The memory at every moment of a step, with or without activations."""
         return self.parameters + self.gradients + self.values + self.optimizer
 
     @property
@@ -88,8 +88,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Forms:
-    """The forms that parameters have on a rank: those that are `lowered` to 16 bits, of those that are `sliced` how
-    many numbers a rank has, and the layers of those that are `packed`."""
+    """The forms of parameters on a rank: those that are `lowered` to 16 bits, for `sliced` ones the number of elements
+    on a rank, and the layers of `packed` ones."""
 
     lowered: Container[Tensor] = ()
     sliced: Mapping[nn.Parameter, int] = field(default_factory=dict)
@@ -102,14 +102,14 @@ class Forms:
 
 @dataclass(frozen=True)
 class Training:
-    """How parameters are trained, as far as it says what they take: the plugin's arguments of the same names, and the
-    optimizer: "adamw" has two states a parameter, "sgd" (with momentum) one, "none" none; "adamw_8bit" and "lion_8bit"
-    are those of bitsandbytes.
+    """How parameters are trained, as far as it affects memory: the plugin's arguments of the same names, and the
+    optimizer: "adamw" has two states per parameter, "sgd" (with momentum) one, "none" none; "adamw_8bit" and
+    "lion_8bit" are those of bitsandbytes.
 
-    With `precision` "bf16" or "fp16" parameters have 16 bits, and fp32 gradients, values and states beside them.
-    `zero_stage=1` divides the states and these values among `dp_size` replicas, `fsdp` the values (or the parameters in
-    their place) and the states: within a step the parameters of a stage are whole, and so are their gradients.
-    `tp_size` ranks divide what a plan of tensor parallelism slices.
+    With `precision` "bf16" or "fp16" parameters have 16 bits, with fp32 gradients, values and states.
+    `zero_stage=1` divides the states and these values among `dp_size` replicas, `fsdp` the values (or instead the
+    parameters) and the states: within a step the parameters of a stage are whole, and so are their gradients.
+    `tp_size` ranks divide the parameters that a tensor parallel plan slices.
 
     Raises ConfigurationError for arguments that the plugin would refuse.
     """
@@ -136,7 +136,7 @@ class Training:
         return f"optimizer {self.optimizer}{low}{replicas}" + (f", tp_size {self.tp_size}" if self.tp_size > 1 else "")
 
     def config(self, schedule: str, pp_size: int, num_microbatches: int, num_model_chunks: int = 1) -> PipelineConfig:
-        """The plugin's arguments for it under a schedule; ConfigurationError where the plugin refuses them."""
+        """The plugin's arguments for it under a schedule; raises ConfigurationError if the plugin refuses them."""
         return PipelineConfig(
             pp_size=pp_size,
             num_microbatches=num_microbatches,
@@ -151,11 +151,11 @@ class Training:
 
     @property
     def parts(self) -> int:
-        """Among how many replicas the states are divided."""
+        """The number of replicas that divide the states."""
         return self.dp_size if self.fsdp or self.zero_stage else 1
 
     def takes(self, parameters: Collection[nn.Parameter], forms: Forms) -> Memory:
-        """What these parameters take, in the forms that they have here."""
+        """The memory of these parameters, in the forms that they have here."""
         sizes = gradients = states = values = 0
         for parameter in parameters:
             is_low, count = parameter in forms.lowered, forms.sliced.get(parameter, parameter.numel())
@@ -179,18 +179,18 @@ class Training:
         return IN_8_BITS[self.optimizer] * each if trained else 0
 
     def update(self, gradients: int) -> int:
-        """What the end of a step takes where gradients take so much: two messages of the replicas are under way at a
-        time, and AdamW makes the roots of all second moments at once, as torch's does on a GPU (`foreach`)."""
+        """The memory at the end of a step with gradients of this size: two messages of the replicas are in flight at a
+        time, and AdamW computes the roots of all second moments at once, as torch's does on a GPU (`foreach`)."""
         messages = min(2 * BUCKET, gradients) if self.dp_size > 1 else 0
         return max(messages, gradients // self.parts if OPTIMIZERS.get(self.optimizer) == 2 else 0)
 
 
 class Footprint:
-    """What each run of unit calls takes: its parameters in their `forms`, with all that `training` adds, and what a
-    microbatch keeps.
+    """The memory of each run of unit calls: its parameters in their `forms`, with everything that `training` adds, and
+    the activations of a microbatch.
 
-    What several calls share (tied parameters, masks, a result that two units keep) counts once in a run of calls.
-    `plain` is a meter of the same calls without recomputation, if there is any with it.
+    Memory that several calls share (tied parameters, masks, a result that two units keep) counts once in a run of
+    calls. `plain` is a meter of the same calls without recomputation, if there is any with it.
     """
 
     def __init__(
@@ -236,8 +236,8 @@ class Footprint:
         self._gradients = _Union([{name: each[name].gradients for name in names} for names in self._held])
 
     def total(self, start: int, end: int, alive: int | None) -> int:
-        """Bytes of a stage with the calls from `start` to `end` (exclusive) that keeps so many microbatches `alive`, or
-        with None at the end of a step."""
+        """Bytes of a stage with the calls from `start` to `end` (exclusive) that keeps this many microbatches `alive`,
+        or with None at the end of a step."""
         last = self._end(end)
         if alive is None:
             beside = self._training.update(self._gradients.total(start, last))
@@ -246,7 +246,7 @@ class Footprint:
         return self._static.total(start, last) + beside
 
     def activations(self, start: int, end: int) -> int:
-        """Bytes that one microbatch keeps between its forward and its backward there, with what entered it."""
+        """Bytes that one microbatch keeps between its forward and its backward there, including its inputs."""
         end = self._end(end)
         entered = 0
         for value, size in self._entering[start].items():
@@ -256,7 +256,7 @@ class Footprint:
         return self._kept.total(start, end) + entered
 
     def recomputed(self, start: int, end: int) -> int:
-        """Bytes that the recomputation of a unit makes, at most: one after the other is recomputed and freed."""
+        """The largest memory for recomputing a unit: units are recomputed and freed one after the other."""
         return max(self._recomputed[start:end], default=0)
 
     def _end(self, end: int) -> int:
@@ -269,7 +269,7 @@ def tensor_bytes(spec: TensorSpec) -> int:
 
 
 class _Union:
-    """Sums over runs of calls, in which a key that several calls have counts once."""
+    """Sums over runs of calls, counting a key of several calls once."""
 
     def __init__(self, per_call: Sequence[Mapping[Hashable, int]]) -> None:
         previous: dict[Hashable, int] = {}
@@ -287,7 +287,7 @@ class _Union:
 
 
 def alive_at_peak(actions: Sequence[Action], sizes: Sequence[int]) -> dict[int, int]:
-    """How many microbatches of each stage a rank keeps alive when that takes most, a microbatch of stage s `sizes[s]`.
+    """How many microbatches of each stage a rank keeps alive at its peak, if a microbatch of stage s takes `sizes[s]`.
 
     A microbatch is alive on a stage from its F to its last compute action there.
     """

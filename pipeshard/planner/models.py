@@ -44,10 +44,10 @@ def build(
 ) -> nn.Module:
     """The model of a Hugging Face folder, a config.json, or a model type, on meta and in training mode.
 
-    `fields` are `key=value` for the config, values as in JSON or plain text. Without `dtype` ("bf16", "fp16", "fp32")
-    it is the config's, or else bf16. With `lora`, the rank of adapters on all linear layers, only these are trained.
-    With `quantize` ("nf4", "fp4", "int8") the base weights are packed, as `quantization_config` of from_pretrained
-    does. Raises ConfigurationError for what is not there or unknown.
+    `fields` are `key=value` for the config, with JSON or plain text values. Without `dtype` ("bf16", "fp16", "fp32")
+    it is the config's, or otherwise bf16. With `lora`, the rank of adapters on all linear layers, only these are
+    trained. With `quantize` ("nf4", "fp4", "int8") the base weights are packed, as `quantization_config` of
+    from_pretrained does. Raises ConfigurationError for a missing or unknown model.
     """
     config = _config(source, dict(map(_field, fields)))
     if dtype is not None and dtype not in DTYPE_NAMES:
@@ -81,7 +81,7 @@ def _adapted(model: Any, rank: int) -> nn.Module:
 
 
 def precision_of(model: nn.Module) -> str:
-    """The `precision` in which most weights of a model are trained: that of their dtype."""
+    """The `precision` in which most weights of a model are trained, by their dtype."""
     counts: Counter[torch.dtype] = Counter()
     for parameter in filter(Tensor.is_floating_point, model.parameters()):  # packed weights have bytes
         counts[parameter.dtype] += parameter.numel()
@@ -118,7 +118,7 @@ def _reads(config: Any, key: str) -> bool:
 
 
 def _of_hub(name: str) -> Path:
-    """The config of a model that the Hugging Face hub has under this name, if it was downloaded."""
+    """The config of a model with this name in the cache of the Hugging Face Hub, if it was downloaded."""
     try:
         return Path(hf_hub_download(name, "config.json", local_files_only=True))
     except (OSError, ValueError):
@@ -151,7 +151,7 @@ def _field(text: str) -> tuple[str, Any]:
 
 
 def _class_of(config: Any) -> Any:
-    """The architecture that the config names, or the first of the tasks that there is a model of its kind for."""
+    """The architecture in the config, or the model of its type for the first task that has one."""
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
@@ -168,7 +168,7 @@ def _class_of(config: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' remarks on what does not matter here."""
+    """Suppress transformers' messages that do not matter here."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

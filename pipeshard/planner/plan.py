@@ -17,7 +17,7 @@ from pipeshard.split.partition import Boundary
 
 @dataclass(frozen=True)
 class Crossing:
-    """One value that enters a stage with every microbatch; where `gradient` is true, one of its size goes back."""
+    """One value that enters a stage with every microbatch; if `gradient`, one of its size is sent back."""
 
     unit: str
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class Crossing:
 
 
 def crossings(flow: Dataflow, boundary: Boundary) -> tuple[Crossing, ...]:
-    """What enters a stage there."""
+    """The values that enter a stage there."""
     crossings = []
     for value in boundary.values:
         spec, unit = flow.spec(value), flow.calls[value.call].unit
@@ -38,13 +38,13 @@ def crossings(flow: Dataflow, boundary: Boundary) -> tuple[Crossing, ...]:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage, which is one chunk of a rank where ranks have several.
+    """One stage, which is one chunk of a rank if ranks have several.
 
-    `units` names its `calls` unit calls in short, `parameters` is their number. `forward`, `backward` and `weight` are
-    the times of F, B and W of one microbatch; where a schedule has no W, its B takes what both take. `memory` is the
-    stage's part of what the rank takes when that takes most: `alive` microbatches keep `kept` bytes each. A parameter
-    that an earlier stage of the rank has too counts there. `enters` comes from the stage before, `received` bytes by
-    message, for which `returned` bytes of gradients go back; both are 0 where that stage is on the same rank.
+    `units` abbreviates its `calls` unit calls, `parameters` is their number. `forward`, `backward` and `weight` are
+    the times of F, B and W of one microbatch; without W in a schedule, its B takes the time of both. `memory` is the
+    stage's part of its rank's peak: `alive` microbatches keep `kept` bytes each. A parameter
+    that an earlier stage of the rank also has counts there. `enters` comes from the previous stage, as `received` bytes
+    of messages, for which `returned` bytes of gradients are sent back; both are 0 if that stage is on the same rank.
     """
 
     stage: int
@@ -67,7 +67,7 @@ SHOWN_UNITS = 5  # names in the short form of a stage's units
 
 
 def in_short(names: Sequence[str]) -> str:
-    """Names in a row, where those that only differ in a number that counts up are one: embed, layers.0-11, norm."""
+    """Names in a row, merging those that only differ in a consecutive number: embed, layers.0-11, norm."""
     groups: list[tuple[str, str, int, int]] = []  # what is before the number, after it, the first and the last one
     for name in names:
         # around its last number that stands alone between dots: ("layers.", 3, ".attention")
@@ -88,11 +88,11 @@ def in_short(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One schedule: the time of a step, the idle share of all ranks' time, and what each rank takes.
+    """One schedule: the time of a step, the idle share of all ranks' time, and the memory of each rank.
 
-    `counts` are the unit calls of each stage. `fits` says whether every rank stays within the limit (None: there is
-    none). `problem` says why the model cannot be cut so, or why the plugin refuses the schedule with the other
-    arguments (`refused`); then nothing else is known.
+    `counts` are the unit calls of each stage. `fits` says whether every rank stays within the limit (None: no
+    limit). `problem` says why the model cannot be cut in this way, or why the plugin refuses the schedule with the
+    other arguments (`refused`); then the other fields are empty.
     """
 
     schedule: str
@@ -111,23 +111,23 @@ class Estimate:
 
     @property
     def unusable(self) -> str:
-        """In short why it cannot be used, if it cannot."""
+        """A short reason why it cannot be used, if any."""
         return "not accepted" if self.refused else "cannot be cut so" if self.problem else ""
 
     @property
     def fullest(self) -> int:
-        """The rank that takes most."""
+        """The rank with the largest memory."""
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
 
     @property
     def peak(self) -> int:
-        """What that rank takes."""
+        """The memory of that rank."""
         return max(memory.total for memory in self.memory)
 
 
 class InSlices(NamedTuple):
-    """A schedule whose microbatches are cut into `n` slices that take equally long: the time of a step, the idle share
-    of all ranks' time, and the bytes of the rank that takes most."""
+    """A schedule whose microbatches are cut into `n` slices of equal time: the time of a step, the idle share
+    of all ranks' time, and the bytes of the rank with the largest memory."""
 
     n: int
     time: float
@@ -140,13 +140,13 @@ NUMBERS_OF_SLICES = 1, 2, 4, 8, 16
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model would run on `pp_size` ranks; made by `pipeshard.plan`.
+    """How a model would run on `pp_size` ranks, as returned by `pipeshard.plan`.
 
-    Sizes are in bytes. Times are in `unit`: "seconds" where units were measured or `tflops` was given; else "relative":
-    what one microbatch takes in all, divided by p, is 1, so that a step without any idle time takes `num_microbatches`.
-    `latency` is the time that a message takes. `stages` are those of `schedule`, which is the `recommended` one (for
-    the `reason` given) unless another was asked for. `counts` may be given to the plugin as `partition`. `training` is
-    what is counted beside the parameters, `limit` the memory of a device, if one was given.
+    Sizes are in bytes. Times are in `unit`: "seconds" if units were measured or `tflops` was given; otherwise
+    "relative": the total time of one microbatch, divided by p, is 1, so a step without idle time takes
+    `num_microbatches`. `latency` is the time of a message. `stages` are those of `schedule`, which is the `recommended`
+    one (for the `reason` given) unless another was requested. `counts` may be passed to the plugin as `partition`.
+    `training` is what is counted in addition to the parameters, `limit` the memory of a device, if one was given.
     """
 
     model: str
@@ -168,7 +168,7 @@ class Plan:
 
     @property
     def estimate(self) -> Estimate:
-        """That of `schedule`."""
+        """The estimate of `schedule`."""
         chosen = self.schedule, self.num_model_chunks
         return next(e for e in self.schedules if (e.schedule, e.num_model_chunks) == chosen)
 
@@ -183,18 +183,18 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """The tokens of a step on all replicas; 0 where the model reads none."""
+        """The tokens of a step on all replicas; 0 if the model reads none."""
         shape = self.microbatch.get("input_ids", (0,))
         return math.prod(shape) * self.num_microbatches * self.training.dp_size
 
     def simulate(self) -> Simulation:
-        """The time line of a step."""
+        """The timeline of a step."""
         config = self.training.config(self.schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
         costs = [(stage.forward, stage.backward, stage.weight) for stage in self.stages]
         return simulate_parts(config.program(self.num_microbatches), *zip(*costs, strict=True), latency=self.latency)
 
     def in_slices(self) -> list[InSlices]:
-        """The plan's schedule with more and more slices. Raises ConfigurationError for one that has none."""
+        """The plan's schedule with increasing numbers of slices. Raises ConfigurationError if it supports none."""
         costs = list(zip(*((stage.forward, stage.backward, stage.weight) for stage in self.stages), strict=True))
         config = self.training.config(self.schedule, self.pp_size, self.num_microbatches, self.num_model_chunks)
         found = []
@@ -208,7 +208,7 @@ class Plan:
         return found
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Draw that into the file `path`, in the format that its suffix names (png, svg, pdf). Needs matplotlib."""
+        """Draw the timeline into the file `path`, in the format of its suffix (png, svg, pdf). Requires matplotlib."""
         label = f"{self.estimate.name}, p={self.pp_size}, m={self.num_microbatches}"
         relative = "1: the work of a microbatch on one rank" if self.unit == "relative" else ""
         draw_timeline([(label, self.simulate().spans)], path, f"{self.model}, simulated", relative)

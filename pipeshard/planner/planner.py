@@ -1,4 +1,4 @@
-"""Plan: schedules compared for a model, and one of them advised."""
+"""Plan: schedules compared for a model, and one of them recommended."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ NEAR = 0.03  # what a simpler schedule may be slower
 
 
 def recommend(estimates: Sequence[Estimate], limit: int | None) -> tuple[Estimate, str]:
-    """The fastest schedule that fits, or a simpler one that is nearly as fast, and why, in one sentence."""
+    """The fastest schedule that fits, or a simpler one that is nearly as fast, with the reason in one sentence."""
     possible = [e for e in estimates if not e.problem]
     fitting = [e for e in possible if e.fits is not False] or possible
     fastest = min(fitting, key=lambda e: (e.time, SIMPLEST.index(e.schedule), e.num_model_chunks))
@@ -56,7 +56,7 @@ def recommend(estimates: Sequence[Estimate], limit: int | None) -> tuple[Estimat
 
 
 def what_would_help(candidate: Candidate, others: Sequence[Estimate]) -> str:
-    """What one could do where `candidate` takes too much."""
+    """Possible remedies if `candidate` needs too much memory."""
     limit = candidate.subject.limit or 0
     fitting = [e.name for e in others if e.fits]
     static = sum(memory.always for memory in candidate.memory)
@@ -101,35 +101,35 @@ def plan(
 ) -> Plan:
     """How `model` would train on `pp_size` ranks with each schedule, and which one to use.
 
-    Needs no process group and no GPU, and takes any model that `pipeshard.trace` takes, on meta too: nothing is
-    computed but shapes. `batch` is one of the real sizes, cut by `num_microbatches` or `microbatch_size` (one of
-    the two) as the plugin does; without a batch, one is made up of `num_microbatches` with `microbatch_size` samples
-    (by default 1) each, of `seq_len` tokens (by default as many as the model takes, at most 2048).
+    Needs no process group and no GPU, and accepts any model that `pipeshard.trace` accepts, also on meta: only shapes
+    are computed. `batch` has the real sizes, cut by `num_microbatches` or `microbatch_size` (pass only
+    one) as in the plugin; without a batch, one is made of `num_microbatches` with `microbatch_size` samples
+    (by default 1) each, of `seq_len` tokens (by default as many as the model accepts, at most 2048).
 
     Args:
         schedule: the one whose stages are shown, with its `num_model_chunks`; by default the recommended one.
-        partition: as for the plugin. By name, it is changed where a rank would take more than `device_memory`.
-        device_memory: what a rank has, such as "80GB" or a number of bytes.
-        optimizer: "adamw" (two states a parameter), "sgd" (with momentum: one) or "none"; a state is as large as its
+        partition: as for the plugin. By name, it is changed if a rank would exceed `device_memory`.
+        device_memory: the memory of a rank, such as "80GB" or a number of bytes.
+        optimizer: "adamw" (two states per parameter), "sgd" (with momentum: one) or "none"; a state is as large as its
             parameter's gradient. "adamw_8bit" and "lion_8bit" are those of bitsandbytes.
-        precision: as for the plugin: "bf16" and "fp16" take fp32 gradients, values and states besides parameters of 16
+        precision: as for the plugin: "bf16" and "fp16" need fp32 gradients, values and states besides parameters of 16
             bits.
         dp_size: as for the plugin, and so are the next two.
         zero_stage: 1 divides the optimizer's state among the replicas.
-        fsdp: True divides what is kept of a unit among the replicas.
-        tp_size: as for the plugin. Parameters that are sliced are divided, with their gradients and states; times and
+        fsdp: True divides the persistent memory of a unit among the replicas.
+        tp_size: as for the plugin. Sliced parameters are divided, with their gradients and states; times and
             activations are those of whole units.
         tp_plan: as for the plugin.
-        profile: measured units (a Profile or its file) instead of estimates; `partition="profile"` measures them here
-            and now, "profile:PATH" unless that file is there.
+        profile: measured units (a Profile or its file) instead of estimates; `partition="profile"` measures them
+            now, "profile:PATH" unless that file exists.
         policy: as for the plugin.
         criterion: as for the plugin.
-        tflops: 10^12 operations a second that a device sustains on such a model (not the data sheet's): times are then
-            in seconds.
-        bandwidth: between two ranks, a second, as "50GB" or a number of bytes; every message is taken for as large as
-            the largest. Without it messages take no time. Needs times in seconds.
+        tflops: the 10^12 operations per second that a device sustains on such a model (not the data sheet's): times are
+            then in seconds.
+        bandwidth: between two ranks, per second, as "50GB" or a number of bytes; every message counts as large as
+            the largest. Without it messages take no time. Requires times in seconds.
 
-    Raises PartitionError where the schedule asked for, or every one, is impossible or needs more than `device_memory`;
+    Raises PartitionError if the requested schedule, or every one, is impossible or needs more than `device_memory`;
     ConfigurationError for arguments that cannot work; TraceError for a model that cannot be cut.
     """
     if not isinstance(pp_size, int) or pp_size < 1:
@@ -190,7 +190,7 @@ def study(
     profile: Profile | str | Path | None,
     tp_plan: Mapping[str, str] | None = None,
 ) -> Subject:
-    """What is known of a model and its microbatch before it is cut; arguments and errors are those of `plan`."""
+    """The properties of a model and its microbatch before the cut; arguments and errors are those of `plan`."""
     tie_on_meta(model)
     refuse_sharded_packing(model, training.fsdp, training.tp_size)
     cuts = named_modules_of(partition)
@@ -227,7 +227,7 @@ def study(
 
 
 def timed(subject: Subject, tflops: float | None, bandwidth: str | int | None) -> Subject:
-    """The same with times in seconds, on a device that sustains so many 10^12 operations a second."""
+    """The same with times in seconds, on a device that sustains this many 10^12 operations per second."""
     if tflops is not None:
         if isinstance(tflops, bool) or not isinstance(tflops, int | float) or not 0 < tflops < math.inf:
             raise ConfigurationError(f"tflops must be a positive number, got {tflops!r}")
@@ -243,7 +243,7 @@ def timed(subject: Subject, tflops: float | None, bandwidth: str | int | None) -
 
 
 def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | Estimate:
-    """The model cut for this schedule, or an estimate that says why it cannot be, or the plugin would not run it."""
+    """The model cut for this schedule, or an estimate with the reason why it cannot be cut, or is refused."""
     try:
         program = subject.training.config(name, p, m, v).program(m)
     except ConfigurationError as error:
@@ -255,7 +255,7 @@ def attempt(subject: Subject, name: str, p: int, m: int, v: int) -> Candidate | 
 
 
 def schedules(chosen: tuple[str, int] | None = None, num_model_chunks: int = 1) -> list[tuple[str, int]]:
-    """Every schedule with its chunks a rank: the interleaved one with two, and as many as asked for."""
+    """Every schedule with its chunks per rank: the interleaved one with two, and with the requested number."""
     wanted = {2, num_model_chunks} - {1} | ({chosen[1]} if chosen and chosen[0] == "interleaved" else set())
     names = [(name, v) for name in SCHEDULES for v in (sorted(wanted) if name == "interleaved" else [1])]
     return [(name, num_chunks(name, v)) for name, v in names]
@@ -264,7 +264,7 @@ def schedules(chosen: tuple[str, int] | None = None, num_model_chunks: int = 1) 
 def first_microbatch(
     model: nn.Module, batch: Any, num_microbatches: int | None, microbatch_size: int | None, seq_len: int | None
 ) -> tuple[Batch, int]:
-    """The first microbatch, and how many there are."""
+    """The first microbatch, and the number of microbatches."""
     sizes = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size, "seq_len": seq_len}
     check_positive(**{name: size for name, size in sizes.items() if size is not None})
     if batch is None:
@@ -290,7 +290,7 @@ def _profile(
     microbatch: Batch,
     criterion: Criterion | None,
 ) -> Profile | None:
-    """The measured times, if they are asked for."""
+    """The measured times, if they are requested."""
     if profile is None and is_profile(partition):
         path = partition.partition(":")[2]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -46,7 +46,7 @@ class Stopwatch:
         self.unit, self.capture, self.device = unit, capture, device
 
     def median(self, repeats: int) -> Cost:
-        """Median seconds of forward, backward without the weight gradients that can wait, and those."""
+        """Median seconds of forward, backward without the weight gradients that can wait, and these."""
         state = blank_state(self.unit, self.device)
         own = (*self.unit.named_parameters(remove_duplicate=False), *self.unit.named_buffers(remove_duplicate=False))
         for name, tensor in own:
@@ -80,7 +80,7 @@ class Stopwatch:
         return Cost(forward, middle - start, _now(self.device) - middle)
 
     def _placed(self, leaf: Any, made_up: bool) -> Any:
-        """An argument on the device, with random values in the place of values that a unit would have made."""
+        """An argument on the device, with random values in place of values that a unit would have computed."""
         if isinstance(leaf, MutableMapping):
             placed = copy.copy(leaf)
             placed.update(tree_map_only(Tensor, lambda t: self._placed(t, True), dict(leaf)))
@@ -98,7 +98,7 @@ def _tail_time(
     model: nn.Module, flow: Dataflow, microbatch: Batch, criterion: Criterion | None, device: torch.device, repeats: int
 ) -> Cost:
     """Median seconds of forward and backward after the last unit call of `flow`, which is of this microbatch: of the
-    loss, as the model's own code or a criterion makes it. Units are answered by random numbers. Nothing where the model
+    loss, in the model's own code or a criterion. Units return random numbers. Zero if the model
     does not run on these."""
     runs: list[Cost] = []
     with contextlib.suppress(Exception):  # whatever a model raises on such values, or one on meta without any
@@ -151,9 +151,9 @@ def _median(runs: Sequence[Cost]) -> Cost:
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds of F, B and W of each unit call of one microbatch, and what they were measured for and on.
+    """Seconds of F, B and W of each unit call of one microbatch, with the model and device of the measurement.
 
-    `estimated` are units that could not be timed; their times are estimates, scaled to the others' measured ones.
+    `estimated` are units that could not be timed; their times are estimates, scaled to the measured ones.
     """
 
     model: str
@@ -165,12 +165,12 @@ class Profile:
     estimated: tuple[str, ...] = ()
 
     def costs(self, flow: Dataflow) -> list[float]:
-        """Seconds of each unit call of `flow`, forward and backward; ConfigurationError if it has other calls."""
+        """Seconds of each unit call of `flow`, forward and backward; raises ConfigurationError if its calls differ."""
         self._refuse("unit calls", self.units, tuple(call.unit for call in flow.calls))
         return [sum(cost) for cost in self.times]
 
     def check(self, model: nn.Module, flow: Dataflow, microbatch: Batch) -> None:
-        """Raises ConfigurationError if the profile is of another model, or of microbatches of other sizes."""
+        """Raise ConfigurationError if the profile is of another model, or of microbatches of other sizes."""
         self._refuse("model classes", (self.model,), (type(model).__name__,))
         self.costs(flow)
         self._refuse("microbatches", self.microbatch, shapes_of(microbatch))
@@ -181,7 +181,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote; ConfigurationError for anything else."""
+        """Read a file that `save` wrote; raises ConfigurationError for anything else."""
         try:
             data = json.loads(Path(path).read_text())
             return cls(
@@ -218,10 +218,10 @@ def profile_units(
     """Time the unit calls of `flow` on `device`, for a microbatch like `batch`.
 
     Each kind of unit is run alone, forward and backward, three times to warm up and `repeats` times for the median, in
-    training mode. Its inputs are random numbers in the shapes that the trace finds, and masks and positions as the
-    model makes them; parameters that are not on `device` are random too. A kind that does not run on such values gets
-    its estimated share of the others' time, with a warning. Only one unit is on the device at a time. To the last call
-    belongs the loss that comes after it, the model's own or that of `criterion`.
+    training mode. Its inputs are random numbers in the shapes of the trace, and masks and positions as the
+    model computes them; parameters that are not on `device` are random too. A kind that does not run on such values
+    gets its estimated share of the others' time, with a warning. Only one unit is on the device at a time. The last
+    call includes the loss that comes after it, the model's own or that of `criterion`.
 
     Raises ConfigurationError if the batch makes other unit calls than `flow`, UsageError if no unit could be timed.
     """
@@ -260,7 +260,7 @@ def profile_units(
 def find_profile(
     file: str, model: nn.Module, flow: Dataflow, microbatch: Batch, device: torch.device, criterion: Criterion | None
 ) -> Profile:
-    """The one in `file`, if there is such a file, or else one that is made now; raises if it is of something else."""
+    """The profile in `file`, if it exists, or else a new one; raises an error if it is of something else."""
     known = bool(file) and Path(file).exists()
     profile = Profile.load(file) if known else profile_units(model, flow, microbatch, device, criterion=criterion)
     profile.check(model, flow, microbatch)
@@ -281,7 +281,7 @@ def _timed(stopwatch: Stopwatch, repeats: int, model: nn.Module) -> Cost | None:
 
 
 def _completed(measured: Sequence[Cost | None], estimates: Sequence[Cost]) -> list[Cost]:
-    """The measured times, and where there are none the estimates, in seconds as the measured ones are."""
+    """The measured times, and estimates in seconds for units without a measurement."""
     known = [(cost, estimate) for cost, estimate in zip(measured, estimates, strict=True) if cost is not None]
     total = sum(sum(estimate) for _, estimate in known)
     if not total:
@@ -294,12 +294,12 @@ def _completed(measured: Sequence[Cost | None], estimates: Sequence[Cost]) -> li
 
 
 def shapes_of(microbatch: Batch) -> dict[str, tuple[int, ...]]:
-    """Of its tensors, by name."""
+    """The shapes of its tensors, by name."""
     return {path: tuple(tensor.shape) for path, tensor in microbatch.tensors.items()}
 
 
 def _first_difference(measured: Any, now: Any) -> str:
-    """Where the two differ first."""
+    """The first difference between the two."""
     if isinstance(now, dict):
         name = next(name for name in [*measured, *now] if measured.get(name) != now.get(name))
         return f"{name} is {now.get(name)}, not {measured.get(name)}"
@@ -319,10 +319,10 @@ def measured_costs(
     group: dist.ProcessGroup,
     criterion: Criterion | None = None,
 ) -> list[float]:
-    """Seconds of each unit call: the median of what the ranks of `group`, which all call it, have measured.
+    """Seconds of each unit call: the median over the measurements of the ranks of `group`. Call it on all of them.
 
     `partition` is "profile" or "profile:PATH"; `cut` is the number of microbatches in `batch`, or the samples in each.
-    A file that is there is read, one that is not is written.
+    An existing file is read, otherwise it is written.
     Raises as `profile_units` and `Profile.load` do.
     """
     file = partition.partition(":")[2]

@@ -1,8 +1,8 @@
-"""Schedules: programs as data, and what can be said about them without running a model.
+"""Schedules: programs as data, and what can be computed about them without running a model.
 
-A schedule is a pure function from (p ranks, m microbatches, v chunks a rank) to a `Program`; `add_communication` adds
-its messages, `simulate` proves that it ends and says how long it takes, `draw_text` and `draw_timeline` show it.
-Where messages are kernels on GPUs, `add_ordered_communication` adds them, and `check_streams` proves that it ends.
+A schedule is a pure function from (p ranks, m microbatches, v chunks per rank) to a `Program`. `add_communication` adds
+its messages, `simulate` proves that it ends and computes how long it takes, `draw_text` and `draw_timeline` show it.
+If messages are kernels on GPUs, `add_ordered_communication` adds them, and `check_streams` proves that it ends.
 """
 
 from pipeshard.schedule.draw import draw_text, draw_timeline

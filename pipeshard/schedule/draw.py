@@ -1,4 +1,4 @@
-"""Drawing: a program, or a time line of it, as text or as a picture."""
+"""Drawing: a program, or its timeline, as text or as a picture."""
 
 import math
 import os
@@ -21,10 +21,10 @@ _DIGIT = 0.078  # the width of a digit in inches
 
 
 def draw_text(program: Program | Simulation) -> str:
-    """One line a rank, time to the right, in cells of equal time; `..` is idle and `--` goes on with the last action.
+    """One line per rank, time to the right, in cells of equal time; `..` is idle and `--` continues the last action.
 
-    A Program is drawn with every compute action taking one cell and messages no time; a Simulation with its own
-    times, rounded to its shortest span. Where a rank holds several stages, cells name theirs as in `F0@3`.
+    In a Program every compute action takes one cell and messages take no time. A Simulation is drawn with its own
+    times, rounded to its shortest span. If a rank holds several stages, cells name theirs as in `F0@3`.
 
         rank 0  F0 F1 .. .. B0 -- B1 --
         rank 1  .. F0 B0 -- F1 B1 -- ..
@@ -48,20 +48,20 @@ def draw_text(program: Program | Simulation) -> str:
 
 
 def _cell(time: float) -> int:
-    """The nearest cell border; halves go up, always, so that a span of a cell or more is never rounded away."""
+    """The nearest cell border; halves are always rounded up, so that a span of a cell or more never disappears."""
     return math.floor(time + 0.5 + 1e-9)
 
 
 def draw_timeline(
     panels: Sequence[tuple[str, Rows]], path: str | os.PathLike[str], title: str = "", relative: str = ""
 ) -> None:
-    """Draw time lines as a Gantt chart into the file `path`, in the format that its suffix names (png, svg, pdf).
+    """Draw timelines as a Gantt chart into the file `path`, in the format of its suffix (png, svg, pdf).
 
     Each panel is (label, rows) with, for each rank, its spans with times in seconds, or in the unit that `relative`
-    names; all are drawn under each other on one time axis (say, measured above simulated). A panel's time starts with
-    its first span; its length and idle share stand above it. Where ranks hold several chunks of the model, later ones
-    are darker. Numbers are microbatches, left out where they do not fit. The picture never gets larger than about 24 by
-    16 inches. Needs matplotlib.
+    names. All panels share one time axis (for example, measured above simulated). A panel's time starts with
+    its first span; its length and idle share are written above it. If ranks hold several chunks of the model, later
+    chunks are darker. Numbers are microbatches, omitted if they do not fit. The picture is never larger than about 24
+    by 16 inches. Requires matplotlib.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -94,7 +94,7 @@ def draw_timeline(
 
 
 def _backward(actions: Set[Action]) -> str:
-    """What B is called: the whole backward pass where no W belongs to it, else the part before W."""
+    """The label of B: the whole backward pass if no W belongs to it, otherwise the part before W."""
     split = {Action(Kind.W, i, s) in actions for kind, i, s in actions if kind is Kind.B}
     if split == {False, True}:
         return "backward (input gradients where it is split)"
@@ -117,7 +117,7 @@ def _shade(kind: Kind, chunk: int) -> str:
 
 
 def _draw_panel(axes: "Axes", rows: Rows, scale: float, inch: float, row_height: float) -> None:
-    """Bars, numbers and names of rows; `inch` is the time that an inch shows, `row_height` that of a row in inches."""
+    """Bars, numbers and names of rows; an inch shows the time `inch`, and a row is `row_height` inches high."""
     start, length = _extent(rows)
     axes.barh(range(len(rows)), length * scale, height=0.84, color="#F1F1EE", zorder=0)
     for rank, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Given: schedules that a user brings along, as a Program, a function or a file, and whether they are legal."""
+"""Given: user-defined schedules, as a Program, a function or a file, and whether they are legal."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -13,9 +13,9 @@ FORWARD = {Kind.F, Kind.SEND_F, Kind.RECV_F}
 
 
 def check(program: Program) -> None:
-    """Raise ConfigurationError unless each kind of compute in use occurs exactly once for each microbatch and stage (W
-    once at most), on the stage's rank, after what it needs there; and the messages, if there are any, are those the
-    placement asks for."""
+    """Raise ConfigurationError unless the program is legal: each kind of compute in use occurs exactly once for each
+    microbatch and stage (W at most once), on the stage's rank and after the actions that it needs there; and the
+    messages, if there are any, are those that the placement requires."""
     outside = sorted({r for r in program.placement if not 0 <= r < len(program.ranks)})
     if outside:
         raise ConfigurationError(f"{program.name}: stages are placed on ranks {outside} of {len(program.ranks)}")
@@ -36,7 +36,7 @@ def check(program: Program) -> None:
 
 
 def _kinds(program: Program) -> list[Kind]:
-    """The kinds of action that a complete program has, given those that this one has."""
+    """The kinds of action that a complete program has, given the kinds in this one."""
     used = program.kinds
     backward = not used <= FORWARD
     kinds = [Kind.F, *[Kind.B] * backward, *[Kind.W] * (Kind.W in used)]
@@ -59,10 +59,11 @@ Schedule = str | Program | Callable[[int, int, int], Program]
 
 
 def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
-    """The training program of a schedule for `p` ranks, `m` microbatches and `v` chunks a rank, without communication.
+    """The training program of a schedule for `p` ranks, `m` microbatches and `v` chunks per rank, without
+    communication.
 
     A Program serves its own number of microbatches and fewer; a function is called with (p, m, v). Raises
-    ConfigurationError for a program that is not complete, not legal, or for other numbers, DeadlockError for one that
+    ConfigurationError for a program that is incomplete, illegal, or for other numbers, DeadlockError for one that
     cannot finish.
     """
     if isinstance(schedule, str):
@@ -78,8 +79,8 @@ def program_of(schedule: Schedule, p: int, m: int, v: int = 1) -> Program:
 
 
 def chunks_of(schedule: Schedule, p: int, v: int = 1) -> int:
-    """The chunks of the model that each of the `p` ranks holds, where `v` are asked for; ConfigurationError if it
-    cannot have them."""
+    """The number of model chunks that each of the `p` ranks holds if `v` are requested; raises ConfigurationError if
+    the schedule cannot have `v`."""
     if isinstance(schedule, str):
         return num_chunks(schedule, v)
     chunks = len(program_of(schedule, p, 1, v).placement) // p
@@ -89,7 +90,7 @@ def chunks_of(schedule: Schedule, p: int, v: int = 1) -> int:
 
 
 def is_v(placement: tuple[int, ...], p: int) -> bool:
-    """Whether the stages go down the ranks and back up."""
+    """Whether the stages run down the ranks and back up."""
     return p > 1 and placement == (*range(p), *reversed(range(p)))
 
 
@@ -100,7 +101,7 @@ def name_of(schedule: Schedule) -> str:
 
 
 def _first(program: Program, m: int) -> Program:
-    """The program of its first m microbatches, which is as legal as the whole one."""
+    """The program of its first m microbatches, which is legal if the whole one is."""
     if m > program.num_microbatches:
         raise ConfigurationError(
             f"schedule {program.name!r} is a program of {program.num_microbatches} microbatches, but there are {m}: "

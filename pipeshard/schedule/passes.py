@@ -1,4 +1,4 @@
-"""Passes over programs: sends and receives are added, and the cooldown is shortened."""
+"""Passes over programs: adding sends and receives, and shortening the cooldown."""
 
 import dataclasses
 import math
@@ -14,13 +14,13 @@ Positions = Mapping[tuple[Kind, int, int], int]  # of actions, each among those 
 def add_communication(program: Program) -> Program:
     """`program` with a send after each compute action that feeds another rank, and a receive before the one it feeds.
 
-    A receive is a post and does not block. It stands one compute action early (a B and its W are one), so that the
-    transfer overlaps that compute; or earlier still where the order of messages asks for it (see `_posts`). Rank 1 of
+    A receive is posted and does not block. It is posted one compute action early (a B and its W are one), so that the
+    transfer overlaps that action; or earlier still if the order of messages requires it (see `_posts`). Rank 1 of
     1F1B, p=3:
 
         RecvF0 RecvF1 F0 SendF0 RecvB0 F1 SendF1 RecvF2 B0 SendB0 RecvB1 F2 SendF2 ...
 
-    Raises ConfigurationError if the program has communication already.
+    Raises ConfigurationError if the program already has communication.
     """
     if program.has_communication:
         raise ConfigurationError(f"program {program.name!r} has communication already")
@@ -41,10 +41,10 @@ def _with_messages(program: Program, actions: tuple[Action, ...], position: Posi
 
 
 def _posts(program: Program, actions: tuple[Action, ...], position: Positions) -> list[list[Action]]:
-    """The receives to post just before the k-th of one rank's `actions`, by k, the first one last.
+    """The receives to post just before the k-th of one rank's `actions`, by k, in reverse order.
 
-    Messages on an edge arrive in the order they were sent, so a receive that is needed late but sent early is posted
-    before those sent after it: its slot becomes the smallest of theirs. Posting earlier never blocks.
+    Messages on an edge arrive in the order they were sent. So a receive that is needed late but sent early is posted
+    before the receives sent after it: its slot becomes the smallest of theirs. Posting earlier never blocks.
     """
     receives = crossing(program, RECEIVE)
     edges: defaultdict[int, list[tuple[float, int, Action]]] = defaultdict(list)
@@ -70,15 +70,15 @@ def _one_early(actions: tuple[Action, ...], k: int) -> int:
 
 
 def crossing(program: Program, messages: dict[Kind, Kind]) -> dict[StageStep, Kind]:
-    """For each step whose message of this sort goes to or comes from another rank, the kind of that message."""
+    """For each step whose message of this kind is sent to or from another rank, the kind of that message."""
     stages = range(len(program.placement))
     return {(kind, s): message for kind, message in messages.items() for s in stages if program.crosses(message, s)}
 
 
 def shorten_cooldown(program: Program) -> Program:
-    """`program` with each whole B after its rank's last F split in B and W, if its gradient goes to another rank.
+    """`program` with each whole B after its rank's last F split into B and W, if its gradient is sent to another rank.
 
-    W comes right after B, so that all there is to it is that the gradient leaves in between. 1F1B with p=3, m=4, where
+    W runs right after B, so the only change is that the gradient is sent in between. 1F1B with p=3, m=4, where
     a whole B takes as long as B and W:
 
     rank 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- B2 -- B3 --
@@ -86,16 +86,16 @@ def shorten_cooldown(program: Program) -> Program:
     rank 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 W3 .. ..
 
     In 1F1B and GPipe rank 0 then idles for (p-1)(F+B) instead of (p-1)(F+B+W), as long as W <= F, and no rank keeps
-    more microbatches of activations. It is the start of what a zero bubble schedule does (Qi et al. 2023,
-    arXiv:2401.10241); Megatron-LM does it for the weight of the head alone.
+    more microbatches of activations. It is the first step of a zero bubble schedule (Qi et al. 2023,
+    arXiv:2401.10241); Megatron-LM does it only for the weight of the head.
     """
     ranks = (tuple(_with_weights(actions, after=_last_forward(actions), sent=program)) for actions in program.ranks)
     return dataclasses.replace(program, ranks=tuple(ranks))
 
 
 def split_backwards(program: Program) -> Program:
-    """`program` with each whole B split in B and W right after it. For many small backwards: a W adds to the gradient
-    of a weight in the product itself, where a whole B writes the product into memory first."""
+    """`program` with each whole B split into B and W right after it. This helps with many small backwards: W adds to
+    the gradient of a weight in the product itself, while a whole B first writes the product into memory."""
     return dataclasses.replace(program, ranks=tuple(tuple(_with_weights(actions)) for actions in program.ranks))
 
 
@@ -104,7 +104,7 @@ def _last_forward(actions: Sequence[Action]) -> int:
 
 
 def _with_weights(actions: Sequence[Action], after: int = -1, sent: Program | None = None) -> Iterator[Action]:
-    """These actions with W right after each whole B behind number `after`, or of those alone whose gradient crosses
+    """These actions with W right after each whole B behind number `after`, or only after those whose gradient crosses
     ranks in the program `sent`."""
     split = {action[1:] for action in actions if action.kind is Kind.W}
     for k, action in enumerate(actions):

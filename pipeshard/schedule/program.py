@@ -1,4 +1,4 @@
-"""Program: for each rank, the list of actions that a schedule makes it run. One pure function a schedule."""
+"""Program: for each rank, the list of actions that it runs. Each schedule is one pure function."""
 
 import csv
 import enum
@@ -45,10 +45,10 @@ StageStep = tuple[Kind, int]  # what is done for each microbatch alike: (kind, s
 
 
 class Action(NamedTuple):
-    """One step of one rank for one microbatch. A message carries the stage of the compute action that it serves:
+    """One step of one rank for one microbatch. A message has the stage of the compute action that it serves:
 
     `RecvF(i, s)` receives the input of `F(i, s)`, `SendF(i, s)` sends its output; `RecvB(i, s)` receives the
-    output-gradient for `B(i, s)`, `SendB(i, s)` sends the input-gradient that it made.
+    output gradient for `B(i, s)`, `SendB(i, s)` sends the input gradient that it computed.
     """
 
     kind: Kind
@@ -67,10 +67,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What each rank of a pipeline does in one training step, in order.
+    """The actions of each rank of a pipeline in one training step, in order.
 
-    `placement[s]` is the rank that holds (virtual) stage `s`; `ranks[r]` are the actions of rank `r`. A B that a W
-    follows makes the input-gradient only; one without is the whole backward.
+    `placement[s]` is the rank that holds (virtual) stage `s`; `ranks[r]` are the actions of rank `r`. A B that is
+    followed by a W computes only the input gradient; a B without W is the whole backward.
     """
 
     name: str
@@ -80,10 +80,10 @@ class Program:
 
     @staticmethod
     def from_csv(path: str | Path) -> "Program":
-        """The order of actions in a file as torch.distributed.pipelining writes and reads it ("compute_only").
+        """The order of actions in a file in the format of torch.distributed.pipelining ("compute_only").
 
-        A line for each rank has cells such as 1F0 (stage, kind, microbatch). Kinds are F, B (the whole backward), I
-        (input gradients) and W; empty cells are idle time; of `(0F1;3B0)OVERLAP_F_B` one comes after the other.
+        One line per rank has cells such as 1F0 (stage, kind, microbatch). Kinds are F, B (the whole backward), I
+        (input gradients) and W; empty cells are idle time; the two actions of `(0F1;3B0)OVERLAP_F_B` run in turn.
 
         Raises ConfigurationError for other cells, and for a stage on several ranks; `program_of` checks the rest.
         """
@@ -114,11 +114,11 @@ class Program:
 
     @property
     def has_weight(self) -> bool:
-        """Whether there is a B that makes input-gradients only, with a W for the gradients of the weights."""
+        """Whether a B computes only input gradients, with a W for the gradients of the weights."""
         return Kind.W in self.kinds
 
     def splits(self, stage: int) -> frozenset[int]:
-        """The microbatches whose backward is split in B and W on this stage."""
+        """The microbatches whose backward is split into B and W on this stage."""
         actions = self.ranks[self.placement[stage]]
         return frozenset(i for kind, i, at in actions if kind is Kind.W and at == stage)
 
@@ -127,12 +127,12 @@ class Program:
         return not self.kinds.isdisjoint(PARTNER)
 
     def crosses(self, kind: Kind, stage: int) -> bool:
-        """Whether messages of `kind` for `stage` have their other end on another rank, so that they must be sent."""
+        """Whether the other end of messages of `kind` for `stage` is on another rank, so that they must be sent."""
         other = stage + PARTNER[kind][1]
         return 0 <= other < len(self.placement) and self.placement[stage] != self.placement[other]
 
     def needs(self, kind: Kind, stage: int) -> list[StageStep]:
-        """The steps that the rank must have done (or, of a receive, have got), for a microbatch, before this one."""
+        """The steps that the rank must have completed (for a receive: received) for a microbatch before this one."""
         needed = [(AFTER[kind], stage)] if kind in AFTER else []
         if kind in RECEIVE:
             receive = RECEIVE[kind]
@@ -143,7 +143,7 @@ class Program:
 
 
 def forward_only(program: Program) -> Program:
-    """Evaluation: the forwards of `program` alone, nothing kept for a backward. Of 1F1B with p=3, m=4:
+    """Evaluation: only the forwards of `program`, keeping nothing for a backward. 1F1B with p=3, m=4:
 
     rank 0  F0 F1 F2 F3 .. ..
     rank 1  .. F0 F1 F2 F3 ..
@@ -154,7 +154,7 @@ def forward_only(program: Program) -> Program:
 
 
 def _read(cell: str, path: Path) -> list[tuple[str, Action]]:
-    """The actions of a cell, with torch's letters of their kinds."""
+    """The actions of a cell, in torch's letters for their kinds."""
     overlapped = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell.strip())
     found = []
     for text in filter(None, map(str.strip, overlapped[1].split(";") if overlapped else [cell])):

@@ -1,4 +1,4 @@
-"""Schedules: one pure function each, from p ranks, m microbatches and v chunks of a rank to a `Program`."""
+"""Schedules: one pure function each, from p ranks, m microbatches and v chunks per rank to a `Program`."""
 
 import difflib
 import itertools
@@ -37,14 +37,14 @@ def one_f_one_b(p: int, m: int, v: int = 1) -> Program:
 
 
 def interleaved(p: int, m: int, v: int = 2) -> Program:
-    """1F1B with v chunks a rank, stage s on rank s % p (Narayanan et al. 2021, arXiv:2104.04473). With p=3, m=3, v=2:
+    """1F1B with v chunks per rank, stage s on rank s % p (Narayanan et al. 2021, arXiv:2104.04473). With p=3, m=3, v=2:
 
     rank 0  F0@0 F1@0 F2@0 F0@3 F1@3 F2@3 .... .... B0@3 .... B1@3 .... B2@3 B0@0 B1@0 B2@0
     rank 1  .... F0@1 F1@1 F2@1 F0@4 F1@4 F2@4 B0@4 .... B1@4 .... B2@4 B0@1 B1@1 B2@1 ....
     rank 2  .... .... F0@2 F1@2 F2@2 F0@5 B0@5 F1@5 B1@5 F2@5 B2@5 B0@2 B1@2 B2@2 .... ....
 
-    A rank takes p microbatches through a chunk, then through its next one. F, B: those of all chunks of a rank. Where p
-    divides m the bubble is (p-1)(F+B)/v; rank r keeps 2(p-r-1) + (v-1)p + 1 activations of a stage, or vm if fewer.
+    A rank runs p microbatches through one chunk, then through its next one. F and B are those of all chunks of a rank.
+    If p divides m the bubble is (p-1)(F+B)/v; rank r keeps 2(p-r-1) + (v-1)p + 1 activations of a stage, at most vm.
     """
 
     def rank(r: int) -> list[StageStep]:
@@ -66,7 +66,7 @@ def zb_h1(p: int, m: int, v: int = 1) -> Program:
     rank 2  .. .. F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
     Bubble (p-1)(F+B-W) for m >= p and W <= min(F, B); (p-1)max(F, B) for a larger W. Every rank keeps min(m, p)
-    microbatches of activations, which is what the first one keeps in 1F1B.
+    microbatches of activations, as many as the first rank of 1F1B.
     """
 
     def rank(r: int) -> list[StageStep]:
@@ -77,14 +77,14 @@ def zb_h1(p: int, m: int, v: int = 1) -> Program:
 
 
 def zbv(p: int, m: int, v: int = 2) -> Program:
-    """Zero bubble in a V: stage s on rank s, stage 2p-1-s too (Qi et al. 2024, arXiv:2405.15362). With p=2, m=3:
+    """Zero bubble in a V: rank s holds stages s and 2p-1-s (Qi et al. 2024, arXiv:2405.15362). With p=2, m=3:
 
     rank 0  F0@0 F1@0 F2@0 F0@3 B0@3 W0@3 F1@3 B1@3 W1@3 B0@0 W0@0 F2@3 B2@3 W2@3 B1@0 W1@0 B2@0 W2@0 ....
     rank 1  .... F0@1 F0@2 F1@1 F1@2 B0@2 W0@2 F2@1 B0@1 W0@1 F2@2 B1@2 W1@2 B1@1 B2@2 B2@1 W1@1 W2@2 W2@1
 
-    F, B, W: those of both chunks of a rank. Bubble (p-1)max(B/2, B-W) for m >= 2p-2 and max(F, W) <= B: that is
-    (p-1)(F+B-W)/2 where F = B = W, and no more where W <= F <= B <= F+W. Every rank keeps 2p activations of a stage
-    (fewer if m < 2p-1), as much as 1F1B's first one with stages twice as large.
+    F, B and W are those of both chunks of a rank. Bubble (p-1)max(B/2, B-W) for m >= 2p-2 and max(F, W) <= B: that is
+    (p-1)(F+B-W)/2 if F = B = W, and no more if W <= F <= B <= F+W. Every rank keeps 2p activations of a stage
+    (fewer if m < 2p-1), as much as the first rank of 1F1B with stages twice as large.
     """
 
     def rank(r: int) -> list[StageStep]:
@@ -104,8 +104,8 @@ def v_half(p: int, m: int, v: int = 2) -> Program:
     rank 0  F0@0 F1@0 .... F0@3 B0@3 W0@3 F2@0 F1@3 B1@3 W1@3 B0@0 W0@0 .... F2@3 B2@3 W2@3 B1@0 W1@0 .... B2@0 W2@0
     rank 1  .... F0@1 F0@2 F1@1 .... B0@2 F1@2 W0@2 F2@1 B0@1 B1@2 W0@1 F2@2 W1@2 B1@1 B2@2 W1@1 W2@2 B2@1 W2@1 ....
 
-    A rank keeps 2((p+2)//2) activations of a stage at most, where zbv keeps 2p. Bubble 7/12 (p-1)(F+B+W) at most where
-    F = B = W and m >= p; 1F1B's is (p-1)(F+B+W). Where B takes much longer than F and W, each microbatch adds to it.
+    A rank keeps at most 2((p+2)//2) activations of a stage, while zbv keeps 2p. Bubble at most 7/12 (p-1)(F+B+W) if
+    F = B = W and m >= p; 1F1B's is (p-1)(F+B+W). If B takes much longer than F and W, each microbatch adds to it.
     """
     return _v("v-half", p, m, 2, (2, 1, 1) if p % 2 else (4, 1, 5))
 
@@ -116,17 +116,18 @@ def v_min(p: int, m: int, v: int = 2) -> Program:
     rank 0  F0@0 .... .... F0@3 B0@3 W0@3 F1@0 B0@0 W0@0 F1@3 B1@3 W1@3 F2@0 B1@0 W1@0 F2@3 B2@3 W2@3 .... B2@0 W2@0
     rank 1  .... F0@1 F0@2 .... .... B0@2 B0@1 F1@1 F1@2 W0@2 W0@1 B1@2 B1@1 F2@1 F2@2 W1@2 W1@1 B2@2 B2@1 W2@2 W2@1
 
-    A rank keeps 2((p+4)//3) activations of a stage at most, where zbv keeps 2p. Bubble 2/3 (p-1)(F+B+W) at most where
-    F = B = W. Where they differ, each microbatch adds to it.
+    A rank keeps at most 2((p+4)//3) activations of a stage, while zbv keeps 2p. Bubble at most 2/3 (p-1)(F+B+W) if
+    F = B = W. If they differ, each microbatch adds to it.
     """
     return _v("v-min", p, m, 1, (1, 1, 1) if p % 3 else (3, 1, 3))
 
 
 def _v(name: str, p: int, m: int, up: int, turns: tuple[int, int, int]) -> Program:
-    """Each microbatch does in a V what the one before it does, 6 units of time later: a rank has 6 actions for it.
+    """Each microbatch repeats the steps of the one before it in a V, 6 units of time later: a rank has 6 actions for
+    it.
 
-    Stages follow after 1 unit down the ranks, and after `up` units on the way back; `turns` are the units from F to F
-    on the last rank, from F to B on the first, from B to B on the last. W takes the earliest time that is left.
+    Stages follow after 1 unit down the ranks, and after `up` units on the way back. `turns` are the units from F to F
+    on the last rank, from F to B on the first, and from B to B on the last. W takes the earliest free time.
     """
     bottom = p - 1 + turns[0]
     top = bottom + up * (p - 1) + turns[1]
@@ -145,15 +146,15 @@ def _v(name: str, p: int, m: int, up: int, turns: tuple[int, int, int]) -> Progr
 
 
 def _next(time: int, x: int) -> int:
-    """The first time after `time` that is x in a period of 6."""
+    """The first time after `time` that is x modulo 6."""
     return time + 1 + (x - time - 1) % 6
 
 
 def _program(name: str, m: int, placement: Iterable[int], ranks: Iterable[Iterable[StageStep]]) -> Program:
-    """The program in which each rank's steps take, each time, their next microbatch; there are none beyond the m-th.
+    """The program in which each rank's steps each take their next microbatch, up to the m-th.
 
-    So microbatches come in ascending order, and a step too many does no harm: a program stays legal, and free of
-    deadlock, when all that is done for some microbatches is left out.
+    So microbatches come in ascending order, and additional steps do no harm: a program stays legal, and free of
+    deadlock, if all actions of some microbatches are omitted.
     """
     microbatches = tuple(range(m))  # the same objects everywhere: cheaper to look up
 
@@ -173,7 +174,7 @@ SCHEDULES |= (IN_A_V := {"zbv": zbv, "v-half": v_half, "v-min": v_min})
 def make_program(name: str, p: int, m: int, v: int = 1) -> Program:
     """The training program of schedule `name` for `p` ranks and `m` microbatches, without communication.
 
-    `v` is the number of model chunks asked for, as in `num_chunks`. Raises ConfigurationError for an unknown name, a
+    `v` is the requested number of model chunks, as in `num_chunks`. Raises ConfigurationError for an unknown name, a
     `v` that the schedule cannot have, `p < 1` or `m < 1`.
     """
     v = num_chunks(name, v)
@@ -183,9 +184,9 @@ def make_program(name: str, p: int, m: int, v: int = 1) -> Program:
 
 
 def num_chunks(name: str, v: int = 1) -> int:
-    """The chunks of the model that a rank holds under schedule `name`, if `v` are asked for.
+    """The chunks of the model that a rank holds under schedule `name`, if `v` are requested.
 
-    "interleaved" takes any number above 1; those in a V have two, asked for or not; the others have one. Raises
+    "interleaved" accepts any number above 1; the schedules in a V always have two; the others have one. Raises
     ConfigurationError for another `v`, or an unknown name.
     """
     if name not in SCHEDULES:

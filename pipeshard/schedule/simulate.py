@@ -1,4 +1,4 @@
-"""Simulation: the time line of a program under given costs, or the proof that it deadlocks."""
+"""Simulation: the timeline of a program under given costs, or the proof that it deadlocks."""
 
 import gc
 import itertools
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """How a program ran. Times are in the unit of the costs; tuples have one entry for each rank.
+    """The result of a simulation. Times are in the unit of the costs; tuples have one entry per rank.
 
     `spans` are the compute actions in order, `busy` the time spent in them, `bubble` the idle share of all rank-time
     (0 to 1).
@@ -42,14 +42,14 @@ class Simulation:
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
-        """The largest number of microbatches, counted once a stage, that are alive at a time on each rank."""
+        """The largest number of microbatches, counted once per stage, that are alive at the same time on each rank."""
         return tuple(map(int, self.peak_memory(1)))
 
     def peak_memory(self, size: ActionCost) -> tuple[float, ...]:
-        """The largest sum of sizes alive at a time on each rank, in the unit of `size`.
+        """The largest sum of sizes that are alive at the same time on each rank, in the unit of `size`.
 
-        `size` is what one microbatch leaves on a stage: one number, or one for each stage. It is alive from its F to
-        its last compute action (W, else B, else F itself). Raises ConfigurationError as `simulate` does.
+        `size` is the memory that one microbatch keeps on a stage: one number, or one per stage. It is alive from its F
+        to its last compute action (W, otherwise B, otherwise F itself). Raises ConfigurationError as `simulate` does.
         """
         sizes = _per_stage("size", size, len(self.program.placement))
         return tuple(_peak(row, sizes) for row in self.spans)
@@ -62,15 +62,17 @@ def simulate(
     weight: ActionCost = 0.0,
     latency: float = 0.0,
 ) -> Simulation:
-    """Run `program` on paper, as it would run with communication if it has none.
+    """Simulate `program`, with communication added if it has none.
 
-    `forward`, `backward` and `weight` are the costs of F, B and W: one number, or one for each stage. In a program with
-    W, a B without one of its own costs `backward` and `weight` together. A rank computes one action at a time, in
-    order, once its input is there. Messages never hold up the rank that posts them, but they are rendezvous: a transfer
-    begins when both ends are posted and the earlier ones of its directed edge are done, and takes `latency`.
+    `forward`, `backward` and `weight` are the costs of F, B and W: one number, or one per stage. In a program with
+    W, a B without its own W costs `backward` and `weight` together. A rank computes one action at a time, in
+    order, once its input has arrived. Messages never block the rank that posts them, but they are rendezvous: a
+    transfer begins when both ends are posted and the earlier ones of its directed edge are complete, and takes
+    `latency`.
 
-    Raises DeadlockError, which says who waits for what from whom, if the program cannot finish or if the two ends of
-    an edge disagree on the order of messages; ConfigurationError for costs that are negative or not one a stage.
+    Raises DeadlockError, which lists the waiting ranks and their messages, if the program cannot finish or if the two
+    ends of an edge disagree on the order of messages; ConfigurationError for costs that are negative or not one per
+    stage.
     """
     named = (Kind.F, "forward", forward), (Kind.B, "backward", backward), (Kind.W, "weight", weight)
     costs = {kind: _per_stage(name, cost, len(program.placement)) for kind, name, cost in named}
@@ -101,7 +103,7 @@ def simulate_parts(
     *,
     latency: float = 0.0,
 ) -> Simulation:
-    """`simulate` with the costs of B and W known apart: B takes both in a program without W, too."""
+    """`simulate` with separate costs of B and W: B takes both in a program without W, too."""
     if not program.has_weight:
         backward, weight = [b + w for b, w in zip(backward, weight, strict=True)], [0.0] * len(weight)
     return simulate(program, forward, backward, weight, latency)
@@ -109,7 +111,7 @@ def simulate_parts(
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Without the garbage collector, which would walk all over a million new actions, none of them garbage."""
+    """Pause the garbage collector, which would scan over a million new actions, none of them garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -142,7 +144,7 @@ def _peak(row: Sequence[Span], sizes: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class _Edge:
-    """A directed edge: the messages, with their times, that one end has posted and the other has not yet."""
+    """A directed edge: the messages, with their times, that only one end has posted so far."""
 
     source: int
     target: int
@@ -153,10 +155,10 @@ class _Edge:
 
 
 class _Run:
-    """The state of a simulation: each rank is a coroutine that runs on until it lacks something.
+    """The state of a simulation: each rank is a coroutine that runs until something that it needs is missing.
 
-    Nothing depends on the order in which ranks are looked at, so no clock orders the events: every time follows from
-    the times of what an action needed. On each edge the k-th send meets the k-th receive.
+    The order in which ranks are visited does not matter, so no clock orders the events: every time follows from
+    the times of what an action needed. On each edge the k-th send matches the k-th receive.
     """
 
     def __init__(self, program: Program, costs: dict[Kind, tuple[float, ...]], latency: float = 0.0) -> None:
@@ -173,7 +175,7 @@ class _Run:
         self.routes = {kind: [self._route(kind, stage) for stage in stages] for kind in PARTNER}
 
     def _step(self, kind: Kind, stage: int) -> tuple[list[tuple[StageStep, Times]], Times, list[float] | None]:
-        """Of an action: what it needs, with the times of that; its own times; its costs, or None for a message."""
+        """For an action: what it needs, with their times; its own times; its costs, or None for a message."""
         needed = self.program.needs(kind, stage)
         if not self.has_communication:  # what would be received is there once it is made
             needed = [(kind, at + PARTNER[k][1]) if k.is_receive else (k, at) for k, at in needed]
@@ -181,7 +183,7 @@ class _Run:
         return needs, self.times[kind][stage], self._costs(kind, stage) if kind in self.costs else None
 
     def _costs(self, kind: Kind, stage: int) -> list[float]:
-        """By microbatch."""
+        """The costs by microbatch."""
         m, cost = self.program.num_microbatches, self.costs[kind][stage]
         if kind is not Kind.B or not self.split:
             return [cost] * m
@@ -189,7 +191,7 @@ class _Run:
         return [cost if (i, stage) in self.split else whole for i in range(m)]
 
     def _route(self, kind: Kind, stage: int) -> tuple[_Edge, Posts, Posts, StageStep, Times] | None:
-        """Of a message: its edge, the posts of its end and of the other, the other end's step, the times of arrival."""
+        """For a message: its edge, the posts of its two ends, the step of the other end, the times of arrival."""
         if not self.program.crosses(kind, stage):
             return None
         other, at = PARTNER[kind][0], stage + PARTNER[kind][1]
@@ -211,7 +213,7 @@ class _Run:
         return None if left or any(waits) else tuple(map(tuple, self.spans))
 
     def stuck(self) -> list[str]:
-        """After `finish`: who waits for what, and the messages that have one end only."""
+        """After `finish`: which rank waits for which message of which rank, and the messages with only one end."""
         stuck = [self._stuck(rank, *wait) for rank, wait in enumerate(self.waits) if wait]
         for edge in self.edges.values():
             for send, _ in edge.sends:
@@ -224,7 +226,7 @@ class _Run:
         return self.times[action.kind][action.stage][action.microbatch] < math.inf
 
     def _rank(self, rank: int) -> Iterator[tuple[Action, Action]]:
-        """Run one rank; yield an action and what it lacks, each time that one must wait."""
+        """Run one rank; yield an action and what is missing, each time that it must wait."""
         clock, never, spans, steps, post = 0.0, math.inf, self.spans[rank], self.steps, self._post
         for action in self.program.ranks[rank]:
             kind, i, stage = action

@@ -1,11 +1,11 @@
-"""Streams: whether a program ends where its messages are kernels on the streams of GPUs, and an order in which it does.
+"""Streams: whether a program ends if its messages are kernels on the streams of GPUs, and an order in which it does.
 
-A host hands all actions of a step to its GPU and does not wait. With NCCL a message is a kernel at each end: it waits
-on its communicator's stream for those before it, then for its other end. So ranks that post messages in different
-orders may wait for each other without end, though no host does. And what waits for the whole device (`cudaFree`, a
-kernel that is loaded late, an autotuner) waits for messages whose other ends may come only after it.
-torch.distributed.pipelining and Megatron-LM order messages by hand, schedule by schedule; here all that a GPU waits for
-is a graph, made of the program, and a program ends if its graph has no circle.
+A host queues all actions of a step on its GPU and does not wait. With NCCL a message is a kernel on both ranks: it
+waits on its communicator's stream for earlier messages, then for the kernel of the other rank. So ranks that post
+messages in different orders may deadlock, although no host waits. And an operation that waits for the whole device
+(`cudaFree`, a kernel that is loaded late, an autotuner) waits for messages whose other ends may be posted only after
+it. torch.distributed.pipelining and Megatron-LM order messages by hand, schedule by schedule. Here the waits of a GPU
+form a graph, built from the program, and a program ends if its graph has no cycle.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ Node = tuple[str, Action]  # "starts" or "ends"; of a message, which both ends e
 
 
 class Lanes(NamedTuple):
-    """Which messages share a communicator, and so a stream on each rank.
+    """Which messages share a communicator, and therefore a stream on each rank.
 
     Attributes:
-        per: "edge" (those from one rank to another), "pair" (those between two ranks) or "world" (all).
-        numbered: the ends of a message find each other by its number in the communicator, as those of a broadcast do,
-            and not by its number among the messages in the same direction.
+        per: "edge" (messages from one rank to another), "pair" (messages between two ranks) or "world" (all).
+        numbered: whether the ends of a message are matched by its number in the communicator, as in a broadcast,
+            instead of by its number among the messages in the same direction.
     """
 
     per: str = "world"
@@ -43,12 +43,12 @@ class Lanes(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What else a GPU may wait for.
+    """Other things that a GPU may wait for.
 
     Attributes:
-        in_order: kernels start in the order in which the host handed them over, whatever their streams
+        in_order: kernels start in the order in which the host queued them, on all streams
             (CUDA_DEVICE_MAX_CONNECTIONS=1).
-        resident: so many kernels of messages have room at a time: each takes the place of the so many-th before it.
+        resident: how many message kernels fit at the same time; each one waits for the one `resident` before it.
         synchronizes: the host waits for the whole device in each compute action.
     """
 
@@ -61,8 +61,8 @@ PLAIN, WORST = Device(), Device(in_order=True, resident=1, synchronizes=True)
 
 
 def check_streams(program: Program, lanes: Lanes, device: Device = PLAIN) -> None:
-    """Raise DeadlockError where a program with messages does not end on streams, in words of who waits for what; or
-    where the ends of its messages do not belong together. How long anything takes does not matter."""
+    """Raise DeadlockError if a program with messages does not end on streams, with the cycle of waits; or if the ends
+    of its messages do not match. The result does not depend on how long anything takes."""
     _check_ends(program, lanes)
     try:
         TopologicalSorter(_graph(program, lanes, device)).prepare()
@@ -72,16 +72,16 @@ def check_streams(program: Program, lanes: Lanes, device: Device = PLAIN) -> Non
 
 
 def add_ordered_communication(program: Program) -> Program:
-    """`program` with messages at whose place in one order of all ranks' actions both ends are posted.
+    """`program` with messages, both ends of each posted at one place in a global order of all ranks' actions.
 
-    Of that order each rank has its part. So whatever lanes there are and whatever waits for the device, the earliest
-    action that is left can always end, which `add_communication` does not grant: it posts receives early, and what then
-    waits for the device waits for them. The order is that of time, where F = B = W and messages take none: a receive
-    stands where its message is sent, behind what its rank computes then. Rank 1 of 1F1B, p=3:
+    Each rank runs its part of that order. So for all lanes, and even if an action waits for the device, the earliest
+    unfinished action can always complete. `add_communication` does not guarantee this: it posts receives early, so an
+    action that waits for the device waits for them. The order is that of time, if F = B = W and messages take none: a
+    receive is placed where its message is sent, after the rank's computation at that time. Rank 1 of 1F1B, p=3:
 
         RecvF0 F0 RecvF1 SendF0 F1 RecvF2 SendF1 RecvB0 B0 SendB0 F2 SendF2 RecvB1 B1 ...
 
-    Raises ConfigurationError if the program has communication already, DeadlockError if it cannot finish.
+    Raises ConfigurationError if the program already has communication, DeadlockError if it cannot finish.
     """
     if program.has_communication:
         raise ConfigurationError(f"program {program.name!r} has communication already")
@@ -101,7 +101,7 @@ def add_ordered_communication(program: Program) -> Program:
 
 
 def _ends(message: Action) -> tuple[Action, Action]:
-    """Its send, and its receive."""
+    """The send and the receive of a message."""
     return (message.partner, message) if message.kind.is_receive else (message, message.partner)
 
 
@@ -162,7 +162,7 @@ def _graph(program: Program, lanes: Lanes, device: Device) -> dict[Node, list[No
 
 
 def _circle_lines(program: Program, circle: list[Node]) -> list[str]:
-    """Each that waits in a circle, in which a node comes after what it waits for; of a message, its two ends do."""
+    """A line for each node of a cycle, in which a node comes after what it waits for; a message waits at both ends."""
     lines, place = [], program.placement
     for (what, before), (state, action) in pairwise(circle):
         if state == "starts" or action.kind.is_compute:

@@ -1,11 +1,11 @@
-"""Attention: that of a slice's positions to all before them, with no mask in memory.
+"""Attention: from a slice's positions to all before them, without a mask in memory.
 
     positions      earlier slices    this slice
     of the query   all of them       those before it
                    flash(q, k0)      flash(q, k1, causal)      one softmax over both, by their logsumexp
 
-torch's scaled_dot_product_attention takes `is_causal` for sequences of one length alone. For a slice transformers makes
-a mask, of which the kernel keeps a copy in floating point for each layer until the backward: half of the square of the
+torch's scaled_dot_product_attention only takes `is_causal` for sequences of one length. For a slice transformers builds
+a mask, and the kernel keeps a floating-point copy of it for each layer until the backward: half of the square of the
 length. The gradients of both parts follow from the output and the logsumexp of the whole (Dao et al. 2022,
 arXiv:2205.14135).
 """
@@ -28,8 +28,8 @@ FRESH = "pipeshard_fresh"  # the attribute of keys that a cache for slices retur
 
 
 class Fresh(NamedTuple):
-    """Keys and values (b, h, s, d) of a slice, and what they were written into, behind those of earlier slices. The
-    layer has got `all_values` beside the keys, which it may change before it attends."""
+    """Keys and values (b, h, s, d) of a slice, and the tensor into which they were written, after those of earlier
+    slices. The layer has received `all_values` with the keys, which it may change before it attends."""
 
     now: Slice
     key: Tensor
@@ -41,7 +41,7 @@ class Fresh(NamedTuple):
 
 @cache
 def register() -> None:
-    """Let models whose attention is "sdpa" attend so to keys that have the attribute FRESH."""
+    """Let models with "sdpa" attention use this attention for keys that have the attribute FRESH."""
     plain = ALL_ATTENTION_FUNCTIONS[SDPA]
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **kw: Any) -> Any:
@@ -63,7 +63,7 @@ def register() -> None:
 
 
 def _can(now: Slice, query: Tensor, key: Tensor, value: Tensor, mask: Any, kw: dict[str, Any]) -> bool:
-    """Whether this is attention to all positions before, and nothing else."""
+    """Whether this is plain attention to all earlier positions."""
     if kw.get("dropout") or any(kw.get(name) is not None for name in ("position_bias", "softcap", "cache")):
         return False
     is_plain = query.shape[-1] == value.shape[-1] and query.dtype == key.dtype == value.dtype
@@ -74,8 +74,8 @@ def _can(now: Slice, query: Tensor, key: Tensor, value: Tensor, mask: Any, kw: d
 
 
 class Attention(torch.autograd.Function):
-    """Of queries (b, h, s, d) from position `start` on to keys and values (b, h or a part of it, s, d), and to those
-    of earlier slices, of which the gradients are added up for them."""
+    """From queries (b, h, s, d) from position `start` on to keys and values (b, h or a part of it, s, d), and to those
+    of earlier slices, whose gradients are accumulated for them."""
 
     @staticmethod
     def forward(
@@ -111,7 +111,7 @@ class Attention(torch.autograd.Function):
 
 
 def _parts(query: Tensor, keys: Grown, values: Grown, start: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Keys and values before the slice, and those of it, for every head of the query; whether the part is causal."""
+    """Keys and values before the slice, and its own, for every head of the query; whether the part is causal."""
     end = start + query.shape[-2]
     for part, is_causal in (((0, start), False), ((start, end), True)):
         k, v = keys.part(*part), values.part(*part)
@@ -124,6 +124,6 @@ def _for_groups(tensor: Tensor, groups: int) -> Tensor:
 
 
 def _of_groups(gradient: Tensor, grown: Grown) -> Tensor:
-    """The gradient of what was repeated for several heads."""
+    """The gradient of a tensor that was repeated for several heads."""
     heads = grown.shape[1]
     return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2)

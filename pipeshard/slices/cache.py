@@ -1,4 +1,4 @@
-"""Cache: a cache of transformers for one slice of a microbatch, in which the slices before it are."""
+"""Cache: a transformers cache for one slice of a microbatch, which contains the earlier slices."""
 
 import itertools
 from typing import Any
@@ -24,9 +24,9 @@ from pipeshard.slices.states import Slice
 
 
 def cache_of(model: nn.Module, now: Slice, has_encoder: bool = False) -> Cache:
-    """The cache that a slice is called with. What its layers read of an encoder they compute anew for each slice.
+    """The cache that a slice is called with. Values that its layers read of an encoder are recomputed for each slice.
 
-    Raises ConfigurationError for a layer that keeps something else than keys, values and states.
+    Raises ConfigurationError for a layer that keeps anything except keys, values and states.
     """
     register()
     try:
@@ -97,7 +97,7 @@ class IndexedKeys(Keys, DynamicIndexedLayer):
 
 
 class States(LinearAttentionLayer):
-    """Convolution and recurrent states of one layer. They stay those of the slice before, as the layer finds them."""
+    """Convolution and recurrent states of one layer, as the previous slice has left them."""
 
     def __init__(self, now: Slice, number: int, like: Any) -> None:
         LinearAttentionLayer.__init__(self, like.number_of_states)

@@ -1,4 +1,4 @@
-"""Cut: a microbatch along its sequence, and the results of its slices put together."""
+"""Cut: a microbatch along its sequence, and the results of its slices combined."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ LEAST = 2  # positions of a slice: with one alone, layers with states compute by
 
 
 def lengths(total: int, n: int, slope: float) -> list[int]:
-    """The positions of n slices of `total`, which take equally long where a position takes 1 + slope * its number:
+    """The positions of n slices of `total` with equal times, if a position takes 1 + slope * its number:
     later ones attend to more. Fewer slices for a short sequence."""
     n = max(1, min(n, total // LEAST))
 
@@ -63,8 +63,8 @@ def sequence_of(batch: Batch) -> int:
 
 
 def cut(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
-    """The batch cut along its sequence into slices of these sizes. Raises BatchError for a leaf of which it is not
-    clear how."""
+    """The batch cut along its sequence into slices of these sizes. Raises BatchError for an ambiguous
+    leaf."""
     total, ends = sequence_of(batch), list(accumulate(sizes))
     for path in batch.paths:
         if media_kind(path) is not None and not is_mask(path):
@@ -89,7 +89,7 @@ def _narrowed(path: str, leaf: Tensor, row_dim: int | None, total: int, start: i
 
 
 def _refuse_packed(batch: Batch) -> None:
-    """Several documents in a row are kept apart by their positions only where a forward has no cache."""
+    """Refuse several documents in a row: positions keep them apart only if a forward has no cache."""
     positions = batch.tensors.get(POSITIONS)
     if positions is None or positions.is_meta or MASK in batch.tensors:
         return
@@ -101,7 +101,7 @@ def _refuse_packed(batch: Batch) -> None:
 
 
 def shortened(batch: Batch, most: int) -> Batch:
-    """At most so many positions of a batch, where it has most labels."""
+    """At most this many positions of a batch, those with the most labels."""
     total = sequence_of(batch)
     if total <= most:
         return batch
@@ -119,8 +119,8 @@ def shortened(batch: Batch, most: int) -> Batch:
 
 
 def with_padding(batch: Batch, token: int | None) -> Batch:
-    """The batch with padding in place of a quarter of the positions of every other sample, on the left of one and on
-    the right of the next, which no label counts."""
+    """The batch with padding in place of a quarter of the positions of every other sample, alternately on the left and
+    on the right, which no label counts."""
     total = sequence_of(batch)
     count = max(1, total // 4)
     fillings = {IDS: token, MASK: 0, **dict.fromkeys(targets(batch.paths), IGNORED)}
@@ -139,8 +139,8 @@ def with_padding(batch: Batch, token: int | None) -> Batch:
 
 @dataclass(frozen=True)
 class SliceCall:
-    """What the model is called with for one slice, on one stage: the arguments of the whole microbatch, of which the
-    slice has its positions, of masks all up to its end, and a cache."""
+    """The model's inputs for one slice, on one stage: the arguments of the whole microbatch, of which the
+    slice has its positions, masks up to its end, and a cache."""
 
     batch: Batch
     now: Slice
@@ -178,8 +178,8 @@ def _is_of_loss(path: str) -> bool:
 
 
 class Joint(NamedTuple):
-    """How the results of slices are one of the microbatch: they follow each other in `dim`, in which each has the
-    positions of all `rows` samples, sample by sample, where that is not None."""
+    """How the results of slices form one of the microbatch: they are concatenated in `dim`, in which each has the
+    positions of all `rows` samples, sample by sample, if that is not None."""
 
     dim: int
     rows: int | None
@@ -188,7 +188,7 @@ class Joint(NamedTuple):
     def of(
         cls, whole: Sequence[int], parts: Sequence[Sequence[int]], rows: int, sizes: Sequence[int]
     ) -> "Joint | None":
-        """None where the shapes do not tell."""
+        """None if the shapes are ambiguous."""
         if any(len(part) != len(whole) for part in parts):
             return None
         dims = [dim for dim, size in enumerate(whole) if any(part[dim] != size for part in parts)]

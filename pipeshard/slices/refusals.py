@@ -1,4 +1,4 @@
-"""Refusals: models that cannot be cut along the sequence, by name, and what attention costs beside the rest."""
+"""Refusals: models that cannot be cut along the sequence, and the relative cost of attention."""
 
 from collections.abc import Iterable
 
@@ -56,7 +56,7 @@ def refuse_cacheless(model: nn.Module) -> None:
 
 
 def refuse_padding(model: nn.Module, batches: Iterable[Batch], why: str) -> None:
-    """Raise BatchError for a batch with padding, if slices of such ones differ from whole samples; `why` says how."""
+    """Raise BatchError for a batch with padding, if its slices differ from whole samples; `why` says how."""
     token = padding_token(model)
     for tensors in (batch.tensors for batch in batches if why):
         mask, ids = tensors.get(MASK), tensors.get(IDS)
@@ -69,8 +69,8 @@ def refuse_padding(model: nn.Module, batches: Iterable[Batch], why: str) -> None
 
 
 def attention_slope(model: nn.Module) -> float:
-    """How much longer a position takes for each one before it, as a share of what the first one takes: scores and
-    sums of values, beside a product with every parameter."""
+    """How much longer a position takes for each one before it, relative to the first one: scores and
+    sums of values, compared with a product with every parameter."""
     config = text_config(without_adapters(model)[1])
     layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""States: what the slices of one microbatch have in a cache, on one rank, with the gradients that go back through it.
+"""States: the cache of the slices of one microbatch, on one rank, with the gradients that flow back through it.
 
     slice 0          slice 1              slice 2
     append k0 ----.  append k1 ------.    append k2 ---.
@@ -6,8 +6,8 @@
            ^                ^  ^                  ^  ^  ^
            g0+              g0+ g1+               g0 g1 g2     backwards, from the last to the first
 
-Every slice has an autograd graph of its own. A buffer sums the gradients of k0 that slices 1 and 2 compute, and the
-backward of slice 0 begins with them.
+Every slice has its own autograd graph. A buffer sums the gradients of k0 that slices 1 and 2 compute, and the
+backward of slice 0 starts with them.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from pipeshard.errors import TraceError
 
 
 class Left(NamedTuple):
-    """What a slice has left to later ones: where its graph begins, and what gives the gradient that these have for it,
+    """The state that a slice has left to later ones: the root of its graph, and a function for their gradient of it,
     None if they have none."""
 
     edge: GradientEdge
@@ -47,18 +47,18 @@ class Grown:
         return self.write(new, start, first)
 
     def write(self, new: Tensor, start: int, first: int) -> Tensor:
-        """A view of what is there from `first` on. It has a version counter of its own (`data`), as what later slices
-        write behind it does not change what the graph of an earlier one has saved."""
+        """A view of the content from `first` on. It has its own version counter (`data`), since later slices' writes
+        after it do not change what the graph of an earlier one has saved."""
         end = start + new.shape[self.dim]
         self.part(start, end).copy_(new.detach())
         return self.part(first, end)
 
     def part(self, start: int, end: int) -> Tensor:
-        """What slices have written from one position to another."""
+        """The content from one position to another."""
         return self._values.data.narrow(self.dim, start, end - start)
 
     def add(self, gradient: Tensor, first: int) -> None:
-        """Add what a later slice has for the positions from `first` on; of 16 bits in fp32, like any sum."""
+        """Add a later slice's gradient for the positions from `first` on; 16 bits in fp32, like any sum."""
         count = gradient.shape[self.dim]
         if self._gradient is not None:
             self._gradient.narrow(self.dim, first, count).add_(gradient)
@@ -92,7 +92,7 @@ class _Append(torch.autograd.Function):
 
 class Slice:
     """One slice of a microbatch: the positions from `start` to `end` of `total`, and the `states` that it shares with
-    the microbatch's other slices. `left` is what it has left to later ones, by name."""
+    the microbatch's other slices. `left` is the state that it has left to later ones, by name."""
 
     def __init__(self, start: int, end: int, total: int, states: dict[Any, Any]) -> None:
         self.start, self.end, self.total, self.states = start, end, total, states
@@ -101,7 +101,7 @@ class Slice:
         self._causal = WeakTensorKeyDictionary()  # of masks, whether they are
 
     def is_causal(self, mask: Tensor) -> bool:
-        """Whether a mask lets each position of this slice attend to itself and all before it, and to nothing else."""
+        """Whether a mask lets each position of this slice attend exactly to itself and all before it."""
         if mask not in self._causal:
             shape = (self.end - self.start, self.end)
             is_like = mask.dtype is torch.bool and tuple(mask.shape[-2:]) == shape
@@ -110,8 +110,8 @@ class Slice:
         return bool(self._causal[mask])
 
     def grow(self, name: Any, new: Tensor, dim: int, window: int | None = None) -> Tensor:
-        """The positions of this slice behind those of earlier ones, of which the last `window - 1` are enough. A unit
-        that is recomputed writes the same ones again."""
+        """The positions of this slice after those of earlier ones, of which the last `window - 1` suffice. A recomputed
+        unit writes the same ones again."""
         count = new.shape[dim]
         if count != self.end - self.start:
             raise TraceError(
@@ -127,18 +127,18 @@ class Slice:
         return grown.append(new, self.start, 0 if window is None else max(0, self.start - window + 1))
 
     def release(self) -> None:
-        """Its backward is done: nobody needs what it has left any more, nor, after the first slice's, the states."""
+        """Free its state after its backward, and after the first slice's backward the shared states."""
         self.left.clear()
         if self.start == 0:
             self.states.clear()
 
     def take(self, name: Any) -> Tensor | None:
-        """The state that the slice before this one has handed over: a leaf of this slice's graph. To be called before
+        """The state that the previous slice has handed over: a leaf of this slice's graph. Call it before
         this slice hands over its own."""
         return self.states.get(name)
 
     def hand_over(self, name: Any, state: Tensor) -> None:
-        """Leave a whole state to the next slice. That of a unit that is recomputed has been handed over before."""
+        """Leave a whole state to the next slice. A recomputed unit has handed it over before."""
         if name in self._handed or self.end == self.total:
             return
         self._handed.add(name)

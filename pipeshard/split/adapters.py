@@ -1,9 +1,9 @@
-"""Adapters: those of peft on a model whose own weights are on meta until each stage has loaded what it holds.
+"""Adapters: peft's adapters on a model whose own weights are on meta until each stage has loaded its part.
 
     base weights    meta ---- stand-ins ---- meta ---------------- loaded, stage by stage
     adapters                  drawn by peft, on the CPU ---------- DoRA, PiSSA, OLoRA: computed from a layer's weights
 
-So no process has more of the model than its stage, and adapters begin as they do in one process.
+So no process has more of the model than its stage, and adapters are initialized as in one process.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,10 +39,10 @@ def is_blank(model: nn.Module) -> bool:
 
 
 def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], PeftModel]) -> PeftModel:
-    """What `put` (peft's `get_peft_model`) makes of a model on meta: adapters with the values that they would get on
+    """Apply `put` (peft's `get_peft_model`) to a model on meta: the adapters get the values that they would have on
     the loaded model, around weights on meta.
 
-    Raises ConfigurationError for adapters that begin with more than the weights of their own layer.
+    Raises ConfigurationError for adapters whose initial values need more than the weights of their own layer.
     """
     refuse_far(config)
     if needs_weights(config) and is_quantized(model):
@@ -68,8 +68,8 @@ def put_adapters(model: nn.Module, config: Any, put: Callable[[nn.Module, Any], 
 
 @contextmanager
 def stand_ins(model: nn.Module) -> Iterator[None]:
-    """Inside, parameters on meta are zeros on the CPU that take the memory of one number: peft puts adapters on the
-    device of the weights, and draws none on meta."""
+    """Inside, parameters on meta are zeros on the CPU that take the memory of one number. peft creates adapters on the
+    device of the weights, and does not initialize any on meta."""
     blank = [parameter for parameter in model.parameters() if parameter.is_meta]
     for parameter in blank:
         give(parameter, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
@@ -81,7 +81,7 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_far(config: Any) -> None:
-    """Raise ConfigurationError for adapters that begin with values of several layers, of data, or of single rows."""
+    """Raise ConfigurationError for adapters whose initial values need several layers, data, or single rows."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     how = getattr(config, "init_lora_weights", True)
     is_known = how in OF_SHAPES or (isinstance(how, str) and how.lower() in OF_ONE_LAYER)
@@ -101,13 +101,13 @@ def refuse_far(config: Any) -> None:
 
 
 def needs_weights(config: Any) -> bool:
-    """Whether adapters begin with what is computed from the weights of their own layer."""
+    """Whether the initial values of adapters are computed from the weights of their own layer."""
     how = getattr(config, "init_lora_weights", True)
     return bool(getattr(config, "use_dora", False)) or (isinstance(how, str) and how.lower() in OF_ONE_LAYER)
 
 
 def begin(model: nn.Module) -> None:
-    """Give copies that are trained (`modules_to_save`) the drawn weights of the original, then `begin_with_weights`."""
+    """Copy the initialized weights of the original to trained copies (`modules_to_save`), then `begin_with_weights`."""
     if getattr(model, BEGINNING, None) is None:
         return
     wrappers: list[Any] = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
@@ -120,7 +120,7 @@ def begin(model: nn.Module) -> None:
 
 
 def begin_with_weights(model: nn.Module, set_value: Callable[[str, Tensor], Any]) -> None:
-    """Compute what adapters begin with in the layers whose weights are here; `set_value` takes the full name of a
+    """Compute the initial values of adapters in the layers whose weights are here; `set_value` takes the full name of a
     parameter, and its value."""
     adapters = getattr(model, BEGINNING, None)
     if not adapters or not isinstance(model, PeftModel):
@@ -134,7 +134,7 @@ def begin_with_weights(model: nn.Module, set_value: Callable[[str, Tensor], Any]
 
 
 def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
-    """The values that peft gives the parameters of a layer; the layer is as it was."""
+    """The values that peft gives the parameters of a layer; the layer itself is restored."""
     before, vectors = dict(layer.named_parameters()), dict(layer.lora_magnitude_vector.items())
     values = {name: parameter.data for name, parameter in before.items()}
     how = config.init_lora_weights
@@ -153,8 +153,8 @@ def _computed(layer: Any, adapter: str, config: Any) -> dict[str, Tensor]:
 
 
 def base_names(model: nn.Module) -> dict[str, str]:
-    """What the architecture calls each tensor of a model with adapters, by its full name: copies that are trained
-    (`modules_to_save`) have the name of the original, adapters are left out. All tensors of any other model."""
+    """The architecture's name for each tensor of a model with adapters, by its full name: trained copies
+    (`modules_to_save`) have the name of the original, adapters are omitted. For any other model, all tensors."""
     prefix, base = without_adapters(model)
     return dict(_named(base, prefix, ""))
 

@@ -15,15 +15,14 @@ def balance(
     fits: Callable[[int, int, int], bool] | None = None,
     ranks: Sequence[int] | None = None,
 ) -> list[int]:
-    """How many consecutive calls each stage gets: minimises the cost of the most expensive stage, then the sum of
-    squares of the costs.
+    """How many consecutive calls each stage gets, minimising the largest cost of a stage, then the sum of squares.
 
     No cut is before a `forbidden` call. `fits(stage, start, end)` says whether a stage may have the calls from start to
-    end (exclusive); of what does not fit, nothing larger does. `ranks` has the rank of each stage. Where they are in a
-    V, single calls then move between stages as long as the most expensive rank, then the sum of squares over the ranks,
-    then that over the stages, costs less.
+    end (exclusive); if a run of calls does not fit, no larger one does. `ranks` has the rank of each stage. If they are
+    in a V, single calls then move between stages as long as this reduces the cost of the most expensive rank, then the
+    sum of squares over the ranks, then that over the stages.
 
-    Raises PartitionError when there are fewer parts that can be cut apart than stages, or nothing fits.
+    Raises PartitionError if there are fewer separable parts than stages, or nothing fits.
     """
     if num_stages == 1 and fits is None:
         return [len(costs)]  # no cut, so no unit call is needed either
@@ -60,9 +59,9 @@ def balance(
 
 
 def _level(cuts: list[int], ranks: Sequence[int], cost: Callable[[int, int, int], float]) -> list[int]:
-    """The cuts after single blocks have moved from one stage to another, the best move first, while ranks gain by it.
+    """The cuts after single blocks have moved from one stage to another, best move first, while this helps the ranks.
 
-    In a V the last stage shares its rank with the first, so that an expensive head leaves room for little in front.
+    In a V the last stage shares its rank with the first, so an expensive head leaves little room in front.
     """
 
     def value(cuts: Sequence[int]) -> tuple[float, float, float]:
@@ -91,10 +90,10 @@ def _divide(
     combine: Callable[[float, float], float],
     most: float = math.inf,
 ) -> tuple[float, list[int] | None]:
-    """The least value of `combine` over the stages' costs, and the cuts that have it: 0, ..., `blocks`.
+    """The least value of `combine` over the stages' costs, and the cuts that achieve it: 0, ..., `blocks`.
 
-    Dynamic programming over (stages, blocks). `cost(stage, start, end)` is infinite where it cannot be, grows with the
-    run of blocks, and is `most` at most.
+    Dynamic programming over (stages, blocks). `cost(stage, start, end)` is infinite if the run is not allowed, grows
+    with the run of blocks, and is at most `most`.
     """
     best: list[float] = [0.0] + [math.inf] * blocks
     choices: list[list[int]] = []

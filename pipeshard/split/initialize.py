@@ -1,12 +1,12 @@
-"""Initialize: values for tensors that were built without, and modules that are built where they are held.
+"""Initialize: values for tensors that were built without memory, and modules that are built only where they are held.
 
-`model.init_weights()` of transformers draws from one generator in the order of the modules, so what a parameter gets
-depends on all that come before it, which a stage does not have. Here every parameter is drawn from a generator of its
-own, seeded by its name.
+`model.init_weights()` of transformers draws from one generator in the order of the modules, so the values of a
+parameter depend on all parameters before it, which a stage does not have. Here every parameter has its own generator,
+seeded with its name.
 
 A list of LayerSpecs may describe a model that no process could hold. Each layer is constructed on meta, for its names
 and shapes, and constructed again with memory where it is held; the module that optimizers, hooks and ties know takes
-over what the second construction computed.
+over the values of the second construction.
 """
 
 import copy
@@ -40,12 +40,12 @@ InitWeights = bool | Callable[..., Any]
 def initialize(
     model: nn.Module, parameters: Collection[str], buffers: Mapping[str, bool], rule: InitWeights, seed: int
 ) -> None:
-    """Initialise the parameters of these (first) names and set these buffers, and nothing else of the model.
+    """Initialise the parameters with these (first) names and set these buffers, and nothing else of the model.
 
-    By `rule`: True is the `_init_weights` of the PreTrainedModel around a module, then its `reset_parameters`. What a
-    parameter gets depends on the seed and its name alone, not on what else is there. The user's random generators do
-    not move. `buffers` is what `allocate` returned. Packed weights are omitted: a checkpoint has their values. Raises
-    ConfigurationError for a tensor left without values.
+    `rule` True stands for the `_init_weights` of the PreTrainedModel around a module, then its `reset_parameters`. The
+    values of a parameter depend only on the seed and its name, not on other parameters. The user's random generators
+    do not change. `buffers` is what `allocate` returned. Packed weights are omitted: a checkpoint has their values.
+    Raises ConfigurationError for a tensor without values.
     """
     parameters = set(parameters).difference(name for name, _ in packed_layers(model))
     by_architecture = set(buffers)
@@ -69,10 +69,10 @@ def initialize(
 
 
 def _fill(model: nn.Module, names: set[str], seed: int, fill: Callable[..., None]) -> set[str]:
-    """Call `fill` for each module with some of these tensors, in it or below; returns those still without values.
+    """Call `fill` for each module with some of these tensors, in it or below; returns the tensors still without values.
 
-    Children come before the modules around them, as in transformers, and with each module the nearest one around it (or
-    itself) that has `_init_weights`.
+    Children come before the modules around them, as in transformers. With each module, `fill` receives the nearest
+    module around it (or itself) that has `_init_weights`.
     """
     if not names:
         return set()
@@ -114,9 +114,9 @@ def _by_function(
 
 
 class _SeededWrites(DispatchMode):
-    """Lets writes through to the named tensors only, and random ones draw from a generator of that name.
+    """Allow writes only to the named tensors; random ones draw from a generator of that name.
 
-    A parameter with several names is written to by the module of its first name: the others would draw it again.
+    A parameter with several names is written by the module of its first name: the others would initialize it again.
     """
 
     def __init__(self, model: nn.Module, names: Collection[str], seed: int) -> None:
@@ -157,7 +157,7 @@ class _SeededWrites(DispatchMode):
 
 
 def give(parameter: nn.Parameter, values: Tensor) -> None:
-    """Let a parameter on meta take over these values; it stays the same object, of the same class."""
+    """Give a parameter on meta these values; it stays the same object, of the same class."""
     kept = {key: value for key, value in parameter.__dict__.items() if key != "_is_hf_initialized"}
     kind = type(parameter)
     torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
@@ -166,7 +166,7 @@ def give(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def number(seed: int, text: str) -> int:
-    """A seed for what `text` names."""
+    """A seed derived from `text`."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {text}".encode(), digest_size=7).digest(), "little")
 
 
@@ -178,7 +178,7 @@ MODULE_ATTRIBUTES = frozenset(
 
 @dataclass
 class Blueprint:
-    """How a module is built, and what it was as a skeleton: attributes changed since then are the user's, and stay.
+    """How a module is built, and its state as a skeleton: attributes changed since then are the user's, and stay.
 
     `place` seeds its values. `before` has its modules by path, each with its plain attributes at that time.
     """
@@ -189,10 +189,10 @@ class Blueprint:
 
 
 def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place: int, name: str) -> nn.Module:
-    """What `construct()` returns, on meta: names, shapes and attributes, no memory, no random number of the user's.
+    """The module that `construct()` returns, on meta: names, shapes and attributes, without memory or random numbers.
 
-    `make()` is to build it for real; its values will depend on the seed and on `place`. Raises ConfigurationError where
-    this does not run on meta, or makes no module.
+    `make()` builds it later with memory; its values depend on the seed and on `place`. Raises ConfigurationError if
+    the constructor does not run on meta, or returns no module.
     """
     refusal = explained(
         lambda error: ConfigurationError(
@@ -212,16 +212,16 @@ def skeleton(construct: Callable[[], Any], make: Callable[[], nn.Module], place:
 
 
 def skeletons(model: nn.Module) -> list[nn.Module]:
-    """The modules of `model` that were not built here."""
+    """The skeletons in `model` that are not built yet."""
     return [module for module in model.modules() if BLUEPRINT in vars(module)]
 
 
 def build(module: nn.Module, seed: int) -> None:
-    """Make a skeleton what its constructor makes of it, on the default device.
+    """Build a skeleton with its constructor, on the default device.
 
-    The values depend on the seed and its place alone; the user's random generators do not move. Modules and parameters
+    The values depend only on the seed and its place; the user's random generators do not change. Modules and parameters
     stay the same objects, so that optimizers, hooks and ties keep them; a parameter that has values keeps those, and so
-    does everything that was set since the skeleton was made. Raises ConfigurationError where it is not built like it.
+    does everything that was set since the skeleton was made. Raises ConfigurationError if the built module differs.
     """
     blueprint: Blueprint = vars(module)[BLUEPRINT]
     with explained(  # of the user's constructor, too
@@ -240,7 +240,7 @@ def build(module: nn.Module, seed: int) -> None:
 
 
 class _Unread(DispatchMode):
-    """Reading a number on meta is an error, which it is not everywhere: ColossalAI makes torch return 0."""
+    """Make reading a number on meta an error everywhere: ColossalAI makes torch return 0."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -249,7 +249,7 @@ class _Unread(DispatchMode):
 
 
 def blank_buffers(module: nn.Module) -> None:
-    """Give the buffers of a skeleton that stays one memory, as the trace of a batch and checkpoints want it."""
+    """Allocate the buffers of a skeleton that is not built here, as the trace of a batch and checkpoints need them."""
     for inner in module.modules():
         for key, buffer in inner._buffers.items():
             if buffer is not None and buffer.is_meta:

@@ -15,7 +15,7 @@ with torch.device("cpu"):  # bitsandbytes keeps the one that it makes first, whi
 
 
 class Params4bit(bitsandbytes.nn.Params4bit):
-    """Can be copied on meta, too. It has the name that peft looks for."""
+    """A parameter that can be copied on meta, too. It has the class name that peft looks for."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = memo[id(self)] = self.detach().clone().as_subclass(type(self)).requires_grad_(self.requires_grad)
@@ -58,11 +58,11 @@ class Linear4bit(PackedLinear, bitsandbytes.nn.Linear4bit):
 
     @torch.no_grad()
     def _packed(self, value: Tensor) -> tuple[Tensor, Any]:
-        """What bitsandbytes makes of a weight of `whole_shape`."""
+        """The result of bitsandbytes' packing for a weight of `whole_shape`."""
         return quantize_4bit(self.as_computed(value), **self.options)
 
     def _state(self) -> Any:
-        """The `quant_state` of the weight that is here now."""
+        """The `quant_state` of the current weight."""
         if self.quant_state is not self.unloaded:
             return self.quant_state
         return self._packed(torch.zeros(self.whole_shape, dtype=self.values_dtype, device=self.weight.device))[1]
@@ -79,8 +79,8 @@ CHUNK = 1 << 20  # values, a multiple of every size of a block
 def quantize_4bit(
     value: Tensor, blocksize: int, compress_statistics: bool, quant_type: str, quant_storage: torch.dtype
 ) -> tuple[Tensor, Any]:
-    """What bitsandbytes' function of this name makes of a weight, to the bit, in chunks: on a CPU it takes some thirty
-    times the memory of its result."""
+    """The result of bitsandbytes' function of this name, bit for bit, in chunks: on a CPU that function takes some
+    thirty times the memory of its result."""
     parts = [
         functional.quantize_4bit(chunk, blocksize=blocksize, quant_type=quant_type, quant_storage=quant_storage)
         for chunk in value.flatten().split(value.numel() if value.is_meta else CHUNK)

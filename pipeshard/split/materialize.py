@@ -1,8 +1,8 @@
-"""Materialize: a whole model becomes one stage of it, with memory and values for what the stage holds.
+"""Materialize: a whole model becomes one stage of it, with memory and values for the tensors that the stage holds.
 
-The model keeps its classes and its module tree, so that its own forward can run: a parameter of another stage is
-replaced by a Ghost under every one of its names, a unit of another stage by what answers its calls. What was built on
-meta gets memory here, on the stages that hold it.
+The model keeps its classes and its module tree, so that its own forward can run. A parameter of another stage is
+replaced by a Ghost under every one of its names, and a unit of another stage by a replay. Tensors that were built on
+meta are allocated here, on the stages that hold them.
 """
 
 import copy
@@ -26,7 +26,7 @@ from pipeshard.split.ties import names_of, put_parameter
 def shard(
     model: nn.Module, policy: Policy, device: torch.device, init_weights: InitWeights = True, seed: int = 0
 ) -> set[str]:
-    """Keep of `model` what `policy` says its stage holds, on the device; what is on meta gets values by `init_weights`.
+    """Keep the part of `model` that this stage holds by `policy`, on the device; `init_weights` fills meta tensors.
 
     Returns the names of the parameters of all stages that were on meta.
     """
@@ -65,9 +65,9 @@ def release(model: nn.Module, policy: Policy, device: torch.device) -> None:
 
 
 def compile_units(units: Mapping[str, nn.Module], **options: Any) -> None:
-    """Let torch.compile compile each unit by itself, units of one class sharing what is compiled.
+    """Let torch.compile compile each unit separately; units of one class share the compiled code.
 
-    In a unit that is a single operation there is nothing to fuse, and calling what was compiled takes longer.
+    In a unit that is a single operation there is nothing to fuse, and calling compiled code takes longer.
     """
     single = (nn.Linear, nn.Embedding)  # themselves: a class made of them may do more
     fusible = {name: u for name, u in units.items() if type(u) not in single and not isinstance(u, CutPoint)}
@@ -76,8 +76,8 @@ def compile_units(units: Mapping[str, nn.Module], **options: Any) -> None:
 
 
 def refuse_compile_options(options: Mapping[str, Any], pp_size: int, by_whole_batch: bool) -> None:
-    """Refuse what torch.compile is asked for, and cannot do for units of a pipeline; `by_whole_batch`: it compiles, and
-    batch norm is to wait for the whole batch."""
+    """Refuse options of torch.compile that units of a pipeline cannot support; `by_whole_batch`: it compiles, and
+    batch norm should wait for the whole batch."""
     if by_whole_batch:
         raise ConfigurationError(
             "deferred_batch_norm=True does not go with compile: what a compiled unit normalizes is not seen"
@@ -97,7 +97,7 @@ def refuse_compile_options(options: Mapping[str, Any], pp_size: int, by_whole_ba
 
 
 def _build_skeletons(model: nn.Module, policy: Policy, seed: int) -> None:
-    """Those in held units become what their constructors make of them; the others stay, with buffers of zeros."""
+    """Build the skeletons in held units; the others stay, with buffers of zeros."""
     inside = {module for unit in policy.get_held_layers() for module in unit.modules()}
     for module in skeletons(model):
         if module in inside:
@@ -107,11 +107,11 @@ def _build_skeletons(model: nn.Module, policy: Policy, seed: int) -> None:
 
 
 def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> dict[str, bool]:
-    """Give these parameters, on meta, memory on the device, and all buffers on meta memory and values.
+    """Allocate these meta parameters on the device, and all meta buffers with their values.
 
-    A parameter stays the same object, so that optimizers, hooks and ties keep it. Buffers, the persistent ones too, get
-    the values that the architecture's constructor gives them. Returns the names of these buffers, and whether that
-    could be found out.
+    A parameter stays the same object, so that optimizers, hooks and ties keep it. Buffers, including persistent ones,
+    get the values that the architecture's constructor gives them. Returns the names of these buffers, and whether they
+    could be computed.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
@@ -130,8 +130,8 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device) -> 
 
 
 def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Models newly built from the configurations of the outermost PreTrainedModels in `model`, and what the names of
-    each begin with; parameters take no memory and no time. As of this dtype, if one is given."""
+    """Models rebuilt from the configurations of the outermost PreTrainedModels in `model`, and the prefix of the names
+    of each; their parameters take no memory and no time. In this dtype, if one is given."""
     from accelerate import init_empty_weights
     from transformers import PreTrainedModel
 
@@ -162,7 +162,7 @@ def rebuilt_models(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
 
 @contextmanager
 def _default(dtype: torch.dtype | None, config: Any) -> Iterator[Any]:
-    """Inside, tensors are made in this dtype where nothing else is said; a configuration that says the same."""
+    """Inside, this is the default dtype of tensors, and of configurations that name it."""
     from transformers import PretrainedConfig
 
     if dtype is None:

@@ -4,9 +4,10 @@
     (out, in), 16 bits   --->  (out * in / 2, 1), uint8, and a scale for every 64 values
                          --->  (out, in), int8, and a scale for every row
 
-A packed weight is a frozen parameter of its own shape from the beginning, on meta too: it is traced, released and given
-memory as any other, and a process unpacks one layer at a time. The packing and the products are those of bitsandbytes
-(Dettmers et al. 2022 and 2023, arXiv:2208.07339, arXiv:2305.14314), which is imported only where it is asked for.
+A packed weight is a frozen parameter of its own shape from the beginning, also on meta: it is traced, released and
+allocated like any other, and a process unpacks one layer at a time. The packing and the products are those of
+bitsandbytes (Dettmers et al. 2022 and 2023, arXiv:2208.07339, arXiv:2305.14314), which is imported only if it is
+used.
 """
 
 from abc import ABC, abstractmethod
@@ -38,15 +39,15 @@ class Packed(nn.Module, ABC):
     @property
     @abstractmethod
     def scales(self) -> int:
-        """The bytes of the scales of the weight, on meta too."""
+        """The bytes of the scales of the weight, also on meta."""
 
     @abstractmethod
     def pack(self, value: Tensor) -> None:
-        """Take over the packed values of a weight of `whole_shape`, on any device."""
+        """Store the packed values of a weight of `whole_shape`, on any device."""
 
     @abstractmethod
     def like(self, linear: nn.Module) -> "Packed":
-        """The values of another linear layer, packed as those of this one."""
+        """The values of another linear layer, packed like this one."""
 
 
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, Packed]]:
@@ -61,8 +62,8 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def quantize_as(model: nn.Module, built: Any, names: Mapping[str, str]) -> None:
-    """Pack the layers of `built`, which has values, of which `model` has packed ones; `names` has what `built` calls
-    the tensors of `model`."""
+    """Pack the layers of `built` (with values) that are packed in `model`; `names` maps the tensors of `model` to their
+    names in `built`."""
     for name, layer in packed_layers(model):
         path = names[name].removesuffix(".weight")
         built.set_submodule(path, layer.like(built.get_submodule(path)))

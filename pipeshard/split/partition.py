@@ -1,7 +1,7 @@
-"""Partition: which stage runs each unit call, by which criterion, and what then crosses every boundary.
+"""Partition: which stage runs each unit call, by which criterion, and which values then cross every boundary.
 
-Cutting a list of layers into equal parts balances neither embeddings nor heads, and says nothing of skip connections or
-of what the loss reads. Here the calls of a Dataflow are cut where the most expensive stage costs least, and the values
+Cutting a list of layers into equal parts balances neither embeddings nor heads, and ignores skip connections and
+the inputs of the loss. Here the calls of a Dataflow are cut where the most expensive stage costs least, and the values
 that cross follow from what each call reads.
 """
 
@@ -58,17 +58,17 @@ class Partition:
 
 
 def named_modules_of(partition: Cuts) -> list[str]:
-    """The modules that a partition names."""
+    """The modules that a partition lists."""
     return [] if isinstance(partition, str) else [entry for entry in partition if isinstance(entry, str)]
 
 
 def is_profile(partition: Cuts) -> TypeGuard[str]:
-    """Whether a partition goes by measured times: "profile", or "profile:PATH"."""
+    """Whether a partition uses measured times: "profile", or "profile:PATH"."""
     return isinstance(partition, str) and partition.partition(":")[0] == "profile"
 
 
 class Cost(NamedTuple):
-    """Time of one unit call: forward, backward but for the weight gradients that can wait, and those."""
+    """Times of one unit call: forward, backward without the weight gradients that can wait, and these."""
 
     forward: float
     backward: float
@@ -86,10 +86,10 @@ def cost_of(
 ) -> Cost:
     """Relative time of a unit call, in floating-point operations, from the `flops` and `elements` of one forward.
 
-    Both count three times (forward, input gradient, weight gradient), four times where the forward is recomputed; an
+    Both count three times (forward, input gradient, weight gradient), four times if the forward is recomputed. An
     element computed counts as `ELEMENT` operations, and so does each trainable parameter, whose gradient is written
-    and added up: that prices embeddings. Waiting are those of layers whose weight gradient can be deferred, and frozen
-    those of parameters that get none.
+    and accumulated: this accounts for embeddings. `waiting` is for layers whose weight gradient can be deferred,
+    `frozen` for parameters without a gradient.
     """
     once = flops + ELEMENT * elements
     weight = waiting_flops + 2 * ELEMENT * waiting_parameters
@@ -98,7 +98,7 @@ def cost_of(
 
 
 def call_costs(flow: Dataflow, units: Mapping[str, nn.Module], scale: float = 1.0) -> list[float]:
-    """Relative time of forward and backward of each call; `scale` is the size of a microbatch over the trace's."""
+    """Relative time of forward and backward of each call; `scale` is the size of a microbatch relative to the trace."""
     costs = []
     for call in flow.calls:
         unit = units[call.unit]
@@ -108,8 +108,8 @@ def call_costs(flow: Dataflow, units: Mapping[str, nn.Module], scale: float = 1.
 
 
 def forbidden_cuts(flow: Dataflow) -> dict[int, str]:
-    """Calls before which no cut may be, each with the reason: a hidden value would have to cross it, or the model has
-    CutPoints and none is there. The number of the calls stands for the model's end."""
+    """Calls before which no cut is allowed, each with the reason: a hidden value would have to cross it, or the model
+    has CutPoints and none is there. The number of calls stands for the end of the model."""
     forbidden: dict[int, str] = {}
     if flow.cut_points:
         reason = f"the model is cut at its CutPoints alone, of which it calls {len(flow.cut_points)}"
@@ -146,18 +146,17 @@ def _recomputed_together(flow: Dataflow, first: int, last: int) -> str:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What enters a stage: `values` in the order they are sent, `gradients` the ones whose gradient goes back."""
+    """What enters a stage: `values` in the order they are sent, `gradients` the values whose gradient is sent back."""
 
     values: tuple[Value, ...]
     gradients: tuple[Value, ...]
 
 
 def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: Wanted = False) -> list[Boundary]:
-    """What crosses into each stage (nothing into stage 0).
+    """The values that cross into each stage (none into stage 0).
 
-    A value crosses every boundary between the stage of its call and that of its last reader, the last stage being
-    that of the loss, and of the outputs if they are wanted. A gradient returns for values that get one of the loss from
-    a reader there, or behind.
+    A value crosses every boundary between the stage of its call and that of its last reader; the last stage reads for
+    the loss, and for wanted outputs. A gradient is returned for values that get one from a reader there or later.
     """
     everything = flow.needed(outputs)
     readers = [(f"unit {call.unit}", call.reads, stage) for call, stage in zip(flow.calls, stages)]
@@ -178,7 +177,7 @@ def boundaries(flow: Dataflow, stages: Sequence[int], num_stages: int, outputs: 
 
 
 def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: Reads) -> list[set[Value]]:
-    """The values that cross into each stage; `final` is what the end of the last one reads."""
+    """The values that cross into each stage; `final` are the values read at the end of the last one."""
     readers = [(call.reads.values, stage) for call, stage in zip(flow.calls, stages, strict=True)]
     return _crossing([*readers, (final.values, num_stages - 1)], stages, num_stages)
 
@@ -186,7 +185,7 @@ def live_values(flow: Dataflow, stages: Sequence[int], num_stages: int, final: R
 def _crossing(
     readers: Iterable[tuple[Iterable[Value], int]], stages: Sequence[int], num_stages: int
 ) -> list[set[Value]]:
-    """The values that cross into each stage, where each of the readers, on its stage, takes some."""
+    """The values that cross into each stage, given the values that each reader takes on its stage."""
     crossing: list[set[Value]] = [set() for _ in range(num_stages)]
     for values, reader in readers:
         for value in values:
@@ -199,9 +198,9 @@ PARTITIONS = ("auto", "uniform", "parameters", "profile", "profile:PATH", "type:
 
 
 def weights(by: str, units: Sequence[nn.Module], costs: Callable[[], list[float]], num_stages: int) -> list[float]:
-    """The weight of each unit call, where `units` has the unit of each and `costs` tells their times.
+    """The weight of each unit call; `units` has the unit of each, and `costs` their times.
 
-    Raises ConfigurationError for an unknown name, PartitionError for a type that too few units have.
+    Raises ConfigurationError for an unknown name, PartitionError for a type with too few units.
     """
     check_partition(by)
     if by == "auto" or is_profile(by):

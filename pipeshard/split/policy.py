@@ -1,12 +1,12 @@
 """Policy: the four questions a stage asks about its part of a model, answered from the Dataflow.
 
 A framework that cuts models by hand needs one class per architecture that lists layers, ties and forwards. Here the
-trace knows all of them, so that the base class serves every model. A policy of one's own overrides what a trace cannot
-know: how long units take, and where to cut.
+trace finds all of them, so the base class serves every model. A custom policy overrides what a trace cannot
+determine: how long units take, and where to cut.
 
 The model's glue runs on every stage, but each stage has only some of the activations, parameters and generators. Glue
-that branches on an activation, changes a parameter, or listens to a gradient would do something else on each of them.
-That is visible in the Dataflow, and refused at boost and for every new kind of batch.
+that branches on an activation, changes a parameter, or listens to a gradient would behave differently on each stage.
+The Dataflow shows this, and it is refused at boost and for every new kind of batch.
 """
 
 import importlib
@@ -30,21 +30,21 @@ from pipeshard.split.ties import Ownership, refuse_overlaps
 
 class Policy:
     """What one stage of one model holds, shares and runs. The four questions are `distribute_layers`,
-    `get_held_layers`, `get_shared_params` and `replace_forward`; `costs` is what the first goes by.
+    `get_held_layers`, `get_shared_params` and `replace_forward`; `costs` determines the first answer.
 
     Args:
         stage: this process's place among `num_stages`, its rank in the pipeline.
         partition: "auto" (by cost), "uniform" (equally many units), "parameters", "profile" (by measured cost),
             "type:REGEX" (equally many units whose class name matches, in any case), how many unit calls each stage
             gets, or the units to cut after.
-        scale: the size of a microbatch over that of the trace.
-        placement: the process of each part of the model, where a process runs several; by default one part each.
-        costs: those of the unit calls, where they are known better than from the trace.
+        scale: the size of a microbatch relative to that of the trace.
+        placement: the process of each part of the model, if a process runs several; by default one part each.
+        costs: costs of the unit calls, if better ones than the trace's are known.
 
     Attributes:
-        tp_plan: slices a base model without a plan of its own (`tp_size`): styles by module names, * for numbers.
+        tp_plan: slices a base model without its own plan (`tp_size`): styles by module names, * for numbers.
         chunks: the parts of the model that this process runs, by their place in the model.
-        partition: the part that runs each unit call; `stages` is the same as one number for each call of `flow`.
+        partition: the part that runs each unit call; `stages` has the same as one number per call of `flow`.
         ownership: which processes hold and own each parameter.
     """
 
@@ -96,7 +96,7 @@ class Policy:
         return list(self.held_units.values())
 
     def shares(self, by: str | None = None) -> list[float]:
-        """For each stage, its share in the bytes of the model's parameters; `by` a partition of this name."""
+        """The share of each stage in the bytes of the model's parameters; `by` a partition of this name."""
         sizes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
         held, parts = self.ownership.held, len(self.placement)
         if by is not None:
@@ -113,8 +113,8 @@ class Policy:
     def replace_forward(self) -> None:
         """Make held units run and the others replay.
 
-        What was no unit call at boost is none later: a head of which glue read the weights alone stays with the glue of
-        the stage that holds them.
+        A module that was not called as a unit at boost never is later: a head whose weights only glue read stays with
+        the glue of the stage that holds them.
         """
         called = {call.unit for call in self.flow.calls}
         for interception in intercept({name: unit for name, unit in self.units.items() if name in called}):
@@ -125,14 +125,14 @@ class Policy:
         return call_costs(self.flow, self.units, self.scale) if self.known_costs is None else list(self.known_costs)
 
     def weights(self, num_stages: int) -> list[float]:
-        """Of each unit call, what a partition that is given by name makes as equal as possible on the stages."""
+        """The weight of each unit call, which a partition given by name balances over the stages."""
         if str(self.partition_by).startswith("profile") and self.known_costs is None:
             raise ConfigurationError("partition='profile' goes by measured costs: pass costs=profile.costs(flow)")
         units = [self.units[call.unit] for call in self.flow.calls]
         return weights(str(self.partition_by), units, self.costs, num_stages)
 
     def unit(self, name: str) -> nn.Module:
-        """The unit of this name; PartitionError with those that come close where the model has none."""
+        """The unit of this name; raises PartitionError with similar names if the model has no such unit."""
         name = full_name(self.model, name)
         if name not in self.units:
             raise PartitionError(unknown(type(self).__name__, name, type(self.model).__name__, self.units))
@@ -141,7 +141,7 @@ class Policy:
     def calls_of(self, name: str) -> list[int]:
         """The numbers of the calls of this unit, or of all units inside the module of this name.
 
-        Raises PartitionError with the names that come close where the model calls no such unit.
+        Raises PartitionError with similar names if the model calls no such unit.
         """
         return self._calls_of(name, type(self).__name__)
 
@@ -157,7 +157,7 @@ class Policy:
         return Replay(self.model, self.units, frozenset(self.held_units), self.stage, self.device)
 
     def _partition(self) -> Partition:
-        """What `distribute_layers` says, where it can be."""
+        """The result of `distribute_layers`, after validation."""
         calls, parts = self.flow.calls, len(self.placement)
         counts = self.distribute_layers(len(calls), parts)
         nonempty = counts[:-1] if self.flow.ends_in_cut else counts
@@ -189,10 +189,10 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
     """Refuse a model that stages could not run exactly. `stages[k]` is the part of the model that runs call k, and
     `placement` the process of each part.
 
-    No stage has all that glue may branch on: of the activations, only its own; the last one has what the loss and the
-    outputs read, so that it may branch on these once the last unit is through. Nor can it know all state that a forward
-    leaves to the next: parameters that glue changes; generators, counters and buffers (of a shared batch norm) that
-    several stages advance.
+    No stage has all values that glue may branch on. Of the activations, a stage has only its own; the last one also has
+    the inputs of the loss and the outputs, so it may branch on these after the last unit. Nor does a stage have all
+    state that a forward carries to the next: parameters that glue changes; generators, counters and buffers (of a
+    shared batch norm) that several stages advance.
     """
     if len(placement) == 1:
         return
@@ -225,8 +225,8 @@ def refuse_unsplittable(model: nn.Module, flow: Dataflow, stages: Sequence[int],
 
 
 def _last_stage_can_decide(model: nn.Module, flow: Dataflow) -> bool:
-    """Whether no other stage runs the glue after the last call, and no unit that was not called in the trace could be
-    called there."""
+    """Whether no other stage runs the glue after the last call, and that glue cannot call a unit that the trace did not
+    call."""
     if any(place.until is None for place in flow.carried):
         return False
     called = {call.unit for call in flow.calls}
@@ -234,7 +234,7 @@ def _last_stage_can_decide(model: nn.Module, flow: Dataflow) -> bool:
 
 
 def refuse_hooks(flow: Dataflow, stages: Sequence[int], num_stages: int) -> None:
-    """Refuse a gradient hook of glue that would not get the whole gradient exactly once: every stage that reads the
+    """Refuse a gradient hook of glue that would not receive the whole gradient exactly once: every stage that reads the
     tensor runs that glue, and so may the stage that computed it."""
     ends = {stage: k for k, stage in enumerate(stages)}
     for number, hook in enumerate(flow.hooks):
@@ -258,8 +258,8 @@ def refuse_backward_hooks(
     partition: Partition,
     outputs: Wanted,
 ) -> None:
-    """Refuse a module's backward hook where no stage has all gradients that it gets: on a module `around` units, or on
-    a unit with a result that gets a gradient and crosses a cut. UsageError says which."""
+    """Refuse a module's backward hook if no stage has all gradients that it receives: on a module `around` units, or on
+    a unit with a result that gets a gradient and crosses a cut. Raises UsageError."""
     hooked = {m for m in (*around, *units.values()) if m._backward_hooks or m._backward_pre_hooks}
     if not hooked or partition.num_stages == 1:
         return
@@ -285,7 +285,7 @@ PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 def register_policy(*keys: str | type[nn.Module]) -> Callable[[PolicyClass], PolicyClass]:
     """Class decorator: use this Policy for models of these classes or with these `config.model_type`s.
 
-    It wins over entry points, and over the policies of the folder policies/.
+    It overrides entry points, and the policies of the folder policies/.
     """
 
     def register(policy: PolicyClass) -> PolicyClass:
@@ -296,8 +296,8 @@ def register_policy(*keys: str | type[nn.Module]) -> Callable[[PolicyClass], Pol
 
 
 def find_policy(model: nn.Module) -> type[Policy]:
-    """The policy registered for the model's class, one of its bases, or its `config.model_type`; else that of an
-    installed package's entry point; else the one of the folder policies/; else Policy. For a PeftModel it is that of
+    """The policy registered for the model's class, one of its bases, or its `config.model_type`; otherwise that of an
+    installed package's entry point, then the one in the folder policies/, then Policy. For a PeftModel, it is that of
     the model inside, unless one is registered for the PeftModel itself.
 
     Raises ConfigurationError for an entry point that does not load.

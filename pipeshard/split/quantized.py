@@ -1,4 +1,4 @@
-"""Quantized: a model on meta whose linear layers are packed, as a `quantization_config` says."""
+"""Quantized: a model on meta whose linear layers are packed, by a `quantization_config`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +14,10 @@ ADVICE = "Pass BitsAndBytesConfig(load_in_4bit=True) or (load_in_8bit=True), or 
 
 
 def quantize_blank(model: Any, config: Any) -> None:
-    """Pack the linear layers of a model of transformers that is on meta; which ones, transformers decides.
+    """Pack the linear layers of a transformers model on meta; transformers decides which layers.
 
-    Raises ConfigurationError for any other way to quantize than 4 or 8 bits by bitsandbytes, where that is missing, and
-    for layers whose weight is that of another one.
+    Raises ConfigurationError for any quantization other than 4 or 8 bits with bitsandbytes, if bitsandbytes is missing,
+    and for layers whose weight is tied to another one.
     """
     refuse_other_ways(config)
     from transformers.quantizers import AutoHfQuantizer
@@ -43,7 +43,7 @@ def quantize_blank(model: Any, config: Any) -> None:
 
 
 def refuse_other_ways(config: Any) -> None:
-    """Raise ConfigurationError for a configuration of anything but 4 or 8 bits by bitsandbytes."""
+    """Raise ConfigurationError for a configuration of anything except 4 or 8 bits with bitsandbytes."""
     if not isinstance(config, QuantizationConfigMixin):
         raise ConfigurationError(f"quantization_config is a {type(config).__name__}. {ADVICE}")
     method = getattr(config.quant_method, "value", config.quant_method)
@@ -58,13 +58,13 @@ def refuse_other_ways(config: Any) -> None:
 
 
 def refuse_to_save() -> bool:
-    """Raise CheckpointError: a state_dict of stages has no scales."""
+    """Raise CheckpointError: a state_dict of stages does not contain the scales."""
     raise CheckpointError(UNWRITTEN)
 
 
 def refuse_lost_ties(before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    """Raise ConfigurationError where a tensor was one with another, before its layer was packed; each is a mapping of
-    names to first names."""
+    """Raise ConfigurationError if a tensor was tied to another one before its layer was packed; each argument is a
+    mapping of names to first names."""
     for name, first in before.items():
         if after[name] != first:
             layer = name.rpartition(".")[0]

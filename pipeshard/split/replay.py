@@ -1,9 +1,9 @@
 """Replay: on a stage, held units run and the others return what their stage sent.
 
 Frameworks that cut a model by hand rewrite its forward for every stage. Here the model's own forward runs on every
-stage, and each call of a unit comes to a Replay: a unit of this stage computes, one of another stage returns received
-activations, or blanks where nothing here depends on it. What held units compute is checked against the trace, from
-which the other stages know what they receive.
+stage, and a Replay answers each call of a unit: a unit of this stage computes; a unit of another stage returns received
+activations, or blanks if nothing on this stage depends on them. The results of held units are checked against the
+trace, which tells the other stages what they receive.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,14 +69,14 @@ ZEROS = -2  # among what is proven of a route
 
 
 class StageDone(BaseException):
-    """Leaves the model's forward after the last unit of the stage, or where nothing more is kept for the next one."""
+    """Leaves the model's forward after the last unit of the stage, or once everything for the next forward is kept."""
 
 
 @dataclass(slots=True)
 class Run:
-    """The state of one forward: activations received and kept, and the next call; `inside` while a unit runs. One with
-    a `listener` has a cache, with which units may return other sizes than in the trace, and write to their arguments;
-    it gets the arguments of every call."""
+    """The state of one forward: activations received and kept, and the next call; `inside` while a unit runs. A run
+    with a `listener` has a cache, so units may return other sizes than in the trace, and write to their arguments; the
+    listener receives the arguments of every call."""
 
     route: Route
     received: Mapping[Value, Tensor]
@@ -89,8 +89,8 @@ class Run:
 
 
 class Again:
-    """Around every further run of a unit; a unit that calls `autograd.grad` itself has several. Units that it calls are
-    part of it, as in the first run."""
+    """Around every further run of a unit; a unit that calls `autograd.grad` itself has several. Units that it calls
+    belong to it, as in the first run."""
 
     def __init__(self, replay: "Replay", draw: Callable[[], None]) -> None:
         self.replay, self.draw = replay, draw
@@ -124,14 +124,14 @@ class Replay:
         self._zeros: Zeros | None = None  # while they are followed
 
     def end(self) -> None:
-        """After a step, whose blanks the next one may need; those of other lengths are dropped."""
+        """After a step: keep the blanks that the next step may need, and drop those of other lengths."""
         self.repeats.clear()
         self._blanks, self._used = (self._used or self._blanks), {}
 
     @contextmanager
     def following(self, route: Route) -> Iterator[Zeros | None]:
-        """Around the first microbatch on a route: where it has zeros for what nobody sent, they are followed. Around
-        each one on a route whose glue goes by activations: any may read another result of a unit than the trace."""
+        """Around the first microbatch on a route: zeros in place of values that were not sent are followed. Around
+        each one on a route whose glue depends on activations: any may read other results of a unit than the trace."""
         has_branches = route.flow.has_branches and route.stop is None
         if not has_branches and (not route.zeros or ZEROS in route.proven):
             yield None
@@ -151,7 +151,7 @@ class Replay:
         batch: Batch | SliceCall,
         listener: Listener | None = None,
     ) -> tuple[Any, dict[Value, Tensor]]:
-        """Run the model on a microbatch as this stage: its output (None before the last stage), what leaves."""
+        """Run this stage's part of the model on a microbatch: its output (None before the last stage), what leaves."""
         self.active = run = Run(route, received, route.sizes(deltas), listener=listener)
         self.repeats.stage = route.stage
         self.randomness.python = route.flow.python_random
@@ -197,7 +197,7 @@ class Replay:
         return result
 
     def _answer(self, step: Step, run: Run, sizes: list[Any], args: Any, kwargs: Any) -> Any:
-        """What a unit of another stage returns here; it also writes what the trace has seen it leave elsewhere."""
+        """The result of a unit of another stage; also writes what the trace has seen it leave at other places."""
         if step.plain:
             return self._leaf(step.leaves[0], sizes[0], run)
         of_result = step.parts[0].tree.num_leaves
@@ -206,7 +206,7 @@ class Replay:
         return answer(self.units[step.unit], step.parts, leaves, (args, kwargs))
 
     def _repeated(self, unit: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call in the backward pass, by a checkpoint around it, or a user's own."""
+        """A call in the backward pass, by a checkpoint around it, or by the user's own code."""
         repeat = self.repeats.pop(unit)
         if unit not in self.held and repeat is None:
             raise UsageError(
@@ -258,8 +258,8 @@ class Replay:
         return result
 
     def _prove(self, step: Step, before: Snapshot, arguments: Any, run: Run) -> None:
-        """The first time on a route: a unit leaves at places what the trace has seen it leave there, but for numbers
-        and the like that nobody else could read."""
+        """The first time on a route: a unit leaves at places what the trace has seen it leave there, except numbers
+        and the like that no other code could read."""
         unit, traced, start = self.units[step.unit], {}, 0
         for source, tree in step.parts:
             traced[source.place] = step.leaves[start : start + tree.num_leaves]
@@ -278,7 +278,7 @@ class Replay:
                 raise self._differs(step, run, place, "something else there", None, PLACE)
 
     def _checked(self, step: Step, result: Any, run: Run, arguments: Any) -> list[Any]:
-        """The leaves of a held unit's result; TraceError where they are not of the kinds that the trace has seen."""
+        """The leaves of a held unit's result; raises TraceError if they are not of the kinds in the trace."""
         kind = step.tensor
         if kind is not None and isinstance(result, Tensor) and result.dtype is kind.dtype:
             is_alike = kind.requires_grad or not result.requires_grad
@@ -339,7 +339,7 @@ class Replay:
         return blank.detach()  # glue may write to it, and must not leave its graph in ours
 
     def _keep(self, step: Step, of_result: list[Any], asides: list[tuple[Source, Any]], run: Run) -> None:
-        """Put aside the activations that later stages or the boundary need."""
+        """Keep the activations that later stages or the boundary need."""
         contents = {source: tree_leaves(content) for source, content in asides}
         leaves = list(of_result)
         for source, tree in step.parts[1:]:
@@ -354,7 +354,7 @@ class Replay:
             run.kept[value] = tensor.clone() if value in run.route.flow.written else tensor
 
     def _refuse_stranger(self, tensor: Any, value: Value, spec: TensorSpec, step: Step, run: Run) -> None:
-        """The next stage expects what the trace has seen: anything else would break its connection, or be misread."""
+        """Refuse results that the trace has not seen: the next stage would misread them, or lose its connection."""
         shape = run.sizes[value.call][value.leaf]
         if isinstance(tensor, Tensor) and (type(tensor) not in (Tensor, nn.Parameter) or _has_more(tensor)):
             more = ", ".join(_added(tensor)) or type(tensor).__name__
@@ -393,7 +393,7 @@ def _versions(arguments: Any) -> dict[Tensor, int]:
 
 
 def _has_more(tensor: Tensor) -> bool:
-    """Whether somebody has given a tensor that a unit made attributes."""
+    """Whether a tensor that a unit returned has been given attributes."""
     return bool(vars(tensor)) and not isinstance(tensor, nn.Parameter) and bool(_added(tensor))
 
 
@@ -406,7 +406,7 @@ def _described(leaf: Any) -> str:
 
 
 def _is_as(leaf: Any, seen: Any) -> bool:
-    """Whether a constant is the one that the trace has seen, as far as they can be compared."""
+    """Whether a constant equals the one in the trace, as far as they can be compared."""
     if isinstance(seen, Known):
         return True
     if not is_comparable(seen):

@@ -1,11 +1,11 @@
 """Route: one stage's way through a Dataflow: which unit calls run, which run again, and what they keep.
 
-torch.utils.checkpoint restores the global random state and trusts that arguments are what they were. In a pipeline the
+torch.utils.checkpoint restores the global random state and assumes that arguments are unchanged. In a pipeline the
 microbatches of one stage interleave, so each run restores the random state of its own microbatch, and lists or objects
-among the arguments are brought back to what they held; a tensor changed in place is refused.
+among the arguments are restored to their contents; a tensor changed in place is refused.
 
-Which calls a stage runs, what it received for the others, and what it has to keep for later stages follows from the
-Dataflow and the partition. A Route works that out once, so that a microbatch only looks it up.
+The calls that a stage runs, the values that it receives for the others, and the values that it keeps for later stages
+follow from the Dataflow and the partition. A Route computes them once, so that a microbatch only looks them up.
 """
 
 import bisect
@@ -37,11 +37,11 @@ from pipeshard.split.partition import Boundary
 
 @dataclass(frozen=True)
 class Recompute:
-    """Of the unit calls of stage s the share `ratios[s]`, and of the whole model's every `interval`-th (0: none).
+    """The unit calls to recompute: the share `ratios[s]` of stage s, and every `interval`-th of the model (0: none).
 
-    A share, rounded up to whole calls, is made of repeated layers first, in the order of the model: the first are
-    recomputed when what the later ones kept is gone. Units that come once (an embedding, a head), which keep little of
-    their own, are the last. With `classes`, only units whose class has one of these names are.
+    A share is rounded up to whole calls. It takes repeated layers first, in the order of the model: the first layers
+    are recomputed when the memory of later ones is free. Units that occur once (an embedding, a head) keep few
+    activations, so they come last. With `classes`, only units whose class has one of these names are recomputed.
     """
 
     ratios: tuple[float, ...]
@@ -50,7 +50,7 @@ class Recompute:
 
     @classmethod
     def of(cls, recompute: bool | float | Sequence[float], interval: int, num_stages: int) -> Self:
-        """What the plugin's arguments ask for, for a model of `num_stages` parts; else ConfigurationError."""
+        """From the plugin's arguments, for a model of `num_stages` parts; raises ConfigurationError if invalid."""
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
             raise ConfigurationError(
                 f"activation_checkpoint_interval must be 0, or k > 0 to recompute every k-th unit, got {interval!r}"
@@ -90,7 +90,7 @@ class Recompute:
 
 
 def can_run_again(call: Call, unit: nn.Module) -> bool:
-    """Whether a second run does what the first did: it writes to no argument, and moves no state."""
+    """Whether a second run gives the same result as the first: it writes to no argument, and changes no state."""
     statistics = any(getattr(module, "track_running_stats", False) for module in unit.modules())
     return not (call.writes or call.moves or statistics)
 
@@ -103,11 +103,11 @@ def recomputes_itself(unit: nn.Module) -> bool:
 def run_again(
     forward: Callable[..., Any], name: str, unit: nn.Module, second: Callable[[], AbstractContextManager[None]]
 ) -> Callable[..., Any]:
-    """The forward of `unit`, of which only the arguments are kept for the backward pass.
+    """The forward of `unit`, keeping only its arguments for the backward pass.
 
-    `second` gives what is around the run there; it has to bring the random numbers of the first one back. What lists,
-    mappings and objects among the arguments held is there again, and what glue had put in the places of parameters
-    (torch.func.functional_call). That raises UsageError where a tensor has been changed in place since.
+    `second` is a context around the second run; it must restore the random numbers of the first one. The contents of
+    lists, mappings and objects among the arguments are restored, and so are tensors that glue had put in place of
+    parameters (torch.func.functional_call). The second run raises UsageError if a tensor has been changed in place.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -147,14 +147,14 @@ LENGTHS = 64  # batch shapes whose sizes a route keeps
 
 
 class Blank(NamedTuple):
-    """In the place of an activation that nothing here depends on: `fill` shows where something does after all."""
+    """In place of an activation that no result depends on: `fill` reveals a result that does depend on it."""
 
     dtype: torch.dtype
     fill: float
 
     @classmethod
     def of(cls, dtype: torch.dtype, is_touched: bool) -> Self:
-        """Not-a-number, or a number that no index and no size has; 0 where glue computes with it, though in vain (see
+        """NaN, or a number that is not a valid index or size; 0 if glue computes with it and discards the result (see
         `Zeros`)."""
         if dtype.is_floating_point or dtype.is_complex:
             return cls(dtype, float("nan"))
@@ -169,11 +169,11 @@ class Blank(NamedTuple):
 class Step:
     """What one unit call does on this stage.
 
-    `leaves` holds for each leaf of what leaves the unit, of which `numbers` are the places among all: of a held unit
-    its spec or constant; else a constant, the Value that was received, or a Blank. `plain` is a replayed unit that
-    nothing leaves but its result, one tensor. Of a held unit, `keeps` are the leaves that later stages or the boundary
-    need, `modules` the ones inside it that make some of them, `places` where it leaves others; `again` is one that runs
-    again in its backward, and `tensor` or `tensors` what one returns that returns a tensor, or a tuple of tensors.
+    `leaves` has one entry for each leaf that leaves the unit, at the places `numbers` among all leaves: for a held unit
+    its spec or constant; otherwise a constant, the received Value, or a Blank. `plain` is a replayed unit that
+    leaves only its result, one tensor. For a held unit, `keeps` are the leaves that later stages or the boundary
+    need, `modules` those inside it that compute some of them, `places` where it leaves others; `again` is one that runs
+    again in its backward, and `tensor` or `tensors` is the spec of a result that is a tensor, or a tuple of tensors.
     """
 
     unit: str
@@ -191,17 +191,17 @@ class Step:
 
     @property
     def aside(self) -> bool:
-        """Whether something that is kept leaves it other than as its result."""
+        """Whether a kept value leaves the unit other than as its result."""
         return bool(self.modules or self.places)
 
 
 @dataclass(frozen=True)
 class Route:
-    """One stage's way through one Dataflow: a step per unit call, after which one the stage is done, the leaves of the
-    batch whose values it needs (or the `whole` batch), and what its glue keeps for the next forward without having what
-    that is made of. `proven` are the numbers of held steps that were seen to leave what they should, -1 for the forward
-    as a whole, -2 for the zeros in it, and `passing` the places that the glue which this stage does not run any more
-    puts back."""
+    """One stage's path through one Dataflow: a step per unit call, the step after which the stage is done, the leaves
+    of the batch whose values it needs (or the `whole` batch), and the state that its glue keeps for the next forward
+    although the stage lacks its inputs. `proven` are the numbers of held steps that were seen to leave what they should
+    (-1 for the forward as a whole, -2 for the zeros in it), and `passing` the places that are restored by glue which
+    this stage does not run."""
 
     stage: int
     steps: tuple[Step, ...]
@@ -257,7 +257,7 @@ class Route:
 
     @cached_property
     def reached(self) -> dict[tuple[int, Value], bool]:
-        """The places of what enters and is to get a gradient, if all of it gets one."""
+        """The places of the inputs that should get a gradient, if all of them get one."""
         return {(id(self.flow), value): True for value in self.enters.gradients}
 
     def sizes(self, deltas: Sequence[int]) -> list[list[Any]]:
@@ -273,8 +273,8 @@ class Route:
         return self._sizes[deltas]
 
     def feed(self, batch: Batch, device: torch.device) -> Batch:
-        """The batch on the stage's device; of images and the like that it does not need, only the shape is there.
-        Where all outputs are asked for, a function of the user's gets them with the batch, and may read any of it."""
+        """The batch on the stage's device; of images and the like that the stage does not need, only the shape.
+        If all outputs are requested, the user's function receives them with the batch, and may read any of it."""
 
         def place(path: str, leaf: Tensor, dim: int | None) -> Tensor:
             if self.whole or path in self.inputs or not leaf.is_floating_point():
@@ -305,7 +305,7 @@ def _held_step(flow: Dataflow, index: int, leaving: Container[Value], again: boo
 
 
 def _in_a_tuple(call: Call) -> tuple[TensorSpec, ...]:
-    """What a unit returns that returns a tuple of tensors; else ()."""
+    """The tensors of a unit that returns a tuple of tensors; otherwise ()."""
     tree = call.parts[0].tree
     leaves = call.leaves[: tree.num_leaves]
     is_tuple = tree.type is tuple and tree.num_children == tree.num_leaves
@@ -313,7 +313,7 @@ def _in_a_tuple(call: Call) -> tuple[TensorSpec, ...]:
 
 
 def _replayed_step(flow: Dataflow, index: int, received: Container[Value]) -> Step:
-    """A call of a unit that is on another stage: what nobody needs of it is not written into tensors."""
+    """A call of a unit that is on another stage: leaves that nothing needs are not written into tensors."""
     parts: list[Part] = []
     leaves: list[Any] = []
     numbers: list[int] = []
@@ -335,6 +335,6 @@ def _replayed_step(flow: Dataflow, index: int, received: Container[Value]) -> St
 
 
 def _is_spoiled(place: Carried, stages: Sequence[int], stage: int, is_last: bool) -> bool:
-    """Whether a stage has not got what this is made of, which then nothing on it reads."""
+    """Whether this stage lacks an input of this value, which nothing on it then reads."""
     is_read = any(stages[call] == stage if call >= 0 else is_last for call in place.readers)
     return not is_read and any(stages[call] != stage for call in place.makers)

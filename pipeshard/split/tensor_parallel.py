@@ -1,8 +1,8 @@
 """Tensor parallelism: the parameters of a stage's units divided over ranks, by the model's `tp_plan`.
 
 transformers slices a model as it loads it, on every rank of the world. Here a stage is sliced after it was cut, so that
-the trace sees whole modules, and only what the stage holds is divided. The parallel layers are transformers' own, and
-two styles beside them for models that it has no plan of: GPT-2's Conv1D, and modules that know their number of heads.
+the trace sees whole modules, and only the parameters of the stage are divided. The parallel layers are transformers'
+own, and two more styles for models without a plan there: GPT-2's Conv1D, and modules that know their number of heads.
 """
 
 import copy
@@ -32,7 +32,7 @@ def plan_of(
     model: nn.Module, size: int, of_user: Mapping[str, str] | None, of_policy: Mapping[str, str] | None
 ) -> dict[str, str]:
     """The style of every module and parameter that is sliced over `size` ranks: by the user's plan, by the model's own
-    `tp_plan`, or by that which its policy has of the base model.
+    `tp_plan`, or by the plan of its policy for the base model.
 
     Raises ConfigurationError for a model that cannot be sliced, and for a plan that does not fit it.
     """
@@ -76,7 +76,7 @@ def plan_of(
 
 
 def style_of(name: str) -> Any:
-    """The parallel layer of this name, transformers' or one of these; ConfigurationError for an unknown one."""
+    """The parallel layer of this name, from transformers or this module; raises ConfigurationError if unknown."""
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
     if name.startswith(DIVIDE):
@@ -115,7 +115,7 @@ def _check_config(model: nn.Module, size: int) -> None:
 
 
 class Divided:
-    """A module whose forward reads sizes from its own attributes: in it, they are those of a slice."""
+    """A module whose forward reads sizes from its own attributes: inside, they are those of a slice."""
 
     def __init__(self, attributes: list[str]) -> None:
         self.attributes = attributes
@@ -146,8 +146,8 @@ class Divided:
 class Conv1DSlice:
     """A Conv1D of GPT-2, whose weight is (inputs, outputs), with a slice of one of the two on each rank.
 
-    Of outputs it is a slice of each of the equal `blocks` that are computed at once; the products of slices of the
-    inputs are added up over the ranks.
+    For outputs, it is a slice of each of the equal `blocks` that are computed together; for inputs, the products of
+    the slices are summed over the ranks.
     """
 
     def __init__(self, by: str, blocks: int = 1) -> None:
@@ -196,12 +196,12 @@ PARTIAL = "replicated_with_grad_allreduce"
 def slice_parameters(
     model: nn.Module, held: Collection[str], units: Mapping[str, nn.Module], mesh: DeviceMesh, plan: Mapping[str, str]
 ) -> set[str]:
-    """Slice what `held` (names of parameters) and the plan have in common over the ranks of `mesh`.
+    """Slice the parameters that are both in `held` (names) and in the plan over the ranks of `mesh`.
 
-    The parameters become DTensors, each rank's slice cut out of the values that it has, and the forwards of the
-    modules those of parallel layers, which exchange activations. What several names stand for is sliced once, or,
-    where the plan slices it in two ways, stays whole. Returns the names of whole parameters whose gradients the ranks
-    have to add up.
+    The parameters become DTensors, each rank's slice cut from its own values, and the forwards of the
+    modules become those of parallel layers, which communicate activations. A parameter with several names is sliced
+    once; if the plan slices it in two ways, it stays whole. Returns the names of whole parameters whose gradients the
+    ranks must sum.
     """
     first = first_names(model)
     modules = dict(model.named_modules())
@@ -219,7 +219,7 @@ def slice_parameters(
 def sliced_sizes(
     model: nn.Module, units: Collection[str], size: int, plan: Mapping[str, str]
 ) -> dict[nn.Parameter, int]:
-    """How many numbers the first of `size` ranks, which has most, would have of each parameter that is sliced; needs no
+    """How many elements the first of `size` ranks, which has most, would have of each sliced parameter. Needs no
     process group."""
     mesh = DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=0)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
@@ -255,7 +255,7 @@ def _slice(layer: Any, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
 
 
 def _install(layer: Any, module: Any, mesh: DeviceMesh) -> None:
-    """Inside the interception of a unit, which has to see what its callers see."""
+    """Install inside the interception of a unit, which must see what the callers of the unit see."""
     interception = module.__dict__.get("forward")
     if isinstance(interception, Interception):
         module.forward = interception.original
@@ -272,7 +272,7 @@ def _is_in_unit(name: str, units: Collection[str]) -> bool:
 
 
 def _disagreeing(names: tuple[str, ...], plan: Mapping[str, str]) -> set[str]:
-    """The modules that have a parameter which the plan slices along different dimensions, or under some names only."""
+    """The modules with a parameter that the plan slices along different dimensions, or only under some of its names."""
     ways = {_dimension(plan.get(name)) for name in names}
     return {name.rpartition(".")[0] for name in names} if len(ways) > 1 else set()
 

@@ -1,11 +1,11 @@
 """Ties: parameters that are one tensor under several names, and which stages hold and own each parameter.
 
-Architectures list their tied weights under names of their own, or not at all, and on meta or under adapters the lists
-are out of date. That two names stand for one object is what trains them as one, so that is what counts here.
+Architectures list their tied weights under their own names, or not at all, and on meta or under adapters the lists
+are out of date. Two names that stand for one object are trained as one parameter, so only this counts here.
 
 A parameter is on every stage that runs one of its units or whose glue reads it, so a tied weight is on several, and one
-process may run several parts of the model. Whoever saves, compares or broadcasts values has to pick one of these
-stages, and every rank has to pick the same.
+process may run several parts of the model. To save, compare or broadcast values, every rank must pick the same one of
+these stages.
 """
 
 import itertools
@@ -40,7 +40,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 @contextmanager
 def kept_tied(model: nn.Module) -> Iterator[None]:
-    """Where a parameter is replaced inside, under one of its names, all of its names have the new one afterwards."""
+    """If a parameter is replaced inside under one of its names, all of its names refer to the new one afterwards."""
     before = dict(model.named_parameters(remove_duplicate=False))
     groups = names_of(model).values()
     yield
@@ -53,16 +53,16 @@ def kept_tied(model: nn.Module) -> Iterator[None]:
 
 
 def put_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Make this the parameter of this one name."""
+    """Set the parameter of this one name."""
     path, _, key = name.rpartition(".")
     model.get_submodule(path)._parameters[key] = parameter
 
 
 def tie_on_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """Make one of the parameters on meta that are all of one memory; returns what each of the others became.
+    """Tie parameters on meta that share one memory; returns the replacement of each of the others.
 
-    accelerate's `init_empty_weights` makes a Parameter of its own for every name as it is assigned, so that a tie
-    would be lost, but of the same memory.
+    accelerate's `init_empty_weights` creates a separate Parameter of the same memory for every name as it is assigned,
+    so that a tie would be lost.
     """
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, p in model.named_parameters():
@@ -75,10 +75,10 @@ def tie_on_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 def share_weights(
     model: nn.Module, groups: Iterable[Sequence[str]], warns: bool = True, argument: str = "shared_weights"
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Make the parameters of each group of names one: the first; returns what each of the others became.
+    """Tie the parameters of each group of names to the first one; returns the replacement of each of the others.
 
-    Groups that have a parameter in common are one. Where values differ the first ones stay; with `warns` it says so.
-    Raises ConfigurationError that names the `argument`, for a name that no parameter has (with names that come close),
+    Groups that have a parameter in common are merged. If values differ, the first ones are kept; `warns` logs it.
+    Raises ConfigurationError that names the `argument`, for a name that no parameter has (with similar names),
     and for shapes or dtypes that differ.
     """
     became: dict[nn.Parameter, nn.Parameter] = {}
@@ -123,7 +123,7 @@ def analyze_tied_weights(
     """The groups of tied names, each a sorted tuple of (name, stage), sorted.
 
     `stages` gives the stage of a module (or parameter) by name; a name takes that of its nearest ancestor in it, and
-    stage 0 without one. Works on meta, where `to_empty` has not yet lost the ties, and gives the same on every rank.
+    stage 0 without one. Works on meta, before `to_empty` loses the ties, and gives the same on every rank.
     """
 
     def stage(name: str) -> int:
@@ -162,14 +162,14 @@ class Ownership:
         return [stage for stage, held in enumerate(self.held) if name in held]
 
     def shared(self) -> dict[str, list[int]]:
-        """The stages of every parameter that several hold, in the same order on every rank."""
+        """The stages of every parameter that several stages hold, in the same order on every rank."""
         return {name: stages for name in sorted(set().union(*self.held)) if len(stages := self.holders(name)) > 1}
 
     def owner(self, name: str) -> int:
         """The stage that has the current value of a parameter or buffer.
 
         It is the first of those that hold it or run its unit. For a buffer outside of all units it is the last stage
-        that has what the buffer is computed from, or the last of all, which alone runs the whole glue.
+        that has the inputs of the buffer, or the last of all, the only one that runs the whole glue.
         """
         prefix = name.removesuffix(".") + "."  # of what a module has, too
         updates = [place for place in self.flow.carried if place.makers and f"{place.name}.".startswith(prefix)]
@@ -178,8 +178,8 @@ class Ownership:
         return min(self.holders(name) or self._running(name), default=self.placement[last])
 
     def initializer(self, name: str) -> int:
-        """The stage that all holders of a parameter get its initial value from: the one that runs the unit of its
-        first name (a rank's first chunk may come later in the model than another's), else the first that holds it."""
+        """The stage from which all holders of a parameter get its initial value: the one that runs the unit of its
+        first name (a rank's first chunk may come later in the model than another's), otherwise the first holder."""
         holders = self.holders(name)
         return next((stage for stage in self._running(name) if stage in holders), min(holders))
 
@@ -190,8 +190,8 @@ class Ownership:
 
 
 def refuse_overlaps(model: nn.Module, held: Sequence[Collection[str]]) -> None:
-    """Raise ConfigurationError for two parameters that are parts of one memory, but of which one is on stages where the
-    other is not: what one stage writes there another would not see."""
+    """Raise ConfigurationError for two parameters that are parts of one memory, if a stage holds one but not the
+    other: writes of one stage would be invisible to another."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
         sizes = zip(parameter.shape, parameter.stride(), strict=True)
@@ -213,7 +213,7 @@ def held_parameters(
 ) -> list[set[str]]:
     """The parameters each stage holds, by their first name.
 
-    A stage holds those of the units it runs and those its glue reads; one that nothing uses stays with the one
+    A stage holds the parameters of the units it runs and those its glue reads; an unused parameter stays with the one
     registered before it. A name on several stages is a tie between them.
     """
     first = {parameter: name for name, parameter in model.named_parameters()}

@@ -1,10 +1,10 @@
-"""Zeros: integers and booleans that a stage has in the place of what nobody sent, followed through its glue.
+"""Zeros: integers and booleans that a stage has in place of values that were not sent, followed through its glue.
 
-A blank of floating-point numbers is not-a-number, which no result hides. An integer has no such value: where glue
-computes with one in vain it has to be a legal index, so it is 0. If the trace were wrong and something depended on it
-after all, the result would be another one in silence. So the first microbatch on a route follows these zeros from
-operator to operator, as the trace has followed the values that they stand for. Where glue goes by activations, of which
-a trace has none, all blanks of all microbatches are followed.
+A blank of floating-point numbers is NaN, which no result hides. An integer has no such value: if glue
+computes with it and discards the result, it must be a valid index, so it is 0. If the trace were wrong and a result
+depended on it, that result would be silently wrong. So the first microbatch on a route follows these zeros from
+operator to operator, as the trace has followed the values that they stand for. If glue depends on activations, which
+a trace does not have, all blanks of all microbatches are followed.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from pipeshard.private import DispatchMode, tree_tensors
 
 
 class Zeros(DispatchMode):
-    """Knows which tensors were computed from the blanks that were given to `add`."""
+    """Tracks the tensors that were computed from the blanks that were given to `add`."""
 
     def __init__(self, stage: int, has_branches: bool = False) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Zeros(DispatchMode):
         return result
 
     def refuse(self, values: Any, reader: str) -> None:
-        """Raise TraceError where one of these tensors, which `reader` reads, was computed from a zero."""
+        """Raise TraceError if one of these tensors, which `reader` reads, was computed from a zero."""
         unit = self._unit(tree_tensors(values))
         if unit is not None and self.has_branches:
             raise TraceError(

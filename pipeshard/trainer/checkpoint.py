@@ -1,4 +1,4 @@
-"""Checkpoint: what a Trainer's checkpoint-N folder holds of a pipeline, which any number of stages and replicas reads.
+"""Checkpoint: a pipeline's part of a Trainer's checkpoint-N folder, which any number of stages and replicas reads.
 
 checkpoint-7/config.json, model*.safetensors    a Hugging Face folder (of adapters: what peft writes)
 checkpoint-7/pipeline/                          the optimizer, the schedule, random numbers: this file
@@ -36,7 +36,7 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 @together_in("trainer.save_model")
 def save_weights(model: PipelineModel, folder: Path) -> None:
-    """A folder that `from_pretrained` reads, of the model or of its adapters; every rank calls it."""
+    """Write a folder of the model or its adapters that `from_pretrained` reads. Call it on all ranks."""
     grid = model.pipeline.grid
     with together(grid.world):
         if grid.first:
@@ -64,7 +64,7 @@ def load_checkpoint_weights(model: PipelineModel, folder: Path) -> None:
 
 
 def save_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any, step: int) -> None:
-    """Write `folder/pipeline`, and the manifest of all that is in the folder by now; every rank calls it."""
+    """Write `folder/pipeline`, and the manifest of all files now in the folder. Call it on all ranks."""
     grid = model.pipeline.grid
     random = {"layout": [grid.dp_size, grid.pp_size, grid.tp_size], "ranks": gather_objects(random_state(), grid.world)}
     with together(grid.world):
@@ -81,8 +81,8 @@ def save_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer,
 
 
 def load_state(folder: Path, model: PipelineModel, optimizer: PipelineOptimizer, lr_scheduler: Any) -> Any:
-    """Put weights, optimizer and schedule back to where they were; returns this rank's random state, or the first one's
-    where there are others now."""
+    """Restore weights, optimizer and schedule; returns this rank's random state, or the first one's
+    if the number of ranks has changed."""
     grid = model.pipeline.grid
     load_checkpoint_weights(model, folder)
     load_optimizer(optimizer, folder / FOLDER / OPTIMIZER)
@@ -107,8 +107,8 @@ def refuse_broken(folder: Path, group: dist.ProcessGroup) -> None:
 
 
 def newest(folder: Path, group: dist.ProcessGroup) -> str:
-    """The newest checkpoint that is whole and as it was saved; every rank calls it. A save that was killed leaves one
-    that is not."""
+    """The newest complete, unchanged checkpoint; an interrupted save leaves an incomplete one. Call it on all
+    ranks."""
     found = {
         int(match[1]): path for path in folder.glob("checkpoint-*") if (match := CHECKPOINT_NAME.fullmatch(path.name))
     }

@@ -1,8 +1,8 @@
-"""Kept: what a Trainer and its callbacks keep in Python, compared, put back, and told to other ranks.
+"""Kept: Python state of a Trainer and its callbacks, compared, restored, and sent to other ranks.
 
-compute_loss runs on the last stage. What it leaves on the Trainer is found by difference, as what a model's code leaves
-is: all that it can reach is walked before, and compared after. So any attribute, list, deque, array or object counts,
-whichever way it is changed. What has changed is sent as plain data that names classes, which other ranks look up among
+compute_loss runs on the last stage. State that it leaves on the Trainer is found by difference, as for a model's
+code: everything that it can reach is walked before, and compared after. So any attribute, list, deque, array or object
+counts, however it is changed. Changes are sent as plain data that names classes, which other ranks look up among
 those that they have imported; none of it is code.
 """
 
@@ -54,9 +54,9 @@ WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class KeptState(Snapshot):
-    """All that is reached from a Trainer, its callbacks and its class, but models, data and the Trainer's own tools.
+    """Everything reached from a Trainer, its callbacks and its class, except models, data and the Trainer's own tools.
 
-    With `copies`, tensors of any size can be put back; without, those of up to SMALL_BYTES bytes.
+    With `copies`, tensors of any size can be restored; without, those of up to SMALL_BYTES bytes.
     """
 
     def __init__(self, trainer: Any, copies: bool = False) -> None:
@@ -74,7 +74,7 @@ class KeptState(Snapshot):
         ]
 
     def changes(self) -> Iterator[Change]:
-        """What differs now; raises UsageError for what cannot be put back or sent."""
+        """The current differences; raises UsageError for those that cannot be restored or sent."""
         for change in self.replaced():
             if not (change.holder is self.trainer and change.key in NOT_KEPT):
                 yield change
@@ -93,7 +93,7 @@ class KeptState(Snapshot):
                 )
 
     def restore(self) -> None:
-        """Put back all that has changed."""
+        """Restore everything that has changed."""
         marks = {id(tensor): mark for (*_, tensor, _), mark in zip(self.tensors, self.marks, strict=True)}
         for change in list(self.changes()):
             if change.before is not change.now:
@@ -109,7 +109,7 @@ class KeptState(Snapshot):
                 change.now.data.copy_(mark)
 
     def _skips(self, path: Path, value: Any) -> bool:
-        """Whether it is not looked into. Takes notice of large arrays and of open files."""
+        """Whether it is not walked. Records large arrays and open files."""
         if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes > LARGEST_ARRAY:
             self.arrays.append((path, value, _code(value)))
         elif isinstance(value, io.IOBase) and (at := _position(value)) >= 0:
@@ -131,7 +131,7 @@ class KeptState(Snapshot):
     # what other ranks are told
 
     def told(self) -> list[Any]:
-        """What has changed, as plain data for `learn`; raises UsageError for what cannot be sent."""
+        """The changes, as plain data for `learn`; raises UsageError for those that cannot be sent."""
         if not (changes := list(self.changes())):
             return []
         writer, said = self._writer(), list[Any]()
@@ -150,7 +150,7 @@ class KeptState(Snapshot):
         return said
 
     def written(self, value: Any) -> Any:
-        """What compute_loss returns, as plain data for `read`."""
+        """The result of compute_loss, as plain data for `read`."""
         return self._writer().of(value, "what it returns")
 
     def _writer(self) -> "ValueWriter":
@@ -163,7 +163,7 @@ class KeptState(Snapshot):
 
     @staticmethod
     def learn(trainer: Any, said: list[Any], device: torch.device) -> None:
-        """Change what this rank keeps as another rank has told it."""
+        """Apply the changes received from another rank to this rank's state."""
         reader = ValueReader(_roots(trainer), device)
         found = [reader.holder(how, path) for how, path, _ in said]  # as it is before anything is changed
         values = [
@@ -183,7 +183,7 @@ class KeptState(Snapshot):
 
 
 class ValueWriter:
-    """Values as plain data: `known` has the paths of what other ranks have as well, by addresses."""
+    """Values as plain data: `known` has the paths of objects that other ranks also have, by address."""
 
     def __init__(self, known: dict[int, Path], roots: dict[str, Any]) -> None:
         self.known, self.roots, self.numbers = known, roots, dict[int, int]()
@@ -200,7 +200,7 @@ class ValueWriter:
         return self.of(value, "", anew=True)
 
     def of(self, value: Any, where: str, anew: bool = False) -> Any:
-        """Raises UsageError with `where` it is, for what cannot be sent."""
+        """Raises UsageError with `where` it is, for a value that cannot be sent."""
         if value is MISSING:
             return ("missing",)
         if isinstance(value, PLAIN) and not isinstance(value, range | slice):
@@ -249,14 +249,14 @@ class ValueWriter:
 
 
 class ValueReader:
-    """Makes what a Writer has written."""
+    """Rebuilds the values that a ValueWriter has written."""
 
     def __init__(self, roots: dict[str, Any], device: torch.device) -> None:
         self.roots, self.device = roots, device
         self.made: list[Any] = []
 
     def holder(self, how: str, path: Any) -> Any:
-        """What is changed, or holds what is put."""
+        """The object that is changed, or that holds the new value."""
         return self._at(path[:-1] if how == "put" else path)
 
     def _at(self, path: Any) -> Any:
@@ -338,13 +338,13 @@ class ValueReader:
         return made
 
     def _empty(self, kind: Any) -> Any:
-        """One of a class of lists, sets or dicts, whose `__init__` is not called."""
+        """An empty list, set or dict of this class, without calling its `__init__`."""
         base = next(base for base in kind.__mro__ if base.__module__ in ("builtins", "collections"))
         return base.__new__(kind)
 
 
 def _roots(trainer: Any) -> dict[str, Any]:
-    """A Trainer, and those of its classes that are the script's own."""
+    """A Trainer, and those of its classes that the script defines."""
     return {"trainer": trainer} | {
         kind.__qualname__: kind for kind in type(trainer).__mro__ if _is_own(kind.__module__)
     }
@@ -352,7 +352,7 @@ def _roots(trainer: Any) -> dict[str, Any]:
 
 @cache
 def _is_own(module: str | None) -> bool:
-    """Whether a module is neither Python's nor installed: a script, or something beside it."""
+    """Whether a module is neither Python's nor installed: a script, or a file next to it."""
     name = (module or "").partition(".")[0]
     if not name or name == "pipeshard" or name in sys.stdlib_module_names - {"__main__"}:
         return False
@@ -361,7 +361,7 @@ def _is_own(module: str | None) -> bool:
 
 
 def _is_apart(value: Any) -> bool:
-    """Whether this is data, or a tool of a library, that is not looked into."""
+    """Whether this is data, or a tool of a library, that is not walked."""
     if isinstance(value, DATA):
         return True
     if isinstance(value, type | FunctionType):
@@ -370,7 +370,7 @@ def _is_apart(value: Any) -> bool:
 
 
 def _mark(tensor: Tensor, copies: bool) -> Any:
-    """By what it is known whether a tensor has other values: a copy, or of a large one a sum."""
+    """A mark that changes with the values of a tensor: a copy, or for a large one a sum."""
     is_small = tensor.numel() * tensor.element_size() <= SMALL_BYTES
     if tensor.is_meta or tensor.layout is not torch.strided:
         return None
@@ -411,7 +411,7 @@ def _size(value: Any) -> str:
 
 
 def _place_name(path: Path) -> str:
-    """A place as its user would write it."""
+    """A place in the user's notation."""
     name = format_path(path[1:])
     return f"self.{name}" if path[0].key == "trainer" else f"{path[0].key}.{name}"
 

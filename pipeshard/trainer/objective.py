@@ -1,12 +1,12 @@
-"""Objective: the loss that a Trainer's own compute_loss makes of what the pipeline has computed, as a criterion.
+"""Objective: a Trainer's own compute_loss as a criterion of the pipeline.
 
-Before a step it is asked what it calls the model with, on every rank. In the step the last stage calls it, with what
-the model has returned in the place of the model: as the pipeline's criterion, and for all else that it does (metrics),
-which the other ranks are told of. Where the criterion is traced or tried, nothing but the loss is kept of it.
+Before a step, it is called on every rank to see what it passes to the model. In the step the last stage calls it, with
+the model's outputs in place of the model: as the pipeline's criterion, and for its other effects (metrics),
+which are sent to the other ranks. If the criterion is traced or tried, only the loss is kept.
 
-Of the loss of TRL's DPOTrainer another run of a model, the reference, is part, but a pipeline runs one model in a step.
+The loss of TRL's DPOTrainer includes another run of a model, the reference, but a pipeline runs one model in a step.
 So the reference's log-probabilities are computed before, by its own stages, or by the model's with the adapters off,
-and put beside the batch, where TRL has them too if they are precomputed.
+and added to the batch, where TRL also has them if they are precomputed.
 """
 
 import copy
@@ -54,11 +54,11 @@ class Called(Exception):
 
 
 class Resized(TraceError):
-    """The model was called with inputs of other sizes than it has got: a trace varies the sizes of each of them."""
+    """The model was called with inputs of other sizes than those of the batch: a trace varies the sizes of each."""
 
 
 class Objective:
-    """Calls `trainer.compute_loss`. `num_items` is what all batches of a window together are to be divided by."""
+    """Calls `trainer.compute_loss`. `num_items` is the divisor for all batches of a window together."""
 
     def __init__(self, trainer: ComputesLoss) -> None:
         self._trainer = weakref.ref(trainer)  # nothing of which the loss is traced through
@@ -74,7 +74,7 @@ class Objective:
         self._reached: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Objective":
-        """One that is tried only."""
+        """A copy that is only used for trials."""
         made = Objective(self.trainer)
         made.num_items, made.added = copy.deepcopy(self.num_items, memo), self.added
         made._sizes, made._reached = dict(self._sizes), self._reached
@@ -87,14 +87,14 @@ class Objective:
         return trainer
 
     def begin(self) -> None:
-        """A window begins."""
+        """Start a window."""
         self._random, self._failure = random_state(), None
 
     @contextmanager
     def stepping(self, pipeline: Pipeline, calls: int) -> Iterator[None]:
-        """Around the step of a window, in which compute_loss is called so often; at its end all ranks are told of it.
+        """Around the step of a window, with this many calls of compute_loss; at its end all ranks receive its changes.
 
-        Accelerate says of the last call alone that gradients are synchronized, as in one process.
+        Accelerate reports synchronized gradients only in the last call, as in one process.
         """
         accelerator = self.trainer.accelerator
         self._is_stepping, self._calls = True, calls
@@ -105,7 +105,7 @@ class Objective:
         self._share(pipeline)
 
     def called_with(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """What the model is called with, and what of the batch the loss may read beside it, under names of its own."""
+        """The model's inputs, and the parts of the batch that the loss may read in addition, under their own names."""
         trainer, before = self.trainer, random_state()
         try:
             with self._undone():
@@ -122,10 +122,10 @@ class Objective:
         )
 
     def __call__(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """The loss, and nothing else: of a trace, or a trial.
+        """The loss, without other effects: of a trace, or a trial.
 
-        If compute_loss makes the model's inputs of several tensors of the batch, a trace that varies sizes has inputs
-        that do not fit together. There a sum of outputs stands for the loss.
+        If compute_loss builds the model's inputs from several tensors of the batch, a trace that varies sizes has
+        inputs that do not fit together. Then a sum of outputs stands for the loss.
         """
         leaves = tree_tensors(outputs)
         try:
@@ -146,8 +146,8 @@ class Objective:
         return {name: value.shape for name, value in given.items() if isinstance(value, Tensor)}
 
     def _is_near(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether a trace has made these inputs of those whose sizes fitted together, and has not begun with short
-        ones, whose lengths may be alike by chance."""
+        """Whether a trace has derived these inputs from matching ones, and did not start with short
+        ones, whose lengths may be equal by chance."""
         sizes = self._sizes_of(inputs)
         if sizes.keys() != self._sizes.keys() or not self._reached:
             return False
@@ -155,9 +155,9 @@ class Objective:
         return all(size >= before - 1 for size, before in pairs)
 
     def in_step(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """The same in a step, on the last stage, with all else that compute_loss does.
+        """The same in a step, on the last stage, with all other effects of compute_loss.
 
-        It draws the random numbers that it would draw in one process. What it refuses is raised at the step's end, on
+        It uses the random numbers that it would use in one process. Refusals are raised at the step's end, on
         every rank.
         """
         if not self._is_stepping:
@@ -184,10 +184,10 @@ class Objective:
             set_random_state(before)
 
     def note(self, outputs: Any, inputs: Mapping[str, Any]) -> None:
-        """Nothing: asked for with a step, it brings the whole batch and all outputs to the last stage."""
+        """Does nothing: requested with a step, it brings the whole batch and all outputs to the last stage."""
 
     def _share(self, pipeline: Pipeline) -> None:
-        """Tell all ranks what compute_loss has done on the last stage; all of them raise what it was refused for."""
+        """Send the changes that compute_loss has made on the last stage to all ranks; all raise its refusal, if any."""
         kept, self._kept = self._kept, None
         is_last = dist.get_rank() == pipeline.last_rank
         said: list[Any] = []
@@ -223,7 +223,7 @@ class Objective:
 
     @contextmanager
     def _muted(self) -> Iterator[None]:
-        """Inside, numbers are gathered from nobody."""
+        """Inside, numbers are not gathered."""
         accelerator = self.trainer.accelerator
         accelerator.is_muted = True
         try:
@@ -233,7 +233,7 @@ class Objective:
 
     @contextmanager
     def _undone(self, kept: KeptState | None = None) -> Iterator[None]:
-        """What compute_loss keeps on the trainer inside is forgotten."""
+        """State that compute_loss leaves on the trainer inside is discarded."""
         if kept is None:
             if self._kept is None or any(self._kept.changes()):
                 self._kept = KeptState(self.trainer)
@@ -247,8 +247,8 @@ class Objective:
 def evaluated_together(
     trainer: ComputesLoss, pipeline: Pipeline, compute_loss: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """What compute_loss returns, on every rank: where one lacks parameters that it reads, what the last stage has made
-    and kept. Raises UsageError, on every rank, where the last stage cannot either."""
+    """The result of compute_loss, on every rank: if one lacks parameters that it reads, the result and state of the
+    last stage. Raises UsageError, on every rank, if the last stage cannot compute it either."""
     world, failure, result = pipeline.grid.world, None, None
     is_last, kept = dist.get_rank() == pipeline.last_rank, KeptState(trainer)
     try:
@@ -277,7 +277,7 @@ def evaluated_together(
 
 
 class Asking(StandIn):
-    """A model in name, which tells by Called what it is called with."""
+    """A nominal model, which raises Called with its inputs."""
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         if args:
@@ -286,9 +286,9 @@ class Asking(StandIn):
 
 
 class Answer(Asking):
-    """What the pipeline has computed of a batch, as a model that is called with it, once; also with what compute_loss
-    has `added` to the batch, which is made anew. In a trial only its sizes are compared, as a trace would have to be
-    repeated for each batch if it depended on values."""
+    """Replaces a model that is called once with the batch, and returns the pipeline's outputs for it. The batch may
+    contain inputs that compute_loss has `added`, which are computed again. In a trial only their sizes are compared,
+    since a trace that depended on values would have to be repeated for each batch."""
 
     def __init__(
         self, model: nn.Module, outputs: Any, inputs: Mapping[str, Any], added: frozenset[str], is_trial: bool = False
@@ -324,7 +324,7 @@ def _is_given_value(given: Any, known: Any) -> bool:
 
 
 def _is_equal(given: Any, known: Any) -> bool:
-    """Whether a value that was made anew is the one that was made before."""
+    """Whether a recomputed value equals the earlier one."""
     if not isinstance(given, Tensor) or not isinstance(known, Tensor):
         return _is_given_value(given, known) or not isinstance(given, PLAIN_VALUES)
     return given.shape == known.shape and torch.equal(given.detach().to(known), known.detach())
@@ -340,7 +340,7 @@ def _edge(tensor: Tensor) -> tuple[Node, int]:
 
 
 def _edges_of(loss: Tensor) -> set[tuple[Node, int]]:
-    """The places in the graph of a loss to which its gradient gets."""
+    """The places in the graph of a loss that its gradient reaches."""
     found = set[tuple[Node, int]]()
     queue = [_edge(loss)] if loss.requires_grad else []
     while queue:
@@ -352,7 +352,7 @@ def _edges_of(loss: Tensor) -> set[tuple[Node, int]]:
 
 
 def _is_same_state(one: Any, other: Any) -> bool:
-    """Whether all generators are where they were."""
+    """Whether all generators have the same states as before."""
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     return all(map(_is_same_state, one.values(), other.values())) if isinstance(one, dict) else bool(one == other)
@@ -362,7 +362,7 @@ CHOSEN, REJECTED, BOTH = "ref_chosen_logps", "ref_rejected_logps", "ref_logps"  
 
 
 class Preferences:
-    """Above a DPOTrainer, of whose public names are `precompute_ref_logps`, `ref_model` and `compute_ref_log_probs`."""
+    """Above a DPOTrainer, whose public names are `precompute_ref_logps`, `ref_model` and `compute_ref_log_probs`."""
 
     pipeline: PipelinePlugin
     precompute_ref_logps: bool
@@ -376,7 +376,7 @@ class Preferences:
         super().__init__(**kwargs)
 
     def _on_disk(self, dataset: Any, folder: Path) -> Any:
-        """A dataset in memory as one whose files all ranks share: the first one adds log-probabilities to them."""
+        """Move an in-memory dataset to files that all ranks share: the first one adds log-probabilities to them."""
         from datasets import Dataset  # which TRL needs, but transformers does not
 
         if isinstance(dataset, dict):
@@ -390,8 +390,8 @@ class Preferences:
         return Dataset.load_from_disk(folder)
 
     def with_reference(self, inputs: dict[str, Any], is_sample: bool = False) -> dict[str, Any]:
-        """The batch with the reference's log-probabilities, one for each of its rows; every rank calls it. A sample,
-        by which the stages are yet to be made, gets zeros."""
+        """The batch with the reference's log-probabilities, one for each of its rows. Call it on all ranks. A sample
+        from which the stages are still to be made gets zeros."""
         if BOTH in inputs:
             return inputs
         inputs = dict(inputs)

@@ -1,4 +1,4 @@
-"""Refusals: the arguments of a Trainer that have no meaning for a pipeline, by name, with what to do instead."""
+"""Refusals: the arguments of a Trainer that a pipeline does not support, each with the alternative."""
 
 from collections.abc import Callable
 from functools import reduce
@@ -47,7 +47,7 @@ OF_SEVERAL = ("auto_find_batch_size", "accelerator_config.dispatch_batches")
 
 
 def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
-    """Raise ConfigurationError for what a pipelined Trainer called `name` cannot do."""
+    """Raise ConfigurationError for arguments that a pipelined Trainer called `name` does not support."""
     for argument, why in REFUSED.items():
         value = reduce(lambda holder, part: getattr(holder, part, None), argument.split("."), args)
         if argument in OF_SEVERAL and dist.get_world_size() == 1:
@@ -69,7 +69,7 @@ def refuse(args: TrainingArguments, config: PipelineConfig, name: str) -> None:
 
 
 def refuse_split(model: nn.Module, name: str) -> None:
-    """Raise ConfigurationError for a model that was split into stages before: this rank has a part of it only."""
+    """Raise ConfigurationError for a model that was already split into stages: this rank only has a part of it."""
     if any(isinstance(parameter, Ghost) for parameter in model.parameters()):
         raise ConfigurationError(
             f"{name} is given a {type(model).__name__} that another Trainer, or booster.boost, has split into stages: "
@@ -92,7 +92,7 @@ def refuse_class(kind: type) -> None:
 
 
 def cut(config: PipelineConfig, window: int) -> dict[str, int | None]:
-    """How each batch of a window of so many is cut: so that the window has as many microbatches as were asked for."""
+    """How to cut each batch of a window of this many, so that the window has the requested number of microbatches."""
     if config.microbatch_size is not None:
         return {"microbatch_size": config.microbatch_size, "num_microbatches": None}
     asked = config.num_microbatches

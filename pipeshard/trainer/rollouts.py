@@ -97,14 +97,14 @@ class Rollouts:
         return grid.stage == grid.slice == 0
 
     def _boosted(self, model: nn.Module, objective: Any) -> Any:
-        """The stages of a model. The loss is of completions, so it is traced when stages have generated the first."""
+        """The stages of a model. The loss needs completions, so it is traced after stages have generated the first."""
         return super()._boosted(model, None)  # type: ignore[misc]
 
     def _sample(self) -> None:
         """None: the data has prompts, and the model is called with completions."""
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """What TRL makes of a batch of prompts, or has buffered; every rank calls it."""
+        """TRL's inputs for a batch of prompts, new or buffered. Call it on all ranks."""
         stages, module = self._own_stages(), self.model  # type: ignore[attr-defined]
         self.model = stages
         try:
@@ -114,8 +114,8 @@ class Rollouts:
             self.model = module
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The rewards of all replicas' completions. A reward function may draw numbers or keep a state, so the first
-        rank of a replica calls it, and the others get its results."""
+        """The rewards of all replicas' completions. A reward function may draw random numbers or keep state, so the
+        first rank of a replica calls it, and the others receive its results."""
         rewards, failure = torch.empty(0), ""
         error: Exception | None = None
         if self._computes_rewards:
@@ -135,7 +135,7 @@ class Rollouts:
         return rewards.to(self.accelerator.device)
 
     def _of_replica(self, value: Any) -> Any:
-        """What the first rank of this rank's replica has."""
+        """The value of the first rank of this rank's replica."""
         grid = self.pipeline.grid
         own_progress().start("the rewards, which the first rank of the replica computes")
         for group in (grid.stages, grid.slices):
@@ -148,7 +148,7 @@ class Rollouts:
 def gathered_from_replicas(accelerator: PipelineAccelerator, kind: type) -> Iterator[None]:
     """Inside, the modules of the class `kind` and its bases gather from replicas with accelerate's functions.
 
-    A PipelineAccelerator does so itself, but accelerate.utils has functions that know of processes alone.
+    A PipelineAccelerator does so itself, but the functions of accelerate.utils only know processes.
     """
     modules = {one.__module__: sys.modules[one.__module__] for one in kind.__mro__}
     replaced = [

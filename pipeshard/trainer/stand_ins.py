@@ -1,8 +1,8 @@
 """Stand-ins: a boosted model and its processes, in the forms in which a Trainer uses a model and accelerate.
 
-A Trainer trains a model on windows of batches, and calls it on one to evaluate it. To it every process reads other
-data and holds all of the model. Here the stages of a replica read the same, so accelerate has to deal out data among
-replicas, and to gather numbers from them, not among processes; it wraps nothing, scales nothing and clips by the norm
+A Trainer trains a model on windows of batches, and calls it on one to evaluate it. It assumes that every process reads
+different data and holds the whole model. Here the stages of a replica read the same, so accelerate must distribute data
+among replicas and gather from them, not among processes; it wraps nothing, scales nothing and clips by the norm
 of the whole model.
 """
 
@@ -33,7 +33,7 @@ REPLICAS = "shared_by"  # attribute of a loader that deals out its batches: amon
 
 
 class Boosts(Protocol):
-    """What makes stages of models and optimizers."""
+    """Turns models and optimizers into stages."""
 
     def boosted_model(self, model: nn.Module) -> Any: ...
 
@@ -41,7 +41,7 @@ class Boosts(Protocol):
 
 
 class PipelineAccelerator(Accelerator):
-    """An Accelerator of which the processes are the replicas of a pipeline, or just one inside `alone()`."""
+    """An Accelerator whose processes are the replicas of a pipeline, or just one inside `alone()`."""
 
     grid: Grid
     trainer: Boosts
@@ -51,7 +51,7 @@ class PipelineAccelerator(Accelerator):
 
     @classmethod
     def of(cls, accelerator: Accelerator, grid: Grid, trainer: Boosts) -> "PipelineAccelerator":
-        """One that takes over all that another one has."""
+        """One that takes over all attributes of another one."""
         new = cls.__new__(cls)
         new.__dict__.update(vars(accelerator))
         new.grid, new.trainer, new.is_alone, new.is_muted = grid, trainer, False, False
@@ -132,7 +132,7 @@ class PipelineAccelerator(Accelerator):
         return recursively_apply(combine, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """With objects among them, a list; what was read twice at the end of an epoch is left out."""
+        """A list if there are objects; samples that were read twice at the end of an epoch are omitted."""
         if self.is_muted:
             return recursively_apply(_ones, input_data)
         try:
@@ -170,7 +170,7 @@ class PipelineAccelerator(Accelerator):
         return nullcontext()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-        """Of the whole model, whichever parameters of this rank are given; without clipping where `max_norm` is inf."""
+        """Clip the whole model, whichever parameters are passed; does not clip if `max_norm` is inf."""
         optimizer = self.trainer.boosted_optimizer(None)
         if max_norm == float("inf"):
             return optimizer.get_grad_norm(norm_type)
@@ -190,12 +190,12 @@ class PipelineAccelerator(Accelerator):
 
 
 def _ones(tensor: Tensor) -> Tensor:
-    """As many, which nothing depends on."""
+    """Equally many ones, which nothing depends on."""
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 class StandIn:
-    """Has what `module` has, and is called in its place."""
+    """Has the attributes of `module`, and is called in its place."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -207,7 +207,7 @@ class StandIn:
 
 
 class Stages(StandIn):
-    """The stages of `module`, all of which every rank asks for the same."""
+    """The stages of `module`; every rank must make the same calls."""
 
     def __init__(self, plugin: PipelinePlugin, module: nn.Module, boosted: PipelineModel) -> None:
         super().__init__(module)
@@ -225,7 +225,7 @@ class Stages(StandIn):
     def step(
         self, window: Sequence[dict[str, Any]], criterion: Criterion | None, weight: float, note: Any = False
     ) -> Tensor:
-        """Add the gradients of several batches, and return the sum of their losses; each times `weight`.
+        """Accumulate the gradients of several batches, and return the sum of their losses; each times `weight`.
 
         `note(output, batch)` is called on the last stage, after each.
         """
@@ -242,7 +242,7 @@ class Stages(StandIn):
         return loss.as_subclass(Tensor)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """The outputs of a batch, on every rank, without what is kept for generation."""
+        """The outputs of a batch, on every rank, without caches for generation."""
         if torch.is_grad_enabled():
             raise UsageError(
                 "model(...) of a pipeline evaluates, under torch.no_grad(): while training it is called once, inside "

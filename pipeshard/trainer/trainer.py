@@ -1,11 +1,11 @@
-"""PipelineTrainer: transformers' Trainer, of which a pipeline takes the steps.
+"""PipelineTrainer: transformers' Trainer, whose steps are those of a pipeline.
 
-    class                 what it is for
+    class                 purpose
     Pipelined...          takes the plugin, and is what the user constructs
-    the user's Trainer    SFTTrainer, Seq2SeqTrainer, one of the user's own: as it is
-    Loop                  below it and above transformers.Trainer: what that does with a model is done by stages here
+    the user's Trainer    SFTTrainer, Seq2SeqTrainer, or a custom one: unchanged
+    Loop                  below it and above transformers.Trainer: runs on stages what that runs on a model
 
-So what the user's class overrides is called as ever, and what it asks of `super()` is asked of the pipeline. The loop,
+So methods that the user's class overrides are called as usual, and its calls of `super()` reach the pipeline. The loop,
 its callbacks, logs, schedules and files stay Trainer's own. An accumulation window is one step of the pipeline.
 """
 
@@ -59,7 +59,7 @@ PRIVATE = (
 
 
 class Written:
-    """Tells whether parameters or their gradients were written to, or replaced, since it was made."""
+    """Detects whether parameters or their gradients were written to, or replaced, since its creation."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._of = [(parameter, *self._state(parameter)) for parameter in parameters]
@@ -79,7 +79,7 @@ class Written:
 
 
 class Loop(Trainer):
-    """What of a Trainer's loop stages do."""
+    """The parts of a Trainer's loop that stages run."""
 
     pipeline: PipelinePlugin
     accelerator: PipelineAccelerator
@@ -100,7 +100,7 @@ class Loop(Trainer):
 
     @property
     def place_model_on_device(self) -> bool:
-        """Never: the whole of a model need not fit on one device, or is on meta. Its stages are placed."""
+        """False: the whole model may not fit on one device, or is on meta. Its stages are placed."""
         return False
 
     @place_model_on_device.setter
@@ -124,7 +124,7 @@ class Loop(Trainer):
         return self._stages
 
     def _makes_loss(self) -> bool:
-        """Whether anything but the model itself makes the loss."""
+        """Whether anything but the model itself computes the loss."""
         return self._overrides_loss or self.label_smoother is not None or self.compute_loss_func is not None
 
     @property
@@ -154,7 +154,7 @@ class Loop(Trainer):
         return Stages(self.pipeline, model, boosted)
 
     def _sample(self) -> Any:
-        """The first samples, as the training loop will give them to the model; no generator moves."""
+        """The first samples, as the training loop will pass them to the model; generators do not change."""
         before = random_state()
         try:
             sample = None if self._loader is None else first_samples(self._loader)
@@ -165,7 +165,7 @@ class Loop(Trainer):
         return self._given(sample, torch.tensor(1) if "labels" in sample else None, is_sample=True)
 
     def boosted_model(self, model: Any) -> Any:
-        """`model`, or one of the user's beside it, as stages."""
+        """`model`, or another model of the user's, as stages."""
         if isinstance(model, Stages):
             return model
         return self._own_stages() if model is self.model else self._boosted(model, None)
@@ -194,7 +194,7 @@ class Loop(Trainer):
         return int(super().get_total_train_batch_size(args)) // self._ranks_of_replica
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """This rank's share, as those of all ranks are added up."""
+        """This rank's share, since those of all ranks are summed."""
         return float(super().floating_point_ops(inputs)) / self._ranks_of_replica
 
     @property
@@ -224,13 +224,13 @@ class Loop(Trainer):
 
     @property
     def _may_write(self) -> bool:
-        """Whether code of the user's runs between the batches of a window."""
+        """Whether the user's code runs between the batches of a window."""
         steps = [kind for kind in type(self).__mro__ if kind is not Front and "training_step" in vars(kind)]
         ends = [type(callback).on_substep_end for callback in self.callback_handler.callbacks]
         return steps[0] is not Loop or any(end is not TrainerCallback.on_substep_end for end in ends)
 
     def refuse_written(self, when: str) -> None:
-        """Raise UsageError if anything has written to what is trained since the latest batch of a window.
+        """Raise UsageError if a trained parameter or gradient was written to since the latest batch of a window.
 
         One process would have trained the next batches of the window with it.
         """
@@ -265,18 +265,18 @@ class Loop(Trainer):
         return loss.to(self.args.device)
 
     def _given(self, inputs: Any, num_items: Any, is_sample: bool = False) -> dict[str, Any]:
-        """What the model is called with."""
+        """The model's inputs."""
         if self._objective is not None:
             return self._objective.called_with(self.with_reference(inputs, is_sample))
         accepts = self.model_accepts_loss_kwargs and num_items is not None
         return {**inputs, ITEMS: torch.as_tensor(num_items)} if accepts else dict(inputs)
 
     def with_reference(self, inputs: dict[str, Any], is_sample: bool = False) -> dict[str, Any]:
-        """The batch and what the loss reads of another model, if it does; of a sample shapes are enough."""
+        """The batch with the values that the loss reads of another model, if any; for a sample, shapes suffice."""
         return inputs
 
     def _weight(self, num_items: Any) -> float:
-        """What the loss of a batch is multiplied with, as Trainer's training_step and compute_loss do."""
+        """The factor for the loss of a batch, as in Trainer's training_step and compute_loss."""
         counted = self.model_accepts_loss_kwargs and num_items is not None
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
         scaled = counted or self.compute_loss_func is not None if scaled is None else scaled
@@ -304,7 +304,7 @@ class Loop(Trainer):
 
     @contextmanager
     def _generated_together(self) -> Iterator[None]:
-        """Inside, the model generates by its stages: a Seq2SeqTrainer asks the model itself to."""
+        """Inside, the model generates with its stages: a Seq2SeqTrainer calls the model itself."""
         stages = self._own_stages()
         if not hasattr(stages.module, "generate"):
             yield
@@ -322,8 +322,8 @@ class Loop(Trainer):
 
     @contextmanager
     def _evaluated_together(self) -> Iterator[None]:
-        """Inside, every rank calls compute_loss for itself. Where it reads parameters that some do not hold, it counts
-        what the last stage has made, which holds all that the loss reads."""
+        """Inside, every rank calls compute_loss. If it reads parameters that some do not hold, the result of the last
+        stage counts, which holds all that the loss reads."""
         if self.pipeline.grid.world.size() == 1 or not self._overrides_loss:
             yield
             return
@@ -383,7 +383,7 @@ class Loop(Trainer):
         return super().train(resume_from_checkpoint or None, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """On every rank: each writes its part."""
+        """Save the model. Call it on every rank: each writes its part."""
         folder = Path(output_dir or self.args.output_dir)
         save_weights(self._own_stages().boosted, folder)
         if self.pipeline.grid.first:
@@ -401,7 +401,7 @@ class Loop(Trainer):
         save_state(Path(output_dir), stages.boosted, stages.optimizer, self.lr_scheduler, step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Nothing yet: it is loaded once there are stages."""
+        """Does nothing yet: the checkpoint is loaded once there are stages."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -411,7 +411,7 @@ class Loop(Trainer):
         self._random = load_state(Path(checkpoint), stages.boosted, stages.optimizer, self.lr_scheduler)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """The checkpoint's random state, whichever ranks saved it, when Trainer would load each rank's own file."""
+        """Use the checkpoint's random state, whichever ranks saved it, when Trainer would load each rank's own file."""
         random, self._random = self._random, None
         if random is not None:
             set_random_state(random)
@@ -421,7 +421,7 @@ class Loop(Trainer):
 
 
 class Front:
-    """Takes the plugin, before the Trainer behind it is made."""
+    """Takes the plugin, before the Trainer behind it is constructed."""
 
     def __init__(self, *args: Any, pipeline: PipelinePlugin, **kwargs: Any) -> None:
         if not isinstance(pipeline, PipelinePlugin):
@@ -445,7 +445,7 @@ class Front:
         put_adapters(model, config, put)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the user's class, which a window calls for each of its batches."""
+        """The method of the user's class, which a window calls for each of its batches."""
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self.refuse_written("in training_step, which is called for each batch of a window")  # type: ignore[attr-defined]
         return loss
@@ -454,7 +454,7 @@ class Front:
 def pipelined(trainer: type[Trainer]) -> Any:
     """The same for any subclass of transformers' Trainer: `pipelined(SFTTrainer)(model, ..., pipeline=plugin)`.
 
-    What the subclass overrides is called as it is; see `pipeshard.trainer.trainer`.
+    Methods that the subclass overrides are called as usual; see `pipeshard.trainer.trainer`.
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise ConfigurationError(f"pipelined takes a subclass of transformers.Trainer, got {trainer!r}")
@@ -470,5 +470,5 @@ def pipelined(trainer: type[Trainer]) -> Any:
 class PipelineTrainer(Front, Loop):
     """transformers' Trainer with a pipeline: `PipelineTrainer(model, args, pipeline=PipelinePlugin(pp_size=2), ...)`.
 
-    All other arguments, and what they mean, are Trainer's.
+    All other arguments are Trainer's.
     """

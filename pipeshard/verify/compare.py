@@ -1,4 +1,4 @@
-"""Compare: where the split model differs from the unsplit one, in a step and in what is saved."""
+"""Compare: where the split model differs from the unsplit one, in a step and in its saved state."""
 
 import contextlib
 from collections import Counter
@@ -27,9 +27,9 @@ ATTRIBUTE_DEPTH = 3  # of the lists and dicts that an attribute may be
 
 @dataclass
 class Comparison:
-    """Counts what was compared, and raises Different for what is not alike.
+    """Counts the comparisons, and raises Different for a difference.
 
-    `fine` compares as fp64 allows.
+    `fine` compares to the precision of fp64.
     """
 
     fine: bool = False
@@ -72,7 +72,7 @@ class Comparison:
             self.counts[kind] += 1
 
     def values(self, split: Any, unsplit: Any, kind: str, what: str) -> None:
-        """Numbers and tensors in nested values; what is poison (nan) in the split is a difference."""
+        """Numbers and tensors in nested values; NaN in the split marks a difference."""
         theirs, mine = dict(_leaves(unsplit)), dict(_leaves(split))
         for name, expected in theirs.items():
             if name in mine and not _poison(mine[name]) and not self.same(mine[name], expected):
@@ -89,7 +89,7 @@ class Comparison:
         return True
 
     def _close(self, split: Tensor, unsplit: Tensor, relative: float, floor: float) -> bool:
-        """As far as the dtype can tell."""
+        """Whether they are equal to the precision of their dtype."""
         if split.shape != unsplit.shape:
             return False
         if not split.layout is unsplit.layout is torch.strided:
@@ -105,7 +105,7 @@ class Comparison:
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """What forwards may have left on a module, beside parameters and buffers."""
+    """State that forwards may have left on a module, other than parameters and buffers."""
     own = nn.Module().__dict__.keys()
     return {name: value for name, value in vars(module).items() if name not in own and name != "forward"}
 
@@ -122,7 +122,7 @@ def _leaves(value: Any, name: str = "", depth: int = ATTRIBUTE_DEPTH) -> Iterato
 
 
 def output_tensors(output: Any) -> dict[str, Tensor]:
-    """Of a model's output, by name."""
+    """The tensors of a model's output, by name."""
     return {name: leaf for name, leaf in flatten_with_names(output)[0] if isinstance(leaf, Tensor)}
 
 
@@ -157,7 +157,7 @@ def _values_text(split: Any, unsplit: Any) -> str:
 def gradients(
     split: LocalPipeline, reference: Reference
 ) -> tuple[dict[str, list[HeldGradient]], dict[str, Tensor | None]]:
-    """By name, in the order of the backward pass, on each rank that holds the parameter; ties have their sums."""
+    """By name, in the order of the backward pass, on each rank that holds the parameter; those of ties are summed."""
     calls = {unit: k for k, (unit, _) in enumerate(split.policy.flow.occurrences)}
 
     def place(name: str) -> int:
@@ -186,7 +186,7 @@ def compare_state(
     fickle: Collection[str] = (),
     replica: int = 0,
 ) -> None:
-    """Buffers, and what forwards have left on modules, by the stage that has them, but for `fickle` attributes."""
+    """Buffers, and state that forwards have left on modules, by the stage that has them, except `fickle` attributes."""
     buffers = dict(reference.model.named_buffers())
     mine = {name: split.of(name, replica).model.get_buffer(name) for name in buffers}
     comparison.tensors(mine, buffers, "buffers", during)
@@ -199,7 +199,7 @@ def compare_state(
 
 
 def differing(one: nn.Module, other: nn.Module) -> frozenset[str]:
-    """The attributes that two runs of one model leave with other values."""
+    """The attributes whose values differ between two runs of one model."""
     found, comparison = set(), Comparison()
     for path, module in one.named_modules():
         there = attributes(other.get_submodule(path))
@@ -212,7 +212,7 @@ def differing(one: nn.Module, other: nn.Module) -> frozenset[str]:
 
 
 def compare_parameters(comparison: Comparison, split: LocalPipeline, reference: Reference, when: str) -> None:
-    """Parameters of all stages that hold them, and what is saved."""
+    """Parameters on all stages that hold them, and the saved state."""
     for name, parameter in reference.model.named_parameters():
         for rank in split.ranks:
             if name in rank.held:
@@ -242,7 +242,7 @@ def first_unit(
     at: tuple[int, int],
     note: Callable[[], None],
 ) -> str:
-    """Which unit, in the order of the forward, first returns something else than unsplit; "" where none does."""
+    """The first unit, in the order of the forward, whose results differ from the unsplit model; "" if none does."""
     units = list(split.policy.units)
     of_ranks: list[Results] = [{} for _ in split.ranks]
     unsplit: Results = {}
@@ -266,7 +266,7 @@ def first_unit(
 
 @contextlib.contextmanager
 def recorded(model: nn.Module, units: list[str], results: Results) -> Iterator[None]:
-    """Inside, what the forwards of units return is kept; a stage's of its own units."""
+    """Inside, the results of units in forwards are kept; on a stage, those of its own units."""
     calls, microbatches = Counter[str](), Counter[tuple[str, int]]()
 
     def begin(module: nn.Module, args: Any) -> None:

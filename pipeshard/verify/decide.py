@@ -1,4 +1,4 @@
-"""Decide: which models are proven when they are boosted, and what is said of it."""
+"""Decide: which models are proven when they are boosted, and what is logged about it."""
 
 import contextlib
 import logging
@@ -41,7 +41,7 @@ KNOWN_PACKAGES = ("torch", "transformers", "peft", "colossalai")  # packages who
 
 
 class Proven(BaseException):
-    """Leaves the program at booster.boost, with the proof; `what` was proven, or not."""
+    """Raised by booster.boost to return the proof to the CLI; `what` was proven, or not."""
 
     def __init__(self, proof: Proof, what: str) -> None:
         super().__init__(f"{what}: {proof.kind}")
@@ -50,7 +50,7 @@ class Proven(BaseException):
 
 @dataclass
 class Alone:
-    """`pp_size` is the number of stages, in place of that which the plugin is given."""
+    """`pp_size` is the number of stages, which overrides that of the plugin."""
 
     pp_size: int | None = None
 
@@ -59,7 +59,7 @@ _now: Alone | None = None
 
 
 def standing_alone() -> Alone | None:
-    """Whether this process stands for all ranks, and how many."""
+    """Whether this process stands for all ranks, and their number."""
     return _now
 
 
@@ -82,10 +82,10 @@ def prove_at_boost(
     criterion: Criterion | None,
     sample: Batch,
 ) -> str:
-    """Prove a model on the first rank, if `config.verify` asks for it; every rank calls it before it shards.
+    """Prove a model on the first rank, if `config.verify` requests it. Call it on every rank before sharding.
 
     Returns how slices of samples with padding differ from whole samples, "" if they do not. Raises VerificationError
-    on all ranks where the split model differs, and ConfigurationError where slices could not be compared.
+    on all ranks if the split model differs, and ConfigurationError if slices could not be compared.
     """
     if grid.first and config.num_microbatches != 1 and config.has_exact_loss:
         _warn_of_batch_norms(model)
@@ -145,7 +145,7 @@ def prove_at_boost(
 
 
 def _refuse_slices(config: PipelineConfig, name: str, proof: Proof) -> None:
-    """Raise an error that speaks of slices, which are the likelier cause."""
+    """Raise an error about slices, which are the likelier cause."""
     if proof.kind == UNPROVEN:
         raise ConfigurationError(
             f"num_slices={config.num_slices!r}: whether {name} in slices trains as with whole sequences was not "
@@ -172,8 +172,8 @@ def _warn_of_batch_norms(model: nn.Module) -> None:
 
 
 def is_known(model: nn.Module, criterion: Criterion | None, optimizer: Optimizer | None = None) -> bool:
-    """Whether it is a class that docs/parity.md shows exact, as it is there: transformers' own modules, nothing put
-    around them, the loss that they compute themselves, and an optimizer of torch or of these packages."""
+    """Whether it is a class that docs/parity.md shows exact, unchanged: transformers' own modules, without wrappers,
+    the loss that they compute themselves, and an optimizer of torch or of these packages."""
     if criterion is not None or not is_of_transformers(model):
         return False
     if type(without_adapters(model)[1]).__name__ not in passed():
@@ -199,7 +199,7 @@ def _remedies(sample: Batch) -> str:
 
 
 def _other_dims(sample: Batch) -> dict[str, int]:
-    """The leaves that could have their samples in dimension 1: all that are cut by their first one, with one size."""
+    """The leaves that could have their samples in dimension 1: all leaves cut along dimension 0, of one size."""
     leaves = zip(sample.paths, sample.leaves, sample.row_dims, strict=True)
     cut = {path: leaf for path, leaf, dim in leaves if dim == 0 and isinstance(leaf, Tensor)}
     sizes = {leaf.shape[1] if leaf.ndim > 1 else 0 for leaf in cut.values()}
@@ -230,7 +230,7 @@ def _say(proof: Proof, name: str) -> None:
 
 
 def _copies(pp_size: int, replicas: int) -> int:
-    """How often a proof has the parameters in memory at most: each rank begins with all of them."""
+    """How many copies of the parameters a proof needs at most: each rank starts with all of them."""
     of_replica, beside = COPIES
     return max(of_replica * replicas + beside, pp_size * replicas + 1)
 
@@ -240,13 +240,13 @@ def _free(device: torch.device) -> int:
 
 
 def _too_large(model: nn.Module, most: float, copies: int) -> str:
-    """Why a model is not proven in its own size, copies of which take more than `most` bytes; "" if they do not."""
+    """Why a model is not proven in its own size, if copies of it take more than `most` bytes; "" if they do not."""
     needed = copies * sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
     return f"it takes {format_bytes(needed)}, and the proof may take {format_bytes(most)}" if needed > most else ""
 
 
 def _on_first(grid: Grid, work: Callable[[Callable[[], None]], Proof]) -> Proof:
-    """`work(note)` of the first rank, for all; the others wait, and are told now and then that it goes on."""
+    """`work(note)` on the first rank, for all ranks; the others wait, and regularly receive a sign of progress."""
     if grid.size == 1:
         return work(lambda: None)
     if not grid.first:

@@ -24,7 +24,7 @@ SLICES = 3  # that stand for "auto", also of the short samples of a proof
 
 
 class Different(Exception):
-    """The split model is not the unsplit one; says what differs, and in which part of a step, if that is known."""
+    """The split model differs from the unsplit one, with the difference and, if known, the part of the step."""
 
     def __init__(self, what: str, part: str = "") -> None:
         super().__init__(what)
@@ -32,7 +32,7 @@ class Different(Exception):
 
 
 class Unproven(Exception):
-    """Nothing can be said of the model; says why."""
+    """The proof has no result for the model, with the reason."""
 
 
 class LocalRank:
@@ -98,17 +98,17 @@ class LocalPipeline:
         return self.ranks[replica * self.num_stages + self.placement[-1]]
 
     def of(self, name: str, replica: int = 0) -> LocalRank:
-        """The rank of a replica to ask for a parameter, a buffer, or what else a module has."""
+        """The rank of a replica that has a parameter, a buffer, or another part of a module."""
         return self.ranks[replica * self.num_stages + self.policy.ownership.owner(name)]
 
     def named(self, rank: LocalRank) -> str:
-        """The suffix by which errors name one of several replicas."""
+        """The suffix that identifies one of several replicas in errors."""
         return f" on replica {self.ranks.index(rank) // self.num_stages}" if self.replicas > 1 else ""
 
     def step(
         self, rows: Callable[[Batch, int], Batch], m: int, asked: bool, at: tuple[int, int]
     ) -> tuple[Tensor, list[Any]]:
-        """A training step on `rows(sample, replica)` of each replica, in m microbatches each: the loss, and if asked,
+        """A training step on `rows(sample, replica)` of each replica, in m microbatches each: the loss and, on request,
         the outputs of all microbatches. `at` is (seed, number) of the step."""
         seed, number = at
         torch.manual_seed(seed)  # which all ranks have at first
@@ -131,7 +131,7 @@ class LocalPipeline:
 
     @property
     def flow(self) -> Dataflow:
-        """That of the last step."""
+        """The Dataflow of the last step."""
         return self.last().pipeline.ran[0].flow
 
     def boost(self) -> None:
@@ -141,8 +141,8 @@ class LocalPipeline:
     def optimize(
         self, gradients: Mapping[str, Tensor | None], foreign: Sequence[Tensor | None], optimizers: Sequence[Any]
     ) -> list[float]:
-        """A step of each rank's optimizer by these gradients, those of the model and of what else is optimized. Returns
-        the norm of the model's gradients that each rank clipped by, if they do."""
+        """Step each rank's optimizer with these gradients of the model and of other optimized tensors. Returns
+        the norm of the model's gradients by which each rank clipped, if they do."""
 
         def of_rank(rank: int) -> float | None:
             own, optimizer = self.ranks[rank], optimizers[rank]
@@ -161,7 +161,7 @@ class LocalPipeline:
 
 
 def as_proven(config: PipelineConfig, replicas: int) -> PipelineConfig:
-    """The configuration of a local pipeline: without what is about devices, slices or precision."""
+    """The configuration of a local pipeline: without options for devices, slices or precision."""
     return replace(
         config,
         dp_size=replicas,

@@ -1,4 +1,4 @@
-"""Passed: the classes of transformers that docs/parity.md shows exact, and the version of transformers that it is of.
+"""Passed: the classes of transformers that docs/parity.md shows exact, and the version of transformers it used.
 
 `make parity` writes passed.json. Another minor version of transformers may have changed any of them.
 """
@@ -11,7 +11,7 @@ from importlib.resources import files
 
 @functools.cache
 def passed() -> frozenset[str]:
-    """The names of the classes; none for a version of transformers that the page is not about."""
+    """The names of the classes; none for another version of transformers than that of the page."""
     found = json.loads(files("pipeshard.verify").joinpath("passed.json").read_text())
     same = found["transformers"].split(".")[:2] == version("transformers").split(".")[:2]
     return frozenset(found["classes"]) if same else frozenset()

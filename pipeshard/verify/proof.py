@@ -49,13 +49,13 @@ BEGINS = {
 
 @dataclass(frozen=True)
 class Proof:
-    """ "exact", "compared in part", "different" or "unproven", the last two with the reason; what was compared how
-    often, `but` what was not, and how long it took.
+    """ "exact", "compared in part", "different" or "unproven", the last two with the reason; the number of comparisons
+    of each kind, `but` what was not compared, and the time.
 
     `refused` is whether the reason is an error that training raises, too; `coupled` whether samples depend on each
-    other, so that microbatches are not the batch. `moving` is what happens for each microbatch, as in gradient
-    accumulation. `dependent`: a microbatch does not run by itself, for the reason that is given, and by the `cause`.
-    `smaller` is what is smaller in the copy that was proven in place of a large model, `padding` how slices of samples
+    other, so that microbatches do not give the batch. `moving` is state that changes with each microbatch, as in
+    gradient accumulation. `dependent`: a microbatch does not run by itself, for the given reason and `cause`.
+    `smaller` is what is smaller in the copy that was proven instead of a large model, `padding` how slices of samples
     with padding differ.
     """
 
@@ -75,8 +75,8 @@ class Proof:
 
 @dataclass(frozen=True)
 class Large:
-    """Why a model is not split in its own size. The parameters of a smaller copy take `most` bytes of fp32; `fits` is
-    whether a few samples may run through the model itself."""
+    """Why a model is not split in its own size. The parameters of a smaller copy take at most `most` bytes of fp32;
+    `fits` is whether a few samples may run through the model itself."""
 
     reason: str
     most: float
@@ -84,7 +84,7 @@ class Large:
 
 
 class Dependent(Exception):
-    """A microbatch does not run by itself, though the whole batch does; its cause is the model's error."""
+    """A microbatch does not run by itself, although the whole batch does; its cause is the model's error."""
 
 
 class Fails(Unproven):
@@ -108,15 +108,15 @@ def prove(
     large: Large | None = None,
     steps: int = 2,
 ) -> Proof:
-    """Some training `steps` of a model that is yet to be boosted, split and unsplit, on different samples; nothing of
-    the user's changes.
+    """Train some `steps` of a model before it is boosted, split and unsplit, on different samples; the user's objects
+    do not change.
 
-    Compared are loss, gradients (None, too), outputs, buffers, what forwards leave on modules, parameters after the
-    optimizer's step, what is saved, and the unsplit model on the whole batch with itself on the microbatches. `note` is
-    called now and then. In place of a `large` model, and of one that takes longer than `seconds`, a smaller copy is
-    split. Where there is none, or it takes too long as well, only the outputs of a few samples are compared with those
-    of the same samples in microbatches. Each of the two may take `seconds`, or STEPS_MORE steps if these take longer.
-    Once something differs, nothing limits the time.
+    It compares loss, gradients (including None), outputs, buffers, state that forwards leave on modules, parameters
+    after the optimizer's step, the saved state, and the unsplit model on the whole batch with itself on the
+    microbatches. `note` is called regularly. Instead of a `large` model, or one that takes longer than `seconds`, a
+    smaller copy is split. If there is none, or it takes too long as well, only the outputs of a few samples are
+    compared with those of the same samples in microbatches. Each of the two may take `seconds`, or STEPS_MORE steps if
+    these take longer. Once something differs, the time is not limited.
     """
     proving = _Proving(config, Copies(model, criterion, optimizer, sample), device, seconds, note, steps)
     kind, reason, refused, coupled = EXACT, "", False, False
@@ -147,8 +147,8 @@ def prove(
 
 @dataclass(frozen=True)
 class StepCut:
-    """How a step was cut: the weights of its microbatches' losses, whether a part of the loss is made of what units
-    leave aside, and the units."""
+    """How a step was cut: the weights of its microbatches' losses, whether a part of the loss comes from side outputs
+    of units, and the units."""
 
     step: int
     weights: Weights
@@ -195,21 +195,21 @@ class _Proving:
         self.note()
 
     def _refuse_long(self, more: float = 0.0) -> None:
-        """Raise TooMuch if so many seconds more exceed the limit."""
+        """Raise TooMuch if this many more seconds exceed the limit."""
         if self.until is not None and self.elapsed + more > self.until:
             raise TooMuch(f"it takes longer than {self.seconds:g} s")
 
     def _allow_more(self) -> None:
-        """Give what comes next some time of its own, which a model whose steps take long gets more of."""
+        """Give the next part its own time, longer for a model with long steps."""
         if self.seconds is not None:
             self.until = self.elapsed + max(self.seconds, STEPS_MORE * self.step)
 
     def _see_through(self) -> None:
-        """Take whatever time it takes from here on: something differs, and it is not known yet whether by rounding."""
+        """Remove the time limit: something differs, and the proof must find out whether by rounding."""
         self.until = None
 
     def run(self, large: Large | None) -> None:
-        """Prove the split, then that microbatches are the batch; of that as much as there is time for."""
+        """Prove the split, then that microbatches give the batch, as far as time allows."""
         if large is not None:
             why_none = self._take_smaller(large.most)
             large = replace(large, reason=f"{large.reason}; {why_none}") if why_none else None
@@ -228,7 +228,7 @@ class _Proving:
             raise
 
     def _prove_smaller(self) -> bool:
-        """Prove a smaller copy in place of a model that takes too long; whether there is one that does not."""
+        """Prove a smaller copy instead of a model that takes too long; returns whether there is a fast enough one."""
         whole, step = self.given, self.step
         self._allow_more()
         self.counts, self.is_whole = {}, False
@@ -245,13 +245,13 @@ class _Proving:
         return False
 
     def _drawn(self, own: Copies) -> Copies:
-        """The same with values for what is on meta."""
+        """The same, with initialized values for meta tensors."""
         if not any(parameter.is_meta for parameter in own.model.parameters()):
             return own
         return own.drawn(self.device, self.config.init_weights, torch.initial_seed() % 2**63)
 
     def _take_smaller(self, most: float) -> str:
-        """Take the first smaller copy that runs in place of the model; why there is none, or ""."""
+        """Use the first smaller copy that runs instead of the model; returns why there is none, or ""."""
         given, why = self.given, ""
         for make in smaller(given, self.config.num_stages, most, self.device):
             try:
@@ -270,8 +270,8 @@ class _Proving:
         return f"no smaller copy stands for it ({why})"
 
     def _compare_few_or_all(self) -> None:
-        """All samples, cut as in training, where a few do not run: the batch may hold indices of its samples, as the
-        edges of a graph do."""
+        """Compare all samples, cut as in training, if a few do not run: the batch may contain indices of its samples,
+        such as the edges of a graph."""
         try:
             self._compare_both()
         except Exception as error:  # whatever the user's model raises
@@ -306,7 +306,7 @@ class _Proving:
         self._compare_whole()
 
     def _compare_split(self) -> None:
-        """In fp64 once more where it seems to differ: rounding shrinks with the precision, a mistake does not."""
+        """Compare once more in fp64 if it seems to differ: rounding shrinks with the precision, a mistake does not."""
         try:
             self._compare(None)
         except Different as difference:
@@ -324,8 +324,8 @@ class _Proving:
             raise self._located(difference) from None
 
     def _replicas(self) -> int:
-        """Two where there are several and the samples suffice; batch norm needs two in each microbatch. The optimizer
-        must be the model's alone, and the loss that of all replicas' samples."""
+        """Two if there are several and the samples suffice; batch norm needs two samples in each microbatch. The
+        optimizer must only have the model's parameters, and the loss must be that of all replicas' samples."""
         parts, rows = 2 * self.m, self.given.sample.rows
         several = (self.config.dp_size or 1) > 1 and self.config.loss_reduction == "token"
         if not several or self.given.foreign():
@@ -360,7 +360,7 @@ class _Proving:
         return made
 
     def _try(self) -> None:
-        """Whether the unsplit model runs, how long that takes, and whether it draws random numbers."""
+        """Whether the unsplit model runs, how long it takes, and whether it draws random numbers."""
         torch.manual_seed(SEED)
         before, start = generators(self.device), time.perf_counter()
         model, loss = self._unsplit()
@@ -373,7 +373,7 @@ class _Proving:
             self.fickle = differing(model, self._unsplit()[0])
 
     def _unsplit(self) -> tuple[nn.Module, Tensor]:
-        """A copy of the unsplit model after a step, and the loss of that."""
+        """A copy of the unsplit model after a step, and its loss."""
         own = self._copy()
         reference = Reference(own, self._criterion(own), self.device)
         torch.manual_seed(SEED)
@@ -391,7 +391,7 @@ class _Proving:
         return self.config.settled(getattr(own.model, "pipeline_hints", None), own.criterion).criterion
 
     def _sides(self, dtype: torch.dtype | None, replicas: int = 1) -> tuple[LocalPipeline, list[Reference]]:
-        """The split model, and the unsplit one for each of its replicas."""
+        """The split model, and an unsplit one for each of its replicas."""
         split = LocalPipeline(self.config, lambda: self._copy(dtype), self.device, self.tick, replicas)
         read, flow = split.ranks[0].own.sample, split.policy.flow
         references = []
@@ -430,7 +430,7 @@ class _Proving:
     def _unsplit_step(
         self, split: LocalPipeline, references: Sequence[Reference], step: int
     ) -> tuple[Tensor, list[Any]]:
-        """The step of each replica by its own copy of the unsplit model: the loss and the outputs of all. The first
+        """The step of each replica on its own copy of the unsplit model: the loss and the outputs of all. The first
         copy gets the sums of the gradients."""
         losses, outputs = [], list[Any]()
         for replica, reference in enumerate(references):
@@ -473,7 +473,7 @@ class _Proving:
             comparison.tensors(part.tensors, copied.tensors, "inputs", f"of microbatch {i}")
 
     def _compare_outputs(self) -> None:
-        """Compare the outputs alone, if the whole proof takes too much time or memory."""
+        """Compare only the outputs, if the whole proof takes too much time or memory."""
         if self.m == 1 or not self.config.has_exact_loss or self.is_whole:
             return
         self.is_whole = True
@@ -496,7 +496,7 @@ class _Proving:
                 self.counts[kind] = self.counts.get(kind, 0) + count
 
     def _sample(self) -> Batch:
-        """The sample as it is cut."""
+        """The sample, cut."""
         return RowDims(self.given.model, self.config.batch_dims).settle(self.given.sample.to(self.device))
 
     def _made(self, dtype: torch.dtype | None) -> tuple[Copies, Criterion | None]:
@@ -504,7 +504,7 @@ class _Proving:
         return own, self._criterion(own)
 
     def _optimizers(self, split: LocalPipeline, reference: Reference) -> list[Any]:
-        """The reference's and the ranks'; plain SGD where there is none, or it is refused."""
+        """Those of the reference and of the ranks; plain SGD if there is none, or if it is refused."""
         if reference.own.optimizer is not None:
             try:
                 split.boost()
@@ -518,7 +518,7 @@ class _Proving:
     def _step(
         self, comparison: Comparison, split: LocalPipeline, references: Sequence[Reference], optimizers: Sequence[Any]
     ) -> None:
-        """Step by the very same gradients, which were compared: Adam makes much of little."""
+        """Step with identical gradients, which were compared: Adam amplifies small differences."""
         reference = references[0]
         parameters = list(reference.model.parameters())
         gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
@@ -538,7 +538,7 @@ class _Proving:
         self.tick()
 
     def _located(self, difference: Different) -> Different:
-        """The same, with the place where it begins."""
+        """The same error, with the place where the difference begins."""
         if not difference.part:
             return difference
         try:

@@ -1,4 +1,4 @@
-"""Reference: the model as the user has it, copied, called directly, and trained on the same microbatches by hand."""
+"""Reference: a copy of the user's model, called directly, and trained on the same microbatches by hand."""
 
 import contextlib
 import copy
@@ -29,7 +29,8 @@ PACKED_STD = 0.02  # of the values drawn for a packed weight
 
 @dataclass
 class Copies:
-    """Copies that know each other: the optimizer trains the parameters of this model, the criterion may read them."""
+    """Copies that refer to each other: the optimizer trains the parameters of this model, the criterion may read
+    them."""
 
     model: nn.Module
     criterion: Criterion | None
@@ -37,10 +38,10 @@ class Copies:
     sample: Batch
 
     def copy(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "Copies":
-        """Copy once more; floating numbers become those of `dtype`.
+        """Copy once more; floating-point tensors become those of `dtype`.
 
-        Functions that carry something with them (hooks, lambdas) are copied with it: else all copies would write to
-        the one dict of the user's. Raises what deepcopy raises for what cannot be copied.
+        Functions with captured state (hooks, lambdas) are copied too: otherwise all copies would write to
+        the user's one dict. Raises deepcopy's error for objects that cannot be copied.
         """
         memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _made(self.model)}
         closures = hollow(memo, self.model, self.criterion, self.optimizer)
@@ -59,7 +60,7 @@ class Copies:
         return made
 
     def drawn(self, device: torch.device, rule: InitWeights, seed: int) -> "Copies":
-        """A copy with memory and drawn values for what is on meta."""
+        """A copy with memory and initialized values for meta tensors."""
         made = self.copy()
         for module in skeletons(made.model):
             build(module, seed)
@@ -73,7 +74,7 @@ class Copies:
         return made
 
     def foreign(self) -> list[nn.Parameter]:
-        """What the optimizer is given beside the model's parameters, in its order."""
+        """The tensors of the optimizer other than the model's parameters, in its order."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         own = set(self.model.parameters())
         return [p for group in groups for p in group["params"] if p not in own]
@@ -89,14 +90,14 @@ class Copies:
 
 
 def hollow(memo: dict[int, Any], *owners: Any) -> list[types.FunctionType]:
-    """The closures of modules, a criterion and an optimizer, whose copies in the memo carry nothing yet."""
+    """The closures of modules, a criterion and an optimizer, whose copies in the memo are still empty."""
     closures = list(_closures(*owners))
     memo |= {id(function): _hollow(function) for function in closures}
     return closures
 
 
 def fill(memo: dict[int, Any], closures: Sequence[types.FunctionType]) -> None:
-    """Copy what these carry into their copies."""
+    """Copy the captured state of these into their copies."""
     for function in closures:
         for mine, theirs in zip(memo[id(function)].__closure__, function.__closure__ or (), strict=True):
             mine.cell_contents = copy.deepcopy(theirs.cell_contents, memo)
@@ -115,7 +116,7 @@ def _closures(*owners: Any) -> Iterator[types.FunctionType]:
 
 
 def _is_filled(function: types.FunctionType) -> bool:
-    """Whether it carries something with it, all of which is there."""
+    """Whether it has captured state, all of which is there."""
     try:
         return bool([cell.cell_contents for cell in function.__closure__ or ()])
     except ValueError:
@@ -123,7 +124,7 @@ def _is_filled(function: types.FunctionType) -> bool:
 
 
 def _hollow(function: types.FunctionType) -> types.FunctionType:
-    """The same function, which carries nothing yet."""
+    """The same function, without its captured state yet."""
     cells = tuple(types.CellType() for _ in function.__closure__ or ())
     made = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
@@ -145,7 +146,7 @@ def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:
 
 
 def copy_hooks(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> None:
-    """Give a copied parameter, which has lost them, its hooks and the attributes that it was given."""
+    """Give a copied parameter its hooks and attributes, which deepcopy loses."""
     new.__dict__.update(copy.deepcopy(vars(old), memo))
     for hook in (old._backward_hooks or {}).values():
         new.register_hook(copy.deepcopy(hook, memo))
@@ -154,7 +155,7 @@ def copy_hooks(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> No
 
 
 def copied_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """With all its attributes, but for the `step` that a scheduler has put around its own."""
+    """A copy with all attributes, except the `step` with which a scheduler has wrapped its own."""
     made: Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = made
     made.__dict__.update(copy.deepcopy({k: v for k, v in vars(optimizer).items() if k != "step"}, memo))
@@ -165,7 +166,7 @@ logger = logging.getLogger("pipeshard")
 
 
 def generators(device: torch.device) -> tuple[Any, ...]:
-    """Changes when torch's, Python's or numpy's generator is drawn from."""
+    """A value that changes when torch's, Python's or numpy's generator is used."""
     states = [torch.default_generator.get_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
@@ -174,7 +175,7 @@ def generators(device: torch.device) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Generators are as they were afterwards, and nothing is said inside: the boost itself says what has to be."""
+    """Generators are restored afterwards, and warnings are suppressed inside: the boost itself logs them."""
 
     def quiet(record: logging.LogRecord) -> bool:
         return record.levelno < logging.INFO
@@ -190,7 +191,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Weights:
-    """What the loss of each microbatch is multiplied with; with `of_sums` its sum, where a criterion returns (sum,
+    """The weights of the microbatches' losses; with `of_sums` those of their sums, if a criterion returns (sum,
     count)."""
 
     shares: Sequence[float]
@@ -202,7 +203,7 @@ class NoLoss(Exception):
 
 
 class Reference:
-    """One copy, of which nothing is intercepted. A model that draws random numbers is given those of the pipeline's
+    """One copy, without interception. A model that draws random numbers uses those of the pipeline's
     units and places: around its units' forwards, `places` seeds the generators as every stage does."""
 
     def __init__(self, own: Copies, criterion: Criterion | None, device: torch.device) -> None:
@@ -211,7 +212,7 @@ class Reference:
         disable_caches(self.model)
 
     def seed_places(self, units: Mapping[str, nn.Module], glue: bool, python: bool) -> None:
-        """Let units, and where it says so the glue between them, draw what stages draw there."""
+        """Let units, and the glue between them if needed, use the random numbers of the stages."""
         self.places = places = Randomness(self.device)
         places.python = python
         self._calls, self._inside, self._again = 0, False, False
@@ -244,8 +245,8 @@ class Reference:
     def step(
         self, batches: Sequence[Batch], weights: Weights, at: tuple[int, int], note: Callable[[], None], first: int = 0
     ) -> tuple[Tensor, list[Any]]:
-        """Forward and backward of each microbatch in turn: the loss, by these weights, and the outputs. `first` is the
-        number of the first one, after those of the replicas before."""
+        """Forward and backward of each microbatch in turn: the loss, with these weights, and the outputs. `first` is
+        the number of the first one, after those of earlier replicas."""
         total, outputs = torch.zeros(()), []
         with self.places.step(*at) if self.places is not None else nullcontext():
             for i, (batch, weight) in enumerate(zip(batches, weights.shares, strict=True)):

@@ -37,7 +37,7 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _numbers(config: Any, names: re.Pattern[str]) -> Iterator[tuple[Any, str, int]]:
-    """The whole numbers of a config and those inside it whose names fit: the config, the name and the number."""
+    """The integers of a config and those inside it whose names match: the config, the name and the number."""
     for part in _parts(config):
         for name, value in vars(part).items():
             if type(value) is int and names.search(name):
@@ -45,7 +45,7 @@ def _numbers(config: Any, names: re.Pattern[str]) -> Iterator[tuple[Any, str, in
 
 
 def factors(config: Any) -> list[int]:
-    """What all widths and numbers of heads can be divided by: as much as possible, and a little."""
+    """Common divisors of all widths and numbers of heads: the largest, and a small one."""
     heads = [value for _, _, value in _numbers(config, HEAD_COUNTS) if value > 1]
     widths = [value for _, _, value in _numbers(config, WIDTHS) if value >= LEAST_WIDTH]
     largest = gcd(*heads, *widths) if heads else 1
@@ -67,12 +67,12 @@ def layer_counts(model: nn.Module, config: Any, stages: int) -> dict[int, int]:
 
 
 def all_kinds(kinds: Sequence[Any]) -> int:
-    """How many of these, from the first one on, are of all kinds that there are."""
+    """How many of these, from the first one on, include all kinds."""
     return 1 + max(kinds.index(kind) for kind in set(kinds))
 
 
 def kind_of(layer: nn.Module) -> tuple[Any, ...]:
-    """Alike for two layers whose modules, parameters and settings are alike."""
+    """Equal for two layers with equal modules, parameters and settings."""
     return tuple(
         (
             path,
@@ -85,7 +85,7 @@ def kind_of(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def take_layers(config: Any, layers: Mapping[int, int]) -> Iterator[str]:
-    """Give a config fewer layers, by their number; what changes."""
+    """Give a config fewer layers; returns the changes."""
     changed = [(part, name, value) for part, name, value in _numbers(config, LAYER_COUNTS) if value in layers]
     for part, name, value in changed:
         for key, items in list(vars(part).items()):
@@ -96,9 +96,9 @@ def take_layers(config: Any, layers: Mapping[int, int]) -> Iterator[str]:
 
 
 def take_widths(config: Any, factor: int) -> Iterator[str]:
-    """Divide the widths and numbers of heads of a config, and leave fewer experts; what changes.
+    """Divide the widths and numbers of heads of a config, and reduce the experts; returns the changes.
 
-    A number that equals a width anywhere in the config is that width: the one that images are projected to, say.
+    A number that equals a width anywhere in the config is that width, such as the one that images are projected to.
     """
     widths = {value for _, _, value in _numbers(config, WIDTHS) if value >= LEAST_WIDTH}
     inner = {value: _inner(value, factor) for _, _, value in _numbers(config, INNER_WIDTHS) if value >= LEAST_WIDTH}
@@ -119,7 +119,7 @@ def _inner(value: int, factor: int) -> int:
 
 
 def _experts(config: Any, count: int) -> int:
-    """A number of experts that divides theirs, leaves a choice, and fills the groups."""
+    """A number of experts that divides theirs, still leaves a choice, and fills the groups."""
     chosen = max((value for _, _, value in _numbers(config, EXPERTS_OF_TOKEN)), default=1)
     groups = max((value for _, _, value in _numbers(config, EXPERT_GROUPS)), default=1)
     least = 2 * max(chosen, groups)
@@ -143,7 +143,7 @@ def tokens(config: Any) -> set[int]:
 
 
 def take_tokens(config: Any, ids: Tensor) -> Iterator[str]:
-    """Leave a config these tokens alone, numbered in their order; what changes."""
+    """Reduce the vocabulary of a config to these tokens, renumbered in order; returns the changes."""
     size, largest = max(LEAST_TOKENS, len(ids)), int(ids.max())
     for part, name, value in list(_numbers(config, VOCABULARIES)):
         if value > max(size, largest):

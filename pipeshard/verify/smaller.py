@@ -1,8 +1,8 @@
-"""Smaller: copies of a large model with fewer layers, and narrower ones, that stand for it in a proof.
+"""Smaller: copies of a large model with fewer and narrower layers, which stand for it in a proof.
 
-What a split may get wrong is in the code of a model, which is that of its class, of its layers' kinds, and of what its
-user has put on it. How many layers there are, and how wide they are, changes nothing of it. So a copy keeps every kind
-of layer, two layers for each stage, ties, adapters, hooks, and what is trained.
+A split can only go wrong in the code of a model: that of its class, of its kinds of layers, and of the user's
+additions. The number and width of the layers do not matter. So a copy keeps every kind
+of layer, two layers for each stage, ties, adapters, hooks, and the trained parameters.
 """
 
 import copy
@@ -40,7 +40,7 @@ HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", 
 
 
 class Unlike(Exception):
-    """A smaller copy does not stand for the model; says why."""
+    """A smaller copy does not represent the model, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Smaller:
 
 
 def smaller(given: Copies, stages: int, most: float, device: torch.device) -> Iterator[Callable[[], Smaller]]:
-    """What makes the copies of a model whose parameters take `most` bytes of fp32 at most, smallest first.
+    """Functions that build copies of a model whose parameters take at most `most` bytes of fp32, smallest first.
 
-    Each raises Unlike, or whatever a model raises that cannot be built in this size.
+    Each raises Unlike, or the error of a model that cannot be built in this size.
     """
     if hasattr(type(without_adapters(given.model)[1]), "_from_config"):
         divisors = factors(config_of(without_adapters(given.model)[1]))
@@ -67,7 +67,7 @@ def smaller(given: Copies, stages: int, most: float, device: torch.device) -> It
 def _from_config(
     given: Copies, stages: int, most: float, device: torch.device, fewer_layers: bool, fewer_tokens: bool, factor: int
 ) -> Smaller:
-    """A model of transformers, built anew from a smaller config, whose widths are divided by `factor`."""
+    """A transformers model, rebuilt from a smaller config, whose widths are divided by `factor`."""
     prefix, model = without_adapters(given.model)
     config = copy.deepcopy(config_of(model))
     layers = layer_counts(model, config, stages) if fewer_layers else {}
@@ -112,7 +112,7 @@ def _refuse_large(parameters: Iterable[nn.Parameter], most: float, copied: str =
 
 
 def _ids(given: Copies, config: Any) -> Tensor | None:
-    """The tokens that the sample and the config name, sorted: a smaller vocabulary has these alone."""
+    """The tokens that the sample and the config name, sorted: a smaller vocabulary has only these."""
     leaves = [leaf.flatten().cpu() for _, leaf in _id_leaves(given)]
     if not leaves or not has_vocabulary(config):
         return None
@@ -144,7 +144,7 @@ def _renumbered(given: Copies, ids: Tensor) -> Batch:
 
 
 def _shortened(given: Copies, stages: int, most: float) -> Smaller:
-    """The model itself with the first layers of its lists alone."""
+    """The model itself with only the first layers of its lists."""
     lists: dict[nn.ModuleList, int] = {}
     what = []
     for name, module in given.model.named_modules():
@@ -188,7 +188,7 @@ def _dropped() -> nn.Parameter:
 
 
 def _check_alike(model: nn.Module, built: nn.Module) -> None:
-    """Raise Unlike where a model that was built anew has other modules, parameters or ties."""
+    """Raise Unlike if a rebuilt model has other modules, parameters or ties."""
     theirs, own = dict(model.named_modules()), dict(built.named_modules())
     for path, module in own.items():
         if path not in theirs or type(theirs[path]) is not type(module):
@@ -222,7 +222,7 @@ def _ties(model: nn.Module, names: set[str]) -> set[frozenset[str]]:
 
 
 def _memo(model: nn.Module, built: nn.Module) -> dict[int, Any]:
-    """What stands for the modules and parameters of a model in what is copied of it, by their ids."""
+    """The replacements, by id, of the modules and parameters of a model in copies of its objects."""
     own = dict(built.named_parameters(remove_duplicate=False))
     memo: dict[int, Any] = {id(p): own[name] if name in own else _dropped() for name, p in model.named_parameters()}
     modules = dict(built.named_modules())
@@ -230,7 +230,7 @@ def _memo(model: nn.Module, built: nn.Module) -> dict[int, Any]:
 
 
 def _adopt(model: nn.Module, built: nn.Module, memo: dict[int, Any]) -> None:
-    """Give a smaller model what its user has set on modules and parameters, and hung onto them."""
+    """Give a smaller model the attributes and hooks that the user has set on modules and parameters."""
     theirs, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for path, module in built.named_modules():
         _adopt_settings(theirs[path], module, memo)
@@ -259,7 +259,7 @@ def _adopt_hooks(theirs: nn.Module, module: nn.Module, memo: dict[int, Any]) -> 
 
 
 def _is_of_handles(value: Any) -> bool:
-    """Whether it is what removes hooks."""
+    """Whether it is a handle that removes hooks."""
     return all(isinstance(one, RemovableHandle) for one in (value if isinstance(value, list | tuple) else [value]))
 
 
@@ -272,7 +272,7 @@ def _completed(given: Copies, built: nn.Module, sample: Batch, memo: dict[int, A
 
 
 def _drop(optimizer: Optimizer) -> None:
-    """Leave out the parameters that a smaller copy does not have, and groups of these alone."""
+    """Omit the parameters that a smaller copy does not have, and groups without others."""
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if not isinstance(parameter, _Dropped)]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]

@@ -1,7 +1,7 @@
-"""Untouched: what the user's code reaches is as it was before the proof.
+"""Untouched: objects that the user's code reaches are restored after the proof.
 
 Copies do not reach everything: a function reads globals, and objects that cannot be copied are shared. So the Python
-state is put back from a Snapshot, and tensors that are not the model's get their values and gradients back.
+state is restored from a Snapshot, and tensors that are not the model's get their values and gradients back.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pipeshard.verify.reference import Copies
 
 @contextlib.contextmanager
 def untouched(given: Copies) -> Iterator[None]:
-    """Undo what runs inside change in objects that the model, the criterion and the optimizer reach."""
+    """Undo changes made inside to objects that the model, the criterion and the optimizer reach."""
     snapshot = Snapshot({"": given.model, "the criterion": given.criterion, "the optimizer": given.optimizer})
     copied = {id(tensor) for tensor in (*given.model.parameters(), *given.model.buffers())}
     shared = [tensor for *_, tensor, _ in snapshot.tensors if id(tensor) not in copied]
@@ -35,7 +35,7 @@ def untouched(given: Copies) -> Iterator[None]:
 
 
 class _Gradient:
-    """The gradient that a leaf has now."""
+    """The current gradient of a leaf."""
 
     def __init__(self, leaf: Tensor) -> None:
         self.leaf, self.object = leaf, leaf.grad

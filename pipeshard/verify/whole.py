@@ -31,13 +31,13 @@ Make = Callable[[torch.dtype | None], tuple[Copies, Criterion | None]]
 
 
 class Coupled(Exception):
-    """Samples of a batch depend on each other; says what differs, and where that begins."""
+    """Samples of a batch depend on each other, with the difference and where it begins."""
 
 
 @dataclass(frozen=True)
 class RunMode:
     """How both sides run: in training mode or not, with which random numbers, in which dtype, and with an objective
-    made of the outputs instead of the loss. `apart`: each microbatch has a model of its own."""
+    computed from the outputs instead of the loss. `apart`: each microbatch has its own model."""
 
     training: bool = True
     draws: str = ""
@@ -58,8 +58,8 @@ class Side:
 
 @dataclass
 class WholeFound:
-    """What was compared: how many losses and gradients; `missing` is what was not, `moving` what counts as gradient
-    accumulation."""
+    """The result: how many losses and gradients were compared; `missing` is what was not, `moving` what counts as
+    gradient accumulation."""
 
     losses: int = 0
     gradients: int = 0
@@ -68,9 +68,9 @@ class WholeFound:
 
 
 class WholeBatch:
-    """Compares copies that `make(dtype)` makes of the unsplit model; `draws` is whether it draws random numbers.
+    """Compares copies of the unsplit model, created by `make(dtype)`; `draws` is whether it draws random numbers.
 
-    `note` is called now and then, and `differs` when something seems to differ, before it is compared in other ways.
+    `note` is called regularly, and `differs` when something seems to differ, before it is compared in other ways.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class WholeBatch:
     def compare(self, batch: Batch, weights: Weights, has_auxiliary: bool, units: Sequence[str]) -> WholeFound:
         """Compare loss and gradients of `batch` with those of its microbatches, whose losses have these weights.
 
-        `has_auxiliary` is whether a part of the loss is made of what layers leave aside (router logits), which is
-        computed per microbatch: the outputs are compared where the loss differs. Raises Coupled.
+        `has_auxiliary` is whether a part of the loss comes from side outputs of layers (router logits), which are
+        computed per microbatch: the outputs are compared if the loss differs. Raises Coupled.
         """
         self.parts = copied_microbatches(batch, len(weights.shares))
         self.batch, self.weights, self.units, self.found = batch, weights, units, WholeFound()
@@ -100,7 +100,7 @@ class WholeBatch:
         return self.found
 
     def compare_outputs(self, batch: Batch, m: int, units: Sequence[str] = ()) -> WholeFound:
-        """Compare outputs, and gradients of an objective made of them, where the loss of microbatches is not known."""
+        """Compare outputs, and gradients of an objective computed from them, if the loss of microbatches is unknown."""
         self.parts, self.batch, self.units, self.found = copied_microbatches(batch, m), batch, units, WholeFound()
         self.weights = Weights([1.0] * len(self.parts))
         if batch.rows < 2:
@@ -110,7 +110,7 @@ class WholeBatch:
         return self.found
 
     def _by_outputs(self) -> str:
-        """What differs in the outputs; "" if they are alike, or have none by sample."""
+        """The difference in the outputs; "" if they are equal, or have none by sample."""
         self.chosen = self._choose()
         if not any(self.chosen):
             self.found.missing = "it returns no outputs by sample"
@@ -118,7 +118,7 @@ class WholeBatch:
         return self._differences(RunMode(draws=SHARED if self.draws else "", by_outputs=True))
 
     def _differences(self, way: RunMode) -> str:
-        """Try one way after another, until both sides are alike."""
+        """Try one mode after another, until both sides are equal."""
         why = self._attempt(way)
         if why and not way.draws:
             why = self._attempt(replace(way, draws=SHARED))
@@ -146,7 +146,7 @@ class WholeBatch:
         return ""
 
     def _attempt(self, way: RunMode) -> str:
-        """What differs, in fp64 too: rounding shrinks with the precision, a dependence of samples does not."""
+        """The difference, in fp64 too: rounding shrinks with the precision, a dependence of samples does not."""
         try:
             why = self._once(way)
         except (Unproven, NoLoss):
@@ -166,8 +166,8 @@ class WholeBatch:
             return why
 
     def _once(self, way: RunMode) -> str:
-        """What differs between both sides; what a microbatch leaves on the model is there for the next, if that makes
-        no difference, or is the same whatever samples it had."""
+        """The difference between both sides; state that a microbatch leaves on the model is there for the next, if it
+        makes no difference, or does not depend on the samples."""
         self.way = way
         draws = _draws_of(way)
         whole = self._side(way, [self.batch], Weights([1.0]), draws)
@@ -186,7 +186,7 @@ class WholeBatch:
         return ""
 
     def _is_carried(self, way: RunMode) -> bool:
-        """Whether the second microbatch gives something else after other samples than the first microbatch's."""
+        """Whether the second microbatch gives another result after other samples than the first microbatch's."""
         first, second = self.parts[:2]
         other = second.take(torch.arange(first.rows) % second.rows)
         after, expected = (
@@ -226,14 +226,14 @@ class WholeBatch:
 
     @contextlib.contextmanager
     def _steady(self) -> Iterator[None]:
-        """Inside, batch norms of no running statistics do not mix samples."""
+        """Inside, batch norms without running statistics do not mix samples."""
         norms = _Norms()
         with norms:
             yield
         self.normalized |= norms.met
 
     def _objective(self, output: Any, inputs: Any) -> Tensor:
-        """Something that depends on all outputs, and is a sum over the samples."""
+        """An objective that depends on all outputs, and is a sum over the samples."""
         leaves = outputs_of(output)
         terms = [
             (leaf.nan_to_num(0.0, 0.0, 0.0) + PHASE).sin().sum() / count
@@ -243,7 +243,7 @@ class WholeBatch:
         return torch.stack(terms).sum() if terms else torch.zeros(())
 
     def _choose(self) -> list[int]:
-        """The elements of each output, 0 for what the microbatches' ones do not make together."""
+        """The elements of each output, 0 if the outputs of microbatches do not add up to it."""
         self.chosen = []
         sizes = [self._sizes(batch) for batch in (self.batch, *self.parts)]
         if len({len(one) for one in sizes}) > 1:
@@ -259,7 +259,7 @@ class WholeBatch:
             return [leaf.numel() for leaf in outputs_of(batch.call(own.model))]
 
     def _unlike(self, whole: Side, parts: Side, way: RunMode) -> str:
-        """What differs; nothing is counted if anything does."""
+        """The difference; if there is one, nothing is counted."""
         short = 8 * max(torch.finfo(whole.dtype).eps, 0.0)
         floor = 1.0 if way.by_outputs else LOSS_FLOOR
         if not abs(whole.loss - parts.loss) <= max(LOSS[way.dtype], short) * max(abs(whole.loss), floor):
@@ -318,8 +318,8 @@ class WholeBatch:
 
     @contextlib.contextmanager
     def _run(self, way: RunMode, batch: Batch, start: int, draws: SharedDraws) -> Iterator[Batch]:
-        """Around a run of these samples, the first of which is number `start` of all: they are in the way's dtype, and
-        draw random numbers of their own."""
+        """Around a run of these samples, the first of which is number `start` of all: they have the mode's dtype, and
+        use their own random numbers."""
         typed = batch.map(lambda path, leaf, dim: _cast(leaf, way.dtype)) if way.dtype is not None else batch
         around = draws.of(range(start, start + batch.rows)) if way.draws else contextlib.nullcontext()
         randomness = Randomness(self.device)
@@ -332,7 +332,7 @@ class WholeBatch:
 
 
 class _Norms(TorchFunctionMode):
-    """F.batch_norm as in evaluation mode: by running statistics, or none."""
+    """F.batch_norm as in evaluation mode: with running statistics, or none."""
 
     met = False
 
@@ -352,7 +352,7 @@ class _Norms(TorchFunctionMode):
 
 
 class _Constant(SharedDraws):
-    """Random numbers that are the same for all samples: the differences that are left are the model's own."""
+    """Random numbers that are the same for all samples: any remaining difference is the model's own."""
 
     def drawn(self, func: Any, tensor: Tensor) -> None:
         name = str(func)
@@ -387,7 +387,7 @@ def has_statistics(module: nn.Module) -> bool:
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """Whether it drops activations, or paths, at random, and does nothing else."""
+    """Whether it randomly drops activations or paths, and does nothing else."""
     return "drop" in type(module).__name__.lower() and not any(True for _ in module.parameters())
 
 
@@ -397,7 +397,7 @@ def outputs_of(output: Any) -> list[Tensor]:
 
 
 def is_another(whole: Tensor, parts: Sequence[Any], dtype: torch.dtype | None) -> bool:
-    """Whether parts that make the whole by one dimension have other values."""
+    """Whether parts that add up to the whole in one dimension have other values."""
     if not whole.is_floating_point() or any(part.ndim != whole.ndim for part in parts):
         return False
     dims = [dim for dim, count in enumerate(whole.shape) if any(part.shape[dim] != count for part in parts)]
@@ -412,7 +412,7 @@ def _cast(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _add_gradients(gradients: dict[str, Tensor | None], reference: Reference) -> None:
-    """Add up what a model's parameters, and those that its optimizer trains beside them, have got."""
+    """Sum the gradients of a model's parameters, and of the other tensors that its optimizer trains."""
     named = dict(reference.model.named_parameters())
     named |= {f"parameter {k} of the optimizer": one for k, one in enumerate(reference.own.foreign())}
     for name, parameter in named.items():
