@@ -170,7 +170,7 @@ def slices(layers: int, hidden: int, length: int, rounds: int, device: torch.dev
 
 def report(found: Sequence[Measured], console: Console) -> None:
     for part in dict.fromkeys(each.part for each in found):
-        table = Table("", "ms a step", "quartiles", "of the plain loop's", "GB a step", "gradients", title=part)
+        table = Table("", "ms a step", "quartiles", "relative to the plain loop", "GB a step", "gradients", title=part)
         group = [each for each in found if each.part == part]
         first = group[0]
         for each in group:
