@@ -26,6 +26,7 @@ ELSEWHERE = {  # rows of docs/exact.md whose remedy another test executes
     "your own code that multiplies gradients": "test_updates.py::test_a_norm_of_ones_own_is_refused",
     "noise on gradients": "test_updates.py::test_noise_that_is_drawn_in_turn_is_refused",
     "one number that your loop computes": "test_coupling.py::test_what_is_reduced_over_all_ranks_is_not_warned_of",
+    "gradients that one rank alone drops": "test_updates.py::test_gradients_that_one_rank_drops_are_warned_of",
     "a mode or a coefficient in the batch": "test_hunt.py::test_hunted",
     "a learning rate, momentum or another option": "test_updates.py::test_groups_of_a_stage_and_schedules_are_exact",
     "activation checkpoints of your own": "engine/test_wrapped_models.py::test_no_cut_falls_inside_of_a_checkpoint",

@@ -346,6 +346,46 @@ def test_options_that_differ_between_ranks_are_refused(pool: Pool) -> None:
     pool.run(replicas_of_one_stage, 2, timeout=120)
 
 
+def alone(what: str) -> list[str]:
+    """What is told of a loop whose first rank drops gradients in step 4 before its update, or keeps them after it."""
+    told, sides = listening(), Sides({}, sgd)
+    for step in range(6):
+        sides.split_loss(sides.batches(step))
+        is_alone = step == 4 and dist.get_rank() == 0
+        if is_alone and what == "drops":
+            sides.optimizer.zero_grad()
+        sides.optimizer.step()
+        if not (is_alone and what == "keeps"):
+            sides.optimizer.zero_grad()
+    return [text for text in told if "gradients were dropped (zero_grad) on only one of rank 0" in text]
+
+
+def skips_together(freezes: bool) -> list[str]:
+    """By the norm of the whole model; `freezes`: one stage has no gradients."""
+    told, sides = listening(), Sides({}, sgd)
+    for model in sides.both:
+        model.embed.requires_grad_(not freezes)
+        model.layers[:2].requires_grad_(not freezes)
+    norms = []
+    for step in range(6):
+        sides.train(sides.batches(step))
+        norms.append(sides.optimizer.get_grad_norm())
+        if step == 5 or norms[-1] < max(norms):
+            sides.step()
+        elif step % 2:
+            for optimizer in (sides.reference, sides.optimizer):
+                optimizer.zero_grad()
+    return sides.done() + [text for text in told if "gradients were dropped" in text]
+
+
+def test_gradients_that_one_rank_drops_are_warned_of(pool: Pool) -> None:
+    """A loop that dropped gradients where the norm of its own stage was large trained the stages on other batches, from
+    the fourth update on silently."""
+    assert all(any(pool.run(alone, 2, what, timeout=120)) for what in ("drops", "keeps"))
+    for freezes in (False, True):
+        assert pool.run(skips_together, 2, freezes, timeout=120) == [[], []]
+
+
 def groups(model: Any) -> torch.optim.Optimizer:
     """Layer decay: a group is on one stage, and empty on the other."""
     parts = [model.embed, *model.layers, model.head]

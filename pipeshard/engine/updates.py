@@ -56,7 +56,9 @@ class Told(NamedTuple):
     by a digest of the names in the group, and `options` the current ones; `factor` is that of the gradients
     (None: changed otherwise, or there are none), `before` the latest other than 1 of earlier updates, and `norm` that
     of the gradients times the factor, if it is known. `found` is what a loop has written that is of one stage, and
-    `numbered`, by parameter, numbers that it has written with after it has read several (engine/coupling.py)."""
+    `numbered`, by parameter, numbers that it has written with after it has read several (engine/coupling.py). `dropped`
+    has for each update since the last step, and for now, whether the gradients of that step were gone, and `is_graded`
+    whether there were any."""
 
     used: dict[str, dict[str, Any]]
     options: dict[str, dict[str, Any]]
@@ -65,6 +67,8 @@ class Told(NamedTuple):
     norm: float | None
     found: str
     numbered: dict[str, list[float]]
+    dropped: tuple[bool, ...]
+    is_graded: bool
 
 
 class Snapshot:
@@ -141,6 +145,8 @@ class Updates:
         self.optimizers: list[weakref.ref[Grouped]] = []
         self.count = 0
         self.found, self.numbered = "", dict[str, set[float]]()
+        self._graded: list[Tensor] = []  # the parameters to which the last step has given gradients
+        self._dropped: tuple[bool, ...] = ()  # at each update since
         self._added: Snapshot | None = None  # the gradients as the last step has left them
         self._given: Snapshot | None = None  # as the inner optimizer got them, before hooks of its step
         self._samples = False  # whether a loop has changed gradients
@@ -161,8 +167,9 @@ class Updates:
 
     def added(self, parameters: Iterable[Tensor]) -> None:
         """A step has computed the gradients of these."""
-        self.found, self.numbered = "", {}
+        self.found, self.numbered, self._dropped = "", {}, ()
         if self.grid.size > 1:
+            self._graded = [parameter for parameter in parameters if parameter.grad is not None]
             self._added = Snapshot(parameters, self._samples or self.count < FIRST)
 
     def judge(self) -> None:
@@ -187,6 +194,7 @@ class Updates:
         self._told = self._factor if has_gradients else None  # a stage that is frozen has none to multiply
         self._factor = 1.0
         self._stepped = self._options()
+        self._dropped = self._drops
         is_first = self.is_compared
         self.count += 1
         if is_first:
@@ -207,7 +215,7 @@ class Updates:
         written differently than one process would, and the last update's factor, for the first message of a step."""
         used = self._digest_of(self._stepped)  # mostly what was set at the last step, whose digest is known
         now = self._digest_of(self._options())
-        written = zlib.crc32(repr((self.found, self._numbers)).encode())
+        written = zlib.crc32(repr((self.found, self._numbers, self._drops)).encode())
         return (used * ODD + now + written) % 2**BITS, OTHER if self._told is None else round(self._told * ONE)
 
     def _digest_of(self, options: tuple[Any, ...]) -> int:
@@ -235,7 +243,7 @@ class Updates:
         """Raise UsageError on every rank if ranks would update their parameters differently than one device would. Call
         it on all ranks."""
         used, now = self._by_group(self._stepped), self._by_group(self._options())
-        own = used, now, self._told, self._before, norm, self.found, self._numbers
+        own = used, now, self._told, self._before, norm, self.found, self._numbers, self._drops, bool(self._graded)
         told = [Told(*others) for others in gather_objects(own, self.grid.world)]
         for options in ([each.used for each in told], [each.options for each in told]):
             if problem := options_problem(options, self.grid.named):
@@ -249,12 +257,20 @@ class Updates:
         self._warned |= differ
 
     @property
+    def _drops(self) -> tuple[bool, ...]:
+        """Where there were no gradients, those of a rank whose loop has them until its update."""
+        has_updated = bool(self._dropped)
+        is_gone = all(parameter.grad is None for parameter in self._graded) if self._graded else has_updated
+        return *self._dropped, is_gone
+
+    @property
     def _numbers(self) -> dict[str, list[float]]:
         return {name: sorted(values) for name, values in self.numbered.items()}
 
     def _warn_of(self, told: Sequence[Told]) -> None:
         """Tell once of what a loop has written that is of one stage."""
-        found = next((each.found for each in told if each.found), "") or numbers_problem(told, self.grid.named)
+        found = next((each.found for each in told if each.found), "")
+        found = found or numbers_problem(told, self.grid.named) or drops_problem(told, self.grid.named)
         if found and not self._has_found and self.grid.first:
             logger.warning("%s", found)
         self._has_found |= bool(found)
@@ -283,6 +299,10 @@ WARNED = (
     "That is exact if the factors are constants of your own, and wrong if they are taken from a norm of the gradients, "
     "which on a rank is that of one stage: use PipelinePlugin(max_norm=...), optimizer.clip_grad_by_norm(max_norm) or "
     "optimizer.get_grad_norm()"
+)
+TOGETHER = (
+    "That trains the stages differently: call optimizer.zero_grad() on every rank, and decide by what all ranks have: "
+    "the loss that execute_pipeline returns, or optimizer.get_grad_norm(), which every rank has to call"
 )
 NUMBERED = (
     "That is exact if these numbers are constants of your own, and wrong if they are computed from gradients or "
@@ -313,6 +333,15 @@ def options_problem(told: Sequence[Mapping[str, Mapping[str, Any]]], named: Any)
                     "rank has to call, or a value that you broadcast"
                 )
     return ""
+
+
+def drops_problem(told: Sequence[Told], named: Any) -> str:
+    """Whether a rank has dropped its gradients, or kept them, where another one has not; "" if none has."""
+    having = [(rank, each.dropped) for rank, each in enumerate(told) if each.is_graded]
+    other = next((rank for rank, dropped in having if dropped != having[0][1]), None)
+    if other is None:
+        return ""
+    return f"gradients were dropped (zero_grad) on only one of {named(having[0][0])} and {named(other)}. {TOGETHER}"
 
 
 def numbers_problem(told: Sequence[Told], named: Any) -> str:

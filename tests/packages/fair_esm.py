@@ -48,7 +48,11 @@ def esm1(arch: str, alphabet: str) -> nn.Module:
         final_bias=True,
         logit_bias=True,
     )
-    return ProteinBertModel(options, Alphabet.from_architecture(alphabet))
+    model = ProteinBertModel(options, Alphabet.from_architecture(alphabet))
+    for name, buffer in model.named_buffers():
+        if name.endswith("_float_tensor"):
+            buffer.zero_()  # it has whatever its memory had
+    return model
 
 
 def alignment() -> nn.Module:
