@@ -148,7 +148,7 @@ class Coupling(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, OpOverload):
+        if torch.compiler.is_compiling() or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         drawn = self._stream(args, kwargs) if draws(func, args, kwargs) else NOTHING
         result = func(*args, **kwargs)
@@ -258,6 +258,6 @@ class Readers(TorchFunctionMode):
         self._coupling = coupling
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READERS:
+        if not torch.compiler.is_compiling() and func in READERS:
             self._coupling.read(self._coupling._of(args[:1]))
         return func(*args, **(kwargs or {}))
