@@ -6,6 +6,7 @@ tests each meaning that is relied on, and refuses any other private name in the 
 most one file.
 """
 
+import gc
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -67,20 +68,28 @@ def enter_below(*modes: TorchDispatchMode | TorchFunctionMode) -> None:
     """Enter modes beneath those that are entered now, so that these may be left before or after them. They have no part
     in what is compiled meanwhile."""
     for mode in modes:
-        stack = _stack(mode)
-        above = [stack.pop() for _ in range(stack.size())]
-        for each in (mode, *reversed(above)):
-            stack.push(each)
+        _rearrange(mode, is_entered=True)
 
 
 def leave_below(*modes: TorchDispatchMode | TorchFunctionMode) -> None:
     """Leave them again, if they are entered in this thread."""
     for mode in modes:
-        stack = _stack(mode)
+        _rearrange(mode, is_entered=False)
+
+
+def _rearrange(mode: TorchDispatchMode | TorchFunctionMode, is_entered: bool) -> None:
+    """Put a mode beneath the others, or take it out. Garbage is not collected meanwhile: a finalizer that leaves a mode
+    would find only some of them."""
+    stack, collects = _stack(mode), gc.isenabled()
+    gc.disable()
+    try:
         above = [stack.pop() for _ in range(stack.size())]
-        for each in reversed(above):
-            if each is not mode:
+        for each in ([mode] if is_entered else []) + above[::-1]:
+            if each is not mode or is_entered:
                 stack.push(each)
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Stack(NamedTuple):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import weakref
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from pipeshard.split.materialize import is_released
 from tests.hunt.loops import Sides
@@ -329,6 +332,26 @@ def test_what_is_computed_for_each_parameter_alone_is_not_warned_of(pool: Pool, 
 def test_what_is_reduced_over_all_ranks_is_not_warned_of(pool: Pool) -> None:
     """What the warning tells a loop to do must not be warned of in turn."""
     assert pool.run(warnings, 2, "reduced", {}, timeout=120) == [[], []]
+
+
+def left_after_a_model() -> list[Any]:
+    """What is there of a model that has been deleted in the updates that are watched."""
+    sides = Sides({}, momentum, verify=False)
+    trains(sides, 0)
+    update(sides)
+    model, during = weakref.ref(sides.model), len(entered_modes())
+    del sides
+    gc.collect()
+    return [during, model(), *entered_modes()]
+
+
+def entered_modes() -> list[Any]:
+    return _get_current_dispatch_mode_stack()
+
+
+def test_a_model_that_is_deleted_ends_its_watch(pool: Pool) -> None:
+    """The mode kept the model alive, and slowed down every operator of the process from then on."""
+    assert pool.run(left_after_a_model, 2) == [[1, None], [1, None]]
 
 
 LOOPS = COUPLED | ALONE | {"reduced": reduced}

@@ -22,6 +22,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 CLEAN, POLLUTED = b"clean", b"polluted"  # how a worker is after a job
 SETTLE = 0.3  # seconds in which ranks that fail together do so before the first of them leaves
@@ -80,6 +82,8 @@ def serve(connection: Connection, log: str) -> None:
                     _leave()
             connection.recv_bytes()
             _leave()
+            if _state() != state:
+                gc.collect()  # what is installed for a model ends with it
             connection.send_bytes(CLEAN if _state() == state else POLLUTED)
 
 
@@ -89,7 +93,9 @@ def _state() -> tuple[Any, ...]:
     settings = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()
     hooks = [len(hooks) for hooks in vars(nn.modules.module).values() if isinstance(hooks, OrderedDict)]
     patches = len(mock._patch._active_patches)  # type: ignore[attr-defined]
-    return torch.get_default_dtype(), str(torch.get_default_device()), modes, settings, hooks, patches, os.getcwd()
+    entered = len(_get_current_dispatch_mode_stack()), len(_get_current_function_mode_stack())
+    default = torch.get_default_dtype(), str(torch.get_default_device())
+    return *default, modes, settings, hooks, patches, entered, os.getcwd()
 
 
 def class_name(cls: type) -> str:

@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,8 +47,12 @@ class Progress:
         self.history: deque[tuple[float, Action | str]] = deque(maxlen=50)
         self.waits: Sequence[int] = ()
         self.since, self.longest = time.monotonic(), 0.0
-        self.model: nn.Module | None = None  # whose modules' names errors tell
-        self.chunks: Sequence[int] = ()  # the stages of this process
+        self._model: Callable[[], nn.Module | None] = lambda: None  # not kept alive
+        self._chunks: Sequence[int] = ()
+
+    def begin(self, model: nn.Module, chunks: Sequence[int]) -> None:
+        """From now on a model runs, of which this process has these stages. Errors name its modules."""
+        self._model, self._chunks = weakref.ref(model), chunks
 
     def start(self, action: Action | str) -> None:
         """The next action of a step, from the schedule or not."""
@@ -96,15 +101,16 @@ class Progress:
         if self.action is None or isinstance(self.action, str):
             return ", ".join(filter(None, [self.call, self.action]))
         kind, i, stage = self.action
-        chunk = f", chunk {list(self.chunks).index(stage)}" if len(self.chunks) > 1 and stage in self.chunks else ""
+        chunk = f", chunk {list(self._chunks).index(stage)}" if len(self._chunks) > 1 and stage in self._chunks else ""
         what = f"{COMPUTES[kind]} of microbatch {i} on stage {stage}{chunk}" if kind.is_compute else f"microbatch {i}"
         return f"{self.call}, {self.action} ({what})"
 
     def module(self, frames: Iterable[FrameType]) -> str:
         """The name of the innermost module whose code runs in these frames (outermost first); "" for none."""
-        if self.model is None:
+        model = self._model()
+        if model is None:
             return ""
-        names = {id(module): name for name, module in self.model.named_modules() if name}
+        names = {id(module): name for name, module in model.named_modules() if name}
         found = [names[id(frame.f_locals.get("self"))] for frame in frames if id(frame.f_locals.get("self")) in names]
         return found[-1] if found else ""
 

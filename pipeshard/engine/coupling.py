@@ -6,6 +6,7 @@ some updates all operators of the loop pass a mode, which carries the names of p
 gradients to what is computed from these.
 """
 
+import weakref
 from bisect import bisect, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,14 +46,11 @@ Source = str | Stream | Number  # a parameter by its name
 NOTHING: frozenset[Source] = frozenset()
 
 
-class Coupling(DispatchMode):
+class Coupling:
     """Watches a loop between the calls of pipeshard, in the first updates of a model and in those whose number is a
-    power of two. Tags belong to storages, as in a trace (graph/taint.py)."""
-
-    supports_higher_order_operators = True
+    power of two. Tags belong to storages, as in a trace (graph/taint.py). A model that is deleted ends its watch."""
 
     def __init__(self, weights: Mapping[str, MasterWeight], names: Mapping[Any, str], updates: Updates) -> None:
-        super().__init__()
         self._weights, self._names, self._updates, self._grid = weights, names, updates, updates.grid
         self._starts: dict[int, list[int]] = {}  # of the gradients in one memory, as replicas have them
         self._tags: dict[tuple[int, int], tuple[StorageWeakRef, frozenset[Source]]] = {}
@@ -62,7 +60,8 @@ class Coupling(DispatchMode):
         self._read, self._has_read = set[str](), False  # in Python; whether it is a part of several stages
         self._streams: dict[int, int] = {}  # by generator
         self._drawn = 0
-        self._readers = Readers(self)
+        self._modes = Operators(self), Readers(self)
+        weakref.finalize(self, leave_below, *self._modes).atexit = False
         self._is_watching, self._calls = False, 0
 
     @contextmanager
@@ -94,14 +93,14 @@ class Coupling(DispatchMode):
         for name, tensor in self._places():
             self._set(tensor, frozenset({name}))
         self._is_watching = True
-        enter_below(self, self._readers)
+        enter_below(*self._modes)
 
     def end(self) -> None:
         """The loop calls pipeshard: tell the Updates what it has written."""
         if not self._is_watching:
             return
         self._is_watching = False
-        leave_below(self, self._readers)
+        leave_below(*self._modes)
         drawn: dict[Stream, set[str]] = {}
         for name, tensor in self._places():
             tags = self._of([tensor])
@@ -146,10 +145,8 @@ class Coupling(DispatchMode):
         rest = (name for name in self._elsewhere - names if f"{name}.".startswith(f"{module}." if module else ""))
         return min(rest, default=None)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or not isinstance(func, OpOverload):
-            return func(*args, **kwargs)
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator of the loop, and follow what it reads and writes."""
         drawn = self._stream(args, kwargs) if draws(func, args, kwargs) else NOTHING
         result = func(*args, **kwargs)
         inputs = [*args, *kwargs.values()]
@@ -175,7 +172,7 @@ class Coupling(DispatchMode):
         packet, overwrites = func._overloadpacket, func._overloadpacket in OVERWRITING
         tags = self._of(tensors_in(inputs[overwrites:]))
         if packet in SCALAR:
-            self.read(tags)
+            self._read_tags(tags)
         numbers = [] if "norm" in func.name() else [float(each) for each in inputs if self._is_number(each)]
         if self._has_read:
             tags |= set(map(Number, numbers))
@@ -192,7 +189,11 @@ class Coupling(DispatchMode):
             return is_single and not self._of([value])
         return isinstance(value, float)
 
-    def read(self, tags: frozenset[Source]) -> None:
+    def read_by(self, tensors: Iterable[Tensor]) -> None:
+        """Python reads these tensors."""
+        self._read_tags(self._of(tensors))
+
+    def _read_tags(self, tags: frozenset[Source]) -> None:
         """Python sees a value with these tags."""
         names = {tag for tag in tags if isinstance(tag, str)}
         if not self._has_read and not names <= self._read:
@@ -235,19 +236,35 @@ class Coupling(DispatchMode):
 
 
 REMEDY = (
-    "Add the number up over the ranks with torch.distributed.all_reduce, each tied weight once, take a norm from "
-    "optimizer.get_grad_norm(), which every rank has to call, or compute it for each parameter alone"
+    "Sum the value over the ranks with torch.distributed.all_reduce, each tied weight once, use "
+    "optimizer.get_grad_norm() on every rank, or compute a separate value for each parameter"
 )
 COUPLED = (
-    "{name} was changed in the training loop on {rank} by what was computed from it and {other} together, but without "
-    "{rest}, which another rank holds. Other ranks compute other values, so the model is not trained as in one "
-    f"process. {REMEDY}"
+    "The training loop changed {name} on {rank} with a value that it computed from {name} and {other}, but not from "
+    "{rest}, which another rank holds. Each rank computes a different value, so training differs from one process. "
+    f"{REMEDY}"
 )
 DRAWN = (
-    "{name} was changed in the training loop on {rank} by random numbers that it draws for one parameter after the "
-    "other, but not for {rest}, which another rank holds, so the parameters get other numbers than in one process. "
-    "Draw for each parameter from a torch.Generator().manual_seed(...) of its own, seeded by its name and the step"
+    "The training loop changed {name} on {rank} with random numbers that it generates for one parameter after another, "
+    "but not for {rest}, which another rank holds. So the parameters get other numbers than in one process. Create a "
+    "torch.Generator().manual_seed(...) for each parameter, seeded by its name and the step"
 )
+
+
+class Operators(DispatchMode):
+    """Passes each operator of a loop to its Coupling, which it does not keep alive."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, coupling: Coupling) -> None:
+        super().__init__()
+        self._coupling = weakref.ref(coupling)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        coupling, kwargs = self._coupling(), kwargs or {}
+        if coupling is None or torch.compiler.is_compiling() or not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        return coupling.run(func, args, kwargs)
 
 
 class Readers(TorchFunctionMode):
@@ -255,9 +272,10 @@ class Readers(TorchFunctionMode):
 
     def __init__(self, coupling: Coupling) -> None:
         super().__init__()
-        self._coupling = coupling
+        self._coupling = weakref.ref(coupling)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not torch.compiler.is_compiling() and func in READERS:
-            self._coupling.read(self._coupling._of(args[:1]))
+        coupling = self._coupling()
+        if coupling is not None and func in READERS and not torch.compiler.is_compiling():
+            coupling.read_by(args[:1])
         return func(*args, **(kwargs or {}))

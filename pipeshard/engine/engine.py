@@ -236,7 +236,7 @@ class Pipeline:
         weight: float = 1.0,
     ) -> dict[str, Any]:
         """One step, forward and (if `train`) backward; see PipelinePlugin.execute_pipeline."""
-        own_progress().model, own_progress().chunks = self.model, self.policy.chunks
+        own_progress().begin(self.model, self.policy.chunks)
         criterion = criterion if criterion is not None else self.criterion
         refuse_criterion(criterion, self.model)
         self.refuse_blank()

@@ -46,7 +46,7 @@ class Generation:
             )
         pipeline.refuse_blank()
         pipeline.gradients.settle()
-        own_progress().model, own_progress().chunks = pipeline.model, pipeline.policy.chunks
+        own_progress().begin(pipeline.model, pipeline.policy.chunks)
         own_progress().in_flight = pipeline.grid.size > 1
         self._share_generators()
         pipeline.policy.replace_forward()
