@@ -63,6 +63,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     import chart
     from models import make_folder
     from pipeshard import PipelinePlugin, plan
+    from pipeshard.planner.models import QUANTIZATIONS
     from pipeshard.trainer import pipelined
 
     class Sft(SFTTrainer):
@@ -102,10 +103,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
     )
 
     def load(quantize: str | None) -> Any:
-        """The model on meta: whole in no process."""
-        four = {"load_in_4bit": True, "bnb_4bit_quant_type": quantize, "bnb_4bit_use_double_quant": True}
-        bits = {"load_in_8bit": True} if quantize == "int8" else four
-        packing = {"quantization_config": BitsAndBytesConfig(**bits)} if quantize else {}
+        """The model on meta. No process holds all of it."""
+        packing = {"quantization_config": BitsAndBytesConfig(**QUANTIZATIONS[quantize])} if quantize else {}
         return PipelinePlugin.from_pretrained(AutoModelForCausalLM, folder, dtype=torch.float32, **packing)
 
     trainer = pipelined(Sft)(

@@ -301,13 +301,13 @@ WARNED = (
     "optimizer.get_grad_norm()"
 )
 TOGETHER = (
-    "That trains the stages differently: call optimizer.zero_grad() on every rank, and decide by what all ranks have: "
-    "the loss that execute_pipeline returns, or optimizer.get_grad_norm(), which every rank has to call"
+    "Stages then train differently. Call optimizer.zero_grad() on every rank. If the decision depends on a value, use "
+    "one that all ranks have: the loss that execute_pipeline returns, or optimizer.get_grad_norm() on every rank"
 )
 NUMBERED = (
-    "That is exact if these numbers are constants of your own, and wrong if they are computed from gradients or "
-    "weights, which on a rank are those of one stage: add them up over the ranks with torch.distributed.all_reduce, or "
-    "take a norm from optimizer.get_grad_norm()"
+    "This is exact if these numbers are constants, and wrong if the loop computes them from gradients or weights, "
+    "because a rank only has those of its stage. Sum them over the ranks with torch.distributed.all_reduce, or use "
+    "optimizer.get_grad_norm()"
 )
 
 DRAWN = (

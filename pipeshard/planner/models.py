@@ -26,7 +26,7 @@ from pipeshard.split.quantized import quantize_blank
 DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # What a config without an architecture is taken for, the first that it can be.
 TASKS = ("CausalLM", "ImageTextToText", "ImageClassification", "CTC", "SequenceClassification")
-# What `quantize` packs a base in; scales are quantized too, as examples/sft.py has them.
+# The arguments of BitsAndBytesConfig for each value of `quantize`.
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},

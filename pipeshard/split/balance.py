@@ -1,4 +1,4 @@
-"""Balance: how many consecutive calls each stage gets, so that no stage, or in a V no rank, is slower than needed."""
+"""Balance: assigns consecutive unit calls to stages, so that the slowest stage (in a V: the slowest rank) is fast."""
 
 import itertools
 import math
