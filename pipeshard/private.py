@@ -6,7 +6,6 @@ tests each meaning that is relied on, and refuses any other private name in the 
 most one file.
 """
 
-import gc
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -77,19 +76,18 @@ def leave_below(*modes: TorchDispatchMode | TorchFunctionMode) -> None:
         _rearrange(mode, is_entered=False)
 
 
+def modes_entered() -> list[TorchDispatchMode | TorchFunctionMode]:
+    """The modes that are entered in this thread."""
+    return [*of_dispatch._get_current_dispatch_mode_stack(), *overrides._get_current_function_mode_stack()]
+
+
 def _rearrange(mode: TorchDispatchMode | TorchFunctionMode, is_entered: bool) -> None:
-    """Put a mode beneath the others, or take it out. Garbage is not collected meanwhile: a finalizer that leaves a mode
-    would find only some of them."""
-    stack, collects = _stack(mode), gc.isenabled()
-    gc.disable()
-    try:
-        above = [stack.pop() for _ in range(stack.size())]
-        for each in ([mode] if is_entered else []) + above[::-1]:
-            if each is not mode or is_entered:
-                stack.push(each)
-    finally:
-        if collects:
-            gc.enable()
+    """Put a mode beneath the others, or take it out."""
+    stack = _stack(mode)
+    above = [stack.pop() for _ in range(stack.size())]
+    for each in ([mode] if is_entered else []) + above[::-1]:
+        if each is not mode or is_entered:
+            stack.push(each)
 
 
 class _Stack(NamedTuple):
@@ -177,6 +175,7 @@ __all__ = [
     "is_namedtuple_instance",
     "keystr",
     "leave_below",
+    "modes_entered",
     "nccl_options",
     "profiler_is_enabled",
     "register_pytree_node",

@@ -22,8 +22,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from pipeshard.private import leave_below, modes_entered
 
 CLEAN, POLLUTED = b"clean", b"polluted"  # how a worker is after a job
 SETTLE = 0.3  # seconds in which ranks that fail together do so before the first of them leaves
@@ -82,8 +82,9 @@ def serve(connection: Connection, log: str) -> None:
                     _leave()
             connection.recv_bytes()
             _leave()
-            if _state() != state:
-                gc.collect()  # what is installed for a model ends with it
+            if modes_entered():  # those of a job's models
+                gc.collect()
+                leave_below(*modes_entered())
             connection.send_bytes(CLEAN if _state() == state else POLLUTED)
 
 
@@ -93,9 +94,7 @@ def _state() -> tuple[Any, ...]:
     settings = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()
     hooks = [len(hooks) for hooks in vars(nn.modules.module).values() if isinstance(hooks, OrderedDict)]
     patches = len(mock._patch._active_patches)  # type: ignore[attr-defined]
-    entered = len(_get_current_dispatch_mode_stack()), len(_get_current_function_mode_stack())
-    default = torch.get_default_dtype(), str(torch.get_default_device())
-    return *default, modes, settings, hooks, patches, entered, os.getcwd()
+    return torch.get_default_dtype(), str(torch.get_default_device()), modes, settings, hooks, patches, os.getcwd()
 
 
 def class_name(cls: type) -> str:

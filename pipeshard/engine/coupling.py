@@ -23,7 +23,7 @@ from pipeshard.engine.mixed_precision import MasterWeight
 from pipeshard.engine.updates import FIRST, Updates
 from pipeshard.ghost import Ghost
 from pipeshard.graph.taint import SCALAR, draws, mutated, storage_of, tensors_in
-from pipeshard.private import DispatchMode, OpOverload, enter_below, leave_below
+from pipeshard.private import DispatchMode, OpOverload, enter_below, leave_below, modes_entered
 
 COLLECTIVES = {"c10d", "_c10d_functional"}  # operators after which a number is that of all ranks
 OVERWRITING = {torch.ops.aten.copy_, torch.ops.aten.zero_, torch.ops.aten.fill_}
@@ -60,8 +60,8 @@ class Coupling:
         self._read, self._has_read = set[str](), False  # in Python; whether it is a part of several stages
         self._streams: dict[int, int] = {}  # by generator
         self._drawn = 0
-        self._modes = Operators(self), Readers(self)
-        weakref.finalize(self, leave_below, *self._modes).atexit = False
+        operators = Operators(self)
+        self._modes = operators, Readers(self, operators)
         self._is_watching, self._calls = False, 0
 
     @contextmanager
@@ -93,6 +93,8 @@ class Coupling:
         for name, tensor in self._places():
             self._set(tensor, frozenset({name}))
         self._is_watching = True
+        modes = [mode for mode in modes_entered() if isinstance(mode, Operators | Readers)]
+        leave_below(*(mode for mode in modes if mode.is_over))
         enter_below(*self._modes)
 
     def end(self) -> None:
@@ -260,6 +262,11 @@ class Operators(DispatchMode):
         super().__init__()
         self._coupling = weakref.ref(coupling)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the model has been deleted."""
+        return self._coupling() is None
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         coupling, kwargs = self._coupling(), kwargs or {}
         if coupling is None or torch.compiler.is_compiling() or not isinstance(func, OpOverload):
@@ -268,14 +275,22 @@ class Operators(DispatchMode):
 
 
 class Readers(TorchFunctionMode):
-    """Tells a Coupling what Python reads past torch's operators."""
+    """Tells a Coupling what Python reads past torch's operators. If the model has been deleted, it ends the mode of the
+    operators: a finalizer would have to do so within any operator, which torch does not allow."""
 
-    def __init__(self, coupling: Coupling) -> None:
+    def __init__(self, coupling: Coupling, operators: Operators) -> None:
         super().__init__()
-        self._coupling = weakref.ref(coupling)
+        self._coupling, self._operators = weakref.ref(coupling), operators
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the model has been deleted."""
+        return self._coupling() is None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         coupling = self._coupling()
-        if coupling is not None and func in READERS and not torch.compiler.is_compiling():
+        if coupling is None:
+            leave_below(self._operators)
+        elif func in READERS and not torch.compiler.is_compiling():
             coupling.read_by(args[:1])
         return func(*args, **(kwargs or {}))
