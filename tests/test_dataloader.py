@@ -185,6 +185,7 @@ def flat(batches: Any) -> list[int]:
     return [int(number) for batch in batches for number in batch]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("options", REPLICAS.values(), ids=REPLICAS.keys())
 def test_replicas_together_read_what_one_process_reads(options: dict[str, Any], replicas: int) -> None:
@@ -591,6 +592,7 @@ STREAMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("options", STREAMS.values(), ids=STREAMS.keys())
 def test_a_stream_goes_on_at_every_batch(options: dict[str, Any], replicas: int) -> None:

@@ -99,6 +99,7 @@ def as_alone(name: str, num_microbatches: int | None) -> list[str]:
     return [mode for mode in MODES if not is_same(made[mode], expected[mode], tolerance)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_microbatches", [None, 2])
 @pytest.mark.parametrize(("name", "p"), [("llama-tied", 2), ("t5", 2), ("llama-tied", 3), ("gemma2", 2)])
 def test_tokens_are_those_of_one_process(pool: Pool, name: str, p: int, num_microbatches: int | None) -> None:
@@ -231,6 +232,7 @@ def with_options(options: dict[str, Any]) -> bool:
     return is_same(generated(split, "llama-tied", **GREEDY), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("world", "options"),
     [
@@ -260,6 +262,7 @@ def adapted() -> bool:
     return is_same(generated(boosted(model, "llama-tied"), "llama-tied", **GREEDY), expected)
 
 
+@pytest.mark.turns
 def test_generation_with_adapters(pool: Pool) -> None:
     assert pool.run(adapted, 2) == [True, True]
 
@@ -314,6 +317,7 @@ def without_generators() -> tuple[list[list[int]], list[int]]:
         return own_seeds()
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 def test_mutations_are_seen(pool: Pool) -> None:
     """Lengths of other stages' layers that are missing, and a generator for each rank."""

@@ -71,6 +71,7 @@ def caught(mutation: str, name: str) -> str:
         mock.patch.stopall()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("mutation", "name"), [(m, name) for m, (_, names) in MUTATIONS.items() for name in names])
 def test_what_the_trace_misses_is_caught(pool: Pool, mutation: str, name: str) -> None:
     assert {*pool.run(caught, 2, mutation, name, timeout=120)} <= {"TraceError", "RankError", "not a number"}
@@ -109,6 +110,7 @@ def verdicts(mutation: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mutation", ["nothing left", "one kind", "unreached"])
 def test_what_the_trace_misses_is_no_proof(pool: Pool, mutation: str) -> None:
     """The same is found at boost, with the guards of a step taken out, too."""

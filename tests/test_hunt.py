@@ -31,7 +31,7 @@ def mechanism(name: str) -> tuple[object, ...]:
     return bool(case.refused), case.optimizer, *(function is None for function in functions), *sorted(case.options)
 
 
-@pytest.mark.sampled(45, kind=mechanism)
+@pytest.mark.sampled(30, kind=mechanism)
 @pytest.mark.parametrize("name", CASES)
 def test_hunted(pool: Pool, name: str) -> None:
     case: Case = CASES[name]

@@ -157,6 +157,7 @@ def unfreezes(precision: str, options: dict[str, Any], adds: bool) -> list[str]:
     return wrong
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("precision", "world", "options"),
     [("bf16", 1, {}), ("bf16", 2, {}), ("fp16", 2, {}), ("bf16", 2, {"pp_size": 1, "dp_size": 2, "zero_stage": 1})],

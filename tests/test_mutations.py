@@ -94,6 +94,7 @@ def test_without_a_mutation_nothing_differs(pool: Pool, name: str) -> None:
     assert pool.run(mutated, 3, name, nothing) == [[], [], []]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "mutation", "what"),
     [
@@ -151,6 +152,7 @@ def mutated_replicas(mutation: Callable[[], Any]) -> list[str]:
         return compared(split, unsplit, loss, unsplit.backward(data))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mutation", "what"),
     [

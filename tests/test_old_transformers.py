@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 LACKING = """
 from transformers import cache_utils
 for name in ("DummyLayer", "DynamicIndexedLayer", "LinearAttentionAndFullAttentionLayer",
@@ -21,6 +23,7 @@ except ConfigurationError as error:
 """
 
 
+@pytest.mark.turns
 def test_slices_alone_need_the_caches_of_transformers_5() -> None:
     """With 4.57.6, `import pipeshard` failed for everybody: slices are classes of caches that came later."""
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", LACKING], capture_output=True, text=True, timeout=120)

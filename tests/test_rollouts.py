@@ -155,6 +155,7 @@ def failing(folder: str) -> str:
     return f"{caught.type.__name__}: {caught.value}"
 
 
+@pytest.mark.turns
 def test_a_reward_function_that_fails_ends_every_rank(pool: Pool, tmp_path: Any) -> None:
     """The other ranks would wait for rewards until the timeout."""
     rollouts.base(tmp_path)

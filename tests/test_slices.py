@@ -69,12 +69,14 @@ def trained(name: str, m: int, n: int | str, **options: Any) -> list[str]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("p", [1, 2, 3])
 @pytest.mark.parametrize(("m", "n"), [(1, 2), (1, 8), (2, 3)])
 def test_sliced_model_trains_as_unsplit(pool: Pool, p: int, m: int, n: int) -> None:
     assert pool.run(trained, p, "llama", m, n) == [[]] * p
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -127,6 +129,7 @@ def near(some: list[float], others: list[float], tolerance: float) -> bool:
     return all(abs(one - other) <= tolerance * abs(other) for one, other in zip(some, others, strict=True))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("kind", "world", "tolerance", "options"),
     [
@@ -182,6 +185,7 @@ def test_architecture_in_slices(pool: Pool, name: str) -> None:
     assert [verdict.kind for verdict in pool.run(check_architecture, 1, entry, 2)] == ["close"]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ["doge", "diffllama"])
 def test_attention_that_is_called_otherwise(pool: Pool, name: str) -> None:
     """Doge names its mask, which was an error of every Doge once anything had been sliced; DiffLlama attends to other
@@ -204,6 +208,7 @@ def aux_loss() -> list[str]:
     return compared(split, unsplit, split.backward(data)["loss"], unsplit.backward(data), ROUNDED)
 
 
+@pytest.mark.turns
 def test_auxiliary_loss_of_the_whole_microbatch(pool: Pool) -> None:
     assert pool.run(aux_loss, 2) == [[], []]
 
@@ -239,6 +244,7 @@ def of_class(kind: str) -> str:
     return refused(llama, data, {"input_ids": data["input_ids"], "position_ids": positions, "labels": data["labels"]})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
@@ -379,6 +385,7 @@ def test_slices_keep_what_a_whole_microbatch_keeps(pool: Pool) -> None:
     assert sliced_ <= 1.02 * whole
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mutation", [no_gradients_of_keys, lengths_of_another_layer, slices_in_another_order])
 def test_a_mutation_is_seen(pool: Pool, mutation: Callable[[], Any]) -> None:
     assert any(pool.run(mutated, 2, mutation))

@@ -288,6 +288,7 @@ def test_a_window_s_tokens_are_counted_together(pool: Pool, tmp_path: Path) -> N
     assert differences(found, expected)
 
 
+@pytest.mark.turns
 def test_mutations_of_an_evaluation_are_seen(pool: Pool, tmp_path: Path) -> None:
     """The loss averaged by batches, of which the last is smaller; metrics of the samples of one replica alone."""
     expected = run("smoothed", tmp_path, max_steps=1)

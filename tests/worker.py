@@ -125,6 +125,8 @@ def _attempt(job: Job) -> bytes:
 def _leave() -> None:
     """Leave all groups at the same time, since each waits some 10 ms for each of its connections to close."""
     groups = list(dist.distributed_c10d._world.pg_map)
+    if tensors := sys.modules.get("torch.distributed.tensor.debug"):
+        tensors._clear_sharding_prop_cache()  # whose meshes have the names of these groups
     if dist.is_initialized():
         dist.destroy_process_group()
     threads = [threading.Thread(target=groups.pop) for _ in groups]

@@ -100,6 +100,7 @@ def three_steps(case: str) -> None:
     assert parameter_error(split, unsplit.model) < 1e-5
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("case", "p"), covering(list(CASES), [2, 3], strength=1))
 def test_three_steps(pool: Pool, case: str, p: int) -> None:
@@ -438,6 +439,7 @@ def gathered(split: Split) -> nn.Module:
 MERGED = ["llama", "all-linear", "dora", "copied head", "gpt2", "gemma2", "experts", "t5", "bert", "vit", "ia3"]
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", MERGED)
 def test_merged_weights_are_saved_stage_by_stage(pool: Pool, tmp_path: Path, case: str) -> None:
@@ -488,6 +490,7 @@ def of_folder(folder: Path, case: str) -> list[str]:
     return found if parameter_error(split, unsplit.model) < 1e-5 else [*found, "parameters differ"]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("case", "p"), covering(list(BLANK), [2, 3], strength=1))
 def test_adapters_of_a_model_on_meta_are_those_of_the_loaded_one(pool: Pool, tmp_path: Path, case: str, p: int) -> None:
     """Every process had to load the whole model for its adapters, eight times 141 GB for 70 B on a host."""
@@ -506,6 +509,7 @@ def new_head(folder: Path) -> bool:
     return not heads or (len(heads) == 2 and torch.equal(*heads) and bool(heads[0].any()))
 
 
+@pytest.mark.turns
 def test_a_new_head_is_drawn_once(pool: Pool, tmp_path: Path) -> None:
     base: Any = zoo.build("bert")
     base.base_model.save_pretrained(tmp_path)
@@ -521,6 +525,7 @@ def saved_adapters(folder: Path) -> list[str]:
     return differences(split, unsplit, zoo.batch("llama"))
 
 
+@pytest.mark.turns
 def test_saved_adapters_on_a_model_on_meta(pool: Pool, tmp_path: Path) -> None:
     model = zoo.build("llama")
     model.save_pretrained(tmp_path / "whole")

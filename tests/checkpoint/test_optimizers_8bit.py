@@ -73,6 +73,7 @@ def updated(kind: str, **arguments: Any) -> list[float]:
     return errors
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("p", [2, 3])
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
@@ -98,6 +99,7 @@ def loading(folder: Path, kind: str) -> float:
     return run.step(2)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["adamw", "lion", "adam in 32 bits"])
 def test_another_number_of_stages_loads_the_states(pool: Pool, tmp_path: Path, kind: str) -> None:
     """bitsandbytes has its states in a dict inside of a parameter's: all of them were in the description, which every
@@ -116,6 +118,7 @@ def test_a_state_inside_of_a_tensor_is_damage() -> None:
     assert content_flaw(content | {"state": {"w": state}}, described=False) == "a state of w is inside of another one"
 
 
+@pytest.mark.turns
 def test_replicas_divide_states_in_8_bits(pool: Pool) -> None:
     for errors in pool.run(updated, 4, "adamw", dp_size=2, zero_stage=1):
         assert max(errors) < 1e-6

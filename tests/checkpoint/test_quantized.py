@@ -104,6 +104,7 @@ CASES = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "schedule", "kind", "p"), CASES)
 def test_adapters_on_packed_weights(pool: Pool, tmp_path: Path, name: str, schedule: str, kind: str, p: int) -> None:
@@ -124,6 +125,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["nf4", "int8 alone"])
 @pytest.mark.parametrize("option", list(OPTIONS))
@@ -146,6 +148,7 @@ def replicas(folder: Path, **arguments: Any) -> list[str]:
     return found + compared(split, unsplit, split.backward(rows)["loss"], unsplit.backward(data), 1e-4)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_four_bits_in_replicas(pool: Pool, tmp_path: Path, zero_stage: int) -> None:
@@ -177,6 +180,7 @@ def resuming(folder: Path, kind: str) -> float:
     return float(split.backward(data)["loss"])
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_adapters_and_training_state(pool: Pool, tmp_path: Path, kind: str) -> None:
     build(LLAMA).save_pretrained(tmp_path / "base")
@@ -203,6 +207,7 @@ def rounded(folder: Path, kind: str, precision: str, autocast: bool) -> list[str
     return found + ["a packed weight was cast"] * (not packed)
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize(("precision", "autocast"), [("fp32", False), ("bf16", False), ("bf16", True)])
@@ -227,6 +232,7 @@ def generated(folder: Path, kind: str) -> tuple[list[int], list[int]]:
     return split.model.generate(**prompts, **asked).tolist(), whole.generate(**prompts, **asked).tolist()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_generation_from_packed_weights(pool: Pool, tmp_path: Path, kind: str) -> None:
     build(LLAMA).save_pretrained(tmp_path)
@@ -246,6 +252,7 @@ def packed_share(folder: Path, kind: str) -> float:
     return held / sum(4 * math.prod(layer.whole_shape) for layer in layers)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("kind", "share"), [("nf4", 0.5 / 4 + 1 / 64), ("int8", 1 / 4 + 1 / 34)])
 def test_a_rank_holds_an_eighth_or_a_quarter(pool: Pool, tmp_path: Path, kind: str, share: float) -> None:
     build(LLAMA).save_pretrained(tmp_path)
@@ -253,6 +260,7 @@ def test_a_rank_holds_an_eighth_or_a_quarter(pool: Pool, tmp_path: Path, kind: s
         assert found == pytest.approx(share, rel=2e-2)
 
 
+@pytest.mark.turns
 def test_packing_on_meta_leaves_bitsandbytes_as_it_is() -> None:
     """A model with double quantization that was the first thing to be packed left a map on meta, for the whole process,
     and no weight could be packed."""
@@ -272,6 +280,7 @@ def proving(folder: Path, kind: str) -> tuple[str, str]:
     return caught.value.proof.kind, caught.value.proof.reason
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["double", "int8"])
 def test_verify_draws_packed_weights(pool: Pool, tmp_path: Path, kind: str) -> None:
     """`pipeshard verify` of a script whose weights are on meta proves a copy with drawn values.
@@ -410,6 +419,7 @@ def test_one_stage_does_not_write_packed_weights(pool: Pool, tmp_path: Path) -> 
         assert "base weights of this model are quantized" in message and "save_lora_as_pretrained" in message
 
 
+@pytest.mark.turns
 def test_packed_weights_are_not_written(pool: Pool, tmp_path: Path) -> None:
     """Without its scales a packed weight is noise."""
     build(LLAMA).save_pretrained(tmp_path / "base")

@@ -91,6 +91,7 @@ def test_what_an_aborted_wait_has_returned_is_not_handed_out(pool: Pool) -> None
     assert "rank 3 was killed" in said
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("silent", [0.0, SILENT * PERIOD + 1.0], ids=["just now", "long since"])
 def test_a_lost_connection_is_explained_by_the_silent_store(pool: Pool, silent: float) -> None:
     [(seconds, message, _, stopped)] = pool.run(fail_at_a_silent_store, 1, "save_training_state", LOST, silent)

@@ -111,6 +111,7 @@ def exchanged() -> None:
     assert all(map(torch.equal, with_exchange, without))
 
 
+@pytest.mark.turns
 def test_what_is_written_in_16_bits_is_kept(pool: Pool) -> None:
     """The next update wrote the fp32 values over it: weights that a loop clamped or drew anew were what they had been.
     What is exchanged for an evaluation and put back leaves the fp32 values to the last bit."""
@@ -145,6 +146,7 @@ def places_of_gradients() -> None:
         assert all(map(torch.equal, in_groups, in_model)), how
 
 
+@pytest.mark.turns
 def test_gradients_are_changed_through_the_groups_as_through_the_model(pool: Pool) -> None:
     """In 16 bits parameters in an optimizer's groups had no gradient before its step: a loop over the groups that
     clamped gradients, or dropped them, changed nothing."""

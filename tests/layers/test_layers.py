@@ -156,6 +156,7 @@ def test_two_ties_of_three_are_exact_and_built_by_their_owners(pool: Pool, p: in
 CHUNKS = {"schedule": "interleaved", "num_model_chunks": 2, "partition": [2, 3, 3, 3]}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.processes  # each rank counts the blocks that it makes
 @pytest.mark.parametrize("options", [CHUNKS, {"schedule": "zbv", "partition": "uniform"}], ids=["interleaved", "zbv"])
 def test_chunks_are_exact(pool: Pool, options: dict[str, Any]) -> None:

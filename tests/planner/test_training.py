@@ -129,6 +129,7 @@ def packed(folder: Path, kind: str) -> tuple[Memory, dict[str, int]]:
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.local
 @pytest.mark.parametrize("kind", list(QUANTIZATIONS))
 def test_packed_weights_take_what_is_planned(pool: Pool, tmp_path: Path, kind: str) -> None:

@@ -146,6 +146,7 @@ CASES: dict[str, Case] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_of_the_engine_is_seen(name: str) -> None:
     kind, arguments, place, stand_in = CASES[name]

@@ -131,6 +131,7 @@ def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return 2 * output
 
 
+@pytest.mark.turns
 def test_large_models_are_proven_on_copies() -> None:
     moe = Qwen3MoeConfig(**SIZES, **TEXT, num_experts=64, num_experts_per_tok=4, moe_intermediate_size=256)
     t5 = T5Config(d_model=512, d_ff=2048, num_heads=8, num_layers=12, num_decoder_layers=8, vocab_size=50_000)
@@ -153,6 +154,7 @@ def test_large_models_are_proven_on_copies() -> None:
         assert proof.counts["gradients"] >= 28 and proof.counts["parameters"] >= 28
 
 
+@pytest.mark.turns
 def test_a_fault_is_seen_on_a_copy() -> None:
     model = on_meta(FirstAgain, LlamaConfig(**SIZES, **TEXT, tie_word_embeddings=True))
     model.tie_weights()
