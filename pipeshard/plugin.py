@@ -31,7 +31,7 @@ from pipeshard.config import PRECISIONS, PipelineConfig
 from pipeshard.dataloader import ResumableDataLoader
 from pipeshard.distributed.agreement import compare_ranks, texts_of, versions
 from pipeshard.distributed.collectives import together_in
-from pipeshard.distributed.mesh import DP, PP, TP, Grid, join_alone, num_replicas
+from pipeshard.distributed.mesh import DP, PP, TP, Grid, join_alone, num_replicas, shared_grid
 from pipeshard.distributed.p2p import P2P, check_p2p
 from pipeshard.distributed.peers import attach_workers
 from pipeshard.distributed.watching import calling, constructing, name_ranks, named, watch_world
@@ -143,7 +143,7 @@ class PipelinePlugin:
         world = dist.group.WORLD
         assert world is not None
         compare_ranks(versions() | texts_of(self.config.of_all_ranks), world, named)
-        return Grid(*self._sizes)
+        return shared_grid(*self._sizes)
 
     @cached_property
     def stage_manager(self) -> PipelineStageManager:

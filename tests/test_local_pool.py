@@ -142,10 +142,10 @@ def trained() -> list[str]:
 
 
 def test_the_process_is_as_it_was() -> None:
-    before = dist.distributed_c10d._world, mock._patch.__enter__, sys.modules["pipeshard.plugin"].Grid  # type: ignore[attr-defined]
+    before = dist.distributed_c10d._world, mock._patch.__enter__, sys.modules["pipeshard.plugin"].shared_grid  # type: ignore[attr-defined]
     with local.in_place_of_processes():
         assert dist.distributed_c10d._world is not before[0]
-    assert before == (dist.distributed_c10d._world, mock._patch.__enter__, sys.modules["pipeshard.plugin"].Grid)  # type: ignore[attr-defined]
+    assert before == (dist.distributed_c10d._world, mock._patch.__enter__, sys.modules["pipeshard.plugin"].shared_grid)  # type: ignore[attr-defined]
 
 
 def test_what_needs_processes_is_no_error_of_the_model() -> None:

@@ -465,3 +465,19 @@ def frozen(trained: str) -> None:
 @pytest.mark.parametrize("trained", ["lm_head", "embed_tokens", "layers.1.mlp"])
 def test_stages_with_nothing_to_train(pool: Pool, trained: str) -> None:
     pool.run(frozen, 3, trained)
+
+
+def groups_of_models() -> list[int]:
+    """The number of process groups after each of three models."""
+    counts = []
+    for _ in range(3):
+        split = Split(zoo.build("gpt2"), 2, data := zoo.batch("gpt2"), num_microbatches=2, verify=False)
+        split.backward(data)
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_models_of_one_world_share_its_groups(pool: Pool) -> None:
+    """A sweep in one process had four groups, twelve threads and the communicators of NCCL more with each model."""
+    counts, others = pool.run(groups_of_models, 2)
+    assert counts == others == counts[:1] * 3

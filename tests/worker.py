@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeshard.distributed import mesh
 from pipeshard.private import leave_below, modes_entered
 
 CLEAN, POLLUTED = b"clean", b"polluted"  # how a worker is after a job
@@ -124,6 +125,7 @@ def _attempt(job: Job) -> bytes:
 
 def _leave() -> None:
     """Leave all groups at the same time, since each waits some 10 ms for each of its connections to close."""
+    mesh._grids.clear()
     groups = list(dist.distributed_c10d._world.pg_map)
     if tensors := sys.modules.get("torch.distributed.tensor.debug"):
         tensors._clear_sharding_prop_cache()  # whose meshes have the names of these groups

@@ -183,6 +183,11 @@ class ProcessGroupMesh:
                     dist.destroy_process_group(group)
         self._groups.clear()
 
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether `destroy_mesh_process_groups` was called."""
+        return not self._groups
+
     def _ranks_along(self, axis: MeshAxes, indices_at_axis: Indices | None) -> list[tuple[int, ...]]:
         """For each rank of the world, the members of the group that it would get."""
         if indices_at_axis is None:
@@ -224,6 +229,7 @@ class Grid:
 
     def __init__(self, pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> None:
         self.dp_size, self.pp_size, self.tp_size = num_replicas(pp_size, dp_size, tp_size), pp_size, tp_size
+        self._p2ps: dict[tuple[str, tuple[int, ...]], P2P | None] = {}
         self.device = own_device()  # before any group is used, as NCCL makes communicators on the current GPU
         self._place(ProcessGroupMesh(self.dp_size, pp_size, tp_size))
         if self.first and self.device.type == "cuda" and carrier(self.device) == "gloo":
@@ -239,8 +245,15 @@ class Grid:
         self.world = self._group([DP, PP, TP])
 
     def p2p(self, kind: object, placement: Sequence[int]) -> P2P | None:
-        """The P2P for the messages of this rank's pipeline, with stage s on rank `placement[s]`."""
-        return make_p2p(kind, self.mesh.get_ranks_in_group(self.stages), placement, self.device)
+        """The P2P for the messages of this rank's pipeline, with stage s on rank `placement[s]`. One of pipeshard's own
+        is created once for each placement; one of a user's class may have a state, so it is created for each model."""
+        ranks = self.mesh.get_ranks_in_group(self.stages)
+        if not isinstance(kind, str):
+            return make_p2p(kind, ranks, placement, self.device)
+        key = kind, tuple(placement)
+        if key not in self._p2ps:
+            self._p2ps[key] = make_p2p(kind, ranks, placement, self.device)
+        return self._p2ps[key]
 
     @property
     def size(self) -> int:
@@ -292,6 +305,27 @@ class Grid:
         group = self.mesh.get_group_along_axis(list(axes))
         assert group is not None
         return group
+
+
+_grids: dict[dist.ProcessGroup, dict[tuple[int, ...], Grid]] = {}  # of the current world
+
+
+def shared_grid(pp_size: int, dp_size: int | None = None, tp_size: int = 1) -> Grid:
+    """The Grid of these sizes, the same for all models of this world. Call it on all ranks.
+
+    torch keeps a process group, with its threads and what NCCL allocates, until its world ends; a sweep that boosts one
+    model after another would have more of them with each. Models do not run at the same time, so their messages
+    cannot be mistaken for one another.
+    """
+    sizes = num_replicas(pp_size, dp_size, tp_size), pp_size, tp_size
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _grids:
+        _grids.clear()
+    of_world = _grids.setdefault(world, {})
+    if sizes not in of_world or of_world[sizes].mesh.is_destroyed:
+        of_world[sizes] = Grid(pp_size, dp_size, tp_size)
+    return of_world[sizes]
 
 
 def join_alone(pp_size: int, dp_size: int | None, tp_size: int) -> None:
