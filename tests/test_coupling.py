@@ -214,6 +214,7 @@ def test_what_is_computed_from_one_stage_is_warned_of_once(pool: Pool, name: str
     )
 
 
+@pytest.mark.turns
 @pytest.mark.local
 @pytest.mark.parametrize("layout", [{"precision": "bf16"}, {"dp_size": 2, "zero_stage": 1}])
 def test_masters_and_shards_are_watched_as_parameters_are(pool: Pool, layout: dict[str, Any]) -> None:

@@ -243,6 +243,7 @@ def test_a_square_has_four_corners_and_a_star_ten() -> None:
     assert math.isclose(star[0][1], -1.0)  # it points up
 
 
+@pytest.mark.turns
 def test_a_rank_whose_store_is_silent_tells_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0, which has the store, was stopped: the others asked it whether they were the first to fail, for ever."""
     silent = threading.Event()

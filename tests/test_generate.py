@@ -185,6 +185,7 @@ def losses(generates: bool) -> list[float]:
     return found
 
 
+@pytest.mark.turns
 def test_training_goes_on_as_if_nothing_had_been_generated(pool: Pool) -> None:
     assert pool.run(losses, 2, True) == pool.run(losses, 2, False)
 
@@ -248,6 +249,7 @@ def test_generation_beside_other_options(pool: Pool, world: int, options: dict[s
     assert all(pool.run(with_options, world, options))
 
 
+@pytest.mark.turns
 @pytest.mark.processes
 def test_generation_with_slices(pool: Pool) -> None:
     assert all(pool.run(with_options, 4, {"tp_size": 2}))

@@ -140,6 +140,7 @@ def refused(folder: str) -> None:
         make("often", folder, plugin)
 
 
+@pytest.mark.turns
 def test_what_ranks_cannot_do_together_is_refused_by_name(pool: Pool, tmp_path: Any) -> None:
     """GRPOConfig lets 16 completions of a prompt be, as two processes of 8 have so many, but here they are stages."""
     rollouts.base(tmp_path)

@@ -172,6 +172,7 @@ def between_steps() -> list[str]:
     return found
 
 
+@pytest.mark.turns
 def test_slices_beside_evaluation_and_generation(pool: Pool) -> None:
     assert pool.run(between_steps, 2) == [[], []]
 

@@ -175,6 +175,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.turns
 def test_a_fleet_goes_on_after_ranks_that_hang_or_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One test that hung would have ended the whole suite, or made the next one fail for it."""
     monkeypatch.setattr("tests.trainer_suite.fleet.GRACE", 1.0)

@@ -110,6 +110,7 @@ def followed() -> list[float]:
     return [float((loss - expected).abs()), *(float((p - moved[name]).abs().max()) for name, p in held.items())]
 
 
+@pytest.mark.turns
 def test_an_average_follows_a_split_model(pool: Pool) -> None:
     """AveragedModel of a stage is refused, as it has no values of the other stages; what helps is said and exact."""
     for errors in pool.run(followed, 2):

@@ -237,6 +237,7 @@ def noisy_by_name() -> list[str]:
     return sides.done()
 
 
+@pytest.mark.turns
 def test_noise_that_is_drawn_in_turn_is_refused(pool: Pool) -> None:
     """Both stages drew the same numbers for other parameters, and the copies of a tied weight got different ones."""
     for in_hook in (False, True):
@@ -258,6 +259,7 @@ def skipping(to_none: bool) -> list[str]:
     return sides.done()
 
 
+@pytest.mark.turns
 def test_gradients_that_are_dropped_are_no_noise(pool: Pool) -> None:
     """zero_grad before an update, and a shuffle after it, were refused as noise."""
     for to_none in (False, True):
@@ -378,6 +380,7 @@ def skips_together(freezes: bool) -> list[str]:
     return sides.done() + [text for text in told if "gradients were dropped" in text]
 
 
+@pytest.mark.turns
 def test_gradients_that_one_rank_drops_are_warned_of(pool: Pool) -> None:
     """A loop that dropped gradients where the norm of its own stage was large trained the stages on other batches, from
     the fourth update on silently."""

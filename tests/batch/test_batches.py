@@ -155,6 +155,7 @@ def wrong() -> list[str]:
     return messages
 
 
+@pytest.mark.turns
 def test_a_declaration_that_does_not_fit_is_told_on_every_rank(pool: Pool) -> None:
     expected = [
         r"batch_dims has \['lables'\], which the batch does not: it has \['frames', \".beside\['bias'\]\"",

@@ -176,6 +176,7 @@ def saved(folder: str, failing: bool) -> list[Any]:
     return [done, *seen, config.use_cache, json.loads((path / "model" / "config.json").read_text())["use_cache"]]
 
 
+@pytest.mark.turns
 def test_a_training_state_waits_for_a_save_in_the_background(pool: Pool, tmp_path: Path) -> None:
     """The background flipped `use_cache` on the live config to write it; its error was never raised."""
     assert pool.run(saved, 2, str(tmp_path / "a"), False) == [[True, False, False, False, True]] * 2

@@ -58,6 +58,7 @@ def rank_with_monitor(limit: float, code: str, seconds: float) -> int | None:
         process.wait()
 
 
+@pytest.mark.turns
 def test_a_regular_expression_that_never_ends_is_ended_from_outside() -> None:
     # A collator matched "(a+)+b": the expression holds the interpreter's lock, and no thread of the rank could end it.
     assert rank_with_monitor(0.5, "re.match(r'(a+)+b', 'a' * 60)", 30) == -signal.SIGABRT
@@ -69,10 +70,12 @@ def test_a_process_that_takes_no_notice_of_sigabrt_is_killed() -> None:
     assert rank_with_monitor(0.5, ignoring, 30) == -signal.SIGKILL
 
 
+@pytest.mark.turns
 def test_a_process_without_a_limit_or_that_ends_by_itself_is_left_alone() -> None:
     assert rank_with_monitor(float("inf"), "time.sleep(4)", 30) == 0
 
 
+@pytest.mark.turns
 def test_time_in_which_a_process_is_stopped_does_not_count() -> None:
     # A job was paused as a whole, with SIGSTOP, for longer than its timeout, and had to go on afterwards.
     code = "import os, signal, subprocess; subprocess.Popen(['sh', '-c', f'sleep 5; kill -CONT {os.getpid()}']); "
@@ -217,6 +220,7 @@ def train_with_children() -> list[Any]:
     return [asleep.exitcode, squares, exits]
 
 
+@pytest.mark.turns
 def test_children_of_a_rank_leave_the_job_alone(pool: Pool) -> None:
     # Process.terminate, Pool and a forked child that raised ended a healthy job: they had inherited handlers and hooks.
     for found in pool.run(train_with_children, 2, timeout=90):
@@ -266,6 +270,7 @@ def test_a_child_that_is_terminated_while_it_is_forked_ends(pool: Pool) -> None:
     assert ends == [-signal.SIGTERM] * 40
 
 
+@pytest.mark.turns
 def test_workers_of_a_dataloader_end_with_their_rank(tmp_path: Path) -> None:
     # Four to six workers, and with them the port, lived for 4 seconds after a rank that was killed.
     code = """
@@ -308,6 +313,7 @@ def step_of_an_orphan() -> str:
         return str(raised.value)
 
 
+@pytest.mark.turns
 def test_a_rank_whose_agent_is_gone_ends(pool: Pool) -> None:
     # Ranks whose torchrun was killed trained on for hours, and saved into the folder of the job that was started again.
     [message] = pool.run(step_of_an_orphan, 1, timeout=60)
@@ -347,6 +353,7 @@ def test_a_users_own_words_are_not_taken_for_a_lost_connection() -> None:
     assert is_lost(raised(lambda: torch._check(False, lambda: "gloo: Connection closed by peer")))
 
 
+@pytest.mark.turns
 def test_a_silent_store_does_not_hold_up_the_end_of_a_process() -> None:
     # A process that ended while the store was silent hung in its last word to it.
     alarm = Alarm.__new__(Alarm)

@@ -91,6 +91,7 @@ def test_what_an_aborted_wait_has_returned_is_not_handed_out(pool: Pool) -> None
     assert "rank 3 was killed" in said
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("silent", [0.0, SILENT * PERIOD + 1.0], ids=["just now", "long since"])
 def test_a_lost_connection_is_explained_by_the_silent_store(pool: Pool, silent: float) -> None:
@@ -99,12 +100,14 @@ def test_a_lost_connection_is_explained_by_the_silent_store(pool: Pool, silent: 
     assert seconds < (LIMIT if silent == 0 else 1.0) and not stopped
 
 
+@pytest.mark.turns
 def test_an_error_of_its_own_is_raised_though_nobody_can_be_told(pool: Pool) -> None:
     [(seconds, message, notes, _)] = pool.run(fail_at_a_silent_store, 1, "boost", ValueError("own"), 0.0)
     assert message == "ValueError: own" and seconds < LIMIT
     assert notes == ["pipeshard: this is rank 0 of 1, in boost"]
 
 
+@pytest.mark.turns
 def test_a_process_that_ends_between_two_calls_does_not_hang(pool: Pool) -> None:
     [(seconds, *_)] = pool.run(fail_at_a_silent_store, 1, "", ValueError("own"), 0.0)
     assert seconds < LIMIT
@@ -144,6 +147,7 @@ def steps_of_a_late_rank() -> tuple[str, float, str]:
     return str(caught.value), loss, str(failed.value)
 
 
+@pytest.mark.turns
 def test_an_error_of_all_ranks_ends_nobody_who_leaves_it_late(pool: Pool) -> None:
     """One lost packet, and the others took the rank for one that hangs: a full disk ended the job."""
     (first, loss, failed), (second, other, later) = pool.run(steps_of_a_late_rank, 2)

@@ -113,6 +113,7 @@ def loads_keys_of_a_model() -> None:
     assert sides.done() == []
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_is_set_on_a_boosted_model_is_set_on_the_model(pool: Pool, size: int) -> None:
     """`model.coefficient = 0.1` and `model.head = nn.Linear(...)` went to the object around the model, whose forward
@@ -121,6 +122,7 @@ def test_what_is_set_on_a_boosted_model_is_set_on_the_model(pool: Pool, size: in
     pool.run(replaces_its_head, size, timeout=120)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("size", [1, 2])
 def test_names_of_a_boosted_model_are_the_models(pool: Pool, size: int) -> None:
     """They began with `module.`: what a loop froze by `name.startswith("layers.0")` was trained on, and weights that

@@ -104,6 +104,7 @@ def updates_in_small_messages() -> None:
     assert max(sent) == largest and len(sent) > 2 * 20
 
 
+@pytest.mark.turns
 def test_zero_tells_updates_in_messages_of_a_limited_size(pool: Pool) -> None:
     """All parameters of a stage were copied into one message for each owner."""
     pool.run(updates_in_small_messages, 2)

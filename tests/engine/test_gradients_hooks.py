@@ -143,6 +143,7 @@ def changed_between_calls() -> float:
     return max(errors)
 
 
+@pytest.mark.turns
 def test_gradients_may_be_changed_between_two_calls(pool: Pool) -> None:
     assert max(pool.run(changed_between_calls, 2)) < 1e-6
 

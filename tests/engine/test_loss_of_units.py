@@ -144,6 +144,7 @@ def viewed() -> dict[str, float]:
     return {name: error for name, error in errors.items() if not error < 2e-6}
 
 
+@pytest.mark.turns
 def test_views_that_are_not_in_the_order_of_the_samples_are_refused_with_a_remedy(pool: Pool) -> None:
     """Of a loss of each sample's two views, which torch.cat puts apart, no rule is found.
     The refusal did not tell of the order, in which the same loss is exact."""

@@ -435,6 +435,7 @@ def norms_once_a_batch(options: dict[str, Any]) -> dict[str, float]:
     return errors | {"": parameter_error(split, reference)}
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("options", [{}, {"schedule": "gpipe", "recompute": True}], ids=["1f1b", "recompute"])
 def test_batch_norm_once_a_batch(pool: Pool, options: dict[str, Any]) -> None:
     """Running statistics moved once a microbatch, so that 4 of them forgot as much as 4 batches did."""

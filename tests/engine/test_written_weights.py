@@ -184,6 +184,7 @@ def sets_attributes_of_optimizers() -> list[str]:
     return factored.done() + fresh.done()
 
 
+@pytest.mark.turns
 def test_what_is_set_on_a_boosted_optimizer_is_set_on_the_optimizer(pool: Pool) -> None:
     """`optimizer.factor = 0.5` and `optimizer.state = defaultdict(dict)` went to the object around it, which nothing
     read; `optimizer.param_groups = [...]` raised AttributeError."""

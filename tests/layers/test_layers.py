@@ -156,6 +156,7 @@ def test_two_ties_of_three_are_exact_and_built_by_their_owners(pool: Pool, p: in
 CHUNKS = {"schedule": "interleaved", "num_model_chunks": 2, "partition": [2, 3, 3, 3]}
 
 
+@pytest.mark.turns
 @pytest.mark.sampled(1)
 @pytest.mark.processes  # each rank counts the blocks that it makes
 @pytest.mark.parametrize("options", [CHUNKS, {"schedule": "zbv", "partition": "uniform"}], ids=["interleaved", "zbv"])
@@ -307,6 +308,7 @@ def recomputed(interval: int, classes: list[str] | None = None, **options: Any) 
     return len(runs)
 
 
+@pytest.mark.turns
 def test_layers_are_recomputed_in_a_pipeline_unless_the_plugin_says_which(pool: Pool) -> None:
     assert sum(pool.run(recomputed, 2, 0)) == 3
     assert sum(pool.run(recomputed, 2, 3)) == 6
@@ -441,6 +443,7 @@ def initialised(folder: str) -> None:
     assert torch.equal(blank.backward(batch())["loss"], two.backward(batch())["loss"])
 
 
+@pytest.mark.turns
 def test_other_initial_values(pool: Pool, tmp_path: Path) -> None:
     pool.run(initialised, 2, str(tmp_path / "model"))
 
