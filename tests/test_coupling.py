@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeshard.private import modes_entered
+from pipeshard.engine import norm_guard, step_guard
+from pipeshard.private import global_step_pre_hooks, modes_entered
 from pipeshard.split.materialize import is_released
 from tests.hunt.loops import Sides
 from tests.pool import Pool
@@ -347,13 +348,15 @@ def left_after_models() -> list[Any]:
         del sides
         gc.collect()
     torch.zeros(1)
-    return [*(model() for model in models), *(type(mode).__name__ for mode in modes_entered())]
+    installed = [norm_guard.GUARD.is_installed, step_guard.GUARD.is_installed, bool(global_step_pre_hooks)]
+    return [*(model() for model in models), *(type(mode).__name__ for mode in modes_entered()), *installed]
 
 
 def test_a_model_that_is_deleted_ends_its_watch(pool: Pool) -> None:
     """The modes kept every model alive, and slowed down all operators of the process more and more. A finalizer that
-    ended them did so within an operator: "Hit Python dispatch key but no arguments had PyInterpreter"."""
-    assert pool.run(left_after_models, 2) == [[None, None, None, "Readers"]] * 2
+    ended them did so within an operator: "Hit Python dispatch key but no arguments had PyInterpreter". The guards
+    stayed, since a WeakSet still counts an object whose finalizer runs."""
+    assert pool.run(left_after_models, 2) == [[None, None, None, "Readers", False, False, False]] * 2
 
 
 LOOPS = COUPLED | ALONE | {"reduced": reduced}

@@ -22,7 +22,7 @@ class Guard(ABC):
             self.install()
 
     def _model_ended(self) -> None:
-        if not self._models and self.is_installed:
+        if self.is_installed and not list(self._models):  # its length still counts the one that has just ended
             self.is_installed = False
             self.remove()
 
