@@ -24,6 +24,7 @@ from pipeshard.engine.refusals import (
     refuse_blank_adapters,
     refuse_criterion,
     refuse_lowered_begin,
+    refuse_released,
     refuse_sharded_packing,
 )
 from pipeshard.engine.step_guard import GUARD
@@ -57,6 +58,7 @@ def boost_model(
         return model, criterion
     config.refuse_uncut()
     model = plain(model, warns=grid.first)
+    refuse_released(model)
     refuse_criterion(criterion, model)
     # One of the outputs alone is for the script to call, as ColossalAI's scripts do, or for execute_pipeline.
     called = None if criterion is not None and takes_outputs_alone(criterion) else criterion

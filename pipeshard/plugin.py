@@ -40,6 +40,7 @@ from pipeshard.engine.model import PipelineModel
 from pipeshard.engine.optimizer import PipelineOptimizer
 from pipeshard.engine.outputs import ReturnOutputs
 from pipeshard.engine.recording import Recording
+from pipeshard.engine.refusals import refuse_other_config
 from pipeshard.errors import UsageError
 from pipeshard.schedule.given import Schedule
 from pipeshard.script import fold
@@ -203,6 +204,8 @@ class PipelinePlugin:
         with together_in("booster.boost"):
             name_ranks(self.grid.named)
             attach_workers(dataloader)
+            if isinstance(model, PipelineModel) and all(own() is not model for own in self._boosted):
+                refuse_other_config(model.pipeline.config, self.config)
             kind = wrapper(PipelineModel, "ModelWrapper")
             boosted, criterion = boost_model(self.config, self.grid, model, optimizer, criterion, dataloader, kind)
             if boosted is not model:

@@ -16,6 +16,7 @@ from colossalai.booster import Booster
 from torch import nn
 from torch.utils.data import Dataset
 
+import pipeshard
 from pipeshard import P2P, PipelinePlugin, Policy, register_policy
 from pipeshard.compat import INSTEAD, SPEED
 from pipeshard.config import PipelineConfig
@@ -481,3 +482,29 @@ def test_models_of_one_world_share_its_groups(pool: Pool) -> None:
     """A sweep in one process had four groups, twelve threads and the communicators of NCCL more with each model."""
     counts, others = pool.run(groups_of_models, 2)
     assert counts == others == counts[:1] * 3
+
+
+def boosting_again() -> list[str]:
+    """What is wrong when a model is boosted a second time, by another plugin."""
+    data = zoo.batch("gpt2")
+    first = Split(zoo.build("gpt2"), 2, data, num_microbatches=2)
+    first.backward(data)
+    engine = pipeshard.Engine(PipelinePlugin(pp_size=2, num_microbatches=4))
+    errors = []
+    for model, refused in ((first.model, "boosted with num_microbatches=2"), (first.model.module, "boosted before")):
+        try:
+            engine.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        except PipeshardError as error:
+            errors += [] if refused in str(error) else [str(error)]
+        else:
+            errors.append(f"not refused: {refused}")
+    whole = pipeshard.to_sequential(first.model)
+    model, optimizer, *_ = engine.boost(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
+    losses = [engine.execute_pipeline(iter([data]), model, None, optimizer)["loss"]]
+    losses.append(first.evaluate(data)["loss"])
+    return errors + ([] if losses[0] is None or abs(float(losses[0] - losses[1])) < 1e-6 else [str(losses)])
+
+
+def test_a_model_that_is_boosted_by_another_plugin_is_refused_and_the_remedy_works(pool: Pool) -> None:
+    """The second plugin's microbatches and schedule were ignored. The inner model was said to differ between ranks."""
+    assert pool.run(boosting_again, 2) == [[], []]

@@ -25,8 +25,10 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 
 from pipeshard.batch.criterion import Criterion, takes_outputs_alone
 from pipeshard.config import PipelineConfig
+from pipeshard.distributed.agreement import texts_of
 from pipeshard.distributed.mesh import Grid
 from pipeshard.errors import ConfigurationError, UsageError
+from pipeshard.ghost import Ghost
 from pipeshard.graph.units import containers
 from pipeshard.hf import recomputes
 from pipeshard.split.adapters import BEGINNING, base_names
@@ -86,6 +88,28 @@ def plain(model: nn.Module, warns: bool = True) -> nn.Module:
                     f"it was before that (not prepared by accelerate either), {instead}"
                 )
     return model
+
+
+def refuse_other_config(config: PipelineConfig, other: PipelineConfig) -> None:
+    """Raise ConfigurationError if a boosted model is boosted by a plugin with other arguments, which would be lost."""
+    texts, others = texts_of(config.of_all_ranks), texts_of(other.of_all_ranks)
+    name = next((name for name in texts if texts[name] != others[name]), None)
+    if name is not None:
+        raise ConfigurationError(
+            f"this model was boosted with {name}={getattr(config, name)!r}, and the plugin of this call has "
+            f"{name}={getattr(other, name)!r}: use the plugin that boosted it, or boost "
+            "pipeshard.to_sequential(model), which is whole again"
+        )
+
+
+def refuse_released(model: nn.Module) -> None:
+    """Raise UsageError for the model inside a boosted one, of which this rank has released other stages."""
+    name = next((name for name, parameter in model.named_parameters() if isinstance(parameter, Ghost)), None)
+    if name is not None:
+        raise UsageError(
+            f"this model was boosted before, and this rank has released {name}, which another stage holds: pass the "
+            "model that boost returned, boost pipeshard.to_sequential(model) of that, or create the model again"
+        )
 
 
 def refuse_blank_adapters(model: nn.Module) -> None:
