@@ -78,6 +78,7 @@ def predict(name: str, folder: str, plugin: dict[str, Any] | None = None, **othe
         predicted = made.predict(TASKS[name].data(7, seed=8))
         made.save_model()
         metrics = {key: before[key] for key in before if key in ("eval_loss", "eval_right", "eval_first")}
+        metrics["has_time"] = "eval_model_preparation_time" in before  # which logs of a split model lacked
         return [metrics | {"loss": predicted.metrics["test_loss"]}, predicted.predictions, predicted.label_ids]
 
 
