@@ -36,6 +36,7 @@ from pipeshard.errors import BatchError, RankError, is_of_all
 logger = logging.getLogger("pipeshard")
 PERIOD = 0.25  # seconds between two looks at the store
 SETTLED = 0.3  # seconds after which a wait is taken for one that will not end, where a rank has failed
+HEARD = 2 * PERIOD + SETTLED + 0.2  # seconds after which the others have left the call in which a rank has failed alone
 GRACE = 3.0  # seconds that a call has to end by itself, where a rank has failed; then it is interrupted
 END_AFTER = 6.0  # seconds after which the process is ended
 SILENT = 12  # looks after which a store is taken for one that does not answer, where nothing moves, or one asks it
@@ -88,6 +89,7 @@ class Watch:
         self._heard: tuple[Fault, int, float] | None = None  # with the number of the call, and when
         self.interrupt: Callable[[], None] = lambda: None  # makes the thread that trains raise an Interrupt
         self._broken = False
+        self._failed: tuple[Fault, float] | None = None  # this rank's own, in the call before, and when
         self._interrupted, self._well = -1, well  # the number of the call that was, and of the last one that ended well
         self._ticks = 0  # looks since the store has last answered
         self._stop = threading.Event()
@@ -98,12 +100,13 @@ class Watch:
     def call(self, name: str) -> Iterator[None]:
         """A call of the user's that every rank makes, and not inside of another. Raises RankError instead of an error
         that another rank's failure caused."""
+        self._let_others_leave()
         NOW.enter(name)
         try:
             self._refuse_broken()
             yield
             self._refuse_broken()  # with NCCL what waited in an aborted group returns, without an error
-            self._well = NOW.number
+            self._well, self._failed = NOW.number, None
         except BaseException as error:
             if is_of_all(error) or (told := self._explained(error)) is None:
                 raise
@@ -111,9 +114,19 @@ class Watch:
         finally:
             NOW.leave()
 
+    def _let_others_leave(self) -> None:
+        """After an error of this rank, which the program caught: until the others, if it is not theirs, have ended
+        their waits. Messages of the next call would be taken for those that they wait for."""
+        if self._failed is not None:
+            time.sleep(max(0.0, self._failed[1] + HEARD - time.monotonic()))
+
     def _refuse_broken(self) -> None:
         if self.fault is not None:
-            raise RankError(f"this process cannot go on, since {self.fault}. Start the ranks again", self.fault)
+            raise self._no_further(self.fault)
+
+    @staticmethod
+    def _no_further(fault: Fault) -> RankError:
+        return RankError(f"this process cannot go on, since {fault}. Start the ranks again", fault)
 
     def start(self) -> None:
         self._stop.clear()
@@ -134,6 +147,9 @@ class Watch:
     def _explained(self, error: BaseException) -> RankError | None:
         """The error to raise instead of one that another rank has caused; None where it is this one's own."""
         lost, number = is_lost(error), NOW.number
+        if lost and self._failed is not None:  # it failed alone, and the others have ended their waits for it
+            self._break(self._failed[0], error)
+            return self._no_further(self._failed[0])
         own, mine = not lost and not isinstance(error, Interrupt), self._fault_of(error, lost)
 
         def ask() -> Fault:
@@ -147,6 +163,7 @@ class Watch:
         if not own or NOW.in_flight:
             self._break(fault, error)
         if own:
+            self._failed = mine, time.monotonic()
             error.add_note(f"{NOTE}this is {self.named(self.rank)}, in {NOW.where}")
             return None
         is_of_batch = fault.kind == RAISED and fault.message.startswith(f"{BatchError.__name__}: ")

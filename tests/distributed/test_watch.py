@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,12 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import pipeshard
+from pipeshard import PipelinePlugin
 from pipeshard.checkpoint import files
 from pipeshard.distributed import failures as alarm
 from pipeshard.distributed.failures import GONE, Fault
 from pipeshard.distributed.watch import PERIOD, SILENT, Watch
 from pipeshard.engine.reader import Reader
-from pipeshard.errors import BatchError, CheckpointError, RankError
+from pipeshard.errors import BatchError, CheckpointError, PipeshardError, RankError
 from tests import zoo
 from tests.pool import Pool
 from tests.unsplit import Split
@@ -145,6 +148,37 @@ def steps_of_a_late_rank() -> tuple[str, float, str]:
         split.booster.save_model(split.model, "/proc/nowhere", shard=True)
     split.backward(data)
     return str(caught.value), loss, str(failed.value)
+
+
+def caught_on_one_rank() -> list[str]:
+    """What a program raises that catches an error which rank 1 alone has, and trains another model."""
+
+    def criterion(output: Any, batch: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise ValueError("mine")
+        return output.loss
+
+    data = zoo.batch("gpt2")
+    split, errors = Split(zoo.build("gpt2"), 2, data, num_microbatches=2), []
+    for call in (lambda: refused(criterion), lambda: split.backward(data), lambda: split.backward(data)):
+        try:
+            call()
+        except PipeshardError as error:
+            errors.append(str(error))
+    return errors
+
+
+def refused(criterion: Any) -> None:
+    model = zoo.build("gpt2")
+    plugin = PipelinePlugin(pp_size=2, num_microbatches=2, dry_run_input=zoo.batch("gpt2"))
+    pipeshard.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), criterion, plugin=plugin)
+
+
+def test_a_rank_that_catches_its_own_error_goes_no_further_alone(pool: Pool) -> None:
+    """Its next message met those that waited in boost: gloo aborted the process, since sizes differed."""
+    for errors in pool.run(caught_on_one_rank, 2):
+        assert "mine" in errors[0] and len(errors) == 3
+        assert all(re.search(r"cannot go on, since rank 1 \(stage 1\) failed in booster.boost", e) for e in errors[1:])
 
 
 @pytest.mark.turns
