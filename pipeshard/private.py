@@ -82,12 +82,12 @@ def modes_entered() -> list[TorchDispatchMode | TorchFunctionMode]:
 
 
 def _rearrange(mode: TorchDispatchMode | TorchFunctionMode, is_entered: bool) -> None:
-    """Put a mode beneath the others, or take it out."""
+    """Put a mode beneath the others, once, or take it out."""
     stack = _stack(mode)
-    above = [stack.pop() for _ in range(stack.size())]
-    for each in ([mode] if is_entered else []) + above[::-1]:
-        if each is not mode or is_entered:
-            stack.push(each)
+    entered = [stack.pop() for _ in range(stack.size())][::-1]
+    others = [each for each in entered if each is not mode]
+    for each in [mode, *others] if is_entered else others:
+        stack.push(each)
 
 
 class _Stack(NamedTuple):

@@ -239,6 +239,7 @@ def test_modes_that_are_entered_below_are_left_in_any_order() -> None:
     outer, below, reads, inner, tensor = Counts(), Counts(), Reads(), Counts(), torch.zeros(2)
     with outer, torch.device("cpu"):
         private.enter_below(below, reads)
+        private.enter_below(below, reads)  # no second time
         tensor.add_(1).tolist()
     inner.__enter__()
     tensor.add_(1)
