@@ -541,8 +541,8 @@ class ResumableDataLoader(DataLoader[Any]):
         if saved != sizes:
             raise CheckpointError(
                 f"the position in the data was saved with {saved}, but this dataloader has {sizes} (batch_size is that "
-                "of all replicas together, workers is the num_workers of a stream): make it of the same data with the "
-                "same batch size, or go on with a new order by dataloader=None"
+                "of all replicas together, workers is the num_workers of a stream). Create it from the same data with "
+                "the same batch size, or pass dataloader=None to go on with a new order"
             )
         self._order.load_state(state.get("order", {}))
         self.place.seed, epoch, batches = (int(state[name] or 0) for name in ("seed", "epoch", "batches"))

@@ -98,7 +98,7 @@ def test_habits_are_answered_by_name(pool: Pool, tmp_path: Any) -> None:
         "UsageError: DistributedDataParallel would wrap a model that was boosted",
         "UsageError: accelerate .* would wrap a model that was boosted.*execute_pipeline",
         "UsageError: accelerate .* would wrap a model that was boosted",
-        "UsageError: an optimizer of a boosted model is neither copied nor pickled.*booster.save_optimizer",
+        "UsageError: an optimizer of a boosted model cannot be copied or pickled.*booster.save_optimizer",
         "ConfigurationError: CrossEntropyLoss takes tensors, but a criterion gets the model's output .CausalLMOutput.*",
         "ConfigurationError: mse_loss takes tensors, but",
         r"ConfigurationError: the criterion takes \(\), but gets \(outputs, inputs\), or outputs alone",

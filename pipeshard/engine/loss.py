@@ -273,7 +273,7 @@ def prove_loss_rule(
         what = f"the loss of {type(model).__name__} {why}"
         views = VIEWS if _has_views(flow) else ""
         raise ConfigurationError(
-            f"{what}, so that of a batch cannot be made of its microbatches': {LOSS_REMEDY}{views}"
+            f"{what}, so the loss of a batch cannot be computed from those of its microbatches: {LOSS_REMEDY}{views}"
         ) from search.failure
     if is_approximate:
         logger.warning(
@@ -315,9 +315,9 @@ class _Search:
             return None
         if self.criterion is not None and not self.trial.is_steady(self.samples.draw(self.level, 0), self.kind):
             raise ConfigurationError(
-                "the criterion says another loss when it is called again (it counts its calls, or keeps statistics of "
-                "its own), but it is called for each microbatch: change such things between steps, pass "
-                "PipelinePlugin(loss_reduction='microbatch'), or use one microbatch"
+                "the criterion returned a different loss for the same input when it was called again: it counts its "
+                "calls or keeps statistics, and a pipeline calls it once for each microbatch. Change its state between "
+                "steps, pass PipelinePlugin(loss_reduction='microbatch'), or use one microbatch"
             )
         if self.level == NOTHING and self.batch.rows == 1:
             return None  # all samples are the same one

@@ -443,9 +443,9 @@ class RouteCache:
         rule = self.rules.get(self._kind(batches[0], criterion))
         if rule is None:
             raise TraceError(
-                f"a run of {type(self.model).__name__}'s forward on a few samples has changed it, so that it is not "
-                "known how its loss is made of those of microbatches. What it changes in Python has to be within the "
-                "model, or the criterion"
+                f"the forward of {type(self.model).__name__} changed the model when it ran on a few samples, so it is "
+                "unknown how its loss depends on those of microbatches. Keep what forward changes in Python within the "
+                "model or the criterion"
             )
         return rule
 

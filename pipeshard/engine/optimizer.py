@@ -118,7 +118,8 @@ class PipelineOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "an optimizer of a boosted model is neither copied nor pickled, as it is a part of the whole: save it by "
+            "an optimizer of a boosted model cannot be copied or pickled, as it has only the states of one stage: save "
+            "it by "
             "booster.save_optimizer(optimizer, folder, shard=True)"
         )
 
@@ -340,8 +341,8 @@ class PipelineOptimizer(Optimizer):
                 return self._step(*args, **kwargs) if self._ready() else None
             if self.gradients.scaling is not None:
                 raise UsageError(
-                    "precision='fp16' has to know gradients before a step, to skip it if they overflow: call "
-                    "execute_pipeline first, and optimizer.step() without a closure"
+                    "precision='fp16' skips a step if gradients overflow, so it needs them before the step. Call "
+                    "execute_pipeline first, and then optimizer.step() without a closure"
                 )
 
             def closed() -> Any:

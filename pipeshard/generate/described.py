@@ -49,7 +49,7 @@ def restore(told: Any, get: Get, known: Mapping[str, Any]) -> Any:
         return told
     if "known" in told:
         if told["known"] not in known:
-            raise MessageError(f"another rank returns {told['known']} of a forward, which this rank has not met")
+            raise MessageError(f"another rank returned {told['known']}, which no forward on this rank has returned")
         return known[told["known"]]
     if "tensor" in told:
         return get(told["tensor"])

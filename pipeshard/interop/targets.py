@@ -159,9 +159,9 @@ class Torch(Target):
         p, rest = divmod(num_stages, self.num_model_chunks)
         if rest or not dist.is_initialized():
             raise ConfigurationError(
-                f"{num_stages} stages and num_model_chunks={self.num_model_chunks}, "
-                f"{'a' if dist.is_initialized() else 'no'} process group: target='torch' wants whole stages "
-                "for each rank of a group that is there (torch.distributed.init_process_group)"
+                f"target='torch' got {num_stages} stages with num_model_chunks={self.num_model_chunks}, and "
+                f"{'a' if dist.is_initialized() else 'no'} process group. Call torch.distributed.init_process_group "
+                "first, and give each rank num_model_chunks stages"
             )
         self.grid = Grid(p, 1)
         placement = [*range(p), *reversed(range(p))] if self.style == "v" else [s % p for s in range(num_stages)]

@@ -202,8 +202,8 @@ class Profile:
     def _refuse(self, what: str, measured: Any, now: Any) -> None:
         if measured != now:
             raise ConfigurationError(
-                f"the profile is for something else: its {what} differ ({_first_difference(measured, now)}). It was "
-                f"measured on {self.device} with torch {self.torch}; profile this model with microbatches of this size"
+                f"the profile does not fit: its {what} differ ({_first_difference(measured, now)}). It was measured "
+                f"on {self.device} with torch {self.torch}. Profile this model with microbatches of this size"
             )
 
 

@@ -109,8 +109,8 @@ def _check_config(model: nn.Module, size: int) -> None:
     for field in DROPOUTS:  # drawn for the heads or features of a slice: other ones on each rank, but by one generator
         if isinstance(share := getattr(text, field, None), float) and share > 0:
             raise ConfigurationError(
-                f"tp_size={size}: {field}={share} of {type(model).__name__} would drop the same of the heads, or "
-                "features, of each slice. Build the model from a config with 0.0, or use tp_size=1"
+                f"tp_size={size}: {field}={share} of {type(model).__name__} would drop the heads or features at the "
+                "same places of every slice. Build the model from a config with 0.0, or use tp_size=1"
             )
 
 
@@ -158,7 +158,7 @@ class Conv1DSlice:
         if size is None or size % (self.blocks * mesh.size()):
             raise ConfigurationError(
                 f"tp_plan slices {parameter_name} of {type(module).__name__} as a Conv1D of {self.blocks} blocks of "
-                f"{self.by}: tp_size={mesh.size()} has to divide each of them, and {self.by} are {size}"
+                f"{self.by}. The layer has {size} {self.by}, so tp_size={mesh.size()} does not divide each block"
             )
 
     def shard_param(self, module: nn.Module, key: str, mesh: DeviceMesh) -> None:

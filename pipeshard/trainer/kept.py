@@ -266,8 +266,8 @@ class ValueReader:
         except (AttributeError, KeyError, IndexError, TypeError) as error:
             where = _place_name(tuple(PathStep(*step) for step in path))
             raise UsageError(
-                f"compute_loss has changed {where} on the last stage, but this rank does not have it ({error}): make "
-                "what it keeps on every rank alike, in __init__ or in a callback"
+                f"compute_loss has changed {where} on the last stage, but this rank does not have it ({error}). "
+                "Create what it keeps in __init__ or in a callback, which run on every rank"
             ) from error
 
     def of(self, said: Any) -> Any:

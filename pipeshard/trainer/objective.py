@@ -281,7 +281,7 @@ class Asking(StandIn):
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         if args:
-            raise UsageError("compute_loss calls the model with inputs by place: let it call model(**inputs)")
+            raise UsageError("compute_loss passes inputs to the model by position: call model(**inputs)")
         raise Called(inputs)
 
 
